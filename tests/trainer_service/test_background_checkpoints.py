@@ -18,6 +18,18 @@ def steps_in_checkpoints(harness: Harness) -> list[int]:
     return [row.step for row in harness.checkpoints.ledger(0, 100)]
 
 
+def writes_for(harness: Harness, seconds: float) -> None:
+    """Let each checkpoint take so long, on a clock that stands still otherwise."""
+    write = harness.checkpoints.write
+
+    def writing(*arguments: Any) -> str:
+        harness.clock.pass_by(seconds)
+        return write(*arguments)
+
+    harness.checkpoints.write = writing  # type: ignore[assignment, method-assign]
+    harness.clock.pass_by(0)
+
+
 def exported(harness: Harness) -> dict[str, Tensor]:
     return {each.name: each.value.clone() for each in harness.policy.snapshot().tensors}
 
@@ -49,14 +61,7 @@ def test_a_checkpoint_has_the_weights_and_the_position_of_its_beginning(
 
 def test_a_small_model_has_a_checkpoint_whenever_one_costs_little(make_harness: MakeHarness) -> None:
     harness = make_harness(**BY_TIME).start()
-    write = harness.checkpoints.write
-
-    def writes_for_ten_seconds(*arguments: Any) -> str:
-        harness.clock.pass_by(10)
-        return write(*arguments)
-
-    harness.checkpoints.write = writes_for_ten_seconds  # type: ignore[assignment, method-assign]
-    harness.clock.pass_by(0)
+    writes_for(harness, 10)
     harness.step("a")
     assert steps_in_checkpoints(harness) == [1]
     harness.clock.pass_by(10 / CHEAP - 11)
@@ -70,14 +75,7 @@ def test_a_small_model_has_a_checkpoint_whenever_one_costs_little(make_harness: 
 
 def test_a_large_model_has_a_checkpoint_after_some_minutes(make_harness: MakeHarness) -> None:
     harness = make_harness(checkpoint_every_minutes=5, **BY_TIME).start()
-    write = harness.checkpoints.write
-
-    def writes_for_a_minute(*arguments: Any) -> str:
-        harness.clock.pass_by(60)
-        return write(*arguments)
-
-    harness.checkpoints.write = writes_for_a_minute  # type: ignore[assignment, method-assign]
-    harness.clock.pass_by(0)
+    writes_for(harness, 60)
     harness.step("a")
     harness.clock.pass_by(239)
     harness.step("b")
@@ -104,3 +102,16 @@ def test_a_requested_checkpoint_is_durable_when_the_request_is_answered(make_har
     assert steps_in_checkpoints(harness) == []
     harness.save()
     assert steps_in_checkpoints(harness) == [1]
+
+
+def test_evaluations_alone_make_no_checkpoint_before_the_end(make_harness: MakeHarness) -> None:
+    harness = make_harness(**BY_TIME).start()
+    harness.step("a")
+    current = harness.settings.checkpoint_dir / "CURRENT"
+    before = current.read_text()
+    harness.agents.evaluate("e", 1.0, version=1)
+    harness.clock.pass_by(1e6)
+    harness.trainer.run_once()
+    assert current.read_text() == before
+    harness.save()
+    assert harness.restart().intake.evaluations.state().scores[-1].rewarded == 1

@@ -124,10 +124,10 @@ class CheckpointCycle:
             self._contents.durable()
 
     def _is_due(self) -> bool:
-        if not self._is_outdated():
+        if not self._new_steps:  # new evaluations alone are not worth a whole checkpoint
             return False
         if (every_steps := self._settings.checkpoint_every_steps) is not None:
-            return bool(self._new_steps) and self._new_steps[-1].step % every_steps == 0
+            return self._new_steps[-1].step % every_steps == 0
         passed_s = self._heartbeat.clock() - self._began_at
         is_cheap = self._writing is None and self._took_s <= CHEAP * passed_s
         return is_cheap or passed_s >= 60 * self._settings.checkpoint_every_minutes

@@ -133,7 +133,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
                 width = policy.replayed_width
                 place = place_of(settings, store, lambda: shared_state.stopping)
                 gateway = GatewayClient(client, settings.push_timeout_s)
-                teacher = _teacher(settings)
+                teacher = _teacher(settings, policy.vocab_size)
                 Trainer(
                     settings=settings,
                     policy=policy,
@@ -188,9 +188,9 @@ def _tensor_sender(settings: TrainerSettings) -> TensorSender | None:
     return TensorSender(settings.collective, device)
 
 
-def _teacher(settings: TrainerSettings) -> TeacherClient | None:
+def _teacher(settings: TrainerSettings, vocab_size: int) -> TeacherClient | None:
     top_k = settings.algorithm.teacher_top_k
-    return TeacherClient(settings.teacher, top_k) if settings.teacher else None
+    return TeacherClient(settings.teacher, vocab_size, top_k) if settings.teacher else None
 
 
 def own_url(settings: TrainerSettings) -> str:

@@ -102,7 +102,7 @@ def test_a_teacher_judges_the_tokens_that_were_sampled(system: System) -> None:
         turns_L=np.zeros(len(mask), np.int64),
         rewards_L=np.zeros(len(mask), np.float32),
     )
-    teacher = TeacherClient(TeacherSettings(url=system.engine_url))
+    teacher = TeacherClient(TeacherSettings(url=system.engine_url), vocab_size=1024)
     try:
         (scored,) = teacher.score([row]).rows
     finally:

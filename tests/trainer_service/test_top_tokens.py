@@ -144,7 +144,20 @@ def test_the_policy_takes_over_the_teachers_distribution(make_harness: MakeHarne
     assert losses[-1] < 0.1 < 1 < losses[0]
 
 
-@pytest.mark.parametrize("top", [None, [], [[-0.1, 5, None]], [[-0.1, "x", None]] * 3], ids=str)
+@pytest.mark.parametrize(
+    "top",
+    [
+        None,
+        [],
+        [[-0.1, 5, None]],
+        [[-0.1, "x", None]] * 3,
+        [[-0.1, VOCABULARY, None]] * 3,
+        [[-0.1, 2**40, None]] * 3,
+        [["nan", 5, None]] * 3,
+        [[1e99, 5, None]] * 3,
+    ],
+    ids=str,
+)
 def test_a_session_without_the_tokens_that_were_asked_is_invalid(top: Any, make_harness: MakeHarness) -> None:
     harness = make_harness(algorithm=ALGORITHM | {"min_live_rows": 1}, teacher=TEACHER)
     harness.teacher = TopTeacher(top)

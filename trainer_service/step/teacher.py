@@ -24,6 +24,10 @@ class TeacherUnavailable(Exception):
     """The teacher cannot be reached, or failed to answer. The same request may succeed later."""
 
 
+ROUNDING = 1e-3
+"""How far above 0 a teacher's log-probability may be: it may be computed in 16 bits."""
+
+
 class TeacherScores(NamedTuple):
     """The rows of a step after the teacher has scored them."""
 
@@ -37,10 +41,15 @@ class TeacherClient:
     """Sends rows to the teacher, several at once. Owns its connections and threads."""
 
     def __init__(
-        self, settings: TeacherSettings, top_k: int = 0, transport: httpx.BaseTransport | None = None
+        self,
+        settings: TeacherSettings,
+        vocab_size: int,
+        top_k: int = 0,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """The teacher also tells its `top_k` most probable tokens at each place."""
-        self._top_k = top_k
+        """The teacher also tells its `top_k` most probable tokens at each place, of the `vocab_size` tokens
+        of the policy."""
+        self._vocab_size, self._top_k = vocab_size, top_k
         headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._client = httpx.Client(
             base_url=settings.url, headers=headers, timeout=settings.timeout_s, transport=transport
@@ -79,14 +88,22 @@ class TeacherClient:
         if not self._top_k:
             return replace(row, lp_teacher_L=lp_teacher_L)
         try:
-            asked = [top[place - start] for place in np.flatnonzero(row.mask_L)]
-            found = np.array([[each[:2] for each in tokens[: self._top_k]] for tokens in asked], np.float64)
-            if found.shape != (len(asked), self._top_k, 2) or (found[..., 1] < 0).any():
-                raise ValueError(f"{found.shape[1:]} values at each place")
-        except (IndexError, TypeError, ValueError) as error:
+            teacher_top = self._top_tokens([top[place - start] for place in np.flatnonzero(row.mask_L)])
+        except (IndexError, TypeError, ValueError, OverflowError) as error:
             return f"the teacher did not tell its {self._top_k} most probable tokens: {error}"
-        teacher_top = TopTokens(found[..., 1].astype(np.int32), found[..., 0].astype(np.float32))
         return replace(row, lp_teacher_L=lp_teacher_L, teacher_top=teacher_top)
+
+    def _top_tokens(self, told: list[Any]) -> TopTokens:
+        """The most probable tokens at each place. Raises ValueError, TypeError or IndexError for others."""
+        found = np.array([[each[:2] for each in tokens[: self._top_k]] for tokens in told], np.float64)
+        if found.shape != (len(told), self._top_k, 2):
+            raise ValueError(f"{found.shape[1:]} values at each place")
+        lp_TK, ids_TK = found[..., 0], found[..., 1]
+        if not ((ids_TK >= 0) & (ids_TK < self._vocab_size)).all():
+            raise ValueError(f"a token that is none of the policy's {self._vocab_size}")
+        if not ((lp_TK > np.finfo(np.float32).min) & (lp_TK <= ROUNDING)).all():
+            raise ValueError("a value that is no log-probability")
+        return TopTokens(ids_TK.astype(np.int32), lp_TK.astype(np.float32))
 
     def _ask(self, row: Row, start: int) -> tuple[list[Any], list[Any]] | str:
         """The `input_token_logprobs` of the row from token `start` on, and its `input_top_logprobs`, or why

@@ -301,7 +301,9 @@ class Harness:
             metrics=metrics,
             shared_state=self.shared_state,
             heartbeat=heartbeat,
-            teacher=TeacherClient(self.settings.teacher, self.settings.algorithm.teacher_top_k, asked)
+            teacher=TeacherClient(
+                self.settings.teacher, self.policy.vocab_size, self.settings.algorithm.teacher_top_k, asked
+            )
             if self.settings.teacher
             else None,
             memory=self.memory,

@@ -19,7 +19,7 @@ from bench.measuring import print_step, timed
 from bench.policies import PACK_TOKENS, rows_of
 from bench.rollouts import SyntheticRollout, read, small
 from trainer_service.model.attention.packed_attention import packing_of
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.model.settings import OptimizerSettings
@@ -83,7 +83,7 @@ class Packed(PlainTorch):
 
     def losses(self, rollouts: list[SyntheticRollout]) -> Iterator[Tensor]:
         for batch in micro_batches(rows_of(rollouts), PACK_TOKENS):
-            lp_T, _ = forward(self.model, batch, packing_of(self.model), CPU)
+            lp_T, *_ = scores(self.model, batch, packing_of(self.model), CPU)
             yield loss_of(lp_T, torch.from_numpy(batch.logprobs_T), torch.from_numpy(batch.advantages_T))
 
 

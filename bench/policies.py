@@ -15,7 +15,7 @@ from bench.measuring import print_facts
 from bench.rollouts import SyntheticRollout, read, write
 from tests.support.tiny_model import make_tiny_model
 from trainer_service.model.attention.packed_attention import packing_of
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.rows.rows import Row, micro_batches
 
@@ -75,7 +75,7 @@ def with_logprobs(rollouts: list[SyntheticRollout], directory: Path) -> list[Syn
     model = load_model(directory, torch.float32)
     known: dict[int, list[float]] = {}
     for batch in micro_batches(rows_of(rollouts), PACK_TOKENS):
-        logprobs_T, _ = forward(model, batch, packing_of(model), torch.device("cpu"))
+        logprobs_T, *_ = scores(model, batch, packing_of(model), torch.device("cpu"))
         for row in set(batch.rows_T.tolist()):
             known[row] = logprobs_T[torch.from_numpy(batch.rows_T == row)].tolist()
     return [replace(rollout, logprobs=known[index]) for index, rollout in enumerate(rollouts)]

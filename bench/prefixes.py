@@ -16,7 +16,7 @@ from bench.measuring import print_facts, reset_peak, resident_mib, timed
 from bench.policies import make_policy, row_of
 from bench.rollouts import SyntheticRollout
 from trainer_service.model.attention.packed_attention import packing_of
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.rows.rows import Row, micro_batches
 
@@ -58,7 +58,7 @@ def main() -> None:
     def learn(share_prefixes: bool) -> float:
         model.zero_grad()
         for batch in micro_batches(rows, most, share_prefixes):
-            lp_T, _ = forward(model, batch, packing_of(model), torch.device("cpu"))
+            lp_T, *_ = scores(model, batch, packing_of(model), torch.device("cpu"))
             (lp_T * torch.from_numpy(batch.advantages_T)).sum().backward()  # type: ignore[no-untyped-call]
         return float(torch.stack([each.grad.norm() for each in model.parameters()]).norm())
 

@@ -12,7 +12,7 @@ from bench.policies import rows_of
 from bench.rollouts import SyntheticRollout
 from trainer_service.model.attention.attention_kernels import attend
 from trainer_service.model.attention.packed_attention import packing_of
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.logprob_head import (
     BYTES_OF_A_LOGIT,
@@ -95,7 +95,7 @@ def _whole_model(device: torch.device, dtype: torch.dtype, path: Path) -> Check:
     found = []
     for where, kind in ((CPU, torch.float32), (device, dtype)):
         model = load_model(path, kind, flash=where.type == "cuda").eval().to(where)
-        lp_T, _ = forward(model, batch, packing_of(model), where)
+        lp_T, *_ = scores(model, batch, packing_of(model), where)
         found.append(lp_T.to(CPU))
     mean = float((found[0] - found[1]).abs().mean())
     return at_most("the model's |Δlogprob| to float32 on CPU, mean", mean, LOGPROBS[dtype], " nats")

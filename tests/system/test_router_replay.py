@@ -20,7 +20,7 @@ from tests.support.system.real_system import System, system_settings
 from tests.support.tiny_model import make_tiny_experts
 from tests.support.waiting import wait_until
 from trainer_service.model.attention.packed_attention import packing_of
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.routers import Routers
 from trainer_service.rows.rows import Row, micro_batches, planned_rows
@@ -82,7 +82,7 @@ def difference(model: Any, routers: Routers, rows: list[Row]) -> Tensor:
     """|log p of the trainer - log p of the engine| of each sampled token, in nats."""
     (batch,) = micro_batches(rows, 100_000)
     with torch.no_grad():
-        lp_T, _ = forward(model, batch, packing_of(model), torch.device("cpu"), routers=routers)
+        lp_T, *_ = scores(model, batch, packing_of(model), torch.device("cpu"), routers=routers)
     return (lp_T.double() - torch.from_numpy(batch.logprobs_T).double()).abs()
 
 

@@ -11,7 +11,7 @@ from tests.support.trainer_service.fake_flash import CALLS, install_fake_flash
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.model.attention.packed_attention import Packing, packing_of
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.rows.rows import MicroBatch, micro_batches
 
@@ -36,8 +36,8 @@ def test_flash_attention_gets_the_bounds_and_gives_what_packed_attention_gives(
     model = load_model(tmp_path, torch.bfloat16, flash=True).eval()
     assert packing_of(model) is Packing.FLASH
     batch = pack()
-    found, _ = forward(model, batch, packing_of(model), CPU)
-    expected, _ = forward(packed, batch, packing_of(packed), CPU)
+    found, *_ = scores(model, batch, packing_of(model), CPU)
+    expected, *_ = scores(packed, batch, packing_of(packed), CPU)
     # Each of two layers rounds some ten results to bfloat16, perhaps not the same way.
     allowed = ulps(20, of=float(expected.detach().abs().max()), unit=BFLOAT16)
     torch.testing.assert_close(found, expected, atol=allowed, rtol=0)
@@ -59,7 +59,7 @@ def test_the_gradient_through_flash_attention_is_that_of_packed_attention(
         if on_cuda:
             install_fake_flash(monkeypatch)
         model = load_model(tmp_path, torch.bfloat16, flash=on_cuda).eval()
-        lp_T, _ = forward(model, pack(), packing_of(model), CPU)
+        lp_T, *_ = scores(model, pack(), packing_of(model), CPU)
         lp_T.mean().backward()  # type: ignore[no-untyped-call]
         gradients.append(torch.cat([each.grad.float().flatten() for each in model.parameters()]))
     assert CALLS
@@ -75,7 +75,7 @@ def test_attention_sinks_are_not_left_to_a_kernel_that_ignores_them(
     install_fake_flash(monkeypatch)
     model = load_model(tmp_path, torch.bfloat16, flash=True).eval()
     assert packing_of(model) is Packing.SEGMENTS
-    forward(model, pack(), packing_of(model), CPU)
+    scores(model, pack(), packing_of(model), CPU)
     assert not CALLS
 
 

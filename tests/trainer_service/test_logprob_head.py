@@ -19,7 +19,7 @@ from tests.support.trainer_service.random_rows import row_of
 from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model import logprob_head as head_module
 from trainer_service.model.attention.packed_attention import packing_of
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.logprob_head import (
     BYTES_OF_A_LOGIT,
@@ -268,10 +268,10 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_scored_from_all_lo
     model = load_model(tmp_path, torch.float32).eval()
     (batch,) = micro_batches([row_of(9), row_of(12)], 100)
     doubled = dataclasses.replace(batch, temperatures_T=batch.temperatures_T * 2)
-    expected = forward(model, doubled, packing_of(model), torch.device("cpu"))
+    expected = scores(model, doubled, packing_of(model), torch.device("cpu"))[:2]
     changed(model, monkeypatch)
     for _ in range(2):
-        got = forward(model, batch, packing_of(model), torch.device("cpu"))
+        got = scores(model, batch, packing_of(model), torch.device("cpu"))[:2]
         torch.testing.assert_close(got, expected)
     assert [
         record.message for record in caplog.records if record.name == "trainer_service.model.logprob_head"
@@ -290,5 +290,5 @@ def test_the_head_keeps_its_place_in_the_model(family: Family, tmp_path: Path) -
     (batch,) = micro_batches([row_of(9)], 100)
     before = model(ids, use_cache=False).logits
     torch.testing.assert_close(before, plain(ids, use_cache=False).logits)
-    forward(model, batch, packing_of(model), torch.device("cpu"))
+    scores(model, batch, packing_of(model), torch.device("cpu"))
     assert torch.equal(model(ids, use_cache=False).logits, before), "a pass leaves the model as it was"

@@ -12,7 +12,7 @@ from tests.support.tolerances import BFLOAT16, ulps
 from tests.support.trainer_service.model_families import FAMILIES, SMALL, Family, made
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.model.attention.packed_attention import packing_of
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.numeric
 
 
 def scored(model: Any, batch: MicroBatch) -> torch.Tensor:
-    lp_T, entropy_T = forward(model, batch, packing_of(model), torch.device("cpu"))
+    lp_T, entropy_T, _ = scores(model, batch, packing_of(model), torch.device("cpu"))
     return torch.stack([lp_T, entropy_T], 1).detach()
 
 
@@ -85,7 +85,7 @@ def test_a_row_has_the_gradient_that_it_has_alone(family: Family, tmp_path: Path
     for passes in ((batch,), batch.single_rows()):
         model.zero_grad()
         for one in passes:
-            lp_T, _ = forward(model, one, packing_of(model), torch.device("cpu"))
+            lp_T, *_ = scores(model, one, packing_of(model), torch.device("cpu"))
             (lp_T.sum() / tokens).backward()  # type: ignore[no-untyped-call]
         gradients.append(
             {name: each.grad for name, each in model.named_parameters() if each.grad is not None}

@@ -19,7 +19,7 @@ from tests.support.trainer_service.made_rows import rows_of
 from tests.support.trainer_service.random_rows import MakeLearner, random_rows, with_experts
 from trainer_service.groups.episode import Session
 from trainer_service.model.attention.packed_attention import packing_of
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import enable_activation_checkpointing, load_model
 from trainer_service.model.routers import Routers, RoutersUnknown
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
@@ -59,7 +59,7 @@ def chosen(model: Any, batch: MicroBatch) -> np.ndarray[Any, Any]:
         for layer, each in routers.items()
     ]
     with torch.no_grad():
-        forward(model, batch, packing_of(model), CPU)
+        scores(model, batch, packing_of(model), CPU)
     for handle in handles:
         handle.remove()
     return experts_NLK.reshape(len(batch.ids_N), -1)
@@ -67,7 +67,7 @@ def chosen(model: Any, batch: MicroBatch) -> np.ndarray[Any, Any]:
 
 def gradients(model: Any, batch: MicroBatch, routers: Routers | None) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
-    lp_T, _ = forward(model, batch, packing_of(model), CPU, routers=routers)
+    lp_T, *_ = scores(model, batch, packing_of(model), CPU, routers=routers)
     torch.autograd.backward(lp_T.sum())
     found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     return lp_T.detach(), found

@@ -21,7 +21,7 @@ from tests.support.trainer_service.same_training import (
     same_metrics,
 )
 from trainer_service.model.attention.packed_attention import Packing, packing_of
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.rows.packing import FEWEST_SHARED
 from trainer_service.rows.rows import MicroBatch, micro_batches
@@ -97,7 +97,7 @@ def gradients(model: Any, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
     """The gradient of the sum of log p, each token weighted by its advantage and place in the row."""
     model.zero_grad()
     for batch in batches:
-        lp_T, _ = forward(model, batch, packing_of(model), torch.device("cpu"))
+        lp_T, *_ = scores(model, batch, packing_of(model), torch.device("cpu"))
         (lp_T * torch.from_numpy(batch.advantages_T)).sum().backward()  # type: ignore[no-untyped-call]
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
@@ -111,7 +111,7 @@ def test_every_architecture_gives_shared_rows_what_each_has_alone(family: Family
     assert len(shared.ids_N) < sum(len(batch.ids_N) for batch in apart) / 2
 
     def scored(batch: MicroBatch) -> dict[int, torch.Tensor]:
-        pair = torch.stack(forward(model, batch, packing_of(model), torch.device("cpu")), 1).detach()
+        pair = torch.stack(scores(model, batch, packing_of(model), torch.device("cpu"))[:2], 1).detach()
         return {int(row): pair[torch.from_numpy(batch.rows_T == row)] for row in set(batch.rows_T)}
 
     together, alone = scored(shared), {row: pair for batch in apart for row, pair in scored(batch).items()}
@@ -136,7 +136,7 @@ def test_a_row_changes_no_bit_of_its_sibling(tmp_path: Path) -> None:
         next(micro_batches(each, 1000, share_prefixes=True)) for each in (rows, [rows[0], changed, rows[2]])
     )
     one, other = (
-        forward(model, batch, packing_of(model), torch.device("cpu"))[0] for batch in (before, after)
+        scores(model, batch, packing_of(model), torch.device("cpu"))[0] for batch in (before, after)
     )
     for row in range(3):
         same = torch.equal(
@@ -152,10 +152,10 @@ def test_a_long_part_that_needs_a_mask_has_blocks_of_it(
         made(family, tmp_path)
         model = load_model(tmp_path, torch.float32).eval()
         (batch,) = micro_batches(related_rows(roots=1, branches=2, tips=2), 1000, share_prefixes=True)
-        lp_T = forward(model, batch, packing_of(model), torch.device("cpu"))[0].detach()
+        lp_T = scores(model, batch, packing_of(model), torch.device("cpu"))[0].detach()
         with monkeypatch.context() as patch:
             patch.setattr("trainer_service.model.attention.attention_kernels.BLOCK", 7)
-            in_blocks_T = forward(model, batch, packing_of(model), torch.device("cpu"))[0].detach()
+            in_blocks_T = scores(model, batch, packing_of(model), torch.device("cpu"))[0].detach()
         torch.testing.assert_close(in_blocks_T, lp_T, atol=ulps(48, of=float(lp_T.abs().max())), rtol=0)
 
 

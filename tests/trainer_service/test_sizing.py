@@ -12,7 +12,7 @@ import transformers
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.__main__ import main
 from trainer_service.model.attention.packed_attention import Packing, set_attention
-from trainer_service.model.forward import forward
+from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import enable_activation_checkpointing
 from trainer_service.model.logprob_head import set_head
 from trainer_service.model.policy import DeepSpeedPolicy
@@ -191,7 +191,7 @@ def kept_for_backward(model: Any, tokens: int) -> int:
 
     (batch,) = micro_batches([row_of(tokens)], tokens)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        forward(model, batch, Packing.SEGMENTS, torch.device("cpu"))
+        scores(model, batch, Packing.SEGMENTS, torch.device("cpu"))
     return sum(each.untyped_storage().nbytes() for each in kept.values())
 
 

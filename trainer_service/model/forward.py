@@ -28,20 +28,6 @@ class TokenScores(NamedTuple):
     """Log-probabilities of the teacher's most probable tokens, if the micro-batch has them."""
 
 
-def forward(
-    model: Any,
-    batch: MicroBatch,
-    packing: Packing,
-    device: torch.device,
-    entropy_gradient: bool = False,
-    sequence: SequenceRanks | None = None,
-    routers: Routers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """log p [T] and entropies [T] of the trained tokens, as `scores` computes them."""
-    found = scores(model, batch, packing, device, entropy_gradient, sequence, routers)
-    return found.lp_T, found.entropy_T
-
-
 def scores(
     model: Any,
     batch: MicroBatch,

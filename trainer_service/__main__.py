@@ -43,11 +43,13 @@ from trainer_service.status.lease_holder import keep_lease
 from trainer_service.status.shared_state import SharedState
 from trainer_service.step.communication.launch import joined, own_rank, own_ranks
 from trainer_service.step.device_memory import DeviceMemory, RolloutMemory
+from trainer_service.step.memory_limit import OutOfMemory, is_out_of_memory
 from trainer_service.step.ranks import DistributedPolicy, follow
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.files import lock_directory
 from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.storage.run_files import OutOfMemoryMark
 from trainer_service.train import Trainer
 
 logger = logging.getLogger("trainer_service")
@@ -72,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         policy = DeepSpeedPolicy(settings)  # a signal still ends a rank that is loading the model
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets the signal too, and ends this rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        follow(policy)
+        with marked_if_out_of_memory(settings.checkpoint_dir):
+            follow(policy)
         return
     keyring = Keyring(settings.client_keys, settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
@@ -84,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, stop)
     try:
-        serve(settings, keyring, shared_state)
+        with marked_if_out_of_memory(settings.checkpoint_dir):
+            serve(settings, keyring, shared_state)
     except LeaseLost as error:
         raise SystemExit(str(error)) from error
     except Stopped:
@@ -151,6 +155,17 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             policy.close()  # not after an exception: ranks that wait in a collective receive no command
             metrics.close()
     logger.info("ended")
+
+
+@contextmanager
+def marked_if_out_of_memory(checkpoint_dir: Path) -> Iterator[None]:
+    """If the block ends because an allocation failed, leave a mark for the next process."""
+    try:
+        yield
+    except (RuntimeError, OutOfMemory) as error:
+        if isinstance(error, OutOfMemory) or is_out_of_memory(error):
+            OutOfMemoryMark(checkpoint_dir).set()
+        raise
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.checkpoint_cycle import CheckpointCycle, Contents
 from trainer_service.storage.disk_retry import DiskRetry
-from trainer_service.storage.run_files import AttemptFile, VersionFile
+from trainer_service.storage.run_files import VersionFile
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ class Trainer:
         self._numbers = VersionNumbers(VersionFile(settings.checkpoint_dir), publisher, disk)
         self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state)
         self._memory = memory or DeviceMemory((), heartbeat)
-        self._attempts = StepAttempts(AttemptFile(settings.checkpoint_dir))
-        self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, teacher)
+        self._attempts = StepAttempts.beside(settings.checkpoint_dir)
+        self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, self._attempts, teacher)
         self._stopwatch = Stopwatch()
         contents = Contents(self._state, intake.evaluations.state, self._recoveries.wanted, self._acknowledge)
         self._cycle = CheckpointCycle(
@@ -110,7 +110,6 @@ class Trainer:
             state = self._cycle.restore() or RunState(version=self._settings.initial_version)
         self.step, self.version = state.step, state.version
         self._groups.resume(state)
-        self._attempts.resume()
         self._recoveries.resume(state)
         self._metrics.resume(self.step)
         self._heartbeat.note(self.step, self.version)
@@ -169,21 +168,21 @@ class Trainer:
             self._intake.read()
             algorithm = self._settings.algorithm.after(self._shared_state.snapshot.metrics)
             algorithm = self._attempts.eased(algorithm)
+            self._heartbeat.note_row_bound(algorithm.max_row_tokens)
             return self._intake.select(self.version, algorithm, self._groups.early_group_ids), algorithm
 
     def _learn_early(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> None:
         """While the step waits for more groups, learn from those that are here: the early groups. If engines
         use the device, there is no such pass: they sample the groups that the step waits for."""
-        if not self._memory.shared and (
-            early_pass := self._groups.early_pass(groups, self.version, algorithm)
-        ):
-            with self._stopwatch.timed("train"), self._attempts.noted(groups):
+        early_pass = None if self._memory.shared else self._groups.early_pass(groups, self.version, algorithm)
+        if early_pass is not None:
+            with self._stopwatch.timed("train"):
                 self._report("training")
                 early_pass()
         self._report("waiting")
 
     def _train(self, groups: list[ScreenedGroup], algorithm: AlgorithmSettings) -> Mapping[str, float] | None:
-        """Make a step of these groups. Returns its metrics, or None if these groups allow no step. Raises
+        """Make a step of these groups. Returns its metrics, or None if these groups allow no step now. Raises
         Diverged if the weights can no longer be used."""
         if refused := self._attempts.refused(groups, partial(self._try_alone, algorithm)):
             self._intake.end(refused)
@@ -195,10 +194,11 @@ class Trainer:
             return None
         # Before the step, because nothing may fail between new weights and their number.
         version = self._numbers.reserve_after(self.version)
-        noted = self._attempts.noted(scored.groups)
-        with self._memory.held(self._policy), self._stopwatch.timed("train"), noted:
+        with self._memory.held(self._policy), self._stopwatch.timed("train"):
             self._report("training")
             values = self._groups.step(scored, self.version, algorithm)
+        if values is None:  # it did not fit into the memory; the next one is smaller
+            return None
         if isinstance(values, NotFinite):
             self._intake.end(values.refused)  # the groups whose gradient is not finite
             if values.diverged:  # an earlier update of this step has changed the weights

@@ -27,7 +27,7 @@ INTENDED = ("not_for_training", "deleted")
 REASONS = {
     "stale": "they were sampled by versions too far behind the trainer's",
     "skipped_for_newer": "more sessions ended than the trainer can train, and newer ones were trained",
-    "too_long": "they have more tokens than algorithm.max_row_tokens",
+    "too_long": "they have more tokens than algorithm.max_row_tokens, or than the trainer's memory holds",
     "zero_advantage": "all rewards of their groups are equal, or their groups have one member",
     "truncated": "they were cut off, and algorithm.shaping.truncated is mask",
     "failed": "their clients finished them with this status",

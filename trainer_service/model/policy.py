@@ -42,6 +42,7 @@ from trainer_service.model.sharding.zero import (
 )
 from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
 from trainer_service.rows.rows import MicroBatch
+from trainer_service.rows.shortest import shortest
 
 Value = TypeVar("Value")
 
@@ -159,7 +160,12 @@ class DeepSpeedPolicy:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's share of the step's loss. The loss is multiplied by the number
         of ranks, because DeepSpeed averages gradients over ranks, and the step's loss is a sum."""
-        self._engine.backward(loss * self.ranks, scale_wrt_gas=False)
+        try:
+            self._engine.backward(loss * self.ranks, scale_wrt_gas=False)
+        except RuntimeError:
+            if self.ranks == 1:  # else DeepSpeed refuses the next pass, as it has some gradients of this one
+                self._engine._backward_epilogue()
+            raise
 
     def step(self, scale: float = 1.0) -> float:
         """Update the weights with `scale` times the gradient. Returns the norm of the scaled gradient before
@@ -174,11 +180,12 @@ class DeepSpeedPolicy:
             return float("inf")  # ZeRO 3 would still report the norm of the previous step
         return float(self._engine.get_global_grad_norm())
 
-    def discard_gradients(self, batch: MicroBatch) -> None:
+    def discard_gradients(self) -> None:
         """Drop the gradient that was added since the last step. It is made NaN, so that the step drops it: no
-        stage of ZeRO has another way to drop all of it. `batch` can be any micro-batch. Every rank must call
-        it. Raises RuntimeError if DeepSpeed made a step all the same."""
-        self.backward(math.nan * self.logprobs(batch)[0].sum())
+        stage of ZeRO has another way to drop all of it. Every rank must call it. Raises RuntimeError if
+        DeepSpeed made a step all the same."""
+        torch.cuda.empty_cache()  # of a pass that did not fit
+        self.backward(math.nan * self.logprobs(shortest())[0].sum())
         if math.isfinite(norm := self.step()):
             raise RuntimeError(
                 f"DeepSpeed made a step with a gradient of NaN, and reports its norm as {norm}"

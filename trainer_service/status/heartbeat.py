@@ -57,6 +57,10 @@ class Heartbeat:
         """Note whether gateways open no sessions for training while the training is paused."""
         self._shared_state.snapshot = replace(self._shared_state.snapshot, refuses_while_paused=while_paused)
 
+    def note_row_bound(self, tokens: int | None) -> None:
+        """Note the largest number of tokens of a row that is trained; None without a bound."""
+        self._shared_state.snapshot = replace(self._shared_state.snapshot, max_row_tokens=tokens)
+
     def note_backlog(self, backlog: Backlog) -> None:
         self._shared_state.snapshot = replace(self._shared_state.snapshot, backlog=backlog)
 

@@ -9,6 +9,7 @@ from typing import Any
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.rows.packing import packs_of
+from trainer_service.step.memory_limit import OutOfMemory
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 
@@ -26,9 +27,9 @@ class EarlyGroups:
         self._policy = policy
         self._learned: dict[Fingerprint, str] = {}
         """The group id of each fingerprint that is in the accumulated gradient."""
-        self._has_changed = False
-        """Whether a group changed after its gradient was accumulated. If so, `fills_a_pass` is false until
-        the next step."""
+        self._is_over = False
+        """Whether a group changed after its gradient was accumulated, or a pass did not fit into the memory.
+        If so, `fills_a_pass` is false until the next step."""
         self.tokens = 0
         """Trained tokens in the accumulated gradient."""
 
@@ -43,13 +44,13 @@ class EarlyGroups:
         """
         if not self._learned.keys() <= {_fingerprint(judged) for judged in groups}:
             self._policy.discard_gradients()
-            self._learned, self._has_changed, self.tokens = {}, True, 0
+            self._learned, self._is_over, self.tokens = {}, True, 0
 
     def discard(self) -> None:
         """Discard the accumulated gradient: the weights become others."""
         if self._learned:
             self._policy.discard_gradients()
-        self._learned, self._has_changed, self.tokens = {}, False, 0
+        self._learned, self._is_over, self.tokens = {}, False, 0
 
     def remaining(self, groups: Sequence[ScreenedGroup]) -> list[ScreenedGroup]:
         """The groups that are not in the accumulated gradient."""
@@ -61,15 +62,20 @@ class EarlyGroups:
         planned = [row for judged in groups for row in judged.planned]
         ranks = self._policy.data_ranks
         fewest = ranks * algorithm.micro_batch_tokens
-        if self._has_changed or sum(len(row) for row in planned) < fewest:
+        if self._is_over or sum(len(row) for row in planned) < fewest:
             return False
         ids = [row.row().ids_L for row in planned]
         packs = packs_of(ids, algorithm.micro_batch_tokens, self._policy.shares_prefixes)
         return len(packs) >= ranks and sum(tree.tokens for pack in packs for tree in pack) >= fewest
 
     def learn(self, groups: Sequence[ScreenedGroup], request: StepRequest) -> None:
-        """Add the gradient of `groups`. The request holds their rows, with advantages."""
-        self._policy.accumulate(request)
+        """Add the gradient of `groups`. The request holds their rows, with advantages. After OutOfMemory,
+        nothing is learned early for this step."""
+        try:
+            self._policy.accumulate(request)
+        except OutOfMemory:
+            self._learned, self._is_over, self.tokens = {}, True, 0
+            raise
         self._learned |= {_fingerprint(judged): judged.group.group_id for judged in groups}
         self.tokens += sum(row.trained_tokens for row in request.rows)
 
@@ -79,7 +85,7 @@ class EarlyGroups:
         self.drop_if_changed(groups)
         remaining = {row.session_id for judged in self.remaining(groups) for row in judged.planned}
         early = self.tokens / sum(row.trained_tokens for row in request.rows)
-        self._learned, self._has_changed, self.tokens = {}, False, 0
+        self._learned, self._is_over, self.tokens = {}, False, 0
         others = [row for row in request.rows if row.session_id in remaining]
         return self._policy.optimise(request.with_rows(others)) | {"early_frac": early}
 

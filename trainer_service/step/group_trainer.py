@@ -4,6 +4,7 @@ groups ─ learn_early ─▶ gradients, while the step waits for more groups
 groups ─ ask_teacher ─▶ ScoredRows ─ step ─▶ new weights and the step's metrics
 """
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -19,11 +20,15 @@ from trainer_service.groups.screening import ScreenedGroup, with_verdict, withou
 from trainer_service.rows.rows import Row
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.step.early_groups import EarlyGroups
+from trainer_service.step.memory_limit import OutOfMemory, first_too_long
 from trainer_service.step.quarantine import non_finite_groups
 from trainer_service.step.ranks import DistributedPolicy
+from trainer_service.step.step_attempts import StepAttempts
 from trainer_service.step.step_request import StepRequest
 from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
 from trainer_service.storage.run_state import RunState
+
+logger = logging.getLogger(__name__)
 
 
 class Diverged(Exception):
@@ -62,9 +67,11 @@ class GroupTrainer:
         policy: DistributedPolicy,
         algorithm: AlgorithmSettings,
         heartbeat: Heartbeat,
+        attempts: StepAttempts,
         teacher: TeacherClient | None,
     ) -> None:
         self._policy, self._algorithm, self._heartbeat = policy, algorithm, heartbeat
+        self._attempts = attempts
         self._early = EarlyGroups(policy)
         self._teacher = teacher
         self.baselines: Baselines = {}
@@ -72,7 +79,8 @@ class GroupTrainer:
         self._steps = 0
 
     def resume(self, state: RunState) -> None:
-        """Continue with what a checkpoint stored."""
+        """Continue with what a checkpoint stored, and count the end of the last process."""
+        self._attempts.resume()
         self.baselines, self._steps = state.baselines, state.step
         if self._algorithm.kl.target is not None and state.kl_coefficient is not None:
             self._kl_coefficient = state.kl_coefficient
@@ -100,7 +108,8 @@ class GroupTrainer:
         self, groups: Sequence[ScreenedGroup], version: int, algorithm: AlgorithmSettings
     ) -> Callable[[], None] | None:
         """A function that makes a pass over the groups that the policy has not learned from yet. None if the
-        algorithm does not learn early, or if these groups do not fill a pass on every rank."""
+        algorithm does not learn early, or if these groups do not fill a pass on every rank. If the pass does
+        not fit into the memory, nothing is learned early, and the next passes are smaller."""
         if not algorithm.learns_early:
             return None
         self._early.drop_if_changed(groups)
@@ -108,7 +117,15 @@ class GroupTrainer:
         if not self._early.fills_a_pass(remaining, algorithm):
             return None
         request = self._request(self._rows(remaining), version, algorithm)
-        return partial(self._early.learn, remaining, request)
+
+        def learn() -> None:
+            try:
+                with self._attempts.noted(groups):
+                    self._early.learn(remaining, request)
+            except OutOfMemory as error:
+                self._ease(request, error)
+
+        return learn
 
     def ask_teacher(self, groups: list[ScreenedGroup]) -> ScoredRows:
         """The rows of a step, with the teacher's scores if there is a teacher. A session that the teacher
@@ -135,15 +152,25 @@ class GroupTrainer:
 
     def step(
         self, scored: ScoredRows, version: int, algorithm: AlgorithmSettings
-    ) -> dict[str, float] | NotFinite:
-        """Make one optimizer step from the weights of `version`. Returns its metrics. Raises Diverged if
-        the weights were not finite before the step."""
-        values = self._early.step(scored.groups, self._request(scored.rows, version, algorithm))
-        if not math.isfinite(values["grad_norm"]):
-            return self._not_finite(scored.groups, version, values)
+    ) -> dict[str, float] | NotFinite | None:
+        """Make one optimizer step from the weights of `version`. Returns its metrics. Returns None if it does
+        not fit into the memory; then the next one is smaller, and the groups wait for it. Raises
+        Diverged if the weights were not finite before the step."""
+        request = self._request(scored.rows, version, algorithm)
+        try:
+            with self._attempts.noted(scored.groups):
+                values = self._early.step(scored.groups, request)
+                if not math.isfinite(values["grad_norm"]):
+                    return self._not_finite(scored.groups, request, values)
+        except OutOfMemory as error:
+            self._ease(request, error)
+            return None
         rollouts = [rollout for screened in scored.groups for rollout in screened.rollouts]
         self.baselines = updated_baselines(rollouts, self._algorithm, self.baselines)
-        values = values | {"kl/coefficient": self._kl_coefficient}
+        values = values | {
+            "kl/coefficient": self._kl_coefficient,
+            "micro_batch_tokens": algorithm.micro_batch_tokens,
+        }
         self._after_step(values, len(rollouts))
         return values
 
@@ -159,15 +186,32 @@ class GroupTrainer:
         if kl.reference_every_steps and self._steps % kl.reference_every_steps == 0:
             self._policy.move_reference()
 
+    def _ease(self, request: StepRequest, error: OutOfMemory) -> None:
+        """Find out why a pass did not fit: each row is tried alone, by bisection."""
+        logger.warning("a pass does not fit into the memory: %s", error)
+        rows, most = request.rows, request.algorithm.micro_batch_tokens
+        alone = None
+        if most <= max(map(len, rows)):  # the longest row was a micro-batch of its own
+            alone = first_too_long(rows, lambda row: self._fits(request.with_rows([row])))
+        self._attempts.ease(most, None if alone is None else len(alone) - 1)
+
+    def _fits(self, request: StepRequest) -> bool:
+        try:
+            self._policy.accumulate(request)
+        except OutOfMemory:
+            return False
+        self._policy.discard_gradients()
+        return True
+
     def _not_finite(
-        self, groups: Sequence[ScreenedGroup], version: int, values: Mapping[str, float]
+        self, groups: Sequence[ScreenedGroup], request: StepRequest, values: Mapping[str, float]
     ) -> NotFinite:
         """Finds the groups whose gradient is not finite, so that no restart trains them again."""
-        usable = self._policy.weights_are_finite()
+        usable, version = self._policy.weights_are_finite(), request.version
         if not usable and not values["updates"]:
             raise Diverged(f"version {version}: the weights are not finite")
 
-        is_finite = partial(self.gradient_is_finite, version=version, algorithm=self._algorithm)
+        is_finite = partial(self.gradient_is_finite, version=version, algorithm=request.algorithm)
         found = non_finite_groups(groups, is_finite) if usable else []
         gradient = "its gradient" if found else f"the gradient of its batch of {len(groups)} groups"
         verdict = Verdict(code="invalid", detail=f"{gradient} is not finite at version {version}")

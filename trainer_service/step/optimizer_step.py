@@ -31,6 +31,7 @@ from trainer_service.step.diagnostics import (
     diagnostics,
     token_sums,
 )
+from trainer_service.step.memory_limit import OutOfMemory, is_out_of_memory
 from trainer_service.step.pre_pass import PrePass, PrePassCritic
 from trainer_service.step.step_parts import SharingPolicy, StepPart, counts_of, step_parts
 from trainer_service.step.step_request import StepRequest
@@ -52,13 +53,16 @@ class TrainablePolicy(SharingPolicy, Protocol):
     @property
     def critic(self) -> TrainableCritic: ...
 
+    @property
+    def ranks(self) -> int: ...
+
     def scores(self, batch: MicroBatch) -> TokenScores: ...
 
     def backward(self, loss: Tensor) -> None: ...
 
     def step(self, scale: float = 1.0) -> float: ...
 
-    def discard_gradients(self, batch: MicroBatch) -> None: ...
+    def discard_gradients(self) -> None: ...
 
 
 class OptimizerSteps:
@@ -76,7 +80,23 @@ class OptimizerSteps:
         self._parts: list[StepPart] = []
 
     def accumulate(self, request: StepRequest) -> None:
-        """Add the gradient of these rows of whole groups. The weights do not change."""
+        """Add the gradient of these rows of whole groups. The weights do not change.
+
+        Raises OutOfMemory if a pass does not fit; then no gradient stays accumulated. With several ranks it
+        raises torch's error, and they have to end: the others wait for this one in a collective.
+        """
+        try:
+            self._accumulate(request)
+            return
+        except RuntimeError as error:
+            if not (is_out_of_memory(error) and self._policy.ranks == 1):
+                raise
+            reason = str(error)
+        # Not before here, because the error's traceback keeps the tensors of the pass.
+        self.discard_gradients()
+        raise OutOfMemory(reason)
+
+    def _accumulate(self, request: StepRequest) -> None:
         parts = step_parts(self._policy, request)
         self._rows += request.rows
         self._parts += parts
@@ -88,7 +108,7 @@ class OptimizerSteps:
 
         If the gradient of an update is not finite, the weights keep the changes of the earlier updates. Then
         the result has only `grad_norm` and `updates`, the number of earlier updates. In either case, no
-        gradient stays accumulated.
+        gradient stays accumulated. Raises OutOfMemory as `accumulate` does.
         """
         if request.rows:
             self.accumulate(request)
@@ -100,7 +120,7 @@ class OptimizerSteps:
     def discard_gradients(self) -> None:
         """Drop the accumulated gradients, if there are any."""
         if self._parts:
-            self._policy.discard_gradients(self._parts[0].share[0][0])
+            self._policy.discard_gradients()
         self._rows, self._parts = [], []
 
     def _step(self, request: StepRequest) -> dict[str, float]:

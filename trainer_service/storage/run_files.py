@@ -1,8 +1,9 @@
-"""Three small files beside the checkpoints, each replaced as a whole.
+"""Small files beside the checkpoints, each replaced as a whole.
 
-{directory}/VERSION    the highest version number that was ever given out
-{directory}/HELD       why a guard holds the training, until an operator resumes it
-{directory}/ATTEMPT    the groups that are computed now, and those that were when processes ended
+{directory}/VERSION          the highest version number that was ever given out
+{directory}/HELD             why a guard holds the training, until an operator resumes it
+{directory}/ATTEMPT          the groups that are computed now, and those that were when processes ended
+{directory}/OUT_OF_MEMORY    there if a rank has ended because a pass did not fit into its memory
 """
 
 from contextlib import suppress
@@ -16,6 +17,7 @@ from trainer_service.storage.files import sync_directory, write_atomically
 VERSION = "VERSION"
 HELD = "HELD"
 ATTEMPT = "ATTEMPT"
+OUT_OF_MEMORY = "OUT_OF_MEMORY"
 
 
 class VersionFile:
@@ -67,6 +69,8 @@ class AttemptNote(msgspec.Struct):
     """The same for trials of the group alone."""
     halvings: int = 0
     """How many times the largest number of tokens of a micro-batch was halved."""
+    row_tokens: int | None = None
+    """The largest number of tokens of a row that fits into the memory, if a longer one did not."""
 
 
 class AttemptFile:
@@ -87,3 +91,21 @@ class AttemptFile:
         with suppress(OSError):
             aside.write_bytes(msgspec.json.encode(note))
             aside.replace(self._path)
+
+
+class OutOfMemoryMark:
+    """A file by which a rank that ends tells the next rank 0 the reason."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / OUT_OF_MEMORY
+
+    def set(self) -> None:
+        """A disk that refuses the mark does not hinder the end of the rank."""
+        with suppress(OSError):
+            self._path.touch()
+
+    def take(self) -> bool:
+        """Whether there was a mark. Removes it."""
+        found = self._path.exists()
+        self._path.unlink(missing_ok=True)
+        return found

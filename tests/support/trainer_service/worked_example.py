@@ -104,8 +104,12 @@ class Listed:
     def routers(self) -> None:
         return None
 
-    def discard_gradients(self, batch: MicroBatch) -> None:
+    def discard_gradients(self) -> None:
         raise NotImplementedError
+
+    @property
+    def ranks(self) -> int:
+        return 1
 
     def backward(self, loss: Tensor) -> None:
         self.losses[-1].append(float(loss.detach()))

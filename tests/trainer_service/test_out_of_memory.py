@@ -1,0 +1,224 @@
+"""If a pass does not fit into the memory, the trainer goes on with smaller micro-batches, or without long rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.trainer_service.harness import Harness, MakeHarness
+from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.step.memory_limit import first_too_long
+from trainer_service.storage.run_files import OutOfMemoryMark
+
+FITS = 40
+"""How many tokens of a micro-batch fit into the memory, in these tests."""
+TOO_MUCH = 1 << 60
+"""More bytes than any address space has."""
+
+
+class Layer(torch.autograd.Function):
+    """Returns its input, and allocates more memory than there is: in the forward or in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, where: str) -> torch.Tensor:
+        ctx.where = where
+        if where == "forward":
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.where == "backward":
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        return gradients[0], None
+
+
+def limit_memory(harness: Harness, where: str = "backward", fits: int = FITS) -> None:
+    """From now on, a pass over more than `fits` tokens runs out of memory, where gradients are computed."""
+
+    def limited(_module: torch.nn.Module, _given: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and hidden.shape[1] > fits:
+            hidden = Layer.apply(hidden, where)  # type: ignore[no-untyped-call]
+        return hidden
+
+    (first,) = [each for name, each in harness.policy.module.named_modules() if name.endswith("layers.0")]
+    first.register_forward_hook(limited)
+
+
+def long(harness: Harness, group_id: str, tokens: int) -> None:
+    """A group of two sessions, of a row of `tokens` tokens each. Groups with other names have other rows."""
+    for index, reward in enumerate((1.0, 0.0)):
+        output = [10 + index, *(3 + ord(letter) % 32 for letter in group_id)]
+        output += [10 + index] * (tokens - 3 - len(output))
+        harness.agents.episode(
+            f"{group_id}-{index}",
+            reward,
+            group_id=group_id,
+            size=2,
+            output_ids=output,
+            logprobs=[-1.0] * len(output),
+        )
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "dtype", "lora"),
+    [
+        (0, "float32", None),
+        (1, "float32", None),
+        (1, "bfloat16", None),
+        (2, "float32", None),
+        (2, "bfloat16", None),
+        (3, "float32", None),
+        (3, "bfloat16", None),
+        (1, "float32", {}),
+        (3, "float32", {}),
+    ],
+)
+def test_the_step_is_made_with_half_as_many_tokens_and_nothing_of_the_failed_pass_is_left(
+    make_harness: MakeHarness, where: str, recomputes: bool, stage: int, dtype: str, lora: Any
+) -> None:
+    """Bitwise as if the micro-batches had been that small from the beginning."""
+    settings = {"zero_stage": stage, "dtype": dtype, "lora": lora, "activation_checkpointing": recomputes}
+    narrow = make_harness("narrow", **settings, algorithm={"max_tokens": FITS}).start()
+    struck = make_harness("struck", **settings, algorithm={"max_tokens": 2 * FITS}).start()
+    limit_memory(struck, where)
+    for harness in (narrow, struck):
+        harness.agents.group("a", [1.0, 0.0])
+        assert harness.trainer.run_once()
+        for number in range(4):
+            long(harness, f"b{number}", 30)
+    assert not struck.trainer.run_once()
+    assert set(struck.session_codes().values()) == {"trained", None}
+    for harness in (narrow, struck):
+        while harness.trainer.run_once():
+            pass
+        assert set(harness.session_codes().values()) == {"trained"}
+        harness.agents.group("c", [0.0, 1.0, 1.0])
+        assert harness.trainer.run_once()
+    weights = narrow.weights(), struck.weights()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert struck.shared_state.snapshot.metrics["micro_batch_tokens"] == FITS
+
+
+def test_sessions_with_rows_that_do_not_fit_end_as_too_long_and_the_others_are_trained(
+    make_harness: MakeHarness,
+) -> None:
+    harness = make_harness(algorithm={"min_live_rows": 8, "max_tokens": 20}).start()
+    limit_memory(harness)
+    for name, tokens in {"short": 10, "fits": FITS, "long": FITS + 1, "longer": 3 * FITS}.items():
+        long(harness, name, tokens)
+    assert not harness.trainer.run_once(), "the step does not fit"
+    assert not harness.trainer.run_once(), "two groups remain, and a step takes four"
+    codes = harness.session_codes()
+    assert {name for name, code in codes.items() if code == "too_long"} == {
+        "long-0",
+        "long-1",
+        "longer-0",
+        "longer-1",
+    }
+    verdict = harness.stream.heads["long-0"].verdict
+    assert verdict is not None
+    assert verdict.detail == f"a row has {FITS + 1} tokens, at most {FITS} are trained"
+    assert harness.shared_state.snapshot.report().max_row_tokens == FITS, "gateways tell it to agents"
+    for name in ("a", "b"):
+        long(harness, name, 10)
+    assert harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"too_long", "trained"}
+
+
+def test_the_bounds_hold_for_the_run(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"max_tokens": 2 * FITS}).start()
+    limit_memory(harness)
+    for name in "ab":
+        long(harness, name, 30)
+    long(harness, "c", 2 * FITS)
+    for _ in range(3):
+        harness.trainer.run_once()
+    assert harness.session_codes()["c-0"] == "too_long"
+    harness = harness.restart()
+    limit_memory(harness)
+    long(harness, "d", 2 * FITS)
+    long(harness, "e", 30)
+    assert harness.trainer.run_once(), "no pass fails any more"
+    codes = harness.session_codes()
+    assert (codes["d-0"], codes["e-0"]) == ("too_long", "trained")
+
+
+def test_an_early_pass_that_does_not_fit_is_not_repeated_before_the_step(make_harness: MakeHarness) -> None:
+    settings = {"min_live_rows": 8, "max_tokens": 2 * FITS, "streaming": True}
+    harness, spared = (make_harness(name, algorithm=settings).start() for name in ("struck", "spared"))
+    limit_memory(harness)
+    for each in (harness, spared):
+        for name in "abc":
+            long(each, name, 30)
+    assert not harness.trainer.run_once()
+    assert harness.trainer.step == 0
+    assert not harness.trainer.run_once()
+    long(harness, "d", 30)
+    assert harness.trainer.run_once()
+    assert harness.shared_state.snapshot.metrics["early_frac"] == 0
+    assert set(harness.session_codes().values()) == {"trained"}
+
+
+def test_a_later_pass_that_does_not_fit_ends_the_process_and_the_next_one_trains(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier update of the step has changed the weights."""
+    harness = make_harness(algorithm={"epochs": 2, "max_tokens": FITS}).start()
+    step = DeepSpeedPolicy.step
+
+    def stepping(policy: DeepSpeedPolicy, scale: float = 1.0) -> float:
+        limit_memory(harness, fits=0)
+        return step(policy, scale)
+
+    long(harness, "a", 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeepSpeedPolicy, "step", stepping)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {None}
+    harness = harness.restart()
+    assert harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"trained"}
+
+
+def test_a_rank_that_ended_without_memory_halves_the_micro_batches_at_once(make_harness: MakeHarness) -> None:
+    """What several ranks do: none of them can go on after an error of one."""
+    harness = make_harness(algorithm={"max_tokens": FITS}).start()
+    long(harness, "a", 30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness.policy, "ranks", 2)
+        limit_memory(harness, fits=0)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            harness.trainer.run_once()
+    OutOfMemoryMark(harness.settings.checkpoint_dir).set()
+    harness = harness.restart()
+    assert harness.trainer.run_once()
+    assert harness.shared_state.snapshot.metrics["micro_batch_tokens"] == FITS // 2
+
+
+def test_a_memory_in_which_nothing_fits_ends_the_process(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"max_tokens": 1}).start()
+    limit_memory(harness, fits=2)
+    harness.agents.group("a", [1.0, 0.0])
+    assert not harness.trainer.run_once()
+    harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"too_long"}
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 3, 5, 8, 9])
+def test_the_shortest_row_that_does_not_fit_is_found_by_bisection(bound: int) -> None:
+    rows = [range(length) for length in (5, 2, 3, 8, 2, 3)]
+    tried: list[int] = []
+
+    def fits(row: Sequence[int]) -> bool:
+        tried.append(len(row))
+        return len(row) <= bound
+
+    found = first_too_long(rows, fits)
+    expected = min((len(row) for row in rows if len(row) > bound), default=None)
+    assert (None if found is None else len(found)) == expected
+    assert len(tried) <= 4, "one more than the logarithm of the number of rows"

@@ -1,0 +1,43 @@
+"""Tells that a pass did not fit into the memory, and finds the rows that are too long for it.
+
+a pass ─ OutOfMemory ─┬─ it had several rows ─▶ smaller micro-batches
+                      └─ it had one row ─ first_too_long ─▶ a bound of the length of rows
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+
+
+class Sized(Protocol):
+    """Something with a length in tokens."""
+
+    def __len__(self) -> int: ...
+
+
+Measured = TypeVar("Measured", bound=Sized)
+
+
+class OutOfMemory(Exception):
+    """A pass did not fit into the memory. The weights are unchanged, and no gradient is accumulated."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation has failed. On CPU, torch has no exception of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def first_too_long(rows: Sequence[Measured], fits: Callable[[Measured], bool]) -> Measured | None:
+    """The shortest of these rows that does not fit, by bisection. None if the longest one fits."""
+    rows = sorted(rows, key=len)
+    if fits(rows[-1]):
+        return None
+    low, high = 0, len(rows) - 1  # those before `low` fit; the one at `high` does not
+    while low < high:
+        middle = (low + high) // 2
+        if fits(rows[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return rows[high]

@@ -1,4 +1,4 @@
-"""If a pass does not fit into the memory, the trainer goes on with smaller micro-batches, or without long rows."""
+"""After a pass that does not fit into the memory: smaller micro-batches, or no long rows."""
 
 from collections.abc import Sequence
 from typing import Any

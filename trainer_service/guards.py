@@ -1,10 +1,10 @@
 """Guards: checks of the last steps' metrics and the last groups' rewards, which may hold the training."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import nan
+from math import nan, sqrt
 from statistics import fmean, median, variance
 
 import msgspec
@@ -20,6 +20,9 @@ SMALLEST_MEDIAN = 1.0
 larger gradient is no reason for an alarm."""
 GROUPS_KEPT = 4096
 """The best mean reward is searched among this many of the last groups."""
+SESSIONS_KEPT = 256
+"""How many evaluation sessions of a version are compared."""
+VERSIONS_KEPT = 16
 NOISE = 5.0
 """A fall of the mean reward raises an alarm only if it is greater than this many standard errors."""
 
@@ -41,8 +44,8 @@ class GuardState(msgspec.Struct, frozen=True):
     """The norms of the last gradients, the newest last."""
     rewards: list[float] = []
     """The mean rewards of the last groups."""
-    evaluations: list[float] = []
-    """The rewards of the last evaluation sessions."""
+    evaluated: dict[int, list[float]] = {}
+    """The rewards of each version's first evaluation sessions, in the order in which they ended."""
 
 
 class Guards:
@@ -57,11 +60,12 @@ class Guards:
         """Continue with what a checkpoint stored."""
         self._norms = deque(state.norms, MEDIAN_STEPS + 1)
         self._rewards = deque(state.rewards, GROUPS_KEPT)
-        self._evaluations = deque(state.evaluations, GROUPS_KEPT)
+        self._evaluated = {version: list(rewards) for version, rewards in state.evaluated.items()}
 
     @property
     def state(self) -> GuardState:
-        return GuardState(list(self._norms), list(self._rewards), list(self._evaluations))
+        evaluated = {version: list(rewards) for version, rewards in self._evaluated.items()}
+        return GuardState(list(self._norms), list(self._rewards), evaluated)
 
     def check_step(self, values: Values) -> Alarm | None:
         """The first alarm that a step raises; None if it raises none."""
@@ -72,24 +76,35 @@ class Guards:
         found = ((name, check(values, self._settings)) for name, check in _OF_STEPS.items())
         return next((Alarm(name, reason) for name, reason in found if reason), None)
 
-    def check_rewards(self, rewards: Iterable[float], evaluations: Iterable[float] = ()) -> Alarm | None:
+    def check_rewards(
+        self, rewards: Sequence[float], evaluations: Sequence[tuple[int, float]] = ()
+    ) -> Alarm | None:
         """The alarm that new groups or evaluation sessions raise; None if they raise none. `rewards` has the
-        mean reward of each group, the newest last. The check does not wait for a step, because no step is
-        made while all rewards are 0."""
-        series = (("groups", self._rewards, rewards), ("evaluation sessions", self._evaluations, evaluations))
-        for what, kept, new in series:
-            arrived = list(new)
-            kept += arrived
-            reason = reward(list(kept), self._settings, what) if arrived else None
-            if reason is not None:
-                self.forget_rewards()
-                return Alarm("reward_drop", reason)
-        return None
+        mean reward of each group, the newest last, and `evaluations` each session's version and reward. The
+        check does not wait for a step, because no step is made while all rewards are 0."""
+        self._rewards += rewards
+        reason = reward(list(self._rewards), self._settings) if rewards else None
+        for version, value in evaluations:
+            kept = self._evaluated.setdefault(version, [])
+            kept += [value] if len(kept) < SESSIONS_KEPT else []
+        if evaluations and reason is None:
+            reason = evaluation(self._evaluated, self._settings)
+            self._forget_versions()
+        if reason is None:
+            return None
+        self.forget_rewards()
+        return Alarm("reward_drop", reason)
 
     def forget_rewards(self) -> None:
         """Begin anew: the weights are others than those that earned these rewards."""
         self._rewards.clear()
-        self._evaluations.clear()
+        self._evaluated.clear()
+
+    def _forget_versions(self) -> None:
+        """Keep the best version and the newest ones."""
+        newest = sorted(self._evaluated)[-VERSIONS_KEPT:]
+        best = max(self._evaluated, key=lambda version: fmean(self._evaluated[version]))
+        self._evaluated = {version: self._evaluated[version] for version in {*newest, best}}
 
 
 def grad_norm(norms: Sequence[float], values: Values, settings: GuardSettings) -> str | None:
@@ -131,9 +146,8 @@ def kl(values: Values, settings: GuardSettings) -> str | None:
     )
 
 
-def reward(rewards: Sequence[float], settings: GuardSettings, what: str) -> str | None:
-    """The mean reward of the last groups is far below the best mean of as many groups before them. `what`
-    they are: groups, or evaluation sessions."""
+def reward(rewards: Sequence[float], settings: GuardSettings) -> str | None:
+    """The mean reward of the last groups is far below the best mean of as many groups before them."""
     groups = settings.reward_groups
     if settings.reward_drop is None or len(rewards) < 2 * groups:
         return None
@@ -141,14 +155,42 @@ def reward(rewards: Sequence[float], settings: GuardSettings, what: str) -> str 
     starts = range(len(rewards) - 2 * groups + 1)
     start = max(starts, key=lambda start: sums[start + groups] - sums[start])
     best, now = rewards[start : start + groups], rewards[-groups:]
-    fall = fmean(best) - fmean(now)
-    noise = ((variance(best) + variance(now)) / groups) ** 0.5
-    if fall <= settings.reward_drop * abs(fmean(best)) or fall <= NOISE * noise:
+    if not _has_fallen(best, now, settings.reward_drop):
         return None
     return (
-        f"the mean reward of the last {groups} {what} is {fmean(now):.3g}, and was {fmean(best):.3g} at best "
+        f"the mean reward of the last {groups} groups is {fmean(now):.3g}, and was {fmean(best):.3g} at best "
         "(guards.reward_drop)"
     )
+
+
+def evaluation(evaluated: Mapping[int, Sequence[float]], settings: GuardSettings) -> str | None:
+    """The newest version that has enough evaluation sessions has a far smaller mean reward than an earlier
+    one.
+
+    The sessions of one version are no steady stream: those that fail may all end first. So as many sessions
+    of each version are compared, from the first one that ended."""
+    known = {
+        version: rewards for version, rewards in evaluated.items() if len(rewards) >= settings.reward_groups
+    }
+    if settings.reward_drop is None or not known:
+        return None
+    newest = max(known)
+    for version in sorted(known.keys() - {newest}):
+        count = min(len(known[version]), len(known[newest]))
+        before, now = known[version][:count], known[newest][:count]
+        if _has_fallen(before, now, settings.reward_drop):
+            return (
+                f"the mean reward of {count} evaluation sessions of version {newest} is {fmean(now):.3g}, "
+                f"and was {fmean(before):.3g} of version {version} (guards.reward_drop)"
+            )
+    return None
+
+
+def _has_fallen(before: Sequence[float], now: Sequence[float], share: float) -> bool:
+    """Whether the mean has fallen by more than this share of it, and more than noise explains."""
+    fall = fmean(before) - fmean(now)
+    noise = sqrt(variance(before) / len(before) + variance(now) / len(now))
+    return fall > max(share * abs(fmean(before)), NOISE * noise)
 
 
 _OF_STEPS: dict[str, Callable[[Values, GuardSettings], str | None]] = {

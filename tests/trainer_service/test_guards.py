@@ -88,6 +88,46 @@ def test_a_collapse_in_one_call_raises_an_alarm_unless_the_guard_is_off() -> Non
     assert Guards(GuardSettings()).check_rewards(collapse[1:]) is None, "too little to compare"
 
 
+def evaluated(guards: Guards, version: int, rewards: Iterable[float]) -> list[Alarm]:
+    heard = [guards.check_rewards([], [(version, reward)]) for reward in rewards]
+    return [alarm for alarm in heard if alarm is not None]
+
+
+FAILURES_FIRST = [0.0] * 4 * WINDOW + [1.0] * 4 * WINDOW
+
+
+def test_the_order_in_which_a_version_s_evaluations_end_raises_no_alarm() -> None:
+    guards = Guards(GuardSettings())
+    assert not evaluated(guards, 0, FAILURES_FIRST[::-1])
+    assert not evaluated(guards, 0, FAILURES_FIRST)
+    guards = Guards(GuardSettings())
+    for version in (0, 1, 2):  # the failures of each end first
+        assert not evaluated(guards, version, FAILURES_FIRST)
+
+
+def test_evaluations_of_an_older_version_raise_no_alarm() -> None:
+    guards = Guards(GuardSettings())
+    for version in (7, 0, 3):
+        assert not evaluated(guards, version, [float(version == 7)] * 2 * WINDOW)
+
+
+def test_a_version_that_evaluates_worse_than_an_earlier_one_raises_one_alarm_also_after_a_restart() -> None:
+    guards = Guards(GuardSettings())
+    assert not evaluated(guards, 3, [0.75, 1.0] * WINDOW)
+    for version in range(100, 200):  # neither does the best one get lost among many
+        assert not evaluated(guards, version, [0.75, 0.5] * (WINDOW // 2))
+    again = Guards(GuardSettings())
+    again.resume(guards.state)
+    (alarm,) = evaluated(again, 200, [0.0, 0.25] * (WINDOW // 2))
+    assert alarm.guard == "reward_drop"
+    assert alarm.reason == (
+        f"the mean reward of {WINDOW} evaluation sessions of version 200 is 0.125, and was 0.875 of version "
+        "3 (guards.reward_drop)"
+    )
+    assert sum(len(rewards) for rewards in guards.state.evaluated.values()) <= 17 * 256
+    assert not evaluated(again, 201, [0.0] * WINDOW)
+
+
 def test_an_extreme_value_that_comes_again_raises_a_second_alarm() -> None:
     off = STEADY | {"mismatch/kl": 2.0}
     assert [at for at, _ in watched(Guards(GuardSettings()), [off, STEADY, off])] == [1, 3]
@@ -260,13 +300,13 @@ def test_evaluations_are_compared_with_evaluations(make_harness: MakeHarness) ->
     harness.trainer.run_once()
     harness.trainer.run_once()
     assert not harness.shared_state.paused, "they are below the training sessions, and always were"
-    harness.agents.evaluate("g", 0.0)
+    harness.agents.evaluate("g", 0.0, version=1)
     harness.agents.open("pinned")
-    harness.agents.call(turn("pinned", "t", policy="policy@0"))
+    harness.agents.call(turn("pinned", "t", version=1, policy="policy@1"))
     harness.agents.finish("pinned", 0.0)
     harness.trainer.run_once()
     reason = str(harness.trainer.hold.reason)
-    assert reason.startswith("the mean reward of the last 2 evaluation sessions is 0, and was 0.5 at best")
+    assert reason.startswith("the mean reward of 2 evaluation sessions of version 1 is 0, and was 0.5 of")
     assert {harness.session_codes()[name] for name in ("e", "f", "g", "pinned")} == {"not_for_training"}
 
 

@@ -20,7 +20,7 @@ class GroupRewards:
     def __init__(self) -> None:
         self._counted: set[str] = set()
         self._means = deque[float](maxlen=KEPT)
-        self._evaluations = deque[float](maxlen=KEPT)
+        self._evaluations = deque[tuple[int, float]](maxlen=KEPT)
         self.by_version = VersionScores()
 
     @property
@@ -47,10 +47,10 @@ class GroupRewards:
         if rewards:
             self._means.append(fmean(rewards))
         for evaluation in (member.evaluation for member in group.members if member.evaluation):
-            if not evaluation.failed and evaluation.reward is not None:
-                self._evaluations.append(_bounded(evaluation.reward))
-                if evaluation.version is not None:
-                    self.by_version.add(evaluation.version, self._evaluations[-1], "evaluation")
+            if not evaluation.failed and evaluation.reward is not None and evaluation.version is not None:
+                reward = _bounded(evaluation.reward)
+                self._evaluations.append((evaluation.version, reward))
+                self.by_version.add(evaluation.version, reward, "evaluation")
 
     def keep(self, group_ids: Collection[str]) -> None:
         """Forget all counted groups except these: the other groups have ended."""
@@ -62,8 +62,8 @@ class GroupRewards:
         self._means.clear()
         return means
 
-    def take_evaluations(self) -> list[float]:
-        """The reward of each evaluation session that was counted since the last call."""
+    def take_evaluations(self) -> list[tuple[int, float]]:
+        """The version and the reward of each evaluation session that was counted since the last call."""
         rewards = list(self._evaluations)
         self._evaluations.clear()
         return rewards

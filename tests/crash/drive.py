@@ -11,7 +11,8 @@ from redis.exceptions import RedisError
 
 from tests.crash.result import Kill
 from tests.crash.system import CrashSystem, kill
-from tests.crash.windows import WINDOWS, NeverCame, Window
+from tests.crash.waits import NeverCame
+from tests.crash.windows import WINDOWS, Window
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,10 @@
 """The whole system on this machine, with two training ranks and a real engine; its parts can be killed."""
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +41,8 @@ class CrashSystem:
     settings: StackSettings
     redis: Redis
     agents: Agents = field(init=False)
+    asked: "Future[httpx.Response]" = field(default_factory=Future)
+    """What became of the last request of `ask_trainer`."""
 
     @property
     def checkpoints(self) -> Path:
@@ -64,6 +68,24 @@ class CrashSystem:
         url = f"{self.stack.gateway_url}/admin/policies{path}"
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
         return httpx.request(method, url, json=body, headers=headers, timeout=120).raise_for_status().json()
+
+    def trainer(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """Ask the trainer. Raises httpx.HTTPError."""
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        url = f"{self.stack.trainer_url}{path}"
+        return httpx.request(method, url, json=body, headers=headers, timeout=120).raise_for_status()
+
+    def ask_trainer(self, method: str, path: str, body: Any = None) -> None:
+        """The same, on another thread; the answer comes into `asked`."""
+        asked = self.asked = Future[httpx.Response]()
+
+        def ask() -> None:
+            try:
+                asked.set_result(self.trainer(method, path, body))
+            except httpx.HTTPError as error:
+                asked.set_exception(error)
+
+        threading.Thread(target=ask, name="operator", daemon=True).start()
 
     def plan(self) -> ServingPlan:
         """What the fleet serves, as it stands in Redis."""

@@ -4,27 +4,19 @@ A window recognises its moment by what is visible from outside: files, Redis, a 
 kill, it looks at the files of the dead process, and so finds out whether the kill hit the moment.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
-from redis import Redis
-
 from rollout_queue.contract.policies.delta import DELTA_SUFFIX
+from tests.crash.checkpoints import before_acknowledge, in_checkpoint, moved, owed, unfinished_checkpoint
+from tests.crash.rollbacks import in_rollback, rolled_back, unanswered, unpublished
 from tests.crash.system import CrashSystem
-from trainer_service.storage.checkpoint import CURRENT, STATE
-from trainer_service.storage.run_state import RunState
+from tests.crash.waits import until
 
 Victim = Literal[
     "gateway", "driving gateway", "redis", "engine", "rollout_server", "trainer", "trainer rank 1"
 ]
-LONGEST_WAIT_S = 30.0
-
-
-class NeverCame(Exception):
-    """The moment did not come within `LONGEST_WAIT_S`."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +38,6 @@ class Window:
         return f"{self.victim}: {self.name}"
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Check the condition a thousand times a second."""
-    deadline = time.monotonic() + LONGEST_WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise NeverCame
-        time.sleep(0.001)  # the moment is in another process, and is over soon
-
-
 def under_load(system: CrashSystem) -> None:
     until(lambda: system.agents.in_flight > 1)
 
@@ -65,43 +48,6 @@ def trainer_says(state: str) -> Callable[[CrashSystem], None]:
         until(lambda: system.redis.hget("weir:trainer", "state") == state.encode())
 
     return wait
-
-
-def current(system: CrashSystem) -> str:
-    path = system.checkpoints / CURRENT
-    return path.read_text() if path.exists() else ""
-
-
-def unfinished_checkpoint(system: CrashSystem) -> bool:
-    """Whether there is a checkpoint directory newer than the one that CURRENT names."""
-    tags = [path.name for path in system.checkpoints.glob("*-step-*")]
-    return max(tags, default="") > current(system)
-
-
-def in_checkpoint(system: CrashSystem) -> None:
-    until(lambda: not unfinished_checkpoint(system))
-    until(lambda: unfinished_checkpoint(system))
-
-
-def before_acknowledge(system: CrashSystem) -> None:
-    """Pause Redis' writes during a checkpoint; return when it is complete and not yet acknowledged."""
-    in_checkpoint(system)
-    before = current(system)
-    system.redis.client_pause(5000, all=False)
-    until(lambda: current(system) != before)
-
-
-def owed(system: CrashSystem) -> bool:
-    """Let Redis take writes; return whether the newest checkpoint has entries that are not acknowledged."""
-    system.redis.client_unpause()
-    state = msgspec.json.decode((system.checkpoints / current(system) / STATE).read_bytes(), type=RunState)
-    pending = {entry["message_id"].decode() for entry in _pending(system.redis)}
-    return any(entry_id in pending for entry_id in state.owed.entry_ids)
-
-
-def _pending(redis: Redis) -> list[dict[str, bytes]]:
-    found: list[dict[str, bytes]] = redis.xpending_range("weir:stream", "trainer", "-", "+", 100_000)  # type: ignore[assignment]
-    return found
 
 
 def in_publish(system: CrashSystem) -> None:
@@ -174,7 +120,7 @@ WINDOWS = (
     Window("gateway", "canary open", canary_open, trying, lasting=True, after=end_canary),
     Window("driving gateway", "push taken over", driven, lambda system: system.plan().pushing),
     Window("redis", "under load", under_load, lasting=True),
-    Window("redis", "around an acknowledgement", lambda system: moved(system)),
+    Window("redis", "around an acknowledgement", moved),
     Window("engine", "sampling", under_load, lasting=True),
     Window("engine", "in a reload", in_reload),
     Window("rollout_server", "engine sampling", under_load, lasting=True),
@@ -187,12 +133,9 @@ WINDOWS = (
     Window("trainer", "writing a version", in_publish, half_published),
     Window("trainer", "changes written", changes_written, half_changes),
     Window("trainer", "in a push", in_push, unserved),
+    Window("trainer", "in a rollback", in_rollback, unanswered, lasting=True),
+    Window("trainer", "rollback not yet published", rolled_back, unpublished),
     Window("trainer rank 1", "in a step", trainer_says("training")),
     Window("trainer rank 1", "in a checkpoint", in_checkpoint, unfinished_checkpoint),
+    Window("trainer rank 1", "in a rollback", in_rollback, unanswered, lasting=True),
 )
-
-
-def moved(system: CrashSystem) -> None:
-    """Wait until CURRENT has just moved, when the trainer is about to acknowledge."""
-    before = current(system)
-    until(lambda: current(system) != before)

@@ -297,8 +297,10 @@ class Trainer:
             newest = self.publisher.reserve(self.version)
         return self.version
 
-    def announce(self) -> None:
-        self.publisher.publish(self.version, self.version, lambda: OneTensor("made for", self.version))
+    def announce(self, version: int | None = None) -> None:
+        """Publish a version; by default, the one whose number was reserved last."""
+        made = version or self.version
+        self.publisher.publish(made, made, lambda: OneTensor("made for", made))
 
 
 @contextmanager
@@ -344,6 +346,20 @@ def test_a_number_that_the_trainer_works_on_is_nobody_elses(
     wait_until(lambda: [server.version for server in servers] == [taken, taken])
     assert locations(gateway)[taken].endswith(f"/policies/v{taken:08d}")
     assert publish(gateway, None).json()["version"] == taken + 1
+
+
+def test_a_version_is_published_although_the_steps_after_it_have_begun(
+    gateway: RunningGateway, servers: list[FakeRolloutServer], trainer: Trainer
+) -> None:
+    """Versions are written while the training goes on. If groups always wait, the next step begins first."""
+    made, _, stepping = trainer.take(), trainer.take(), trainer.take()
+    trainer.announce(made)
+    wait_until(lambda: [server.version for server in servers] == [made, made])
+    assert locations(gateway)[made].endswith(f"/policies/v{made:08d}")
+    assert publish(gateway, made + 1).status_code == 409
+    trainer.announce(stepping)
+    wait_until(lambda: [server.version for server in servers] == [stepping, stepping])
+    assert publish(gateway, None).json()["version"] == stepping + 1
 
 
 def test_an_operator_who_publishes_during_a_step_gets_another_number(

@@ -275,7 +275,7 @@ def _accepted(asked: PolicyRecord, known: KnownPolicies, *, force: bool) -> Poli
         if (registered.location, registered.manifest_sha256) != (asked.location, asked.manifest_sha256):
             raise StateConflict(f"version {asked.version} is known with other content", param="version")
         return registered
-    if (asked.version, asked.location) == reserved:
+    if reserved.locations.get(asked.version) == asked.location:
         return asked
     # A reserved number may only be published with the location of its reservation.
     if asked.version <= reserved.version:

@@ -17,18 +17,21 @@ from rollout_queue.redis.availability import stored
 from rollout_queue.redis.scripts import policies as policy_scripts
 
 
-class ReservedVersion(NamedTuple):
-    """The highest number that the trainer has reserved for a step, and where its weights will lie."""
+class ReservedVersions(NamedTuple):
+    """The numbers that the trainer has reserved for steps. It may have begun the next steps while it writes a
+    version."""
 
     version: int = -1
-    location: str = ""
+    """The highest number."""
+    locations: Mapping[int, str] = {}
+    """Where the weights of the last numbers lie, or will lie."""
 
 
 class KnownPolicies(NamedTuple):
-    """The policies and the reservation as read, with their bytes, which `register` compares."""
+    """The policies and the reservations as read, with their bytes, which `register` compares."""
 
     records: Mapping[int, PolicyRecord]
-    reserved: ReservedVersion
+    reserved: ReservedVersions
     packed: Mapping[bytes, bytes]
     packed_reserved: Mapping[bytes, bytes]
 
@@ -107,10 +110,12 @@ def _records(packed: Mapping[bytes, bytes]) -> dict[int, PolicyRecord]:
     return {record.version: record for record in records}
 
 
-def _reserved(packed: Mapping[bytes, bytes]) -> ReservedVersion:
+def _reserved(packed: Mapping[bytes, bytes]) -> ReservedVersions:
     if not packed:
-        return ReservedVersion()
-    return ReservedVersion(int(packed[b"version"]), packed[b"location"].decode())
+        return ReservedVersions()
+    newest = int(packed[b"version"])
+    earlier = {int(name): location.decode() for name, location in packed.items() if name.isdigit()}
+    return ReservedVersions(newest, {**earlier, newest: packed[b"location"].decode()})
 
 
 def _packed(record: PolicyRecord) -> str:

@@ -11,12 +11,23 @@ RESERVE = (
     FENCED
     + """
 -- KEYS: fence, reserved, policies   ARGV: token, version, location
--- Returns the highest version that was registered or reserved before.
-local newest = tonumber(redis.call('HGET', KEYS[2], 'version') or -1)
-for _, version in ipairs(redis.call('HKEYS', KEYS[3])) do newest = math.max(newest, tonumber(version)) end
-if tonumber(ARGV[2]) > newest then
-    redis.call('DEL', KEYS[2]) -- a full Redis refuses no write after the first
-    redis.call('HSET', KEYS[2], 'version', ARGV[2], 'location', ARGV[3])
+-- Returns the highest version that was registered or reserved before. The hash has the highest reservation,
+-- and the locations of the last 100 that may still be registered, by their numbers.
+local registered = -1
+for _, version in ipairs(redis.call('HKEYS', KEYS[3])) do
+    registered = math.max(registered, tonumber(version))
+end
+local newest = math.max(registered, tonumber(redis.call('HGET', KEYS[2], 'version') or -1))
+local asked = tonumber(ARGV[2])
+if asked > newest then
+    redis.call('HDEL', KEYS[2], '') -- a full Redis accepts this, and then refuses no later write
+    for _, name in ipairs(redis.call('HKEYS', KEYS[2])) do
+        local number = tonumber(name)
+        if number and (number <= registered or number <= asked - 100) then
+            redis.call('HDEL', KEYS[2], name)
+        end
+    end
+    redis.call('HSET', KEYS[2], 'version', ARGV[2], 'location', ARGV[3], ARGV[2], ARGV[3])
 end
 return newest
 """

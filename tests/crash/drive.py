@@ -45,8 +45,7 @@ def drive(
 def _kill(system: CrashSystem, window: Window, draw: random.Random, heard: int) -> Kill:
     victim = system.process_of(window.victim)  # before the wait, because the search may outlast the window
     came = _came(system, window)
-    if window.lasting:
-        time.sleep(draw.uniform(0, 0.3))  # the kill comes anywhere in a lasting state
+    time.sleep(draw.uniform(0, window.lasting_s))  # the kill comes anywhere in a lasting state
     try:
         kill(victim)
     except psutil.NoSuchProcess as error:

@@ -58,10 +58,19 @@ def unanswered(system: CrashSystem) -> bool:
     return isinstance(system.asked.exception(LONGEST_WAIT_S), httpx.TransportError)
 
 
+def kept(system: CrashSystem) -> None:
+    """Raises AssertionError if the trainer has forgotten a rollback that it had answered."""
+    if unanswered(system):
+        return
+    version = system.asked.result().json()["version"]
+    done = [each["version"] for each in system.trainer("GET", "/rollback").json()["recoveries"]]
+    assert version in done, f"the rollback to version {version} was answered, and is not among {done}"
+
+
 def rolled_back(system: CrashSystem) -> None:
     """Ask for a rollback; return when it is in a checkpoint."""
-    ask(system)
     before = current(system)
+    ask(system)
     until(lambda: unpublished(system) or answered(system))
     if current(system) == before or not unpublished(system):
         raise NeverCame

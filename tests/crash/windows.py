@@ -10,7 +10,7 @@ from typing import Literal
 
 from rollout_queue.contract.policies.delta import DELTA_SUFFIX
 from tests.crash.checkpoints import before_acknowledge, in_checkpoint, moved, owed, unfinished_checkpoint
-from tests.crash.rollbacks import in_rollback, rolled_back, unanswered, unpublished
+from tests.crash.rollbacks import in_rollback, kept, rolled_back, unanswered, unpublished
 from tests.crash.system import CrashSystem
 from tests.crash.waits import until
 
@@ -28,8 +28,8 @@ class Window:
     name: str
     wait: Callable[[CrashSystem], None]
     hit: Callable[[CrashSystem], bool] = lambda system: True
-    lasting: bool = False
-    """Whether the moment is a lasting state; then the kill comes at a random time in it."""
+    lasting_s: float = 0.0
+    """How long the moment lasts at least. The kill comes at a random time in it."""
     after: Callable[[CrashSystem], None] = lambda system: None
     """Called when all is well again."""
 
@@ -115,27 +115,27 @@ def end_canary(system: CrashSystem) -> None:
 
 
 WINDOWS = (
-    Window("gateway", "turns in flight", under_load, lasting=True),
+    Window("gateway", "turns in flight", under_load, lasting_s=0.3),
     Window("gateway", "in a push", in_push, unserved),
-    Window("gateway", "canary open", canary_open, trying, lasting=True, after=end_canary),
+    Window("gateway", "canary open", canary_open, trying, lasting_s=0.3, after=end_canary),
     Window("driving gateway", "push taken over", driven, lambda system: system.plan().pushing),
-    Window("redis", "under load", under_load, lasting=True),
+    Window("redis", "under load", under_load, lasting_s=0.3),
     Window("redis", "around an acknowledgement", moved),
-    Window("engine", "sampling", under_load, lasting=True),
+    Window("engine", "sampling", under_load, lasting_s=0.3),
     Window("engine", "in a reload", in_reload),
-    Window("rollout_server", "engine sampling", under_load, lasting=True),
+    Window("rollout_server", "engine sampling", under_load, lasting_s=0.3),
     Window("rollout_server", "in a reload", in_reload),
-    Window("rollout_server", "canary open", canary_open, trying, lasting=True, after=end_canary),
-    Window("trainer", "at any time", under_load, lasting=True),
+    Window("rollout_server", "canary open", canary_open, trying, lasting_s=0.3, after=end_canary),
+    Window("trainer", "at any time", under_load, lasting_s=0.3),
     Window("trainer", "in a step", trainer_says("training")),
     Window("trainer", "in a checkpoint", in_checkpoint, unfinished_checkpoint),
     Window("trainer", "between checkpoint and acknowledgement", before_acknowledge, owed),
     Window("trainer", "writing a version", in_publish, half_published),
     Window("trainer", "changes written", changes_written, half_changes),
     Window("trainer", "in a push", in_push, unserved),
-    Window("trainer", "in a rollback", in_rollback, unanswered, lasting=True),
-    Window("trainer", "rollback not yet published", rolled_back, unpublished),
+    Window("trainer", "in a rollback", in_rollback, unanswered, lasting_s=0.1, after=kept),
+    Window("trainer", "rollback not yet published", rolled_back, unpublished, after=kept),
     Window("trainer rank 1", "in a step", trainer_says("training")),
     Window("trainer rank 1", "in a checkpoint", in_checkpoint, unfinished_checkpoint),
-    Window("trainer rank 1", "in a rollback", in_rollback, unanswered, lasting=True),
+    Window("trainer rank 1", "in a rollback", in_rollback, unanswered, lasting_s=0.1, after=kept),
 )

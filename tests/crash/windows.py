@@ -133,9 +133,9 @@ WINDOWS = (
     Window("trainer", "writing a version", in_publish, half_published),
     Window("trainer", "changes written", changes_written, half_changes),
     Window("trainer", "in a push", in_push, unserved),
-    Window("trainer", "in a rollback", in_rollback, unanswered, lasting_s=0.1, after=kept),
+    Window("trainer", "in a rollback", in_rollback, unanswered, after=kept),
     Window("trainer", "rollback not yet published", rolled_back, unpublished, after=kept),
     Window("trainer rank 1", "in a step", trainer_says("training")),
     Window("trainer rank 1", "in a checkpoint", in_checkpoint, unfinished_checkpoint),
-    Window("trainer rank 1", "in a rollback", in_rollback, unanswered, lasting_s=0.1, after=kept),
+    Window("trainer rank 1", "in a rollback", in_rollback, unanswered, after=kept),
 )

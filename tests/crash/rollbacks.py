@@ -54,13 +54,16 @@ def answered(system: CrashSystem) -> bool:
 
 
 def unanswered(system: CrashSystem) -> bool:
-    """Whether the trainer died before it answered."""
-    return isinstance(system.asked.exception(LONGEST_WAIT_S), httpx.TransportError)
+    """Whether the trainer died before it succeeded. If it lost a rank, it may answer 500 first."""
+    error = system.asked.exception(LONGEST_WAIT_S)
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+    return isinstance(error, httpx.TransportError)
 
 
 def kept(system: CrashSystem) -> None:
     """Raises AssertionError if the trainer has forgotten a rollback that it had answered."""
-    if unanswered(system):
+    if system.asked.exception(LONGEST_WAIT_S) is not None:
         return
     version = system.asked.result().json()["version"]
     done = [each["version"] for each in system.trainer("GET", "/rollback").json()["recoveries"]]

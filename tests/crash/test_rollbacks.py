@@ -111,3 +111,16 @@ def test_a_rollback_is_unanswered_if_the_trainer_dies(
     system.ask_trainer("POST", "/rollback", {"version": 2})
     assert unanswered(system)
     kept(system)
+
+
+@pytest.mark.parametrize(("status", "died"), [(500, True), (404, False), (504, False)])
+def test_a_trainer_that_lost_a_rank_may_answer_before_it_ends(
+    system: CrashSystem, monkeypatch: pytest.MonkeyPatch, status: int, died: bool
+) -> None:
+    def request(method: str, *_: object, **__: object) -> httpx.Response:
+        return httpx.Response(status, request=httpx.Request(method, "http://trainer"))
+
+    monkeypatch.setattr(httpx, "request", request)
+    system.ask_trainer("POST", "/rollback", {"version": 2})
+    assert unanswered(system) == died
+    kept(system)

@@ -1,9 +1,9 @@
 """Different implementations of one optimizer step on the same rollouts: forward, loss, backward, clip, AdamW.
 
-python -m bench.contenders ours|packed|padded|padded-globally MODEL ROLLOUTS     a step after a small one
+python -m bench.contenders ours|packed|padded|padded-globally WORKLOAD MODEL ROLLOUTS
 
-All but `ours` are plain torch with the loss of the trainer's default preset. All have the same gradient, and
-print its norm."""
+Makes a step after a small one. All but `ours` are plain torch with the loss of the trainer's default preset.
+All have the same gradient, and print its norm."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -16,12 +16,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from bench.measuring import print_step, timed
-from bench.policies import PACK_TOKENS, rows_of
+from bench.policies import rows_of
 from bench.rollouts import SyntheticRollout, read, small
+from bench.workloads import WORKLOADS, Workload
 from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import OptimizerSettings
 from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import TrainerSettings
@@ -32,15 +34,26 @@ CPU = torch.device("cpu")
 ROWS_AT_ONCE = 4
 """Rows of a padded micro-batch. Without activation checkpointing, 24 GiB are not enough for TRL's default of
 8."""
+WARM_UP_ROWS = 64
+"""The rows of the small step."""
 SETTINGS = OptimizerSettings()
 
 
 class Ours:
-    """The trainer's own step, with its defaults: DeepSpeed, one rank."""
+    """The trainer's own step, with its defaults but for the workload's type and size of micro-batches:
+    DeepSpeed, one rank."""
 
-    def __init__(self, model: Path) -> None:
-        settings = TrainerSettings(model_path=model, device="cpu", threads=1)
-        self.zero_stage = settings.zero_stage
+    def __init__(self, model: Path, workload: Workload) -> None:
+        settings = TrainerSettings.model_validate(
+            {
+                "model_path": model,
+                "device": "cpu",
+                "threads": 1,
+                "dtype": workload.dtype,
+                "algorithm": {"max_tokens": workload.micro_batch_tokens},
+            }
+        )
+        self.zero_stage = settings.sharding_stage
         self._policy, self._algorithm = DeepSpeedPolicy(settings), settings.algorithm
 
     def step(self, rollouts: list[SyntheticRollout]) -> float:
@@ -51,23 +64,46 @@ class Ours:
 
 
 class PlainTorch(ABC):
-    """A step with plain torch."""
+    """A step with plain torch. If the model has bfloat16 weights, the optimizer has a copy of them in
+    float32, as the trainer does: gradients are added up in float32, and the updated copy is rounded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
+        self._weights = list(model.parameters())
+        self._copies = [self._copy(each) for each in self._weights]
         betas = (SETTINGS.beta1, SETTINGS.beta2)
         self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=SETTINGS.lr, betas=betas, weight_decay=SETTINGS.weight_decay, fused=True
+            self._copies, lr=SETTINGS.lr, betas=betas, weight_decay=SETTINGS.weight_decay, fused=True
         )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule_of(SETTINGS))
+
+    @staticmethod
+    def _copy(weight: Tensor) -> Tensor:
+        """The weight in float32: itself, or a copy to which its gradients are added."""
+        if weight.dtype is torch.float32:
+            return weight
+        copy = weight.detach().float().requires_grad_()
+
+        def add(weight: Tensor) -> None:
+            assert weight.grad is not None  # noqa: S101 - torch calls this with a gradient
+            copy.grad = weight.grad.float() if copy.grad is None else copy.grad.add_(weight.grad)
+            weight.grad = None
+
+        weight.register_post_accumulate_grad_hook(add)
+        return copy
 
     def step(self, rollouts: list[SyntheticRollout]) -> float:
         """Make a step. Returns the norm of the gradient before clipping."""
-        trained = sum(len(rollout.completion) for rollout in rollouts)
+        trained = sum(sum(rollout.trained) for rollout in rollouts)
         for loss in self.losses(rollouts):
             (loss / trained).backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), SETTINGS.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._copies, SETTINGS.max_grad_norm)
         self._optimizer.step()
+        self._schedule.step()
         self._optimizer.zero_grad()
+        for weight, copy in zip(self._weights, self._copies, strict=True):
+            if weight is not copy:
+                weight.data.copy_(copy.data)
         return float(norm)
 
     @abstractmethod
@@ -76,13 +112,15 @@ class PlainTorch(ABC):
 
 
 class Packed(PlainTorch):
-    """The trainer's attention and log-probabilities without DeepSpeed. The trainer cannot be faster."""
+    """The trainer's attention and log-probabilities without DeepSpeed, and without shared prefixes. Where no
+    rows share one, the trainer cannot be faster."""
 
-    def __init__(self, model: Path) -> None:
-        super().__init__(load_model(model, torch.float32))
+    def __init__(self, model: Path, workload: Workload) -> None:
+        super().__init__(load_model(model, getattr(torch, workload.dtype)))
+        self._micro_batch_tokens = workload.micro_batch_tokens
 
     def losses(self, rollouts: list[SyntheticRollout]) -> Iterator[Tensor]:
-        for batch in micro_batches(rows_of(rollouts), PACK_TOKENS):
+        for batch in micro_batches(rows_of(rollouts), self._micro_batch_tokens):
             lp_T, *_ = scores(self.model, batch, packing_of(self.model), CPU)
             yield loss_of(lp_T, torch.from_numpy(batch.logprobs_T), torch.from_numpy(batch.advantages_T))
 
@@ -104,9 +142,7 @@ class Padded(PlainTorch):
             some = by_length[start : start + ROWS_AT_ONCE]
             ids_BL = padded([torch.tensor(r.prompt + r.completion) for r in some], longest)
             seen_BL = padded([torch.ones(len(r), dtype=torch.int64) for r in some], longest)
-            mask_BL = padded(
-                [torch.tensor([0] * len(r.prompt) + [1] * len(r.completion)) for r in some], longest
-            )
+            mask_BL = padded([torch.tensor([0] * len(r.prompt) + r.trained) for r in some], longest)
             lp_roll_BL = padded([torch.tensor([0.0] * len(r.prompt) + r.logprobs) for r in some], longest)
             logits_BLV = self.model(input_ids=ids_BL, attention_mask=seen_BL, use_cache=False).logits
             lp_N = -cross_entropy(logits_BLV[:, :-1].flatten(0, 1), ids_BL[:, 1:].flatten(), reduction="none")
@@ -134,21 +170,21 @@ def loss_of(lp_T: Tensor, lp_roll_T: Tensor, advantages_T: Tensor) -> Tensor:
     return -(weight_T * torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)).sum()
 
 
-def contender(name: str, model: Path) -> Ours | PlainTorch:
+def contender(name: str, workload: Workload, model: Path) -> Ours | PlainTorch:
     match name:
         case "ours":
-            return Ours(model)
+            return Ours(model, workload)
         case "packed":
-            return Packed(model)
+            return Packed(model, workload)
     return Padded(model, globally=name == "padded-globally")
 
 
 def main(arguments: list[str]) -> None:
-    name, model, file = arguments[0], *map(Path, arguments[1:])
+    name, workload, model, file = *arguments[:2], *map(Path, arguments[2:])
     torch.set_num_threads(1)
     rollouts = read(file)
-    runs = contender(name, model)
-    runs.step(small(rollouts))
+    runs = contender(name, WORKLOADS[workload], model)
+    runs.step(small(rollouts[:WARM_UP_ROWS]))
     norm, cpu_s = timed(lambda: runs.step(rollouts))
     stage = {"zero_stage": runs.zero_stage} if isinstance(runs, Ours) else {}
     print_step(rollouts, cpu_s, norm, **stage)

@@ -1,7 +1,7 @@
-"""Makes a random Qwen3 to train, and computes its log-probabilities of rollouts.
+"""Makes a random Qwen3 or Qwen3-MoE to train, and computes its log-probabilities of rollouts.
 
-python -m bench.policies small|whole DIRECTORY ROLLOUTS     makes the model, and adds its logprobs to the
-rollouts"""
+python -m bench.policies WORKLOAD whole|smoke DIRECTORY ROLLOUTS     makes the model, and adds its logprobs to
+the rollouts"""
 
 import sys
 from collections.abc import Mapping
@@ -13,35 +13,22 @@ import torch
 
 from bench.measuring import print_facts
 from bench.rollouts import SyntheticRollout, read, write
-from tests.support.tiny_model import make_tiny_model
+from bench.workloads import WORKLOADS
+from tests.support.tiny_model import make_tiny_experts, make_tiny_model
 from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.rows.rows import Row, micro_batches
 
-PACK_TOKENS = 1024
-WHOLE: dict[str, object] = {
-    "vocab_size": 32_000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "layer_types": ["full_attention"] * 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-"""About 100 million parameters."""
-
 
 def make_policy(directory: Path, shape: Mapping[str, object]) -> int:
     """Make a model of this shape with the tiny model's tokenizer, which is enough for random tokens. Returns
     the number of weights."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    make_tiny_model(directory)
+    (make_tiny_experts if "num_experts" in shape else make_tiny_model)(directory)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(directory, **shape))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, **shape))
     model.save_pretrained(directory)
     return int(model.num_parameters())
 
@@ -49,7 +36,7 @@ def make_policy(directory: Path, shape: Mapping[str, object]) -> int:
 def row_of(rollout: SyntheticRollout, name: str) -> Row:
     """The row that the trainer makes of a session with one turn."""
     prompt, length = len(rollout.prompt), len(rollout)
-    mask = np.array([0] * prompt + [1] * len(rollout.completion))
+    mask = np.array([0] * prompt + rollout.trained)
     logprobs = rollout.logprobs or [0.0] * len(rollout.completion)
     return Row(
         session_id=name,
@@ -70,22 +57,27 @@ def rows_of(rollouts: list[SyntheticRollout]) -> list[Row]:
 
 
 @torch.no_grad()
-def with_logprobs(rollouts: list[SyntheticRollout], directory: Path) -> list[SyntheticRollout]:
-    """The rollouts with the log-probabilities of the model in `directory`, as if it had sampled them."""
+def with_logprobs(
+    rollouts: list[SyntheticRollout], directory: Path, micro_batch_tokens: int
+) -> list[SyntheticRollout]:
+    """The rollouts with the log-probabilities of the model in `directory` in float32, as if it had sampled
+    them."""
     model = load_model(directory, torch.float32)
     known: dict[int, list[float]] = {}
-    for batch in micro_batches(rows_of(rollouts), PACK_TOKENS):
+    for batch in micro_batches(rows_of(rollouts), micro_batch_tokens, share_prefixes=True):
         logprobs_T, *_ = scores(model, batch, packing_of(model), torch.device("cpu"))
         for row in set(batch.rows_T.tolist()):
-            known[row] = logprobs_T[torch.from_numpy(batch.rows_T == row)].tolist()
+            trained = iter(logprobs_T[torch.from_numpy(batch.rows_T == row)].tolist())
+            known[row] = [next(trained) if each else 0.0 for each in rollouts[row].trained]
     return [replace(rollout, logprobs=known[index]) for index, rollout in enumerate(rollouts)]
 
 
 def main(arguments: list[str]) -> None:
-    size, directory, file = arguments[0], *map(Path, arguments[1:])
+    workload, size = WORKLOADS[arguments[0]], arguments[1]
+    directory, file = map(Path, arguments[2:])
     torch.set_num_threads(1)
-    weights = make_policy(directory, WHOLE if size == "whole" else {})
-    write(with_logprobs(read(file), directory), file)
+    weights = make_policy(directory, workload.smoke_shape if size == "smoke" else workload.shape)
+    write(with_logprobs(read(file), directory, workload.micro_batch_tokens), file)
     print_facts(weights=weights)
 
 

@@ -6,7 +6,7 @@ This module needs only the standard library, so that environments without Weir c
 import json
 import math
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 SPREAD = 0.95
@@ -22,10 +22,18 @@ class SyntheticRollout:
     completion: list[int]
     advantage: float
     logprobs: list[float]
-    """Log-probabilities of the completion's tokens under the weights before training, in nats."""
+    """Log-probabilities of the completion's tokens under the weights before training, in nats; 0 for those
+    that are not trained."""
+    mask: list[int] = field(default_factory=list)
+    """1 for each token of the completion that is trained, else 0. Empty: all are trained."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
+
+    @property
+    def trained(self) -> list[int]:
+        """`mask`, with an entry for each token of the completion."""
+        return self.mask or [1] * len(self.completion)
 
 
 def drawn(count: int, vocabulary: int, median: int, longest: int, seed: int) -> list[SyntheticRollout]:
@@ -38,6 +46,33 @@ def drawn(count: int, vocabulary: int, median: int, longest: int, seed: int) -> 
         ids = [draw.randrange(vocabulary) for _ in range(length)]
         made.append(SyntheticRollout(ids[: length // 4], ids[length // 4 :], draw.gauss(0, 1), []))
     return made
+
+
+def sessions(
+    count: int, vocabulary: int, length: int, turns: int, answer: int, seed: int
+) -> list[SyntheticRollout]:
+    """Agents' sessions of `length` tokens, with `turns` answers of `answer` tokens at equal distances. Only
+    the answers are trained. They have no logprobs yet."""
+    draw = random.Random(seed)
+    between = (length - turns * answer) // turns
+    mask = ([1] * answer + [0] * between) * turns
+    begin = length - turns * answer - (turns - 1) * between
+    made = []
+    for _ in range(count):
+        ids = [draw.randrange(vocabulary) for _ in range(length)]
+        made.append(SyntheticRollout(ids[:begin], ids[begin:], draw.gauss(0, 1), [], mask[: length - begin]))
+    return made
+
+
+def group(count: int, vocabulary: int, prompt: int, answer: int, seed: int) -> list[SyntheticRollout]:
+    """Rollouts of one prompt of `prompt` tokens, with answers of `answer` tokens. They have no logprobs
+    yet."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(vocabulary) for _ in range(prompt)]
+    return [
+        SyntheticRollout(shared, [draw.randrange(vocabulary) for _ in range(answer)], draw.gauss(0, 1), [])
+        for _ in range(count)
+    ]
 
 
 def tokens(rollouts: list[SyntheticRollout]) -> int:
@@ -61,7 +96,7 @@ def fewer(rollouts: list[SyntheticRollout], count: int) -> list[SyntheticRollout
 def small(rollouts: list[SyntheticRollout]) -> list[SyntheticRollout]:
     """The rollouts cut to a few tokens, for a warm-up step that uses all parts of a step."""
     return [
-        replace(r, prompt=r.prompt[:4], completion=r.completion[:4], logprobs=r.logprobs[:4])
+        replace(r, prompt=r.prompt[:4], completion=r.completion[:4], logprobs=r.logprobs[:4], mask=r.mask[:4])
         for r in rollouts
     ]
 

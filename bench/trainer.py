@@ -1,14 +1,15 @@
 """The cost of one optimizer step of Weir, plain torch and TRL: real tokens per CPU second, and memory.
 
-python -m bench.trainer [--rollouts N] [--rounds N] [--slow-rollouts N] [--slow-rounds N] [--contenders …]
-                        [--smoke]
+python -m bench.trainer [--workloads …] [--contenders …] [--rounds N] [--slow-rounds N] [--rollouts N]
+                        [--slow-rollouts N] [--smoke]
 
-rollouts (bench.rollouts), a random Qwen3 of 100M (bench.policies)
-    └▶ each contender, round after round, in a process with one thread (bench.contenders, bench.trl.step)
+for each workload (bench.workloads):
+    rollouts (bench.rollouts), a random policy (bench.policies)
+        └▶ each contender, round after round, in a process with one thread (bench.contenders, bench.trl.step)
 hidden states, 152k by 4k ─▶ log-probabilities, ours and naive (bench.logprob)
 
-A step is forward, loss, backward, clip and AdamW in float32, after a small warm-up step. --smoke uses a tiny
-model, and runs all but TRL in this process: it only shows that the benchmark runs."""
+A step is forward, loss, backward, clip and AdamW, after a small warm-up step. --smoke uses tiny models, and
+runs all but TRL in this process: it only shows that the benchmark runs."""
 
 import argparse
 import contextlib
@@ -21,16 +22,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.rollouts import drawn, fewer, read, write
+from bench.rollouts import fewer, read, write
+from bench.workloads import WORKLOADS, Workload
 
 ROOT = Path(__file__).parents[1]
 TRL = ROOT / "run" / "bench" / "trl" / "bin" / "python"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-SEED = 200
-"""This seed gives 64 rollouts with 18,873 tokens; the longest has 1,812."""
 LABELS = {
     "ours": "ours: DeepSpeed, ZeRO {zero_stage}, one rank",
     "packed": "(a) plain torch, packed as ours",
@@ -39,33 +40,19 @@ LABELS = {
     "trl": "(c) TRL 1.16.0 `GRPOTrainer`, its defaults",
 }
 SLOW = {"padded-globally", "trl"}
-"""The contenders that get fewer rollouts."""
+"""The contenders that get fewer rollouts, and fewer rounds."""
+HEAD, SMOKE_HEAD = (4096, 151_936, 768), (64, 1_000, 32)
+"""Tokens, vocabulary and width of the log-probabilities whose memory is measured."""
 
 Facts = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Size:
-    """The sizes of a measurement."""
-
-    policy: str
-    vocabulary: int
-    median: int
-    longest: int
-    head: tuple[int, int, int]
-    """Tokens, vocabulary and width of the log-probabilities whose memory is measured."""
-
-
-WHOLE = Size("whole", 32_000, median=190, longest=2048, head=(4096, 151_936, 768))
-SMOKE = Size("small", 1_000, median=24, longest=96, head=(64, 1_000, 32))
-
-
-@dataclass(frozen=True)
 class Measurements:
-    """The figures of the processes, by contender. Steps have one entry for each round."""
+    """The figures of the processes of a workload, by contender. Steps have one entry for each round."""
 
+    workload: Workload
     steps: dict[str, list[Facts]]
-    heads: dict[str, Facts]
 
     def median(self, name: str, fact: str) -> float:
         return statistics.median(facts[fact] for facts in self.steps[name])
@@ -82,57 +69,62 @@ class Measurements:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=64, help="at most 64")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--slow-rollouts", type=int, default=16, help="for contenders that pad to the longest of all"
-    )
-    parser.add_argument("--slow-rounds", type=int, default=1)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--contenders", nargs="+", choices=LABELS, default=list(LABELS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slow-rounds", type=int, default=1)
+    parser.add_argument("--rollouts", type=int, default=1024, help="at most so many of a workload's")
+    parser.add_argument(
+        "--slow-rollouts", type=int, default=1024, help="for contenders that pad to the longest of all"
+    )
     parser.add_argument("--smoke", action="store_true")
     asked = parser.parse_args(arguments)
-    size = SMOKE if asked.smoke else WHOLE
-    with tempfile.TemporaryDirectory() as name:
-        measurements = measured(Path(name), size, asked)
-    print_steps(measurements)
-    print_heads(measurements, size)
-    print_targets(measurements)
+    measured = {}
+    for name in asked.workloads:
+        with tempfile.TemporaryDirectory() as folder:
+            measured[name] = measurements(name, Path(folder), asked)
+        print_steps(name, measured[name])
+    head = SMOKE_HEAD if asked.smoke else HEAD
+    heads = {name: process("bench.logprob", name, *head, here=asked.smoke) for name in ("ours", "naive")}
+    print_heads(heads, head)
+    print_targets(measured, heads)
 
 
-def measured(folder: Path, size: Size, asked: argparse.Namespace) -> Measurements:
+def measurements(name: str, folder: Path, asked: argparse.Namespace) -> Measurements:
     """Measure round after round, so that other load on the machine affects all contenders alike."""
-    given = files(folder, size, asked)
-    measurements = Measurements({}, {})
+    workload = WORKLOADS[name]
+    given = files(name, folder, asked)
+    measured = Measurements(workload, {})
     for number in range(max(asked.rounds, asked.slow_rounds)):
-        for name in asked.contenders:
-            slow = name in SLOW
-            if number >= (asked.slow_rounds if slow else asked.rounds):
+        for contender in (each for each in workload.contenders if each in asked.contenders):
+            slow = contender in SLOW
+            if number >= (asked.slow_rounds if slow else asked.rounds) or contender in workload.without:
                 continue
-            if (facts := one_step(name, folder / "model", given[slow], asked.smoke)) is not None:
-                measurements.steps.setdefault(name, []).append(facts)
-    for name in ("ours", "naive"):
-        measurements.heads[name] = process("bench.logprob", name, *size.head, here=asked.smoke)
-    return measurements
+            facts = one_step(contender, name, folder / "model", given[slow], asked.smoke)
+            if facts is not None:
+                measured.steps.setdefault(contender, []).append(facts)
+    return measured
 
 
-def files(folder: Path, size: Size, asked: argparse.Namespace) -> tuple[Path, Path]:
+def files(name: str, folder: Path, asked: argparse.Namespace) -> tuple[Path, Path]:
     """The files with all rollouts and with those for slow contenders. Makes the policy beside them."""
-    everything, some = folder / "all.json", folder / "some.json"
-    of_64 = drawn(64, size.vocabulary, size.median, size.longest, SEED)
-    write(fewer(of_64, asked.rollouts), everything)
-    process("bench.policies", size.policy, folder / "model", everything, here=asked.smoke)
-    write(fewer(read(everything), asked.slow_rollouts), some)
+    workload, everything, some = WORKLOADS[name], folder / "all.json", folder / "some.json"
+    drawn = workload.smoke() if asked.smoke else workload.draw()
+    write(fewer(drawn, asked.rollouts), everything)
+    size = "smoke" if asked.smoke else "whole"
+    process("bench.policies", name, size, folder / "model", everything, here=asked.smoke)
+    write(fewer(read(everything), min(asked.slow_rollouts, workload.slow_rollouts)), some)
     return everything, some
 
 
-def one_step(name: str, model: Path, file: Path, smoke: bool) -> Facts | None:
+def one_step(name: str, workload: str, model: Path, file: Path, smoke: bool) -> Facts | None:
     """The figures of one step; None for TRL without its environment."""
     if name != "trl":
-        return process("bench.contenders", name, model, file, here=smoke)
+        return process("bench.contenders", name, workload, model, file, here=smoke)
     if not TRL.is_file():
         note("TRL is left out: `make bench-trainer` makes its environment")
         return None
-    return process("bench.trl.step", model, file, python=TRL)
+    return process("bench.trl.step", workload, model, file, python=TRL)
 
 
 def process(
@@ -155,7 +147,7 @@ def process(
             raise SystemExit(f"{' '.join(command)} failed:\n{ran.stderr[-2000:]}")
         output = ran.stdout
     facts: Facts = json.loads(output.splitlines()[-1])
-    note(f"{module} {words[0]}: {facts}")
+    note(f"{module} {' '.join(words[:2])}: {facts}")
     return facts
 
 
@@ -163,34 +155,42 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_steps(measurements: Measurements) -> None:
+def print_steps(name: str, measured: Measurements) -> None:
+    print(f"\n{name}: {measured.workload.what}\n")
     print(
         "| one step of | rollouts | real tokens | CPU s | tokens/s | of (a) | peak RSS MiB | gradient norm |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    for name, rounds in measurements.steps.items():
-        counts = [f"{measurements.median(name, fact):.0f}" for fact in ("rollouts", "tokens")]
-        speed = [f"{measurements.median(name, 'cpu_s'):.1f}", f"{measurements.rate(name):.1f}"]
-        others = [f"{measurements.ratio(name, 'packed'):.2f}", f"{measurements.median(name, 'peak_mib'):.0f}"]
-        label = LABELS[name].format(**rounds[0])
+    for contender, rounds in measured.steps.items():
+        counts = [f"{measured.median(contender, fact):.0f}" for fact in ("rollouts", "tokens")]
+        speed = [f"{measured.median(contender, 'cpu_s'):.1f}", f"{measured.rate(contender):.1f}"]
+        peak = f"{measured.median(contender, 'peak_mib'):.0f}"
+        others = [f"{measured.ratio(contender, 'packed'):.2f}", peak]
+        label = LABELS[contender].format(**rounds[0])
         print(" | ".join([f"| {label}", *counts, *speed, *others, f"{rounds[-1]['gradient_norm']:.4f} |"]))
+    for contender, why in measured.workload.without.items():
+        print(f"| {LABELS[contender]} | {why} | | | | | | |")
+    sys.stdout.flush()
 
 
-def print_heads(measurements: Measurements, size: Size) -> None:
-    count, vocabulary, width = size.head
+def print_heads(heads: Mapping[str, Facts], head: tuple[int, int, int]) -> None:
+    count, vocabulary, width = head
     print(
         f"\n| log-probability of {count} tokens, vocabulary {vocabulary}, width {width} | peak MiB | CPU s |"
     )
     print("|---|---|---|")
-    for name, facts in measurements.heads.items():
+    for name, facts in heads.items():
         print(f"| {name} | {facts['peak_mib']:.0f} | {facts['cpu_s']:.1f} |")
 
 
-def print_targets(measurements: Measurements) -> None:
-    ours, naive = (measurements.heads[name]["peak_mib"] for name in ("ours", "naive"))
-    print(f"\nOurs: {measurements.ratio('ours', 'packed'):.2f} of (a), the target is 0.9;", end=" ")
-    print(f"{measurements.ratio('ours', 'trl'):.1f} times TRL, the target is 5;", end=" ")
-    print(f"the log-probability's memory {ours:.0f} of {naive:.0f} MiB, the target is a fifth.")
+def print_targets(measured: Mapping[str, Measurements], heads: Mapping[str, Facts]) -> None:
+    print("\n| | ours, of (a) | target | ours, of TRL |")
+    print("|---|---|---|---|")
+    for name, each in measured.items():
+        ratio, of_trl = each.ratio("ours", "packed"), each.ratio("ours", "trl")
+        print(f"| {name} | {ratio:.2f} | {each.workload.target:g} | {of_trl:.1f} |")
+    ours, naive = (heads[name]["peak_mib"] for name in ("ours", "naive"))
+    print(f"\nThe log-probability's memory is {ours:.0f} of {naive:.0f} MiB; the target is a fifth.")
 
 
 if __name__ == "__main__":

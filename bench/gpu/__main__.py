@@ -17,8 +17,9 @@ from bench.gpu.checks import Check, at_least, at_most
 from bench.gpu.environment import environment
 from bench.gpu.kernels import kernels
 from bench.gpu.loop import loop
-from bench.policies import WHOLE, make_policy
+from bench.policies import make_policy
 from bench.trainer import Facts, process
+from bench.workloads import HUNDRED_MILLION
 from tests.support.tiny_model import make_tiny_model
 from trainer_service.settings import TrainerSettings
 from trainer_service.sizing.resolution import find_gpu, resolved
@@ -96,7 +97,7 @@ def step(facts: Facts, gpu: str) -> Iterator[Check]:
 def made(path: Path, device: str) -> Path:
     if device == "cpu":
         return make_tiny_model(path)
-    make_policy(path, WHOLE)
+    make_policy(path, HUNDRED_MILLION)
     return path
 
 

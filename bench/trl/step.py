@@ -1,8 +1,9 @@
 """One step of TRL's GRPOTrainer on given rollouts, without its generation and scoring.
 
-python -m bench.trl.step MODEL ROLLOUTS     after a small step; bench/trl/requirements.txt lists its packages
+python -m bench.trl.step WORKLOAD MODEL ROLLOUTS     bench/trl/requirements.txt lists its packages
 
-All other settings are TRL's defaults, except float32.
+It is made after a small step. All other settings are TRL's defaults, except the workload's type. bfloat16 is
+that of torch's autocast: the weights are in float32.
 """
 
 import sys
@@ -19,6 +20,10 @@ from trl.trainer.utils import pad
 
 from bench.measuring import print_step
 from bench.rollouts import SyntheticRollout, read, small
+from bench.workloads import WORKLOADS
+
+ROWS_AT_ONCE = 8
+"""TRL's default size of a micro-batch, and of a group."""
 
 
 class GivenRollouts(GRPOTrainer):  # type: ignore[misc]
@@ -31,6 +36,7 @@ class GivenRollouts(GRPOTrainer):  # type: ignore[misc]
         prompts = [torch.tensor(rollout.prompt) for rollout in rollouts]
         completions = [torch.tensor(rollout.completion) for rollout in rollouts]
         completion_mask = pad([torch.ones_like(ids) for ids in completions], padding_value=0)
+        trained = pad([torch.tensor(rollout.trained) for rollout in rollouts], padding_value=0)
         return {
             "prompt_ids": pad(prompts, padding_value=0, padding_side="left"),
             "prompt_mask": pad(
@@ -38,8 +44,9 @@ class GivenRollouts(GRPOTrainer):  # type: ignore[misc]
             ),
             "completion_ids": pad(completions, padding_value=0),
             "completion_mask": completion_mask,
+            "tool_mask": trained,
             "advantages": torch.tensor([rollout.advantage for rollout in rollouts]),
-            "num_items_in_batch": completion_mask.sum(),
+            "num_items_in_batch": trained.sum(),
         }
 
 
@@ -58,15 +65,18 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
 
 
 def main(arguments: list[str]) -> None:
-    model, file = arguments
+    workload, model, file = arguments
     torch.set_num_threads(1)
     rollouts, clock = read(Path(file)), StepClock()
+    at_once = min(ROWS_AT_ONCE, len(rollouts))
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
             output_dir=folder,
-            bf16=False,
+            bf16=WORKLOADS[workload].dtype == "bfloat16",
             use_cpu=True,
-            gradient_accumulation_steps=len(rollouts) // 8,  # all in one step: TRL's micro-batch has 8
+            per_device_train_batch_size=at_once,
+            num_generations=at_once,
+            gradient_accumulation_steps=len(rollouts) // at_once,  # all in one step
             max_steps=2,
             logging_steps=1,
             save_strategy="no",

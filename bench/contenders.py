@@ -89,7 +89,7 @@ class PlainTorch(ABC):
             copy.grad = weight.grad.float() if copy.grad is None else copy.grad.add_(weight.grad)
             weight.grad = None
 
-        weight.register_post_accumulate_grad_hook(add)
+        weight.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         return copy
 
     def step(self, rollouts: list[SyntheticRollout]) -> float:
@@ -180,7 +180,8 @@ def contender(name: str, workload: Workload, model: Path) -> Ours | PlainTorch:
 
 
 def main(arguments: list[str]) -> None:
-    name, workload, model, file = *arguments[:2], *map(Path, arguments[2:])
+    name, workload = arguments[:2]
+    model, file = map(Path, arguments[2:])
     torch.set_num_threads(1)
     rollouts = read(file)
     runs = contender(name, WORKLOADS[workload], model)

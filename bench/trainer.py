@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--contenders", nargs="+", choices=LABELS, default=list(LABELS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slow-rounds", type=int, default=1)
-    parser.add_argument("--rollouts", type=int, default=1024, help="at most so many of a workload's")
+    parser.add_argument("--rollouts", type=int, default=64, help="of workload plain, at most 64")
     parser.add_argument(
         "--slow-rollouts", type=int, default=1024, help="for contenders that pad to the longest of all"
     )
@@ -98,7 +98,7 @@ def measurements(name: str, folder: Path, asked: argparse.Namespace) -> Measurem
     for number in range(max(asked.rounds, asked.slow_rounds)):
         for contender in (each for each in workload.contenders if each in asked.contenders):
             slow = contender in SLOW
-            if number >= (asked.slow_rounds if slow else asked.rounds) or contender in workload.without:
+            if number >= (asked.slow_rounds if slow else asked.rounds):
                 continue
             facts = one_step(contender, name, folder / "model", given[slow], asked.smoke)
             if facts is not None:
@@ -110,7 +110,7 @@ def files(name: str, folder: Path, asked: argparse.Namespace) -> tuple[Path, Pat
     """The files with all rollouts and with those for slow contenders. Makes the policy beside them."""
     workload, everything, some = WORKLOADS[name], folder / "all.json", folder / "some.json"
     drawn = workload.smoke() if asked.smoke else workload.draw()
-    write(fewer(drawn, asked.rollouts), everything)
+    write(fewer(drawn, asked.rollouts) if name == "plain" else drawn, everything)
     size = "smoke" if asked.smoke else "whole"
     process("bench.policies", name, size, folder / "model", everything, here=asked.smoke)
     write(fewer(read(everything), min(asked.slow_rollouts, workload.slow_rollouts)), some)
@@ -168,8 +168,6 @@ def print_steps(name: str, measured: Measurements) -> None:
         others = [f"{measured.ratio(contender, 'packed'):.2f}", peak]
         label = LABELS[contender].format(**rounds[0])
         print(" | ".join([f"| {label}", *counts, *speed, *others, f"{rounds[-1]['gradient_norm']:.4f} |"]))
-    for contender, why in measured.workload.without.items():
-        print(f"| {LABELS[contender]} | {why} | | | | | | |")
     sys.stdout.flush()
 
 

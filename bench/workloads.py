@@ -4,7 +4,7 @@ This module needs only the standard library, so that environments without Weir c
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -30,8 +30,6 @@ class Workload:
     smoke: Draw
     """Fewer and shorter rollouts of the same kind, for a tiny model with a vocabulary of 1,000."""
     contenders: Sequence[str] = ("ours", "packed", "trl")
-    without: Mapping[str, str] = field(default_factory=dict)
-    """Why a contender cannot do it, by its name."""
     slow_rollouts: int = 1024
     """How many of the rollouts the contenders get that pad to the longest of all."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -76,24 +74,24 @@ WORKLOADS: Mapping[str, Workload] = {
         slow_rollouts=16,
     ),
     "long": Workload(
-        "2 sessions of 32,768 tokens with 16 answers of 128; 2 layers, width 128",
-        _shape(2, 128),
+        "2 sessions of 32,768 tokens with 16 answers of 128 each; 2 layers, width 64",
+        _shape(2, 64),
         partial(sessions, 2, 4096, length=32_768, turns=16, answer=128, seed=SEED),
         partial(sessions, 2, 1_000, length=256, turns=4, answer=16, seed=SEED),
     ),
     "rows": Workload(
-        "1,024 rows of 16 to 256 tokens; 4 layers, width 256",
-        _shape(4, 256),
+        "1,024 rows of 16 to 256 tokens; 2 layers, width 256",
+        _shape(2, 256),
         partial(drawn, 1024, 4096, median=32, longest=256, seed=SEED),
         partial(drawn, 64, 1_000, median=20, longest=32, seed=SEED),
-        slow_rollouts=128,
+        slow_rollouts=64,
     ),
     "shared": Workload(
-        "16 answers of 256 tokens to one prompt of 4,096; 2 layers, width 768",
-        _shape(2, 768),
-        partial(group, 16, 4096, prompt=4096, answer=256, seed=SEED),
+        "16 answers of 256 tokens to one prompt of 4,096; 1 layer, width 768",
+        _shape(1, 768, vocabulary=1024),
+        partial(group, 16, 1024, prompt=4096, answer=256, seed=SEED),
         partial(group, 4, 1_000, prompt=64, answer=8, seed=SEED),
-        slow_rollouts=8,
+        slow_rollouts=4,
         micro_batch_tokens=8192,
         target=6,
     ),

@@ -62,14 +62,15 @@ def _shape(layers: int, width: int, vocabulary: int = 4096, **more: object) -> S
 
 HUNDRED_MILLION = _shape(12, 768, 32_000, intermediate_size=2048)
 """About so many parameters."""
-_SMOKE = partial(drawn, 16, 1_000, median=24, longest=96, seed=SEED)
+_SMOKE = partial(drawn, 64, 1_000, median=24, longest=96, seed=SEED)
+"""Three micro-batches, so that gradients are added up."""
 
 WORKLOADS: Mapping[str, Workload] = {
     "plain": Workload(
         "64 rollouts of 16 to 2,048 tokens; 100M weights",
         HUNDRED_MILLION,
         partial(drawn, 64, 32_000, median=190, longest=2048, seed=SEED),
-        partial(drawn, 64, 1_000, median=24, longest=96, seed=SEED),
+        _SMOKE,
         contenders=("ours", "packed", "padded", "padded-globally", "trl"),
         slow_rollouts=16,
     ),

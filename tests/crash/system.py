@@ -101,9 +101,7 @@ class CrashSystem:
         """Raises LookupError if the victim has no process."""
         self.stack.check()  # notes the descendants, so that they are ended with their service
         if victim == DRIVER:
-            if (pid := self.driver()) is None:
-                raise LookupError("no gateway drives pushes")
-            return psutil.Process(pid)
+            return self._living_driver()
         parent = psutil.Process(self.stack.processes[NAMES.get(victim, victim)].pid)
         if victim in ("gateway", "redis", "rollout_server"):
             return parent
@@ -114,6 +112,16 @@ class CrashSystem:
                 if child.environ().get("RANK") == ("1" if victim == "trainer rank 1" else "0"):
                     return child
         raise LookupError(f"{victim} is not there")
+
+    def _living_driver(self) -> psutil.Process:
+        """Waits until a gateway drives pushes. The lease may still be that of one that was killed before."""
+        deadline = time.monotonic() + HEALS_WITHIN_S
+        while time.monotonic() < deadline:
+            gateways = {self.stack.processes[name].pid for name in ("gateway", SECOND_GATEWAY)}
+            if (pid := self.driver()) in gateways:
+                return psutil.Process(pid)
+            time.sleep(0.05)  # the lease expires
+        raise LookupError("no gateway drives pushes")
 
     def heal(self, victim: str) -> float:
         """Restart the ended services, as a supervisor does; return the seconds until all is well."""

@@ -19,14 +19,17 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: list[str], environment: dict[str, str] | None = None) -> Iterator[int]:
-    """A process that runs during the context; gives its id."""
+def running(
+    command: list[str], environment: dict[str, str] | None = None, ends_within_s: float = 20
+) -> Iterator[int]:
+    """A process that runs during the context; gives its id. It is told to end, and has so many seconds for
+    that."""
     process = subprocess.Popen(command, env=os.environ | (environment or {}))
     try:
         yield process.pid
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(ends_within_s)
 
 
 def module(*arguments: str | float | Path) -> list[str]:

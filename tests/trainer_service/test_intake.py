@@ -13,7 +13,7 @@ import pytest
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Reward, SessionSpec
-from rollout_queue.contract.stream import Verdicts
+from rollout_queue.contract.stream import Entry, Verdicts
 from rollout_queue.redis.reader import RedisReader
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
@@ -280,3 +280,25 @@ def test_a_rollout_with_too_long_a_row_is_not_trained(make_harness: MakeHarness)
     verdict = harness.stream.heads["c"].verdict
     assert verdict is not None
     assert verdict.detail.endswith(" tokens, at most 20 are trained")
+
+
+def test_a_trainer_that_has_its_next_groups_waits_for_no_entries(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, waits = harness.stream.read, list[float]()
+
+    def reading(count: int, block_s: float) -> Sequence[Entry]:
+        waits.append(block_s)
+        return read(count, block_s)
+
+    monkeypatch.setattr(harness.stream, "read", reading)
+    for name in ("a", "b", "c"):
+        harness.agents.group(name, [1.0, 0.0])
+    while harness.trainer.run_once():
+        pass
+    harness.trainer.run_once()
+    first, *next_ones, last = waits
+    assert first > 0
+    assert next_ones
+    assert not any(next_ones), "a full batch was there before each"
+    assert last > 0

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 READ_COUNT = 1000
 BLOCK_S = 0.25
-"""How long a read waits for new entries."""
+"""How long a read waits for new entries, if those that are here do not make a step."""
 
 
 class EntryReader:
@@ -34,10 +34,11 @@ class EntryReader:
         """Every entry that was delivered to a trainer and not acknowledged. Raises Stopped."""
         return self._heartbeat.retry(lambda: list(self._stream.reclaim()), StorageUnavailable, "waiting")
 
-    def read_into(self, assembler: Assembler) -> None:
-        """Read new entries, and add them to the assembler. Raises Stopped."""
+    def read_into(self, assembler: Assembler, block_s: float) -> None:
+        """Read new entries, and add them to the assembler. Waits at most `block_s` for the first. Raises
+        Stopped."""
         try:
-            entries = list(self._stream.read(READ_COUNT, BLOCK_S))
+            entries = list(self._stream.read(READ_COUNT, block_s))
             self.caught_up = len(entries) < READ_COUNT
         except StorageUnavailable as error:
             logger.warning("%s", error)

@@ -22,7 +22,7 @@ from trainer_service.groups.task_rates import TaskRates
 from trainer_service.groups.undone import Recovery
 from trainer_service.groups.waits import describe_waits
 from trainer_service.intake.acknowledger import Acknowledger
-from trainer_service.intake.entry_reader import EntryReader
+from trainer_service.intake.entry_reader import BLOCK_S, EntryReader
 from trainer_service.intake.evaluation_counts import EvaluationCounts
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.rows.rows import Row
@@ -71,6 +71,8 @@ class Intake:
         self._tally = Tally(rollouts_per_step=algorithm.min_live_rows)
         self._live_rows = 0
         """How many rows with an advantage the last selection found."""
+        self._was_full = False
+        """Whether the last selection found a full batch."""
         self._too_old_after_step = 0
         """How many unfinished sessions have tokens that the next step would make too old."""
         self.rewards = GroupRewards()
@@ -91,8 +93,9 @@ class Intake:
         logger.info("%d pending entries; the checkpoint contains %d entries", len(pending), len(trained))
 
     def read(self) -> None:
-        """Read new entries. Waits a moment for the first."""
-        self._reader.read_into(self._assembler)
+        """Read new entries. Waits a moment for the first, unless the last batch was full: then the next one
+        may be here already."""
+        self._reader.read_into(self._assembler, 0 if self._was_full else BLOCK_S)
 
     def select(self, version: int, algorithm: AlgorithmSettings, first: Collection[str] = ()) -> Batch:
         """The groups of the next step. Groups whose ids are in `first` come before the others. The batch is
@@ -110,6 +113,7 @@ class Intake:
             self._too_old_after_step = self._assembler.count_oldest_at(oldest_allowed, complete)
         batch = batch._replace(full=batch.full and not self._too_old_after_step)
         self._order.note(complete, batch)
+        self._was_full = batch.full
         return batch
 
     def _complete(self, version: int, algorithm: AlgorithmSettings, first: Collection[str]) -> list[Group]:

@@ -101,10 +101,11 @@ class Guards:
         self._evaluated.clear()
 
     def _forget_versions(self) -> None:
-        """Keep the best version and the newest ones."""
+        """Keep the newest versions, and the best of those with enough sessions."""
         newest = sorted(self._evaluated)[-VERSIONS_KEPT:]
-        best = max(self._evaluated, key=lambda version: fmean(self._evaluated[version]))
-        self._evaluated = {version: self._evaluated[version] for version in {*newest, best}}
+        judged = [v for v, rewards in self._evaluated.items() if len(rewards) >= self._settings.reward_groups]
+        best = sorted(judged, key=lambda version: fmean(self._evaluated[version]))[-1:]
+        self._evaluated = {version: self._evaluated[version] for version in {*newest, *best}}
 
 
 def grad_norm(norms: Sequence[float], values: Values, settings: GuardSettings) -> str | None:
@@ -167,20 +168,20 @@ def evaluation(evaluated: Mapping[int, Sequence[float]], settings: GuardSettings
     """The newest version that has enough evaluation sessions has a far smaller mean reward than an earlier
     one.
 
-    The sessions of one version are no steady stream: those that fail may all end first. So as many sessions
-    of each version are compared, from the first one that ended."""
+    The sessions of one version are no steady stream: those that fail may all end first. So it is compared
+    once it has as many sessions as the earlier one, or once a newer version has some."""
     known = {
         version: rewards for version, rewards in evaluated.items() if len(rewards) >= settings.reward_groups
     }
     if settings.reward_drop is None or not known:
         return None
     newest = max(known)
+    now, ended = known[newest], newest < max(evaluated)
     for version in sorted(known.keys() - {newest}):
-        count = min(len(known[version]), len(known[newest]))
-        before, now = known[version][:count], known[newest][:count]
-        if _has_fallen(before, now, settings.reward_drop):
+        before = known[version]
+        if (ended or len(now) >= len(before)) and _has_fallen(before, now, settings.reward_drop):
             return (
-                f"the mean reward of {count} evaluation sessions of version {newest} is {fmean(now):.3g}, "
+                f"the mean reward of {len(now)} evaluation sessions of version {newest} is {fmean(now):.3g}, "
                 f"and was {fmean(before):.3g} of version {version} (guards.reward_drop)"
             )
     return None

@@ -101,8 +101,8 @@ def test_the_order_in_which_a_version_s_evaluations_end_raises_no_alarm() -> Non
     assert not evaluated(guards, 0, FAILURES_FIRST[::-1])
     assert not evaluated(guards, 0, FAILURES_FIRST)
     guards = Guards(GuardSettings())
-    for version in (0, 1, 2):  # the failures of each end first
-        assert not evaluated(guards, version, FAILURES_FIRST)
+    for version, rewards in enumerate((FAILURES_FIRST[::-1], FAILURES_FIRST, FAILURES_FIRST[::-1])):
+        assert not evaluated(guards, version, rewards)
 
 
 def test_evaluations_of_an_older_version_raise_no_alarm() -> None:
@@ -113,7 +113,8 @@ def test_evaluations_of_an_older_version_raise_no_alarm() -> None:
 
 def test_a_version_that_evaluates_worse_than_an_earlier_one_raises_one_alarm_also_after_a_restart() -> None:
     guards = Guards(GuardSettings())
-    assert not evaluated(guards, 3, [0.75, 1.0] * WINDOW)
+    assert not evaluated(guards, 3, [0.75, 1.0] * (WINDOW // 2))
+    assert not evaluated(guards, 4, [1.0]), "one session makes it not the best"
     for version in range(100, 200):  # neither does the best one get lost among many
         assert not evaluated(guards, version, [0.75, 0.5] * (WINDOW // 2))
     again = Guards(GuardSettings())
@@ -126,6 +127,14 @@ def test_a_version_that_evaluates_worse_than_an_earlier_one_raises_one_alarm_als
     )
     assert sum(len(rewards) for rewards in guards.state.evaluated.values()) <= 17 * 256
     assert not evaluated(again, 201, [0.0] * WINDOW)
+
+
+def test_a_small_evaluation_is_judged_when_the_next_version_has_one() -> None:
+    guards = Guards(GuardSettings())
+    assert not evaluated(guards, 1, [0.75, 1.0] * 2 * WINDOW)
+    assert not evaluated(guards, 2, [0.0, 0.25] * (WINDOW // 2)), "more of its sessions may come"
+    (alarm,) = evaluated(guards, 3, [0.0])
+    assert f"of {WINDOW} evaluation sessions of version 2 is 0.125" in alarm.reason
 
 
 def test_an_extreme_value_that_comes_again_raises_a_second_alarm() -> None:

@@ -8,8 +8,9 @@ import torch
 
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from trainer_service.model.policy import DeepSpeedPolicy
-from trainer_service.step.memory_limit import first_too_long
-from trainer_service.storage.run_files import OutOfMemoryMark
+from trainer_service.rows.rows import MicroBatch
+from trainer_service.step.memory_limit import OutOfMemory, first_too_long
+from trainer_service.storage.run_files import AttemptFile, OutOfMemoryMark
 
 FITS = 40
 """How many tokens of a micro-batch fit into the memory, in these tests."""
@@ -200,13 +201,78 @@ def test_a_rank_that_ended_without_memory_halves_the_micro_batches_at_once(make_
     assert harness.shared_state.snapshot.metrics["micro_batch_tokens"] == FITS // 2
 
 
-def test_a_memory_in_which_nothing_fits_ends_the_process(make_harness: MakeHarness) -> None:
-    harness = make_harness(algorithm={"max_tokens": 1}).start()
-    limit_memory(harness, fits=2)
-    harness.agents.group("a", [1.0, 0.0])
+def test_a_row_that_fits_only_without_a_gradient_is_found(make_harness: MakeHarness) -> None:
+    """Most passes of a step are made while the gradient of the earlier ones is there."""
+    harness = make_harness(algorithm={"max_tokens": 8, "min_live_rows": 4}).start()
+    limit_later_passes(harness, FITS, after=1)
+    long(harness, "long", FITS + 5)
+    long(harness, "short", 10)
     assert not harness.trainer.run_once()
-    harness.trainer.run_once()
-    assert set(harness.session_codes().values()) == {"too_long"}
+    assert not harness.trainer.run_once(), "a step takes four rows"
+    codes = harness.session_codes()
+    assert {codes["long-0"], codes["long-1"]} == {"too_long"}
+    assert {codes["short-0"], codes["short-1"]} == {None}
+    long(harness, "other", 10)
+    assert harness.trainer.run_once()
+
+
+def limit_later_passes(harness: Harness, fits: int, after: int) -> None:
+    """As `limit_memory`, but only for passes of a step that has made `after` passes."""
+    passes, policy = [0], harness.policy
+    backward, step, scores = policy.backward, policy.step, policy.scores
+
+    def scored(batch: MicroBatch) -> Any:
+        if passes[0] >= after and len(batch.ids_N) > fits:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        return scores(batch)
+
+    def added(loss: torch.Tensor) -> None:
+        passes[0] += 1
+        backward(loss)
+
+    def stepped(scale: float = 1.0) -> float:
+        passes[0] = 0
+        return step(scale)
+
+    for name, method in {"backward": added, "step": stepped, "scores": scored}.items():
+        setattr(policy, name, method)
+
+
+def test_a_passing_shortage_of_memory_ends_no_session(make_harness: MakeHarness) -> None:
+    """Somebody else uses the memory for a while."""
+    harness = make_harness(algorithm={"max_tokens": 8}).start()
+    memory = {"fits": 1}
+    (first,) = [each for name, each in harness.policy.module.named_modules() if name.endswith("layers.0")]
+
+    def limited(_module: torch.nn.Module, _given: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and hidden.shape[1] > memory["fits"] and hidden.shape[1] > 2:
+            hidden = Layer.apply(hidden, "forward")  # type: ignore[no-untyped-call]
+        return hidden
+
+    first.register_forward_hook(limited)
+    sleep = harness.shared_state.sleep
+
+    def slept(seconds: float) -> None:
+        memory["fits"] = 1000
+        sleep(seconds)  # the pause of the trainer
+
+    harness.shared_state.sleep = slept  # type: ignore[method-assign]
+    long(harness, "a", 30)
+    assert not harness.trainer.run_once()
+    assert harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"trained"}
+
+
+def test_a_step_whose_rows_all_fit_alone_ends_the_process_and_is_noted(make_harness: MakeHarness) -> None:
+    """The next processes try its groups alone."""
+    harness = make_harness(algorithm={"max_tokens": 8, "min_live_rows": 4}).start()
+    limit_later_passes(harness, fits=2, after=3)
+    for name in "ab":
+        long(harness, name, 30)
+    with pytest.raises(OutOfMemory, match="each row fits alone"):
+        harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {None}
+    assert len(AttemptFile(harness.settings.checkpoint_dir).read().computes) == 2
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 3, 5, 8, 9])

@@ -104,6 +104,16 @@ class Heartbeat:
                 self._wait(pause_s, phase, f"{sentence} ({error})")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
+    def becomes(self, condition: Callable[[], bool], tries: int, phase: Phase, what: str) -> bool:
+        """Whether `condition` is true within so many tries, each after a longer pause. Raises Stopped."""
+        pause_s = self._retry_s
+        for _ in range(tries):
+            self._wait(pause_s, phase, what)
+            if condition():
+                return True
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return False
+
     def retry_quietly(
         self, call: Callable[[], Reply], failure: type[Exception], what: str, note: Callable[[str], None]
     ) -> Reply:

@@ -119,11 +119,11 @@ class GroupTrainer:
         request = self._request(self._rows(remaining), version, algorithm)
 
         def learn() -> None:
-            try:
-                with self._attempts.noted(groups):
+            with self._attempts.noted(groups):
+                try:
                     self._early.learn(remaining, request)
-            except OutOfMemory as error:
-                self._ease(request, error)
+                except OutOfMemory as error:
+                    self._ease(request, error)
 
         return learn
 
@@ -157,14 +157,15 @@ class GroupTrainer:
         not fit into the memory; then the next one is smaller, and the groups wait for it. Raises
         Diverged if the weights were not finite before the step."""
         request = self._request(scored.rows, version, algorithm)
-        try:
-            with self._attempts.noted(scored.groups):
+        with self._attempts.noted(scored.groups):
+            try:
                 values = self._early.step(scored.groups, request)
-                if not math.isfinite(values["grad_norm"]):
-                    return self._not_finite(scored.groups, request, values)
-        except OutOfMemory as error:
-            self._ease(request, error)
-            return None
+            except OutOfMemory as error:
+                self._ease(request, error)
+                return None
+            if not math.isfinite(values["grad_norm"]):
+                return self._not_finite(scored.groups, request, values)
+        self._attempts.note_trained(max(map(len, scored.rows)))
         rollouts = [rollout for screened in scored.groups for rollout in screened.rollouts]
         self.baselines = updated_baselines(rollouts, self._algorithm, self.baselines)
         values = values | {
@@ -187,17 +188,30 @@ class GroupTrainer:
             self._policy.move_reference()
 
     def _ease(self, request: StepRequest, error: OutOfMemory) -> None:
-        """Find out why a pass did not fit: each row is tried alone, by bisection."""
+        """Find out why a pass did not fit. If it had one row, look for the rows that are too long, by
+        bisection. Raises Stopped, and OutOfMemory if each row fits alone."""
         logger.warning("a pass does not fit into the memory: %s", error)
         rows, most = request.rows, request.algorithm.micro_batch_tokens
-        alone = None
-        if most <= max(map(len, rows)):  # the longest row was a micro-batch of its own
-            alone = first_too_long(rows, lambda row: self._fits(request.with_rows([row])))
-        self._attempts.ease(most, None if alone is None else len(alone) - 1)
+        if most > max(map(len, rows)):
+            self._attempts.halve()
+            return
+
+        def fits(row: Row) -> bool:
+            return self._fits(request.with_rows([row]))
+
+        too_long = first_too_long(rows, fits)
+        if too_long is None:
+            raise OutOfMemory("each row fits alone, and all together do not")
+        tries = self._attempts.tries(len(too_long))
+        if self._heartbeat.becomes(lambda: fits(too_long), tries, "training", "memory, which others may use"):
+            logger.warning("there is enough memory again")
+        else:
+            self._attempts.bound_rows(len(too_long) - 1)
 
     def _fits(self, request: StepRequest) -> bool:
         try:
             self._policy.accumulate(request)
+            self._policy.accumulate(request)  # beside a gradient, as most passes of a step are
         except OutOfMemory:
             return False
         self._policy.discard_gradients()

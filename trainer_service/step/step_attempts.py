@@ -7,7 +7,8 @@ once            the groups are trained like others: somebody may have stopped th
 twice           micro-batches have half as many tokens from now on, and each group is first tried alone
 twice, alone    the group is not trained
 
-The end of a rank that says that its memory was used up counts twice. A single rank need not end: `ease`.
+If a rank says at its end that an allocation failed, micro-batches are halved after the first end. A single
+rank need not end: it tries what fits.
 """
 
 import logging
@@ -20,14 +21,16 @@ from rollout_queue.contract.records import Verdict
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.screening import ScreenedGroup, with_verdict
 from trainer_service.status.heartbeat import Stopped
-from trainer_service.step.memory_limit import OutOfMemory
 from trainer_service.storage.run_files import AttemptFile, AttemptNote, OutOfMemoryMark
 
 logger = logging.getLogger(__name__)
 
 MOST_ENDS = 2
 """How many times a group may be there when the process ends, together with others and then alone."""
-DETAIL = "the process has ended while it computed this group's gradient alone: twice, or without memory"
+DETAIL = f"the process has ended {MOST_ENDS} times while it computed this group's gradient alone"
+MOST_HALVINGS = 30
+TRIES, MANY_TRIES = 5, 20
+"""How often a row is tried that does not fit, with growing pauses, before rows of its length are too long."""
 REMEMBERED = 1000
 """How many groups are remembered that were there when a process ended."""
 
@@ -46,16 +49,15 @@ class StepAttempts:
     def resume(self) -> None:
         """Count the end of the last process. Call this once, when a process starts."""
         note = self._note = self._file.read()
-        ends = MOST_ENDS if self._mark.take() else 1  # a rank without memory is no accident
+        out_of_memory = self._mark.take()
         if not note.computes:
             return
         counts = note.alone_ends if note.alone else note.ends
         for name in note.computes:
-            counts[name] = counts.get(name, 0) + ends
+            counts[name] = counts.get(name, 0) + 1
         logger.warning("the last process ended while it computed the groups %s", ", ".join(note.computes))
-        reached = range(MOST_ENDS, MOST_ENDS + ends)  # counts that were below MOST_ENDS before
-        if not note.alone and any(counts[name] in reached for name in note.computes):
-            self._halve()
+        if not note.alone and (out_of_memory or MOST_ENDS in (counts[name] for name in note.computes)):
+            self.halve()
         while len(note.ends) > REMEMBERED:
             del note.ends[next(iter(note.ends))]
         self._compute_nothing()
@@ -70,22 +72,26 @@ class StepAttempts:
             eased["max_row_tokens"] = min(note.row_tokens, algorithm.max_row_tokens or note.row_tokens)
         return algorithm.model_copy(update=eased) if eased else algorithm
 
-    def ease(self, micro_batch_tokens: int, row_tokens: int | None) -> None:
-        """A pass did not fit into the memory: train no rows of more than `row_tokens`. If that is None, halve
-        the micro-batches, which had at most `micro_batch_tokens`. Raises OutOfMemory if nothing is left to
-        make smaller."""
-        if row_tokens is None and micro_batch_tokens == 1:
-            raise OutOfMemory("even the shortest pass does not fit into the memory")
-        if row_tokens is None:
-            self._halve()
-        else:
-            self._note.row_tokens = row_tokens
-            logger.warning("rows of more than %d tokens are not trained from now on", row_tokens)
+    def halve(self) -> None:
+        """Micro-batches have half as many tokens from now on."""
+        self._note.halvings = min(self._note.halvings + 1, MOST_HALVINGS)
+        logger.warning("micro-batches have %d times fewer tokens from now on", 2**self._note.halvings)
         self._file.write(self._note)
 
-    def _halve(self) -> None:
-        self._note.halvings += 1
-        logger.warning("micro-batches have %d times fewer tokens from now on", 2**self._note.halvings)
+    def bound_rows(self, tokens: int) -> None:
+        """Rows of more tokens are not trained from now on."""
+        self._note.row_tokens = tokens
+        logger.warning("rows of more than %d tokens are not trained from now on", tokens)
+        self._file.write(self._note)
+
+    def note_trained(self, row_tokens: int) -> None:
+        """A step was made, whose longest row had so many tokens."""
+        self._note.trained_row_tokens = max(self._note.trained_row_tokens, row_tokens)
+
+    def tries(self, row_tokens: int) -> int:
+        """How often a row of this length is tried before it is too long: more often if one was trained, as
+        somebody else may use the memory for a while."""
+        return MANY_TRIES if row_tokens <= self._note.trained_row_tokens else TRIES
 
     def refused(
         self, groups: Sequence[ScreenedGroup], attempt: Callable[[ScreenedGroup], object]
@@ -113,7 +119,7 @@ class StepAttempts:
         self._file.write(self._note)
         try:
             yield
-        except (Stopped, LeaseLost, OutOfMemory):  # the process does not end, or not because of these groups
+        except (Stopped, LeaseLost):  # the process ends for another reason than what it computes
             self._compute_nothing()
             raise
         self._forget(names)

@@ -71,6 +71,8 @@ class AttemptNote(msgspec.Struct):
     """How many times the largest number of tokens of a micro-batch was halved."""
     row_tokens: int | None = None
     """The largest number of tokens of a row that fits into the memory, if a longer one did not."""
+    trained_row_tokens: int = 0
+    """The number of tokens of the longest row that was trained."""
 
 
 class AttemptFile:

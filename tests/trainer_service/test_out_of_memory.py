@@ -1,12 +1,14 @@
 """After a pass that does not fit into the memory: smaller micro-batches, or no long rows."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.trainer_service.harness import Harness, MakeHarness
+from trainer_service.__main__ import marked_if_out_of_memory
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import MicroBatch
 from trainer_service.step.memory_limit import OutOfMemory, first_too_long
@@ -18,7 +20,7 @@ TOO_MUCH = 1 << 60
 """More bytes than any address space has."""
 
 
-class Layer(torch.autograd.Function):
+class NeedsTooMuch(torch.autograd.Function):
     """Returns its input, and allocates more memory than there is: in the forward or in the backward pass."""
 
     @staticmethod
@@ -40,7 +42,7 @@ def limit_memory(harness: Harness, where: str = "backward", fits: int = FITS) ->
 
     def limited(_module: torch.nn.Module, _given: Any, hidden: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and hidden.shape[1] > fits:
-            hidden = Layer.apply(hidden, where)  # type: ignore[no-untyped-call]
+            hidden = NeedsTooMuch.apply(hidden, where)  # type: ignore[no-untyped-call]
         return hidden
 
     (first,) = [each for name, each in harness.policy.module.named_modules() if name.endswith("layers.0")]
@@ -155,11 +157,11 @@ def test_an_early_pass_that_does_not_fit_is_not_repeated_before_the_step(make_ha
     for each in (harness, spared):
         for name in "abc":
             long(each, name, 30)
-    assert not harness.trainer.run_once()
-    assert harness.trainer.step == 0
-    assert not harness.trainer.run_once()
-    long(harness, "d", 30)
-    assert harness.trainer.run_once()
+        assert not each.trainer.run_once()
+        assert not each.trainer.run_once()
+        long(each, "d", 30)
+        assert each.trainer.run_once()
+    assert spared.shared_state.snapshot.metrics["early_frac"] > 0
     assert harness.shared_state.snapshot.metrics["early_frac"] == 0
     assert set(harness.session_codes().values()) == {"trained"}
 
@@ -193,9 +195,11 @@ def test_a_rank_that_ended_without_memory_halves_the_micro_batches_at_once(make_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness.policy, "ranks", 2)
         limit_memory(harness, fits=0)
-        with pytest.raises(RuntimeError, match="can't allocate memory"):
+        with (
+            pytest.raises(RuntimeError, match="can't allocate memory"),
+            marked_if_out_of_memory(harness.settings.checkpoint_dir),
+        ):
             harness.trainer.run_once()
-    OutOfMemoryMark(harness.settings.checkpoint_dir).set()
     harness = harness.restart()
     assert harness.trainer.run_once()
     assert harness.shared_state.snapshot.metrics["micro_batch_tokens"] == FITS // 2
@@ -246,7 +250,7 @@ def test_a_passing_shortage_of_memory_ends_no_session(make_harness: MakeHarness)
 
     def limited(_module: torch.nn.Module, _given: Any, hidden: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and hidden.shape[1] > memory["fits"] and hidden.shape[1] > 2:
-            hidden = Layer.apply(hidden, "forward")  # type: ignore[no-untyped-call]
+            hidden = NeedsTooMuch.apply(hidden, "forward")  # type: ignore[no-untyped-call]
         return hidden
 
     first.register_forward_hook(limited)
@@ -273,6 +277,25 @@ def test_a_step_whose_rows_all_fit_alone_ends_the_process_and_is_noted(make_harn
         harness.trainer.run_once()
     assert set(harness.session_codes().values()) == {None}
     assert len(AttemptFile(harness.settings.checkpoint_dir).read().computes) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "marked"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (OutOfMemory("each row fits alone"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+    ],
+)
+def test_a_process_leaves_a_mark_only_if_an_allocation_failed(
+    tmp_path: Path, error: Exception, marked: bool
+) -> None:
+    with pytest.raises(type(error)), marked_if_out_of_memory(tmp_path):
+        raise error
+    assert OutOfMemoryMark(tmp_path).take() == marked
+    assert not OutOfMemoryMark(tmp_path).take()
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 3, 5, 8, 9])

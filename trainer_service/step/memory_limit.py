@@ -17,6 +17,12 @@ class Sized(Protocol):
 
 
 Measured = TypeVar("Measured", bound=Sized)
+FAILED_ALLOCATIONS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""What torch's messages contain if an allocation has failed on CPU, in the CUDA runtime or in cuBLAS."""
 
 
 class OutOfMemory(Exception):
@@ -24,8 +30,8 @@ class OutOfMemory(Exception):
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation has failed. On CPU, torch has no exception of its own for that."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
+    """Whether an allocation has failed. Only torch's own allocator for CUDA has an exception for that."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in FAILED_ALLOCATIONS)
 
 
 def first_too_long(rows: Sequence[Measured], fits: Callable[[Measured], bool]) -> Measured | None:

@@ -29,6 +29,7 @@ MOST_ENDS = 2
 """How many times a group may be there when the process ends, together with others and then alone."""
 DETAIL = f"the process has ended {MOST_ENDS} times while it computed this group's gradient alone"
 MOST_HALVINGS = 30
+"""After so many, a micro-batch of any size has one row."""
 TRIES, MANY_TRIES = 5, 20
 """How often a row is tried that does not fit, with growing pauses, before rows of its length are too long."""
 REMEMBERED = 1000

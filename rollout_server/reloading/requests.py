@@ -23,6 +23,11 @@ class ReloadRequests:
         self._aborted: set[asyncio.Task[Any]] = set()
         self._newest_push = 0
 
+    @property
+    def versions(self) -> frozenset[int]:
+        """The versions that requests load or prepare now."""
+        return frozenset(self._running.values())
+
     async def begin(self, push: int | None, *, force: bool) -> None:
         """A gateway has sent a request of this push; an operator's has none. A newer push with `force` ends
         the requests of older ones.
@@ -35,7 +40,7 @@ class ReloadRequests:
             raise PushReplaced(f"push {push} is older than push {self._newest_push}")
         newer, self._newest_push = push > self._newest_push, push
         if newer and force:
-            for version in set(self._running.values()):
+            for version in self.versions:
                 await self.abort(version)
 
     async def run(self, version: int, work: Coroutine[Any, Any, T]) -> T:

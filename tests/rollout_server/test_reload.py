@@ -362,7 +362,7 @@ async def test_a_reload_that_waits_is_ended_and_one_that_loads_is_not(harness: H
     loading = asyncio.create_task(harness.reload(1, harness.policy(1)))
     await wait_until_async(lambda: harness.server.reloader.loading == 1)
     waiting = asyncio.create_task(harness.reload(2, harness.policy(2)))
-    await asyncio.sleep(0)  # the second request begins
+    await wait_until_async(lambda: 2 in harness.server.reloads.versions)
     told = [(await harness.http.delete(f"/reload/{version}")).json() for version in (1, 2, 3)]
     assert [(each["version"], each["aborted"], each["loading"]) for each in told] == [
         (0, False, 1),
@@ -397,7 +397,7 @@ async def test_a_forced_push_ends_what_an_older_one_prepares(harness: Harness) -
     loading = asyncio.create_task(harness.reload(1, harness.policy(1), push=1))
     await wait_until_async(lambda: harness.server.reloader.loading == 1)
     waiting = asyncio.create_task(harness.reload(2, harness.policy(2), push=2))
-    await asyncio.sleep(0)  # the second request begins
+    await wait_until_async(lambda: 2 in harness.server.reloads.versions)
     back = asyncio.create_task(harness.reload(0, None, push=3, force=True))
     assert error_of(await waiting)["code"] == "reload_aborted"
     harness.engine.load_gate.set()

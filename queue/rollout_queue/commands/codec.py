@@ -1,0 +1,58 @@
+"""Commands and results to bytes and back: one schema byte, then MessagePack."""
+
+from typing import Any
+
+import msgspec
+
+from rollout_queue.commands.command import Command
+from rollout_queue.commands.result import Result
+from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.contract.tokens import Logprobs, TokenIds, pack
+
+SCHEMA = 1
+_SCHEMA_BYTE = bytes([SCHEMA])
+
+
+def _enc_hook(value: Any) -> Any:
+    if isinstance(value, (TokenIds, Logprobs)):
+        return pack(value)
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+
+
+def _dec_hook(kind: type, value: Any) -> Any:
+    if kind is TokenIds or kind is Logprobs:
+        return kind.unpack(value)
+    raise NotImplementedError(f"cannot decode {kind.__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_dec_hook)
+_result_decoder: msgspec.msgpack.Decoder[Result] = msgspec.msgpack.Decoder(Result, dec_hook=_dec_hook)
+
+
+def encode(record: Command | Result) -> bytes:
+    return _SCHEMA_BYTE + _encoder.encode(record)
+
+
+def decode_command(packed: bytes) -> Command:
+    """Raises UnknownSchema for a newer schema, InvalidRecord for other bytes."""
+    try:
+        return _command_decoder.decode(_body(packed))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidRecord(f"not a command: {error}") from error
+
+
+def decode_result(packed: bytes) -> Result:
+    """Raises UnknownSchema for a newer schema, InvalidRecord for other bytes."""
+    try:
+        return _result_decoder.decode(_body(packed))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidRecord(f"not a result: {error}") from error
+
+
+def _body(packed: bytes) -> memoryview:
+    if not packed:
+        raise InvalidRecord("an empty record")
+    if packed[0] != SCHEMA:
+        raise UnknownSchema(f"schema {packed[0]}; this build reads schema {SCHEMA}")
+    return memoryview(packed)[1:]

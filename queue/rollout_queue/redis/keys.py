@@ -127,3 +127,35 @@ def open_of(owner: str) -> str:
 def bucket(limit: str, owner: str) -> str:
     """String: when the bucket of this rate limit and client key will be empty, by Redis' clock."""
     return f"weir:b:{limit}:{owner}"
+
+
+# Training commands
+
+COMMANDS = "weir:commands"
+"""Stream: the commands of all models, in the order in which they are carried out: `m`, the model; `n`, the
+command's number; `c`, the command."""
+COMMANDS_HELD = "weir:commands_held"
+"""Hash: the `bytes` of all commands in the log, those of `unread` results, and the `most` of both."""
+RESULTS_UNREAD = "weir:results_unread"
+"""Sorted set: the results that nobody has read, with their sizes (`request|bytes`), by when they expire."""
+MODELS_ENDED = "weir:models_ended"
+"""Hash: model that takes no more commands → why."""
+RESULTS_ANNOUNCED = "weir:results_announced"
+"""Stream: the commands that got their results last."""
+
+
+def model(model_id: str) -> str:
+    """Hash of one model that takes commands: `spec`, JSON; the number of the `next` command, and of the last
+    one that is `done`; `d:{number}`, the digest of a command that has arrived; `e:{number}`, a command that
+    waits for earlier ones; `ended`, why it takes no more."""
+    return f"weir:m:{model_id}"
+
+
+def models_of(owner: str) -> str:
+    """Sorted set: the models of one client key, by when they were made."""
+    return f"weir:models:{owner}"
+
+
+def result(request: str) -> str:
+    """String: the result of a command."""
+    return f"weir:cr:{request}"

@@ -24,15 +24,21 @@ from rollout_queue.redis.connection.clock import RedisClock
 from rollout_queue.redis.connection.pipelined import PipelinedConnection
 from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.connection.writer_connection import ConnectionFactory
-from rollout_queue.redis.expiry import Expiry
 from rollout_queue.redis.heads.cache import CACHE_BYTES, HeadCache
 from rollout_queue.redis.heads.listing import positions_after, wanted_heads
 from rollout_queue.redis.heads.reading import fields_without_turns, read_head, reading
 from rollout_queue.redis.heads.session_heads import SessionHeads
-from rollout_queue.redis.opening import group_arguments, group_forgotten, open_arguments, opened, refusal
 from rollout_queue.redis.progress import progress_of
 from rollout_queue.redis.scripts import records as record_scripts
 from rollout_queue.redis.scripts import sessions as session_scripts
+from rollout_queue.redis.sessions.expiry import Expiry
+from rollout_queue.redis.sessions.opening import (
+    group_arguments,
+    group_forgotten,
+    open_arguments,
+    opened,
+    refusal,
+)
 from rollout_queue.redis.turns.appending import append_arguments
 from rollout_queue.redis.turns.retraction import Retractions
 

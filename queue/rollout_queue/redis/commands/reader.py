@@ -1,0 +1,91 @@
+"""The trainer's end of the command log on Redis."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from redis import Redis
+from redis.commands.core import Script
+from redis.exceptions import ResponseError
+
+from rollout_queue.commands.codec import decode_command, encode
+from rollout_queue.commands.command import Command, LoggedCommand, Refused
+from rollout_queue.commands.result import Result
+from rollout_queue.contract.errors import InvalidRecord, LeaseLost, UnknownSchema
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import available
+from rollout_queue.redis.lease import LOST
+from rollout_queue.redis.scripts import commands as scripts
+from rollout_queue.redis.scripts import functions
+
+UNREAD_TTL_S = 24 * 3600.0
+"""How long a result that nobody has read is kept."""
+FREED_AT_ONCE = 200
+"""How many commands one script removes: Redis serves nobody else meanwhile."""
+
+
+class RedisCommandReader:
+    """CommandReader on Redis. `redis` returns bytes (decode_responses off), `token` is of a claimed Lease."""
+
+    def __init__(self, redis: Redis, token: str) -> None:
+        self._redis, self._token = redis, token
+        self._answer = redis.register_script(scripts.ANSWER)
+        self._free = redis.register_script(scripts.FREE)
+
+    def read(self, after: str, count: int, block_s: float) -> Sequence[LoggedCommand]:
+        with available():
+            block = max(1, int(block_s * 1000))
+            streams: Any = self._redis.xread({keys.COMMANDS: after}, count=count, block=block)
+        entries = streams[0][1] if streams else []
+        return [
+            LoggedCommand(position.decode(), fields[b"m"].decode(), int(fields[b"n"]), _command(fields[b"c"]))
+            for position, fields in entries
+        ]
+
+    def answer(self, command: LoggedCommand, result: Result) -> None:
+        request = command.request_id
+        named = [keys.model(command.model_id), keys.result(request), keys.RESULTS_ANNOUNCED]
+        named += [keys.RESULTS_UNREAD, keys.COMMANDS_HELD]
+        ttl_ms = int(UNREAD_TTL_S * 1000)
+        expires_at_ms = int(time.time() * 1000) + ttl_ms
+        self._fenced(self._answer, named, [request, command.number, encode(result), ttl_ms, expires_at_ms])
+
+    def answered(self, request_ids: Sequence[str]) -> Sequence[bool]:
+        if not request_ids:
+            return []
+        with available(), self._redis.pipeline(transaction=False) as pipeline:
+            for request in request_ids:
+                pipeline.exists(keys.result(request))
+            return [bool(found) for found in pipeline.execute()]
+
+    def free(self, position: str) -> None:
+        arguments: list[str | bytes | float] = [position, FREED_AT_ONCE]
+        while self._fenced(self._free, [keys.COMMANDS, keys.COMMANDS_HELD], arguments) == FREED_AT_ONCE:
+            pass
+
+    def held_bytes(self) -> tuple[int, int]:
+        with available():
+            held, most = self._redis.hmget(keys.COMMANDS_HELD, "bytes", "most")
+        return int(held or 0), int(most or 0)
+
+    def ended(self) -> Mapping[str, str]:
+        with available():
+            found: Any = self._redis.hgetall(keys.MODELS_ENDED)
+        return {model_id.decode(): reason.decode() for model_id, reason in found.items()}
+
+    def _fenced(self, script: Script, named: Sequence[str], arguments: Sequence[str | bytes | float]) -> Any:
+        """What the script answers. Raises LeaseLost when another trainer has claimed the lease since."""
+        with available():
+            try:
+                return script([keys.FENCE, *named], [self._token, *arguments])
+            except ResponseError as error:
+                if str(error).startswith(functions.LOST):
+                    raise LeaseLost(LOST) from error
+                raise
+
+
+def _command(packed: bytes) -> Command:
+    try:
+        return decode_command(packed)
+    except (InvalidRecord, UnknownSchema) as error:
+        return Refused(f"the trainer cannot read this command: {error}")

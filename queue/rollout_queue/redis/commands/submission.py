@@ -1,0 +1,90 @@
+"""The gateway's end of the command log: takes commands in any order, and reads their results."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from redis.asyncio import Redis
+
+from rollout_queue.commands.codec import decode_result, encode
+from rollout_queue.commands.command import Command, request_id
+from rollout_queue.commands.result import Result
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.scripts import commands as scripts
+
+MOST_EARLY = 10_000
+"""How far a command may be ahead of the next one of its model."""
+READ_TTL_S = 900.0
+"""How long a result can be read again, after it was read for the first time: its answer may be lost."""
+
+Submitted = Literal["new", "known", "other", "unknown", "ended", "far", "full", "too large"]
+"""What became of a command.
+
+new         it is in the log, or waits for earlier ones of its model
+known       it was there already, with the same content
+other       its number was used already, with other content
+unknown     there is no such model
+ended       the model takes no more commands
+far         too many commands before it are missing
+full        the log holds as much as it may; the same command may be taken later
+too large   one step of the optimizer would need more than the log may hold
+"""
+
+
+class Waiting(NamedTuple):
+    """The command has no result yet."""
+
+
+class Gone(NamedTuple):
+    """There is no such command, or its result has expired."""
+
+
+class CommandSubmissions:
+    """Every method raises StorageUnavailable."""
+
+    def __init__(self, redis: Redis, most_bytes: int) -> None:
+        """`most_bytes`: what the log may hold."""
+        self._redis, self._most_bytes = redis, most_bytes
+        self._open = redis.register_script(scripts.OPEN)
+        self._submit = redis.register_script(scripts.SUBMIT)
+        self._read = redis.register_script(scripts.READ_RESULT)
+
+    async def open(self, model_id: str, owner: str, spec: bytes) -> bytes | None:
+        """Make a model. Returns None, or the spec of the model that has this id already."""
+        named = [keys.model(model_id), keys.models_of(owner)]
+        found: bytes | None = await stored(self._open(named, [model_id, spec, time.time()]))
+        return found
+
+    async def spec(self, model_id: str) -> bytes | None:
+        """The spec that `open` stored; None for an unknown model."""
+        found: bytes | None = await stored(self._redis.hget(keys.model(model_id), "spec"))
+        return found
+
+    async def submit(self, model_id: str, number: int, digest: str, command: Command) -> Submitted:
+        """Store a command. Commands of a model are carried out in the order of their numbers, from 0 on."""
+        named = [keys.model(model_id), keys.COMMANDS, keys.COMMANDS_HELD, keys.RESULTS_UNREAD]
+        now_ms = int(time.time() * 1000)
+        arguments: list[str | bytes | int] = [model_id, number, digest, encode(command)]
+        arguments += [self._most_bytes, MOST_EARLY, now_ms]
+        said: Sequence[Any] = await stored(self._submit(named, arguments))
+        outcome: Submitted = said[0].decode()
+        return outcome
+
+    async def result(self, model_id: str, number: int) -> Result | Waiting | Gone:
+        """The result of a command, if it has one. It can be read for READ_TTL_S after the first time."""
+        request = request_id(model_id, number)
+        named = [keys.result(request), keys.model(model_id), keys.RESULTS_UNREAD, keys.COMMANDS_HELD]
+        said = await stored(self._read(named, [request, number, int(READ_TTL_S * 1000)]))
+        match said[0]:
+            case b"done":
+                return decode_result(said[1])
+            case b"waits":
+                return Waiting()
+            case _:
+                return Gone()
+
+    async def is_full(self) -> bool:
+        """Whether the log holds as much as it may, so that large commands are refused for now."""
+        held, unread = await stored(self._redis.hmget(keys.COMMANDS_HELD, "bytes", "unread"))
+        return int(held or 0) + int(unread or 0) >= self._most_bytes

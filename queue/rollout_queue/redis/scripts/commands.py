@@ -1,0 +1,126 @@
+"""Scripts of the command log: its commands in order, and their results.
+
+The hash `held` has the `bytes` of all commands in the log, early ones included, the bytes of `unread`
+results, and the `most` that both may be together.
+"""
+
+from rollout_queue.redis.scripts.functions import FENCED
+
+OVERHEAD = 200
+"""Bytes that a command or result takes in Redis beside its own, about."""
+SMALL = 2048
+"""Bytes of a command that is stored even if the log is full: it frees what waits for it."""
+REMEMBERED = 10_000
+"""How many of a model's last commands are known when they come again."""
+
+OPEN = """
+-- KEYS: model, models of the owner   ARGV: model id, spec, time
+-- Makes a model that takes commands. Returns false, or the spec that it has already.
+local known = redis.call('HGET', KEYS[1], 'spec')
+if known then return known end
+redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'next', 0)
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
+return false
+"""
+
+SUBMIT = f"""
+-- KEYS: model, stream, held, unread
+-- ARGV: model id, number, digest, command, most bytes, most early, now in ms
+local number = tonumber(ARGV[2])
+local next = tonumber(redis.call('HGET', KEYS[1], 'next'))
+if not next then return {{'unknown'}} end
+local known = redis.call('HGET', KEYS[1], 'd:' .. number)
+if known then return {{known == ARGV[3] and 'known' or 'other'}} end
+if number < next then return {{'other'}} end
+local ended = redis.call('HGET', KEYS[1], 'ended')
+if ended then return {{'ended', ended}} end
+if number - next > tonumber(ARGV[6]) then return {{'far', next}} end
+
+-- Results that nobody has read expire, and then count no more.
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', ARGV[7], 'LIMIT', 0, 100)) do
+    redis.call('HINCRBY', KEYS[3], 'unread', -tonumber(string.match(member, '%d+$')))
+    redis.call('ZREM', KEYS[4], member)
+end
+
+local size, most = #ARGV[4] + {OVERHEAD}, tonumber(ARGV[5])
+local held = tonumber(redis.call('HGET', KEYS[3], 'bytes') or 0)
+local unread = tonumber(redis.call('HGET', KEYS[3], 'unread') or 0)
+if held + unread + size > most and #ARGV[4] > {SMALL} then
+    -- The model of the oldest command may fill as much again: nothing is freed before its step is made.
+    local oldest = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
+    local first = number == next and (not oldest or oldest[2][2] == ARGV[1])
+    if not first then return {{'full'}} end
+    if held + size > 2 * most then return {{'too large'}} end
+end
+
+redis.call('HINCRBY', KEYS[3], 'bytes', size)
+redis.call('HSET', KEYS[3], 'most', most)
+redis.call('HSET', KEYS[1], 'd:' .. number, ARGV[3])
+redis.call('HDEL', KEYS[1], 'd:' .. (number - {REMEMBERED}))
+if number > next then
+    redis.call('HSET', KEYS[1], 'e:' .. number, ARGV[4])
+    return {{'new'}}
+end
+local command = ARGV[4]
+while command do
+    redis.call('XADD', KEYS[2], '*', 'm', ARGV[1], 'n', next, 'c', command)
+    redis.call('HDEL', KEYS[1], 'e:' .. next)
+    next = next + 1
+    command = redis.call('HGET', KEYS[1], 'e:' .. next)
+end
+redis.call('HSET', KEYS[1], 'next', next)
+return {{'new'}}
+"""
+
+ANSWER = (
+    FENCED
+    + f"""
+-- KEYS: fence, model, result, announcements, unread, held
+-- ARGV: token, request id, number, result, ms to live, when it expires in ms
+-- The first result stays: a client may have read it.
+if redis.call('SET', KEYS[3], ARGV[4], 'NX', 'PX', ARGV[5]) then
+    local size = #ARGV[4] + {OVERHEAD}
+    redis.call('ZADD', KEYS[5], ARGV[6], ARGV[2] .. '|' .. size)
+    redis.call('HINCRBY', KEYS[6], 'unread', size)
+end
+if redis.call('EXISTS', KEYS[2]) == 1 then
+    local done = tonumber(redis.call('HGET', KEYS[2], 'done') or -1)
+    if tonumber(ARGV[3]) > done then redis.call('HSET', KEYS[2], 'done', ARGV[3]) end
+end
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'r', ARGV[2])
+return 1
+"""
+)
+
+READ_RESULT = f"""
+-- KEYS: result, model, unread, held   ARGV: request id, number, ms to live once it was read
+-- Returns {{result}}; {{'waits'}} if there is none yet; {{'gone'}} if there is none any more, or never was.
+local result = redis.call('GET', KEYS[1])
+if result then
+    local size = #result + {OVERHEAD}
+    if redis.call('ZREM', KEYS[3], ARGV[1] .. '|' .. size) == 1 then
+        redis.call('HINCRBY', KEYS[4], 'unread', -size)
+        redis.call('PEXPIRE', KEYS[1], ARGV[3])
+    end
+    return {{'done', result}}
+end
+if redis.call('HEXISTS', KEYS[2], 'd:' .. ARGV[2]) == 0 then return {{'gone'}} end
+local done = tonumber(redis.call('HGET', KEYS[2], 'done') or -1)
+return {{tonumber(ARGV[2]) > done and 'waits' or 'gone'}}
+"""
+
+FREE = (
+    FENCED
+    + f"""
+-- KEYS: fence, stream, held   ARGV: token, position, how many at most
+-- Removes the first commands up to the position. Returns how many.
+local found = redis.call('XRANGE', KEYS[2], '-', ARGV[2], 'COUNT', ARGV[3])
+local size = 0
+for _, entry in ipairs(found) do
+    size = size + #entry[2][6] + {OVERHEAD}
+    redis.call('XDEL', KEYS[2], entry[1])
+end
+if size > 0 then redis.call('HINCRBY', KEYS[3], 'bytes', -size) end
+return #found
+"""
+)

@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from rollout_queue.commands.codec import decode_command, decode_result, encode
+from rollout_queue.commands.codec import decode_answer, decode_command, encode
 from rollout_queue.commands.command import (
     Command,
     CreateModel,
@@ -19,10 +19,12 @@ from rollout_queue.commands.command import (
     LoraSpec,
     OptimStep,
     Refused,
+    SaveForSampler,
+    SaveWeights,
 )
 from rollout_queue.commands.datum import Datum
 from rollout_queue.commands.log import BEGINNING
-from rollout_queue.commands.result import CommandFailed, Passed, Stepped
+from rollout_queue.commands.result import Answer, CommandFailed, Passed, Published, Result, Saved, Stepped
 from rollout_queue.contract.errors import InvalidRecord, LeaseLost, UnknownSchema
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
@@ -112,9 +114,28 @@ async def test_a_result_is_read_many_times_and_the_first_one_stays(
     reader.answer(command, CommandFailed("later", "server"))
     assert reader.answered([command.request_id, "m:1"]) == [True, False]
     for _ in range(3):
-        assert await log.result("m", 0) == passed
+        assert await log.result("m", 0) == Answer(passed)
     redis.delete(keys.result(command.request_id))  # it expires
     assert isinstance(await log.result("m", 0), Gone), "nobody waits for a result that was there"
+
+
+async def test_what_lasts_is_found_by_its_name(log: CommandSubmissions, reader: RedisCommandReader) -> None:
+    await log.open("m", "owner", b"")
+    save, sampler = SaveWeights("a"), SaveForSampler("b")
+    commands: list[Command] = [save, sampler, SaveWeights("c")]
+    for number, command in enumerate(commands):
+        await log.submit("m", number, str(number), command)
+    results: list[Result] = [Saved(10), Published("m", 1, "/there"), CommandFailed("no", "user")]
+    for logged, result in zip(reader.read(BEGINNING, 10, 0.01), results, strict=True):
+        reader.answer(logged, result)
+    kept = await log.kept("m")
+    assert {name: (each.made, each.number) for name, each in kept.items()} == {
+        "weights/a": (Saved(10), 0),
+        "sampler_weights/b": (Published("m", 1, "/there"), 1),
+    }
+    assert await log.kept_as("m", "weights/a") == kept["weights/a"]
+    assert await log.kept_as("m", "weights/c") is None
+    assert await log.result("m", 1) == Answer(results[1], sampler)
 
 
 async def test_only_the_trainer_with_the_lease_answers(
@@ -169,7 +190,7 @@ async def test_results_that_nobody_reads_fill_the_log_too(
     reader.answer(second, Passed((Logprobs([-1.0] * 30_000),), 1, {"loss:sum": 1.0}))
     assert await log.is_full()
     assert await log.submit("m", 1, "1", passes(1000)) == "full"
-    assert isinstance(await log.result("m", 0), Passed)
+    assert isinstance(await log.result("m", 0), Answer)
     assert not await log.is_full()
     assert await log.submit("m", 1, "1", passes(1000)) == "new"
     reader.answer(first, Passed((Logprobs([-1.0] * 30_000),), 1, {"loss:sum": 1.0}))
@@ -192,13 +213,14 @@ def test_records_survive_their_bytes() -> None:
     commands: list[Command] = [passes(3), STEP, CreateModel("b", None), Refused("no")]
     for command in commands:
         assert decode_command(encode(command)) == command
-    for result in (Stepped({"grad_norm": 1.0}), Passed((Logprobs([-1.0]),), 1, {"loss:sum": 1.0})):
-        assert decode_result(encode(result)) == result
+    results: list[Result] = [Stepped({"grad_norm": 1.0}), Passed((Logprobs([-1.0]),), 1, {"loss:sum": 1.0})]
+    for result in results:
+        assert decode_answer(encode(Answer(result))) == Answer(result)
     for packed, error in ((b"", InvalidRecord), (b"\x02", UnknownSchema), (b"\x01\xc1", InvalidRecord)):
         with pytest.raises(error):
             decode_command(packed)
         with pytest.raises(error):
-            decode_result(packed)
+            decode_answer(packed)
 
 
 def test_a_datum_that_contradicts_itself_is_refused() -> None:

@@ -1,11 +1,11 @@
-"""Commands and results to bytes and back: one schema byte, then MessagePack."""
+"""Commands and their results to bytes and back: one schema byte, then MessagePack."""
 
 from typing import Any
 
 import msgspec
 
 from rollout_queue.commands.command import Command
-from rollout_queue.commands.result import Result
+from rollout_queue.commands.result import Answer, Kept
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 from rollout_queue.contract.tokens import Logprobs, TokenIds, pack
 
@@ -25,12 +25,14 @@ def _dec_hook(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"cannot decode {kind.__name__}")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+# Equal commands have equal bytes, whatever the order of their dictionaries.
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook, order="deterministic")
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_dec_hook)
-_result_decoder: msgspec.msgpack.Decoder[Result] = msgspec.msgpack.Decoder(Result, dec_hook=_dec_hook)
+_answer_decoder = msgspec.msgpack.Decoder(Answer, dec_hook=_dec_hook)
+_kept_decoder = msgspec.msgpack.Decoder(Kept)
 
 
-def encode(record: Command | Result) -> bytes:
+def encode(record: Command | Answer | Kept) -> bytes:
     return _SCHEMA_BYTE + _encoder.encode(record)
 
 
@@ -42,12 +44,20 @@ def decode_command(packed: bytes) -> Command:
         raise InvalidRecord(f"not a command: {error}") from error
 
 
-def decode_result(packed: bytes) -> Result:
+def decode_answer(packed: bytes) -> Answer:
     """Raises UnknownSchema for a newer schema, InvalidRecord for other bytes."""
     try:
-        return _result_decoder.decode(_body(packed))
+        return _answer_decoder.decode(_body(packed))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidRecord(f"not a result: {error}") from error
+        raise InvalidRecord(f"not an answer: {error}") from error
+
+
+def decode_kept(packed: bytes) -> Kept:
+    """Raises UnknownSchema for a newer schema, InvalidRecord for other bytes."""
+    try:
+        return _kept_decoder.decode(_body(packed))
+    except msgspec.DecodeError as error:
+        raise InvalidRecord(f"not what a command has made: {error}") from error
 
 
 def _body(packed: bytes) -> memoryview:

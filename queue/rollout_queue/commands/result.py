@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from rollout_queue.commands.command import LoadWeights, SaveForSampler, SaveWeights
 from rollout_queue.contract.tokens import Logprobs
 
 
@@ -56,3 +57,24 @@ class CommandFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Result = Created | Passed | Stepped | Saved | Published | WeightsLoaded | CommandFailed
+
+
+Named = SaveWeights | SaveForSampler | LoadWeights
+"""The commands whose results have the names that the commands had."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A result as the log keeps it."""
+
+    result: Result
+    command: Named | None = None
+    """The command, if its result has its names."""
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a command has made that lasts: a checkpoint, or weights to sample from."""
+
+    made: Saved | Published
+    number: int
+    """The number of the command."""
+    created_at: float

@@ -159,3 +159,8 @@ def models_of(owner: str) -> str:
 def result(request: str) -> str:
     """String: the result of a command."""
     return f"weir:cr:{request}"
+
+
+def kept(model_id: str) -> str:
+    """Hash: what the commands of a model have made that lasts: `weights/{name}`, `sampler_weights/{name}`."""
+    return f"weir:kept:{model_id}"

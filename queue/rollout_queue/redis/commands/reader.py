@@ -9,8 +9,15 @@ from redis.commands.core import Script
 from redis.exceptions import ResponseError
 
 from rollout_queue.commands.codec import decode_command, encode
-from rollout_queue.commands.command import Command, LoggedCommand, Refused
-from rollout_queue.commands.result import Result
+from rollout_queue.commands.command import (
+    Command,
+    LoadWeights,
+    LoggedCommand,
+    Refused,
+    SaveForSampler,
+    SaveWeights,
+)
+from rollout_queue.commands.result import Answer, Kept, Published, Result, Saved
 from rollout_queue.contract.errors import InvalidRecord, LeaseLost, UnknownSchema
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
@@ -20,6 +27,7 @@ from rollout_queue.redis.scripts import functions
 
 UNREAD_TTL_S = 24 * 3600.0
 """How long a result that nobody has read is kept."""
+NAMED = (SaveWeights, SaveForSampler, LoadWeights)
 FREED_AT_ONCE = 200
 """How many commands one script removes: Redis serves nobody else meanwhile."""
 
@@ -45,10 +53,13 @@ class RedisCommandReader:
     def answer(self, command: LoggedCommand, result: Result) -> None:
         request = command.request_id
         named = [keys.model(command.model_id), keys.result(request), keys.RESULTS_ANNOUNCED]
-        named += [keys.RESULTS_UNREAD, keys.COMMANDS_HELD]
+        named += [keys.RESULTS_UNREAD, keys.COMMANDS_HELD, keys.kept(command.model_id)]
         ttl_ms = int(UNREAD_TTL_S * 1000)
         expires_at_ms = int(time.time() * 1000) + ttl_ms
-        self._fenced(self._answer, named, [request, command.number, encode(result), ttl_ms, expires_at_ms])
+        of = command.command if isinstance(command.command, NAMED) else None
+        packed = encode(Answer(result, of))
+        arguments: list[str | bytes | float] = [request, command.number, packed, ttl_ms, expires_at_ms]
+        self._fenced(self._answer, named, [*arguments, *_kept(command, result)])
 
     def answered(self, request_ids: Sequence[str]) -> Sequence[bool]:
         if not request_ids:
@@ -82,6 +93,18 @@ class RedisCommandReader:
                 if str(error).startswith(functions.LOST):
                     raise LeaseLost(LOST) from error
                 raise
+
+
+def _kept(command: LoggedCommand, result: Result) -> tuple[str, bytes]:
+    """The name and the record of what the command has made that lasts; empty for none."""
+    made = command.command
+    if isinstance(result, Saved) and isinstance(made, SaveWeights):
+        name = f"weights/{made.name}"
+    elif isinstance(result, Published) and isinstance(made, SaveForSampler):
+        name = f"sampler_weights/{made.name}"
+    else:
+        return "", b""
+    return name, encode(Kept(result, command.number, time.time()))
 
 
 def _command(packed: bytes) -> Command:

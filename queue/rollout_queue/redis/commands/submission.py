@@ -1,14 +1,14 @@
 """The gateway's end of the command log: takes commands in any order, and reads their results."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from redis.asyncio import Redis
 
-from rollout_queue.commands.codec import decode_result, encode
+from rollout_queue.commands.codec import decode_answer, decode_kept, encode
 from rollout_queue.commands.command import Command, request_id
-from rollout_queue.commands.result import Result
+from rollout_queue.commands.result import Answer, Kept
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.scripts import commands as scripts
@@ -71,18 +71,29 @@ class CommandSubmissions:
         outcome: Submitted = said[0].decode()
         return outcome
 
-    async def result(self, model_id: str, number: int) -> Result | Waiting | Gone:
+    async def result(self, model_id: str, number: int) -> Answer | Waiting | Gone:
         """The result of a command, if it has one. It can be read for READ_TTL_S after the first time."""
         request = request_id(model_id, number)
         named = [keys.result(request), keys.model(model_id), keys.RESULTS_UNREAD, keys.COMMANDS_HELD]
         said = await stored(self._read(named, [request, number, int(READ_TTL_S * 1000)]))
         match said[0]:
             case b"done":
-                return decode_result(said[1])
+                return decode_answer(said[1])
             case b"waits":
                 return Waiting()
             case _:
                 return Gone()
+
+    async def kept(self, model_id: str) -> Mapping[str, Kept]:
+        """The checkpoints of a model, and its weights to sample from: `weights/{name}`,
+        `sampler_weights/{name}`."""
+        found: Any = await stored(self._redis.hgetall(keys.kept(model_id)))
+        return {name.decode(): decode_kept(packed) for name, packed in found.items()}
+
+    async def kept_as(self, model_id: str, name: str) -> Kept | None:
+        """What a model has made under this name."""
+        found: Any = await stored(self._redis.hget(keys.kept(model_id), name))
+        return None if found is None else decode_kept(found)
 
     async def is_full(self) -> bool:
         """Whether the log holds as much as it may, so that large commands are refused for now."""

@@ -75,8 +75,8 @@ return {{'new'}}
 ANSWER = (
     FENCED
     + f"""
--- KEYS: fence, model, result, announcements, unread, held
--- ARGV: token, request id, number, result, ms to live, when it expires in ms
+-- KEYS: fence, model, result, announcements, unread, held, kept
+-- ARGV: token, request id, number, result, ms to live, when it expires in ms, name and record of what is kept
 -- The first result stays: a client may have read it.
 if redis.call('SET', KEYS[3], ARGV[4], 'NX', 'PX', ARGV[5]) then
     local size = #ARGV[4] + {OVERHEAD}
@@ -87,6 +87,7 @@ if redis.call('EXISTS', KEYS[2]) == 1 then
     local done = tonumber(redis.call('HGET', KEYS[2], 'done') or -1)
     if tonumber(ARGV[3]) > done then redis.call('HSET', KEYS[2], 'done', ARGV[3]) end
 end
+if ARGV[7] ~= '' then redis.call('HSET', KEYS[7], ARGV[7], ARGV[8]) end
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'r', ARGV[2])
 return 1
 """

@@ -42,6 +42,8 @@ from gateway.rest.admin.actions import LogAdminActions
 from gateway.rest.agent import models, responses
 from gateway.rest.json_bodies import JsonBodies
 from gateway.rest.openapi import openapi_document
+from gateway.rest.tinker_api import routes as tinker
+from gateway.rest.tinker_api.door import opened_door
 from gateway.rest.workers import metrics_text, private_app
 from gateway.settings import GatewaySettings
 from gateway.wiring import GatewayParts, opened
@@ -81,6 +83,7 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
                 if worker is not None:
                     private = private_app(gateway, JoinableCalls(calls))
                     await stack.enter_async_context(private_server(worker, private))
+                app.state.tinker = await stack.enter_async_context(opened_door(gateway))
                 yield
                 await answers.close(settings.drain_timeout_s)
         await siblings.close()
@@ -96,7 +99,7 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     bodies = BodyBudget(settings.max_body_bytes, settings.max_bodies_bytes, settings.max_bodies_bytes_per_key)
     app.add_middleware(JsonBodies, bodies=bodies)
     app.add_middleware(RequestIds)
-    for routes in (models, responses, sessions, listing, heartbeat, rewards, deployment, users):
+    for routes in (models, responses, sessions, listing, heartbeat, rewards, deployment, users, tinker):
         app.include_router(routes.router)
     app.include_router(
         probes(lambda: _why_not_ready(app, edge), lambda: metrics_text(metrics.registry, worker, siblings))

@@ -105,6 +105,21 @@ class CanarySettings(BaseModel):
         return CanaryGates(**(self.model_dump(exclude={"share", "sticky"}) | others))
 
 
+class TinkerSettings(BaseModel):
+    """The interface of the Tinker SDK (`/api/v1`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base_model: str | None = None
+    """The name by which clients know the base model, and load its tokenizer: a name on the Hugging Face hub,
+    or a directory on their machine. Null: `model_path`."""
+    max_log_bytes: int = Field(256 * 2**20, ge=2**20)
+    """What the commands and the unread results of all models may take in Redis. The model whose command is
+    the oldest may take as much again."""
+    poll_s: float = Field(25.0, gt=0, le=40)
+    """How long a poll waits for its result. The SDK gives up after 45 s."""
+
+
 class GatewaySettings(ServiceSettings):
     """Section `gateway` of weir.yaml."""
 
@@ -214,6 +229,7 @@ class GatewaySettings(ServiceSettings):
     auto_canary: bool = False
     """Let every version that the trainer publishes begin as a canary."""
     canary: CanarySettings = CanarySettings()
+    tinker: TinkerSettings = TinkerSettings()
     leave_s: float = Field(2.0, ge=0)
     """How long the gateway takes calls after SIGTERM while `/ready` fails, so that load balancers notice."""
     drain_timeout_s: float = 30.0

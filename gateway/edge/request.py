@@ -1,4 +1,4 @@
-"""Reads a request: its headers, and its whole body, which must be JSON and within limits."""
+"""Reads a request: its headers, and its whole body, which must be of one media type and within limits."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -110,18 +110,20 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def read_body(headers: Mapping[str, str], receive: Receive, held: HeldBody) -> bytes:
+async def read_body(
+    headers: Mapping[str, str], receive: Receive, held: HeldBody, media_type: str = JSON
+) -> bytes:
     """The whole body.
 
-    Raises ApiError 413 for one over the limit, 415 for one that is not JSON; also LimitReached and
-    ClientDisconnected.
+    Raises ApiError 413 for one over the limit, 415 for one that is not of this media type; also LimitReached
+    and ClientDisconnected.
     """
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > held.budget.max_bytes:
         raise ApiError(413, f"the body is larger than {held.budget.max_bytes} bytes")
     has_body = announced not in ("", "0") or "transfer-encoding" in headers
-    if has_body and (given := headers.get("content-type", JSON)) != JSON:
-        _check_media_type(given)
+    if has_body and (given := headers.get("content-type", media_type)) != media_type:
+        _check_media_type(given, media_type)
     parts: list[bytes] = []
     more = True
     while more:
@@ -134,7 +136,7 @@ async def read_body(headers: Mapping[str, str], receive: Receive, held: HeldBody
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _check_media_type(given: str) -> None:
+def _check_media_type(given: str, wanted: str) -> None:
     media_type = given.partition(";")[0].strip().lower()
-    if media_type != JSON:
-        raise ApiError(415, f"content type {media_type!r}: send application/json")
+    if media_type != wanted:
+        raise ApiError(415, f"content type {media_type!r}: send {wanted}")

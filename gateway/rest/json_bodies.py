@@ -1,12 +1,12 @@
 """Checks a caller's key, and then the request's body, before a REST route receives them.
 
-The body must be JSON, and within the limits.
+The body must be JSON, except on a few paths, and within the limits.
 """
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.edge.errors import api_error
-from gateway.edge.request import BodyBudget, ClientDisconnected, headers_of, read_body
+from gateway.edge.request import JSON, BodyBudget, ClientDisconnected, headers_of, read_body
 from gateway.errors import GatewayError, NotPermitted
 from gateway.sessions.identity import Identities
 from rollout_queue.http.errors import ApiError
@@ -15,9 +15,14 @@ WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods whose bodies no route reads. Some of their routes need no key."""
 
 
+PROTOBUF = "application/x-protobuf"
+MEDIA_TYPES = {"/api/v1/forward_backward": PROTOBUF}
+"""The paths whose bodies are not JSON."""
+
+
 class JsonBodies:
     """ASGI middleware that reads the whole body: 401 without a key, 413 if it is too large, 415 if it is not
-    JSON."""
+    JSON, or what the path takes instead."""
 
     def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
         self._app = app
@@ -38,7 +43,7 @@ class JsonBodies:
             return
         with self._bodies.hold(caller) as held:
             try:
-                body = await read_body(headers, receive, held)
+                body = await read_body(headers, receive, held, MEDIA_TYPES.get(scope["path"], JSON))
             except (ApiError, GatewayError) as error:
                 await api_error(error).response()(scope, receive, send)
             except ClientDisconnected:

@@ -17,6 +17,8 @@ from rollout_queue.contract.records import SessionSpec
 from rollout_queue.http.keys import Role, digest, presented_key
 
 PREFIX = "sess-"
+TINKER_PREFIX = "tml-"
+"""The Tinker SDK takes only keys that begin so: any key of Weir may be given to it with this before it."""
 SCOPE = 16
 """Characters after the `~` of a scoped id."""
 
@@ -107,6 +109,9 @@ class Identities:
             return Caller("admin", "")
         presented = None if key is None else digest(key)
         known = self.keys.find(presented)
+        if known is None and key is not None and key.startswith(TINKER_PREFIX):
+            presented = digest(key.removeprefix(TINKER_PREFIX))
+            known = self.keys.find(presented)
         if known is None or presented is None:
             raise UnknownCaller("no API key was given" if key is None else "the API key is not known")
         self.keys.note_use(known)

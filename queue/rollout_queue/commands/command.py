@@ -61,6 +61,12 @@ class SaveForSampler(msgspec.Struct, frozen=True, tag="save_for_sampler"):
     """Publish the present weights, so that engines can sample from them."""
 
     name: str
+    shared: bool = False
+    """Samplers that asked for the shared weights of their model get these from now on (SHARED)."""
+
+
+SHARED = "~shared"
+"""The name under which the newest shared weights of a model are kept."""
 
 
 class LoadWeights(msgspec.Struct, frozen=True, tag="load_weights"):

@@ -156,6 +156,22 @@ def models_of(owner: str) -> str:
     return f"weir:models:{owner}"
 
 
+def client_session(session_id: str) -> str:
+    """Hash: one run of a user's own training loop: `record`, JSON; `beat`, its last sign of life; how it
+    `finished`."""
+    return f"weir:cs:{session_id}"
+
+
+def client_sessions_of(owner: str) -> str:
+    """Sorted set: the client sessions of one client key, by when they began."""
+    return f"weir:client_sessions:{owner}"
+
+
+def sampling_target(sampling_session_id: str) -> str:
+    """String: what a sampling session samples from, JSON."""
+    return f"weir:st:{sampling_session_id}"
+
+
 def result(request: str) -> str:
     """String: the result of a command."""
     return f"weir:cr:{request}"

@@ -10,6 +10,7 @@ from redis.exceptions import ResponseError
 
 from rollout_queue.commands.codec import decode_command, encode
 from rollout_queue.commands.command import (
+    SHARED,
     Command,
     LoadWeights,
     LoggedCommand,
@@ -101,7 +102,7 @@ def _kept(command: LoggedCommand, result: Result) -> tuple[str, bytes]:
     if isinstance(result, Saved) and isinstance(made, SaveWeights):
         name = f"weights/{made.name}"
     elif isinstance(result, Published) and isinstance(made, SaveForSampler):
-        name = f"sampler_weights/{made.name}"
+        name = f"sampler_weights/{SHARED if made.shared else made.name}"
     else:
         return "", b""
     return name, encode(Kept(result, command.number, time.time()))

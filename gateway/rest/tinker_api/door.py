@@ -1,0 +1,107 @@
+"""What the routes of the Tinker API share, and the rules that they have in common."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+from starlette.requests import Request
+
+from gateway.engines.cancellation import cancel_and_wait
+from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNotFound
+from gateway.rest.access import client_of
+from gateway.rest.tinker_api.paths import PromiseId
+from gateway.rest.tinker_api.promises import Announcements
+from gateway.rest.tinker_api.store import TinkerStore
+from gateway.sessions.identity import Caller
+from gateway.settings import GatewaySettings
+from gateway.wiring import GatewayParts
+from rollout_queue.commands.codec import encode
+from rollout_queue.commands.command import Command, Refused
+from rollout_queue.redis.commands.submission import CommandSubmissions
+
+RETRY_FULL_S = 2
+"""When a client may try again whose command found the log full."""
+
+
+@dataclass(frozen=True)
+class TinkerDoor:
+    """The objects behind the Tinker API; open while the application runs."""
+
+    gateway: GatewayParts
+    log: CommandSubmissions
+    store: TinkerStore
+    announcements: Announcements
+
+    @property
+    def base_model(self) -> str:
+        """The name by which clients know the base model."""
+        settings = self.gateway.settings
+        return settings.tinker.base_model or str(settings.model_path)
+
+    def check_base_model(self, name: str) -> str:
+        """The base model's name. Raises InvalidRequest for another model."""
+        if name not in (self.base_model, self.gateway.settings.model_name):
+            message = f"base_model: {name!r} is not served here; this server has {self.base_model!r}"
+            raise InvalidRequest(message, param="base_model", code="model_not_found")
+        return self.base_model
+
+    async def submit(self, model_id: str, number: int, command: Command) -> PromiseId:
+        """Store a command durably, once. Returns its promise.
+
+        Raises InvalidRequest if its number was used for another command, ObjectNotFound, and LimitReached if
+        the log is full.
+        """
+        digest = hashlib.sha256(encode(command)).hexdigest()[:32]
+        promise = PromiseId("c", model_id, number)
+        match await self.log.submit(model_id, number, digest, command):
+            case "new" | "known":
+                return promise
+            case "other":
+                message = f"seq_id: number {number} of model {model_id} was used for another command"
+                raise InvalidRequest(message, param="seq_id", code="sequence_conflict")
+            case "unknown":
+                raise ObjectNotFound(f"there is no model {model_id!r}", param="model_id")
+            case "ended":
+                raise ObjectNotFound(f"model {model_id} takes no more commands", param="model_id")
+            case "far":
+                message = f"seq_id: too many commands before number {number} are missing"
+                raise InvalidRequest(message, param="seq_id")
+            case "too large":
+                most = self.gateway.settings.tinker.max_log_bytes
+                why = f"the data of one optimizer step need more than the command log holds ({most} bytes)"
+                return await self.submit(model_id, number, Refused(why))
+            case "full":
+                message = "the command log is full: it is freed when the trainer has written a checkpoint"
+                raise LimitReached(message, code="log_full", retry_s=RETRY_FULL_S)
+
+
+@asynccontextmanager
+async def opened_door(gateway: GatewayParts) -> AsyncIterator[TinkerDoor]:
+    """The door, with its own connection for announcements: a read of them blocks."""
+    settings: GatewaySettings = gateway.settings
+    redis = Redis.from_url(settings.redis_url, socket_connect_timeout=2, socket_timeout=20)
+    log = CommandSubmissions(gateway.redis, settings.tinker.max_log_bytes)
+    announcements = Announcements(redis)
+    task = asyncio.create_task(announcements.follow())
+    try:
+        yield TinkerDoor(gateway, log, TinkerStore(gateway.redis, log), announcements)
+    finally:
+        await cancel_and_wait([task])
+        await redis.aclose()
+
+
+def door_of(request: Request) -> tuple[TinkerDoor, Caller]:
+    """The door and the caller. Raises UnknownCaller, NotPermitted for a session key."""
+    _, caller = client_of(request)
+    if caller.session_id is not None:
+        raise NotPermitted("a session key does not open the Tinker API")
+    door: TinkerDoor = request.app.state.tinker
+    return door, caller
+
+
+def now() -> float:
+    return time.time()

@@ -1,0 +1,237 @@
+"""The commands of a model: create, forward_backward, optim_step, save and load.
+
+body ─▶ command ─▶ log (durable, once, in order) ─▶ the id of its promise
+"""
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from gateway.errors import InvalidRequest
+from gateway.rest.json_bodies import PROTOBUF
+from gateway.rest.tinker_api.bodies import (
+    CreateModelBody,
+    LoadWeightsBody,
+    LoraBody,
+    ModelBody,
+    OptimStepBody,
+    SaveForSamplerBody,
+    SaveWeightsBody,
+    WeightsInfoBody,
+)
+from gateway.rest.tinker_api.datums import ReadPass
+from gateway.rest.tinker_api.door import TinkerDoor, door_of, now
+from gateway.rest.tinker_api.passes import pass_body
+from gateway.rest.tinker_api.paths import (
+    PromiseId,
+    WeightsPath,
+    ephemeral,
+    given_name,
+    model_of,
+    sampler_of,
+    weights_path,
+)
+from gateway.rest.tinker_api.records import SamplingTarget, TrainedModel
+from gateway.sessions.identity import Caller
+from rollout_queue.commands.command import (
+    SHARED,
+    Command,
+    CreateModel,
+    LoadWeights,
+    LoraSpec,
+    OptimStep,
+    Refused,
+    SaveForSampler,
+    SaveWeights,
+)
+
+router = APIRouter(tags=["tinker"])
+
+OPTIMIZER = {"type": "adamw"}
+PASS_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {PROTOBUF: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+"""What OpenAPI's document says of the body of forward_backward; wire.proto says what it holds."""
+
+
+@router.post("/create_model")
+async def create_model(body: CreateModelBody, request: Request) -> JSONResponse:
+    """Make a model: the base model with an adapter, or all of its weights without `lora_config`."""
+    door, caller = door_of(request)
+    await door.store.session(body.session_id, caller)
+    base_model = door.check_base_model(body.base_model)
+    model = TrainedModel(
+        model_id=model_of(body.session_id, body.model_seq_id),
+        session_id=body.session_id,
+        owner=caller.owner,
+        created_at=now(),
+        base_model=base_model,
+        lora=_lora(body.lora_config),
+        user_metadata=body.user_metadata,
+    )
+    await door.store.add_model(model)
+    return _promise(await door.submit(model.model_id, 0, CreateModel(base_model, model.lora)))
+
+
+@router.post("/get_info")
+async def get_info(body: ModelBody, request: Request) -> JSONResponse:
+    """What a model was made of."""
+    door, caller = door_of(request)
+    model = await door.store.model(body.model_id, caller)
+    data = {"arch": None, "model_name": model.base_model, "tokenizer_id": door.base_model}
+    return JSONResponse(
+        {
+            "type": "get_info",
+            "model_id": model.model_id,
+            "model_data": data,
+            "model_name": model.base_model,
+            "is_lora": model.lora is not None,
+            "lora_rank": model.lora and model.lora.rank,
+            "optimizer_config": OPTIMIZER,
+        }
+    )
+
+
+@router.post("/forward_backward", openapi_extra=PASS_BODY)
+async def forward_backward(request: Request) -> JSONResponse:
+    """Compute log-probabilities and a loss, and add its gradient; the body is protobuf."""
+    door, caller = door_of(request)
+    read = ReadPass(await pass_body(request))
+    await door.store.model(read.model_id, caller)
+    return _promise(await door.submit(read.model_id, read.number, _of_pass(door, read)))
+
+
+def _of_pass(door: TinkerDoor, read: ReadPass) -> Command:
+    """The command; a refused one if its data contradict themselves, because its number is used up."""
+    try:
+        return read.command(door.gateway.renderer.config.vocab_size)
+    except InvalidRequest as error:
+        return Refused(error.message)
+
+
+@router.post("/optim_step")
+async def optim_step(body: OptimStepBody, request: Request) -> JSONResponse:
+    """Make a step of AdamW with the gradient since the last one."""
+    door, caller = door_of(request)
+    await door.store.model(body.model_id, caller)
+    adam = body.adam_params
+    command = OptimStep(
+        adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm
+    )
+    return _promise(await door.submit(body.model_id, body.seq_id, command))
+
+
+@router.post("/save_weights")
+async def save_weights(body: SaveWeightsBody, request: Request) -> JSONResponse:
+    """Write weights and optimizer as a named checkpoint."""
+    door, caller = door_of(request)
+    model = await door.store.model(body.model_id, caller)
+    name = given_name(f"step-{body.seq_id}" if body.path is None else body.path)
+    command: Command = SaveWeights(name, body.overwrite)
+    return _promise(await door.submit(model.model_id, body.seq_id, command))
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(body: SaveForSamplerBody, request: Request) -> JSONResponse:
+    """Publish the present weights: under a name, or for the sampling session that the answer names."""
+    door, caller = door_of(request)
+    model = await door.store.model(body.model_id, caller)
+    named, number = body.path, body.sampling_session_seq_id
+    if (named is None) == (number is None):
+        raise InvalidRequest("either path or sampling_session_seq_id must be given", param="path")
+    if number is None:
+        name = given_name(named or "")
+    else:
+        name = ephemeral(number)
+        shared = body.kind == "inflight"
+        path = WeightsPath(model.model_id, "sampler_weights", SHARED if shared else name)
+        await door.store.add_target(
+            SamplingTarget(
+                sampling_session_id=sampler_of(model.session_id, number),
+                session_id=model.session_id,
+                owner=model.owner,
+                created_at=now(),
+                base_model=model.base_model,
+                model_path=str(path),
+                kind=body.kind,
+            )
+        )
+    command = SaveForSampler(name, shared=body.kind == "inflight" and number is not None)
+    return _promise(await door.submit(model.model_id, body.seq_id, command))
+
+
+@router.post("/load_weights")
+async def load_weights(body: LoadWeightsBody, request: Request) -> JSONResponse:
+    """Load a checkpoint: into a new model of a session, or into a model that exists."""
+    door, caller = door_of(request)
+    if body.weights_access_token is not None:
+        raise InvalidRequest("weights_access_token: not served here", param="weights_access_token")
+    path = weights_path(body.path)
+    if path.kind != "weights":
+        raise InvalidRequest(f"path: {path} has no state of the optimizer", param="path")
+    source = await door.store.model(path.model_id, caller)
+    command = LoadWeights(path.model_id, path.name, body.optimizer)
+    if body.session_id is not None and body.model_seq_id is not None:
+        model = await _loaded_model(door, caller, body, source)
+        return _promise(await door.submit(model.model_id, 0, command))
+    if body.model_id is None or body.seq_id is None:
+        raise InvalidRequest("session_id and model_seq_id must be given, or model_id and seq_id")
+    await door.store.model(body.model_id, caller)
+    return _promise(await door.submit(body.model_id, body.seq_id, command))
+
+
+async def _loaded_model(
+    door: TinkerDoor, caller: Caller, body: LoadWeightsBody, source: TrainedModel
+) -> TrainedModel:
+    session = await door.store.session(body.session_id or "", caller)
+    if body.base_model is not None:
+        door.check_base_model(body.base_model)
+    model = TrainedModel(
+        model_id=model_of(session.session_id, body.model_seq_id or 0),
+        session_id=session.session_id,
+        owner=caller.owner,
+        created_at=now(),
+        base_model=source.base_model,
+        lora=source.lora,
+        user_metadata=body.user_metadata,
+    )
+    await door.store.add_model(model)
+    return model
+
+
+@router.post("/weights_info")
+async def weights_info(body: WeightsInfoBody, request: Request) -> JSONResponse:
+    """What a checkpoint was made of, for a client that loads it."""
+    door, caller = door_of(request)
+    model, _ = await door.store.kept(weights_path(body.tinker_path, "tinker_path"), caller)
+    lora = model.lora
+    return JSONResponse(
+        {
+            "base_model": model.base_model,
+            "optimizer_config": OPTIMIZER,
+            "is_lora": lora is not None,
+            "lora_rank": lora and lora.rank,
+            "train_unembed": lora and lora.train_unembed,
+            "train_mlp": lora and lora.train_mlp,
+            "train_attn": lora and lora.train_attn,
+        }
+    )
+
+
+def _lora(body: LoraBody | None) -> LoraSpec | None:
+    if body is None:
+        return None
+    return LoraSpec(
+        rank=body.rank,
+        seed=body.seed,
+        train_mlp=body.train_mlp,
+        train_attn=body.train_attn,
+        train_unembed=body.train_unembed,
+    )
+
+
+def _promise(promise: PromiseId) -> JSONResponse:
+    model_id = promise.of if promise.kind == "c" else None
+    return JSONResponse({"request_id": str(promise), "model_id": model_id})

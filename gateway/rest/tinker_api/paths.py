@@ -1,0 +1,91 @@
+"""The names of what a client has made: models, checkpoints, sampling sessions, promises.
+
+{session}:train:{n}                          model
+tinker://{model}/weights/{name}              a checkpoint: weights and optimizer
+tinker://{model}/sampler_weights/{name}      weights to sample from
+{session}:sample:{n}                         sampling session
+c:{model}:{number}                           the promise of a command
+s:{sampling session}:{number}                the promise of a sample
+"""
+
+import re
+from typing import Literal, NamedTuple
+
+from gateway.errors import InvalidRequest, ObjectNotFound
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""The names that a client may give."""
+PATH = re.compile(r"tinker://([^/\s]{1,200})/(weights|sampler_weights)/(~?[A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+PROMISE = re.compile(r"([cs]):(\S{1,200}):(\d{1,18})")
+
+
+class WeightsPath(NamedTuple):
+    """The parts of a `tinker://` path."""
+
+    model_id: str
+    kind: Literal["weights", "sampler_weights"]
+    name: str
+
+    @property
+    def kept_as(self) -> str:
+        """The name under which the log keeps it."""
+        return f"{self.kind}/{self.name}"
+
+    def __str__(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+
+class PromiseId(NamedTuple):
+    """The parts of the id of a promise."""
+
+    kind: Literal["c", "s"]
+    of: str
+    """The model, or the sampling session."""
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.of}:{self.number}"
+
+
+def model_of(session_id: str, number: int) -> str:
+    return f"{session_id}:train:{number}"
+
+
+def session_of(model_id: str) -> str:
+    return model_id.partition(":train:")[0]
+
+
+def sampler_of(session_id: str, number: int) -> str:
+    return f"{session_id}:sample:{number}"
+
+
+def ephemeral(number: int) -> str:
+    """The name of weights that a client samples from and does not name."""
+    return f"~{number}"
+
+
+def weights_path(text: str, param: str = "path") -> WeightsPath:
+    """Raises InvalidRequest for a text that is no path."""
+    found = PATH.fullmatch(text)
+    if found is None:
+        message = f"{param}: {text[:300]!r} is no tinker://model/weights/name or …/sampler_weights/name"
+        raise InvalidRequest(message, param=param)
+    model_id, kind, name = found.groups()
+    return WeightsPath(model_id, "weights" if kind == "weights" else "sampler_weights", name)
+
+
+def given_name(text: str, param: str = "path") -> str:
+    """A name that a client gives to what it saves. Raises InvalidRequest."""
+    if not NAME.fullmatch(text):
+        message = f"{param}: {text[:200]!r}: a name has letters, digits, '.', '_' and '-', and no slash"
+        raise InvalidRequest(message, param=param)
+    return text
+
+
+def promise_id(text: str) -> PromiseId:
+    """Raises ObjectNotFound for a text that is no promise."""
+    found = PROMISE.fullmatch(text)
+    if found is None:
+        raise ObjectNotFound(f"no promise {text[:300]!r}", param="request_id")
+    kind, of, number = found.groups()
+    return PromiseId("c" if kind == "c" else "s", of, int(number))

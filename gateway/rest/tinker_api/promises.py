@@ -1,0 +1,69 @@
+"""Waits for the results of commands.
+
+trainer ── answer ─▶ Redis: result, announcement ─▶ every gateway process ─▶ the polls that wait for it
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from rollout_queue.redis import keys
+
+T = TypeVar("T")
+BLOCK_MS = 5000
+"""Redis answers a read without announcements after this time."""
+LOOK_AGAIN_S = 5.0
+"""A poll looks for its result so often, also without an announcement: one may be lost with a connection."""
+RETRY_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class Announcements:
+    """Wakes those who wait for a result, when it is announced. `follow` runs in a task of its own."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+
+    def announce(self, request: str) -> None:
+        """Wake those who wait for this request."""
+        for event in self._waiting.get(request, ()):
+            event.set()
+
+    async def follow(self) -> None:
+        """Read announcements, until the task is cancelled."""
+        last: Any = "$"
+        while True:
+            try:
+                streams: Any = await self._redis.xread({keys.RESULTS_ANNOUNCED: last}, 1000, BLOCK_MS)
+            except (RedisError, OSError) as error:
+                logger.warning("announcements of results cannot be read: %s", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            for position, fields in streams[0][1] if streams else ():
+                last = position
+                self.announce(fields[b"r"].decode())
+
+    async def wait(self, request: str, read: Callable[[], Awaitable[T | None]], within_s: float) -> T | None:
+        """What `read` returns as soon as that is not None. None if it still is after `within_s`."""
+        event = asyncio.Event()
+        self._waiting.setdefault(request, set()).add(event)
+        try:
+            loop = asyncio.get_running_loop()
+            until = loop.time() + within_s
+            while (found := await read()) is None and (left := until - loop.time()) > 0:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), min(left, LOOK_AGAIN_S))
+                event.clear()
+            return found
+        finally:
+            events = self._waiting[request]
+            events.discard(event)
+            if not events:
+                del self._waiting[request]

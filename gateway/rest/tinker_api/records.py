@@ -1,0 +1,49 @@
+"""What Redis keeps of a client's session, its models and its samplers."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from rollout_queue.commands.command import LoraSpec
+
+
+class ClientSession(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a user's loop, from create_session on."""
+
+    session_id: str
+    owner: str
+    created_at: float
+    sdk_version: str = ""
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class TrainedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that a client session has made."""
+
+    model_id: str
+    session_id: str
+    owner: str
+    created_at: float
+    base_model: str
+    lora: LoraSpec | None
+    user_metadata: dict[str, Any] | None = None
+
+
+class SamplingTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sampling session samples from."""
+
+    sampling_session_id: str
+    session_id: str
+    owner: str
+    created_at: float
+    base_model: str
+    model_path: str | None = None
+    """`tinker://{model}/sampler_weights/{name}`; None for the base model."""
+    kind: Literal["base", "snapshot", "inflight"]
+
+
+Record = ClientSession | TrainedModel | SamplingTarget
+encode_record = msgspec.json.Encoder().encode

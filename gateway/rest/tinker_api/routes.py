@@ -1,0 +1,9 @@
+"""All routes of the Tinker API, below `/api/v1`."""
+
+from fastapi import APIRouter
+
+from gateway.rest.tinker_api import futures, models, service
+
+router = APIRouter(prefix="/api/v1")
+for routes in (service, models, futures):
+    router.include_router(routes.router)

@@ -1,0 +1,106 @@
+"""What a client asks first: the configuration, its session, and which models there are."""
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from gateway.rest.tinker_api.bodies import (
+    ClientConfigBody,
+    ClientFinishBody,
+    TinkerHeartbeatBody,
+    TinkerSessionBody,
+)
+from gateway.rest.tinker_api.door import door_of, now
+from gateway.rest.tinker_api.records import ClientSession
+from rollout_queue.contract.ids import new_id
+from rollout_queue.http.errors import ApiError
+
+router = APIRouter(tags=["tinker"])
+
+CLIENT_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "proto_compress_fwdbwd": False,
+    "parallel_fwdbwd_chunks": True,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": False,
+    "custom_loss_server_side": False,
+}
+"""What steers the SDK. It has defaults for everything else."""
+REFRESH_S = 300
+
+
+@router.post("/client/config")
+async def client_config(body: ClientConfigBody, request: Request) -> JSONResponse:
+    """How the SDK is to behave."""
+    door_of(request)
+    return JSONResponse(CLIENT_CONFIG)
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(body: ClientConfigBody, request: Request) -> JSONResponse:
+    """What the SDK asks again from time to time."""
+    door_of(request)
+    return JSONResponse({"refresh_interval_sec": REFRESH_S, "sample_cancel_enabled": False})
+
+
+@router.get("/healthz")
+async def healthz() -> JSONResponse:
+    return JSONResponse({"status": "ok"})
+
+
+@router.post("/telemetry")
+async def telemetry(request: Request) -> JSONResponse:
+    """The SDK reports its own events. They are not kept."""
+    door_of(request)
+    return JSONResponse({"status": "accepted"})
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(request: Request) -> JSONResponse:
+    """The one base model of this deployment."""
+    door, _ = door_of(request)
+    model = {
+        "model_name": door.base_model,
+        "max_context_length": door.gateway.renderer.context_length,
+        "trainable": True,
+        "sampleable": True,
+    }
+    return JSONResponse({"supported_models": [model]})
+
+
+@router.post("/create_session")
+async def create_session(body: TinkerSessionBody, request: Request) -> JSONResponse:
+    """Begin a client session: one run of a user's loop."""
+    door, caller = door_of(request)
+    session = ClientSession(
+        session_id=f"run-{new_id()}",
+        owner=caller.owner,
+        created_at=now(),
+        sdk_version=body.sdk_version,
+        tags=body.tags,
+        user_metadata=body.user_metadata,
+        project_id=body.project_id,
+        display_name=body.display_name,
+    )
+    await door.store.add_session(session)
+    return JSONResponse({"type": "create_session", "session_id": session.session_id})
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(body: TinkerHeartbeatBody, request: Request) -> JSONResponse:
+    """Say that the loop still runs: 410 once its session has finished."""
+    door, caller = door_of(request)
+    session = await door.store.session(body.session_id, caller)
+    if not await door.store.beat(session):
+        raise ApiError(410, f"session {session.session_id} has finished")
+    return JSONResponse({"type": "session_heartbeat"})
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(session_id: str, body: ClientFinishBody, request: Request) -> Response:
+    """Say how the loop ended. The first of several answers stays."""
+    door, caller = door_of(request)
+    session = await door.store.session(session_id, caller)
+    how = {"reason": body.reason.type, "detail": body.detail, "at": now()}
+    await door.store.finish(session, msgspec.json.encode(how))
+    return JSONResponse({})

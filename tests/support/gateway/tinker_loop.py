@@ -1,0 +1,102 @@
+"""A user's training loop, as far as it is HTTP: the requests of the Tinker SDK, made by hand."""
+
+from array import array
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+from gateway.rest.json_bodies import PROTOBUF
+from gateway.rest.tinker_api import wire_pb2 as wire
+from tests.support.gateway.running import CLIENT_KEY, RunningGateway
+
+ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
+
+
+@dataclass
+class TinkerLoop:
+    """One client session with one model. Each method sends one request, and returns the reply."""
+
+    gateway: RunningGateway
+    base_model: str
+    key: str = f"tml-{CLIENT_KEY}"
+    session_id: str = ""
+    model_id: str = ""
+
+    def post(self, verb: str, body: Any, **more: Any) -> Any:
+        headers = {"x-api-key": self.key}
+        return self.gateway.call("POST", f"/api/v1/{verb}", body, key=None, headers=headers, **more)
+
+    def begin(self, lora: dict[str, Any] | None = None, seq: int = 0) -> dict[str, Any]:
+        """Make a session and a model; returns its promise."""
+        body: dict[str, Any] = {
+            "tags": [],
+            "user_metadata": None,
+            "sdk_version": "0.38.0",
+            "type": "create_session",
+        }
+        self.session_id = self.post("create_session", body).json()["session_id"]
+        self.model_id = f"{self.session_id}:train:{seq}"
+        return self.create(lora, seq)
+
+    def create(self, lora: dict[str, Any] | None = None, seq: int = 0) -> dict[str, Any]:
+        made = self.post(
+            "create_model",
+            {
+                "session_id": self.session_id,
+                "model_seq_id": seq,
+                "base_model": self.base_model,
+                "lora_config": lora or {"rank": 8},
+                "type": "create_model",
+            },
+        )
+        assert made.status_code == 200, made.text
+        promise: dict[str, Any] = made.json()
+        return promise
+
+    def command(self, verb: str, number: int, **body: Any) -> Any:
+        return self.post(verb, {"model_id": self.model_id, "seq_id": number, "type": verb, **body})
+
+    def pass_(self, number: int, *datums: wire.Datum, loss: str = "cross_entropy", **more: Any) -> Any:
+        request = wire.ForwardBackwardRequest(
+            model_id=self.model_id, seq_id=number, data=datums, loss_fn=loss, **more
+        )
+        return self.send(request.SerializeToString())
+
+    def send(self, body: bytes, **headers: str) -> httpx.Response:
+        given = {"x-api-key": self.key, "content-type": PROTOBUF} | headers
+        return self.gateway.http.post(
+            f"{self.gateway.url}/api/v1/forward_backward", content=body, headers=given
+        )
+
+    def poll(self, promise: dict[str, Any], **more: Any) -> Any:
+        return self.post("retrieve_future", {"request_id": promise["request_id"], **more})
+
+
+def datum(tokens: list[int], targets: list[int], **numbers: list[float]) -> wire.Datum:
+    """A datum as the SDK sends it."""
+    made = wire.Datum()
+    made.model_input.add().encoded_text.tokens = array("i", tokens).tobytes()
+    made.loss_fn_inputs["target_tokens"].CopyFrom(tensor(array("q", targets), [len(tokens)]))
+    for name, values in numbers.items():
+        made.loss_fn_inputs[name].CopyFrom(tensor(array("f", values), [len(tokens)]))
+    return made
+
+
+def tensor(values: "array[Any]", shape: list[int]) -> wire.Tensor:
+    dtype = {"q": wire.DTYPE_INT64, "i": wire.DTYPE_INT32, "f": wire.DTYPE_FLOAT32}[values.typecode]
+    return wire.Tensor(dense=values.tobytes(), dtype=dtype, shape=shape)
+
+
+def passed(reply: httpx.Response) -> tuple[list[list[float]], dict[str, float]]:
+    """The log-probabilities of each datum, and the metrics."""
+    assert reply.headers["content-type"] == PROTOBUF, reply.text
+    output = wire.ForwardBackwardOutput()
+    output.ParseFromString(reply.content)
+    (record,) = output.loss_fn_outputs
+    tensor = record.fields["logprobs"]
+    ends = array("q", tensor.offsets)
+    parts = [array("f", tensor.data[start:end]) for start, end in pairwise(ends)]
+    assert len(parts) == record.num_datums
+    return [list(each) for each in parts], dict(output.metrics)

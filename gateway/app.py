@@ -23,7 +23,7 @@ from gateway.dialects.base import Dialect
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.messages import Messages
-from gateway.dialects.responses import Responses
+from gateway.dialects.responses.dialect import Responses
 from gateway.edge.asgi import EdgeApp, Endpoint
 from gateway.edge.background_answers import BackgroundAnswers
 from gateway.edge.errors import install_gateway_errors

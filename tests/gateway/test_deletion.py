@@ -14,7 +14,7 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from gateway.dialects.stored_responses.store import ResponseStore
+from gateway.dialects.responses.stored.store import ResponseStore
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.records import Deletion, Reward
 from rollout_queue.contract.tokens import TokenIds

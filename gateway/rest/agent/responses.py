@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
-from gateway.dialects.stored_responses.background import as_of_now, cancel
-from gateway.dialects.stored_responses.record import StoredResponse
-from gateway.dialects.stored_responses.store import ResponseStore
+from gateway.dialects.responses.stored.background import as_of_now, cancel
+from gateway.dialects.responses.stored.record import StoredResponse
+from gateway.dialects.responses.stored.store import ResponseStore
 from gateway.errors import InvalidRequest
 from gateway.rest.access import agent_of
 from gateway.rest.shapes import DeletedResponse, ItemList

@@ -15,9 +15,9 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.conversations.digests import chain
-from gateway.dialects.responses_input import items_of, messages_of
-from gateway.dialects.responses_wire import PREFIX, Item
-from gateway.dialects.stored_responses.record import SHARED, StoredResponse, digest_of
+from gateway.dialects.responses.input import items_of, messages_of
+from gateway.dialects.responses.stored.record import SHARED, StoredResponse, digest_of
+from gateway.dialects.responses.wire import PREFIX, Item
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.generations.generation import Generation

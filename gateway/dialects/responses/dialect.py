@@ -17,13 +17,13 @@ from gateway.dialects.fields import (
     verbosity_of,
 )
 from gateway.dialects.logprobs import logprobs_of
-from gateway.dialects.responses_events import ResponsesEvents
-from gateway.dialects.responses_input import functions_of, kind_of, left_out_of, messages_of
-from gateway.dialects.responses_output import final_state, head_of, output_of
-from gateway.dialects.responses_wire import LOGPROBS, PREFIX, Item, ResponsesRequest
-from gateway.dialects.stored_responses.background import BackgroundResponse
-from gateway.dialects.stored_responses.record import StoredResponse
-from gateway.dialects.stored_responses.store import ResponseStore, StoredConversation
+from gateway.dialects.responses.events import ResponsesEvents
+from gateway.dialects.responses.input import functions_of, kind_of, left_out_of, messages_of
+from gateway.dialects.responses.output import final_state, head_of, output_of
+from gateway.dialects.responses.stored.background import BackgroundResponse
+from gateway.dialects.responses.stored.record import StoredResponse
+from gateway.dialects.responses.stored.store import ResponseStore, StoredConversation
+from gateway.dialects.responses.wire import LOGPROBS, PREFIX, Item, ResponsesRequest
 from gateway.dialects.wire import JsonObject, check_sampling, decode_body, encode, given_fields, left_out
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation

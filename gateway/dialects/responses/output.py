@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, Raw
 
 from gateway.dialects.base import RecordedAnswer
-from gateway.dialects.responses_wire import (
+from gateway.dialects.responses.wire import (
     PREFIX,
     CachedTokens,
     FunctionCallItem,

@@ -4,7 +4,7 @@ from hashlib import sha1, sha256
 
 import msgspec
 
-from gateway.dialects.responses_wire import Item
+from gateway.dialects.responses.wire import Item
 from gateway.dialects.wire import JsonObject, encode
 from gateway.language.chat_messages import Message
 

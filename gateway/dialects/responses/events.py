@@ -12,8 +12,8 @@ from msgspec import Raw
 
 from gateway.dialects.base import RecordedAnswer
 from gateway.dialects.logprobs import logprobs_of
-from gateway.dialects.responses_output import call_item, final_state, head_of, message_item, reasoning_item
-from gateway.dialects.responses_wire import (
+from gateway.dialects.responses.output import call_item, final_state, head_of, message_item, reasoning_item
+from gateway.dialects.responses.wire import (
     ArgumentsDelta,
     ArgumentsDone,
     ContentPartAdded,

@@ -11,8 +11,8 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.dialects.base import RecordedAnswer
-from gateway.dialects.responses_wire import ResponseState
-from gateway.dialects.stored_responses.record import IN_PROGRESS, StoredResponse
+from gateway.dialects.responses.stored.record import IN_PROGRESS, StoredResponse
+from gateway.dialects.responses.wire import ResponseState
 from gateway.dialects.wire import JsonObject, encode
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation

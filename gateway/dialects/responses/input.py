@@ -16,7 +16,7 @@ from gateway.dialects.fields import (
     TEXT_PART,
     check_fields,
 )
-from gateway.dialects.responses_wire import Item
+from gateway.dialects.responses.wire import Item
 from gateway.dialects.wire import TEXT_PARTS
 from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message, Tool

@@ -1,0 +1,1 @@
+"""`/v1/responses`: its objects, its stored answers, and its dialect."""

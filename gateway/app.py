@@ -24,6 +24,7 @@ from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.messages import Messages
 from gateway.dialects.responses.dialect import Responses
+from gateway.dialects.token_ids import TokenIdsDialect
 from gateway.edge.asgi import EdgeApp, Endpoint
 from gateway.edge.background_answers import BackgroundAnswers
 from gateway.edge.errors import install_gateway_errors
@@ -115,11 +116,13 @@ def endpoints_of(
     """The endpoint of each agents' path. `EdgeApp` also serves each path under `/sessions/{id}`."""
     renderer, model_name, of = gateway.renderer, gateway.settings.model_name, gateway.metrics.of
     messages = Messages(renderer, model_name, gateway.identities.thought_signature)
+    token_ids = TokenIdsDialect(renderer, model_name, gateway.settings.router_replay)
     dialects: Mapping[str, tuple[str, Dialect]] = {
         "/v1/chat/completions": ("chat", Chat(renderer, model_name)),
         "/v1/completions": ("completions", Completions(renderer, model_name)),
         "/v1/responses": ("responses", Responses(renderer, model_name, gateway.redis)),
         "/v1/messages": ("messages", messages),
+        "/inference/v1/generate": ("token_ids", token_ids),
     }
     return {
         **{

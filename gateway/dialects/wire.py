@@ -125,6 +125,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31),
     "max_completion_tokens": (1, 2**31),
     "max_output_tokens": (1, 2**31),
+    "min_tokens": (0, 2**31),
+    "routed_experts_prompt_start": (0, 2**31),
     "frequency_penalty": (-2, 2),
     "presence_penalty": (-2, 2),
     "seed": (-(2**63), 2**63 - 129),

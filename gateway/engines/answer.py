@@ -27,6 +27,7 @@ class SampleRequest(msgspec.Struct, frozen=True):
     top_logprobs: int = 0
     experts_from: int | None = None
     """The position of the first token whose experts are requested; None requests none."""
+    cache_salt: str | None = None
 
 
 class PartialAnswer:
@@ -81,12 +82,13 @@ class PartialAnswer:
             input_ids=[*self._wanted.input_ids, *self.ids] if have else self._wanted.input_ids,
             # An engine draws by the seed and the token's position, so another one continues the same series.
             # Frequency and presence penalties count the engine's own output only, so they start again at 0.
-            sampling_params=structs.replace(parameters, max_new_tokens=parameters.max_new_tokens - have),
+            sampling_params=_rest(parameters, have),
             top_logprobs_num=self._wanted.top_logprobs,
             return_routed_experts=UNSET if self._wanted.experts_from is None else True,
             routed_experts_start_len=UNSET
             if self._wanted.experts_from is None
             else self._wanted.experts_from,
+            cache_salt=UNSET if self._wanted.cache_salt is None else self._wanted.cache_salt,
             lora_path=UNSET if adapter is None else adapter.name,
         )
 
@@ -264,6 +266,14 @@ class PartialAnswer:
             return None
         text = self._text_of(ids)
         return next((stop for stop in self._stops if stop in text), None)
+
+
+def _rest(parameters: SamplingParameters, have: int) -> SamplingParameters:
+    """The parameters of an answer that has `have` tokens already."""
+    left, least = parameters.max_new_tokens - have, parameters.min_new_tokens
+    if least is UNSET:
+        return structs.replace(parameters, max_new_tokens=left)
+    return structs.replace(parameters, max_new_tokens=left, min_new_tokens=max(0, least - have))
 
 
 def _first(chunk: OutputChunk, count: int, stop: str) -> OutputChunk:

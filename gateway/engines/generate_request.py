@@ -9,6 +9,8 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     max_new_tokens: int
     stop_token_ids: list[int]
+    ignore_eos: bool | UnsetType = UNSET
+    min_new_tokens: int | UnsetType = UNSET
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -39,5 +41,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     return_routed_experts: bool | UnsetType = UNSET
     routed_experts_start_len: int | UnsetType = UNSET
     """The position of the first token whose experts are returned."""
+    cache_salt: str | UnsetType = UNSET
+    """Requests with different salts share no cached prefixes."""
     lora_path: str | UnsetType = UNSET
     """The name of the adapter that answers, at this engine."""

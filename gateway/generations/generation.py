@@ -52,6 +52,14 @@ class Call(msgspec.Struct, frozen=True):
     asked: Mapping[str, Any] = {}
     """Sampling parameters that the caller sent, in OpenAI's names."""
     stop: list[str] = []
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the answer, beside the template's."""
+    ignore_eos: bool = False
+    """No token ends the answer."""
+    cache_salt: str | None = None
+    """Calls with different salts share no cached prefixes."""
+    experts_from: int | None = None
+    """The position of the first token whose routed experts the reply has; None if it has none."""
     stream: bool = False
     top_logprobs: int = 0
     structural_tag: str | None = None
@@ -168,8 +176,15 @@ class Generation(msgspec.Struct):
             prompt_digest=prompt.digest.hex(),
             reply_digest=reply_digest,
             request_digest=self.client.digest,
-            experts=None if self.experts is None else self.experts.last(MOST_TOKENS_WITH_EXPERTS),
+            experts=self._own_experts(),
         )
+
+    def _own_experts(self) -> RoutedExperts | None:
+        """The experts that the turn records; the reply may have those of earlier tokens, too."""
+        if self.experts is None or not self.train:
+            return None
+        rows = len(self.prompt.prompt_ids) + len(self.ids) - 1 - self.experts_from
+        return self.experts.last(min(rows, MOST_TOKENS_WITH_EXPERTS))
 
     @property
     def experts_from(self) -> int:

@@ -198,6 +198,9 @@ class Generator:
 
     def _sample_request(self, generation: Generation) -> SampleRequest:
         call, interval = generation.call, 1 if generation.call.stream else WHOLE_ANSWER_INTERVAL
+        experts_from = [generation.experts_from] if generation.train else []
+        if call.experts_from is not None:
+            experts_from.append(call.experts_from)
         return SampleRequest(
             rid=generation.turn_id,
             session_id=generation.head.spec.session_id,
@@ -205,7 +208,8 @@ class Generator:
             input_ids=generation.prompt.prompt_ids.tolist(),
             parameters=engine_parameters(generation.sampling, self._renderer.stop_ids, call, interval),
             top_logprobs=call.top_logprobs,
-            experts_from=generation.experts_from if self._router_replay and generation.train else None,
+            experts_from=min(experts_from, default=None) if self._router_replay else None,
+            cache_salt=call.cache_salt,
         )
 
     def _locate(self, head: SessionHead, call: Call) -> Prompt:

@@ -134,7 +134,7 @@ class Recorder:
     def _answer(self, generation: Generation) -> ParsedAnswer:
         call, ids = generation.call, generation.ids
         if call.prompt_ids is not None:
-            ended = bool(ids) and ids[-1] in self._renderer.stop_ids
+            ended = bool(ids) and ids[-1] in (*self._renderer.stop_ids, *call.stop_ids)
             answer = ParsedAnswer(self._renderer.text_of(ids[:-1] if ended else ids))
         else:
             prompt_ids = generation.prompt.prompt_ids

@@ -17,8 +17,9 @@ from rollout_queue.contract.records import Sampling, SamplingPolicy
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Values without effect. They are sent where no other value applies, so that no engine's default does."""
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias")
-RENAMED = frozenset({"max_tokens", "seed", "constraint", "thinking"})
+PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens")
+"""Parameters that change logits. `min_tokens` forbids the tokens that end an answer, until it is so long."""
+RENAMED = frozenset({"max_tokens", "min_tokens", "seed", "constraint", "thinking"})
 """Parameters that have another name at the engine, or change the prompt and not the sampling."""
 
 
@@ -36,6 +37,10 @@ def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: in
         used |= {name: asked[name] for name in PENALTIES if asked.get(name)}
     limits = [asked.get("max_tokens"), policy.max_tokens, room]
     used["max_tokens"] = min(limit for limit in limits if limit is not None)
+    if "min_tokens" in used:
+        used["min_tokens"] = min(used["min_tokens"], used["max_tokens"])
+    if call.ignore_eos:
+        used["ignore_eos"] = True
     if call.structural_tag is not None:
         used["constraint"] = asked["constraint"]
     if call.thinking:
@@ -53,7 +58,9 @@ def engine_parameters(
     return SamplingParameters(
         **same_name,
         max_new_tokens=sampling.used["max_tokens"],
-        stop_token_ids=stop_ids,
+        # With `ignore_eos`, SGLang ends an answer at no stop token.
+        stop_token_ids=[] if call.ignore_eos else [*dict.fromkeys((*stop_ids, *call.stop_ids))],
+        min_new_tokens=sampling.used.get("min_tokens", UNSET),
         sampling_seed=sampling.used.get("seed", UNSET),
         stop=list(call.stop) or UNSET,
         structural_tag=UNSET if call.structural_tag is None else call.structural_tag,

@@ -13,6 +13,7 @@ from gateway.dialects.chat_wire import ChatRequest
 from gateway.dialects.completions_wire import CompletionRequest
 from gateway.dialects.messages_wire import MessagesRequest
 from gateway.dialects.responses.wire import ResponsesRequest
+from gateway.dialects.token_ids_wire import TokenIdsRequest
 
 JsonSchema = dict[str, Any]
 """A part of an OpenAPI document."""
@@ -23,6 +24,7 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": MessagesRequest,
+    "/inference/v1/generate": TokenIdsRequest,
 }
 CONTRACTS: Mapping[str, tuple[str, list[str]]] = {
     "/v1/chat/completions": (
@@ -36,7 +38,9 @@ CONTRACTS: Mapping[str, tuple[str, list[str]]] = {
         ["id", "type", "role", "model", "content", "stop_reason", "usage"],
     ),
     "/v1/messages/count_tokens": ("The number of tokens in the prompt", ["input_tokens"]),
+    "/inference/v1/generate": ("vLLM's answer of token ids", ["request_id", "choices", "usage"]),
 }
+WITHOUT_STREAM = ("/v1/messages/count_tokens", "/inference/v1/generate")
 ERROR: JsonSchema = {
     "type": "object",
     "required": ["error"],
@@ -74,7 +78,7 @@ def openapi_document(app: FastAPI) -> JsonSchema:
         for path, operations in document["paths"].items():
             for operation in operations.values():
                 operation["responses"] |= _errors()
-                if path.startswith("/sessions/{session_id}/v1"):
+                if path.startswith(("/sessions/{session_id}/v1", "/sessions/{session_id}/inference")):
                     operation.setdefault("parameters", []).append(SESSION)
         app.openapi_schema = document
     return app.openapi_schema
@@ -96,7 +100,7 @@ def _agents_path(path: str) -> JsonSchema:
     contract, required = CONTRACTS[path]
     reference = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
     content: JsonSchema = {"application/json": {"schema": {"type": "object", "required": required}}}
-    if not path.endswith("count_tokens"):
+    if path not in WITHOUT_STREAM:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "tags": ["agent"],

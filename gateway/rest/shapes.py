@@ -192,6 +192,8 @@ class Model(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    max_model_len: int
+    """Tokens that a prompt and its answer may have; the name is vLLM's."""
 
 
 class ModelList(TypedDict):

@@ -21,7 +21,9 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", {"input": "hi"}),
     "messages": ("/v1/messages", {"messages": HI, "max_tokens": 8}),
 }
-DIALECTS = {*CALLS, "count_tokens", "rest"}
+WHOLE = {"token_ids": ("/inference/v1/generate", {"token_ids": [5, 6, 7]})}
+"""Dialects without streams."""
+DIALECTS = {*CALLS, *WHOLE, "count_tokens", "rest"}
 PARTS = {"read", "session", "render", "tokenize", "wait", "sample", "parse", "record"}
 Figures = dict[tuple[str, ...], float]
 
@@ -76,6 +78,17 @@ def test_a_call_counts_in_its_dialect(fresh: RunningGateway, dialect: str) -> No
     assert found["weir_part_seconds_sum", dialect, "sample"] > 0
     others = DIALECTS - {dialect, "rest"}
     assert not any(found["weir_part_seconds_count", other, part] for other in others for part in PARTS)
+
+
+@pytest.mark.parametrize("dialect", WHOLE)
+def test_a_call_without_a_stream_counts_in_its_dialect(fresh: RunningGateway, dialect: str) -> None:
+    path, body = WHOLE[dialect]
+    assert fresh.post(path, body).status_code == 200
+    assert fresh.post(path, {**body, "model": 5}).status_code == 400
+    found = figures(fresh)
+    assert found["weir_http_responses_total", dialect, "200"] == 1
+    assert found["weir_http_responses_total", dialect, "400"] == 1
+    assert found["weir_part_seconds_sum", dialect, "sample"] > 0
 
 
 def test_every_event_but_the_first_has_a_gap(fresh: RunningGateway) -> None:

@@ -38,7 +38,7 @@ def test_every_endpoint_for_agents_is_published(backends: Backends) -> None:
         agents = {
             path
             for path, operations in paths.items()
-            if path.startswith("/v1/") and "post" in operations and "{" not in path
+            if path.startswith(("/v1/", "/inference/")) and "post" in operations and "{" not in path
         }
         assert set(app.endpoints) == agents != set()
 
@@ -47,7 +47,7 @@ def test_every_endpoint_for_agents_is_published(backends: Backends) -> None:
 @pytest.mark.parametrize(
     ("paths", "key"),
     [
-        ("^/(v1|sessions|groups|live|ready|metrics)", CLIENT_KEY),
+        ("^/(v1|inference|sessions|groups|live|ready|metrics)", CLIENT_KEY),
         ("^/api", CLIENT_KEY),
         ("^/admin", ADMIN_KEY),
     ],

@@ -1,5 +1,6 @@
 """Mixtures of experts: a turn records which experts the engine chose for each of its tokens."""
 
+import base64
 import json
 import shutil
 from collections.abc import Iterator
@@ -130,3 +131,33 @@ def test_a_long_event_with_experts_is_read() -> None:
     assert stream.feed(b"data: " + event) == []
     (chunk,) = stream.feed(b"\n\n")
     assert chunk.experts == RoutedExperts(1, 1, b"\0")
+
+
+def test_an_answer_of_token_ids_has_the_experts_that_were_asked_for(replaying: RunningGateway) -> None:
+    def generate(ids: list[int], **sampling: Any) -> dict[str, Any]:
+        body = {"token_ids": ids, "sampling_params": sampling}
+        reply = replaying.post("/inference/v1/generate", body, headers={"x-session-id": "trace"})
+        choice: dict[str, Any] = reply.json()["choices"][0]
+        return choice
+
+    def rows(choice: dict[str, Any]) -> list[int]:
+        told = choice["routed_experts"]
+        numbers = list(base64.b64decode(told["data"]))
+        assert (told["shape"], told["dtype"]) == ([len(numbers), 1, 1], "uint8")
+        return [told["start"], *numbers]
+
+    first = generate([5, 6, 7])
+    end = 3 + len(first["token_ids"])
+    assert rows(first) == [0, *map(expert_of, range(end - 1))]
+    second = generate([5, 6, 7, *first["token_ids"], 8], routed_experts_prompt_start=1)
+    whole = end + 1 + len(second["token_ids"])
+    assert rows(second) == [1, *map(expert_of, range(1, whole - 1))]
+    third = generate([5, 6, 7, *first["token_ids"], 8], return_routed_experts=False)
+    assert "routed_experts" not in third
+    one, two, _ = recorded(replaying, "trace")
+    assert (one.experts, two.experts) == (expected(0, end - 1), expected(end - 1, whole - 1))
+    refused = replaying.post(
+        "/inference/v1/generate",
+        {"token_ids": [5], "sampling_params": {"routed_experts_prompt_start": 1}},
+    )
+    assert refused.json()["error"]["param"] == "sampling_params.routed_experts_prompt_start"

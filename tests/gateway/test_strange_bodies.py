@@ -78,6 +78,19 @@ COMPLETION = merged(
     ),
     optional("model", "temperature", "echo", "logprobs", "stop", "suffix", "best_of", "logit_bias"),
 )
+TOKENS = merged(
+    st.fixed_dictionaries(
+        {"token_ids": TOKEN_IDS},
+        optional={
+            "sampling_params": optional(
+                *("n", "temperature", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+                *("seed", "logprobs", "logit_bias", "routed_experts_prompt_start", "bad_words"),
+            )
+            | JSON
+        },
+    ),
+    optional("model", "token_ids", "cache_salt", "priority", "features", "stream", "return_token_ids"),
+)
 WORDS = st.text(max_size=6) | st.just("x") | st.lists(PARTS, max_size=1) | JSON
 ITEM = st.fixed_dictionaries(
     {},
@@ -127,6 +140,7 @@ SESSION = optional(
 PATHS: dict[str, Any] = {
     CHAT_PATH: CHAT,
     "/v1/completions": COMPLETION,
+    "/inference/v1/generate": TOKENS,
     "/v1/responses": RESPONSE,
     MESSAGES_PATH: MESSAGE,
     COUNT_PATH: MESSAGE,
@@ -206,6 +220,7 @@ def test_no_body_makes_a_500(gateway: RunningGateway, path: str) -> None:
 SOUND: dict[str, bytes] = {
     "/v1/completions": b'{"prompt": "x", "max_tokens": 3}',
     "/v1/responses": b'{"input": "x", "max_output_tokens": 3}',
+    "/inference/v1/generate": b'{"token_ids": [3], "cache_salt": "x"}',
     "/sessions": b'{"task_id": "x", "ttl_s": 3}',
     "/groups": b'{"task_id": "x", "size": 3}',
     "/sessions/here/reward": b'{"key": "x", "value": 3}',

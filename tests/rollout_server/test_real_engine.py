@@ -42,6 +42,22 @@ def test_a_push_is_served_and_a_rollback_brings_the_same_weights_back(running: R
     assert len(running.generates()) == 4
 
 
+def test_no_cached_prefix_of_an_older_version_is_reused(running: Running) -> None:
+    def cached(salt: str) -> int:
+        sampling = {"max_new_tokens": 1, "temperature": 0}
+        body = {"input_ids": [1, *range(20, 120)], "sampling_params": sampling, "cache_salt": salt}
+        answer = httpx.post(f"{running.engine_url}/generate", json=body, timeout=120).json()
+        return int(answer["meta_info"]["cached_tokens"])
+
+    number = int(running.served()) + 1
+    cached("one")
+    assert cached("one") > 0
+    assert cached("two") == 0  # a salt keeps prefixes apart
+    assert cached("two") > 0
+    assert running.reload(number, running.version(number)).status_code == 200
+    assert cached("one") == cached("two") == 0
+
+
 def _truncate(directory: Path) -> None:
     raw = (directory / WEIGHTS).read_bytes()
     (directory / WEIGHTS).write_bytes(raw[: len(raw) // 2])

@@ -7,6 +7,7 @@ from gateway.errors import ObjectNotFound
 from gateway.generations.pinning import Pinned, pinned
 from gateway.rest.access import agent_of
 from gateway.rest.shapes import Model, ModelList
+from gateway.wiring import GatewayParts
 
 router = APIRouter(tags=["agent"])
 
@@ -18,7 +19,8 @@ async def list_models(request: Request) -> JSONResponse:
     gateway, _ = agent_of(request)
     model_name = gateway.settings.model_name
     adapters = [Pinned(each.version, each.name).name(model_name) for each in await gateway.adapters.all()]
-    return JSONResponse({"object": "list", "data": [_model(name) for name in (model_name, *adapters)]})
+    names = (model_name, *adapters)
+    return JSONResponse({"object": "list", "data": [_model(gateway, name) for name in names]})
 
 
 @router.get("/v1/models/{model:path}", responses={200: {"model": Model}})
@@ -27,7 +29,7 @@ async def read_model(model: str, request: Request) -> JSONResponse:
     """One model by its name. Unless `strict_models` is set, every other name also means the policy."""
     gateway, _ = agent_of(request)
     await pinned(gateway.settings, gateway.fleet, gateway.adapters, model, None)
-    return JSONResponse(_model(model))
+    return JSONResponse(_model(gateway, model))
 
 
 @router.post("/v1/embeddings", include_in_schema=False)
@@ -40,5 +42,11 @@ async def refuse_embeddings(request: Request) -> None:
     )
 
 
-def _model(name: str) -> Model:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "weir"}
+def _model(gateway: GatewayParts, name: str) -> Model:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "weir",
+        "max_model_len": gateway.renderer.context_length,
+    }

@@ -11,6 +11,7 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "logit_bias": {},
+    "min_tokens": 0,
 }
 """The values of sampling parameters with which the engine samples from softmax(logits / temperature)."""
 

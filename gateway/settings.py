@@ -116,6 +116,8 @@ class TinkerSettings(BaseModel):
     max_log_bytes: int = Field(256 * 2**20, ge=2**20)
     """What the commands and the unread results of all models may take in Redis. The model whose command is
     the oldest may take as much again."""
+    max_samples: int = Field(2000, ge=1)
+    """How many samples one gateway process makes at once; half of them for one client key."""
     poll_s: float = Field(25.0, gt=0, le=40)
     """How long a poll waits for its result. The SDK gives up after 45 s."""
 

@@ -43,5 +43,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """The position of the first token whose experts are returned."""
     cache_salt: str | UnsetType = UNSET
     """Requests with different salts share no cached prefixes."""
+    logprob_start_len: int | UnsetType = UNSET
+    """The position of the first token of the prompt that is scored; no token of it if UNSET."""
     lora_path: str | UnsetType = UNSET
     """The name of the adapter that answers, at this engine."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.engines.aiohttp_transport import AiohttpTransport
-from gateway.engines.httptools_transport import HttptoolsTransport
-from gateway.engines.transport import ConnectFailed, ConnectionLost, EngineTransport, ReadTimedOut
+from gateway.engines.transports.aiohttp_transport import AiohttpTransport
+from gateway.engines.transports.httptools_transport import HttptoolsTransport
+from gateway.engines.transports.transport import ConnectFailed, ConnectionLost, EngineTransport, ReadTimedOut
 from tests.support.serving import free_port
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

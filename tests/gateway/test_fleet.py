@@ -16,8 +16,8 @@ from gateway.engines.breaker import Breaker
 from gateway.engines.client import EngineClient
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer, Registration
-from gateway.engines.httptools_transport import HttptoolsTransport
 from gateway.engines.placement import ANY, Wish, choose_server
+from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.errors import NoServer
 from rollout_queue.contract.policies.serving import plan_of
 from tests.support.waiting import PATIENCE_S

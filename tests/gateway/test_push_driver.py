@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 from gateway.engines.client import EngineClient
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import Registration
-from gateway.engines.httptools_transport import HttptoolsTransport
 from gateway.engines.policies.push_driver import PushBounds, PushDriver
+from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.redis import keys
 from rollout_queue.redis.policies.register import PolicyRegister

@@ -15,6 +15,8 @@ from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNot
 from gateway.rest.access import client_of
 from gateway.rest.tinker_api.paths import PromiseId
 from gateway.rest.tinker_api.promises import Announcements
+from gateway.rest.tinker_api.sample_promises import SamplePromises
+from gateway.rest.tinker_api.samples import SampleMaker
 from gateway.rest.tinker_api.store import TinkerStore
 from gateway.sessions.identity import Caller
 from gateway.settings import GatewaySettings
@@ -35,6 +37,8 @@ class TinkerDoor:
     log: CommandSubmissions
     store: TinkerStore
     announcements: Announcements
+    promises: SamplePromises
+    samples: SampleMaker
 
     @property
     def base_model(self) -> str:
@@ -86,10 +90,14 @@ async def opened_door(gateway: GatewayParts) -> AsyncIterator[TinkerDoor]:
     redis = Redis.from_url(settings.redis_url, socket_connect_timeout=2, socket_timeout=20)
     log = CommandSubmissions(gateway.redis, settings.tinker.max_log_bytes)
     announcements = Announcements(redis)
+    promises = SamplePromises(gateway.redis)
+    samples = SampleMaker(gateway, promises, settings.tinker.max_samples)
     task = asyncio.create_task(announcements.follow())
+    store = TinkerStore(gateway.redis, log)
     try:
-        yield TinkerDoor(gateway, log, TinkerStore(gateway.redis, log), announcements)
+        yield TinkerDoor(gateway, log, store, announcements, promises, samples)
     finally:
+        await samples.close()
         await cancel_and_wait([task])
         await redis.aclose()
 

@@ -3,10 +3,13 @@
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from gateway.edge.request import JSON
+from gateway.rest.json_bodies import PROTOBUF
 from gateway.rest.tinker_api.answers import body_of
 from gateway.rest.tinker_api.bodies import FutureBody
 from gateway.rest.tinker_api.door import TinkerDoor, door_of
 from gateway.rest.tinker_api.paths import PromiseId, promise_id
+from gateway.rest.tinker_api.sample_promises import MADE
 from rollout_queue.commands.command import request_id
 from rollout_queue.commands.result import Answer
 from rollout_queue.http.errors import ApiError
@@ -23,13 +26,32 @@ async def retrieve_future(body: FutureBody, request: Request) -> Response:
     """The result of a promise, 408's equal `try_again` while it is worked on, or 410 once it is gone."""
     door, caller = door_of(request)
     promise = promise_id(body.request_id)
+    if promise.kind == "s":
+        await door.store.target(promise.of, caller)
+        return await _sample(door, promise, body)
     await door.store.model(promise.of, caller)
     found = await _result(door, promise)
     if isinstance(found, Gone):
         raise ApiError(410, f"the result of {promise} is not kept any more, or never was promised")
     if found is None:
         return JSONResponse(await _try_again(door, promise))
-    data, media_type = body_of(promise.of, found)
+    return _told(*body_of(promise.of, found), body)
+
+
+async def _sample(door: TinkerDoor, promise: PromiseId, body: FutureBody) -> Response:
+    async def read() -> bytes | Gone | None:
+        found = await door.promises.result(promise)
+        return Gone() if found is None else found or None
+
+    found = await door.announcements.wait(str(promise), read, door.gateway.settings.tinker.poll_s)
+    if isinstance(found, Gone):
+        raise ApiError(410, f"the sample {promise} is not made any more, or was never asked for")
+    if found is None:
+        return JSONResponse(_active(promise))
+    return _told(bytes(found[1:]), PROTOBUF if found[:1] == MADE else JSON, body)
+
+
+def _told(data: bytes, media_type: str, body: FutureBody) -> Response:
     if body.allow_metadata_only and len(data) > LARGE_BYTES:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": len(data)})
     return Response(data, media_type=media_type)
@@ -47,8 +69,12 @@ async def _result(door: TinkerDoor, promise: PromiseId) -> Answer | Gone | None:
 
 
 async def _try_again(door: TinkerDoor, promise: PromiseId) -> dict[str, str]:
-    told = {"type": "try_again", "request_id": str(promise), "queue_state": "active"}
+    told = _active(promise)
     if await door.log.is_full():
         told["queue_state"] = "paused_capacity"
         told["queue_state_reason"] = "the command log is full until the trainer has written a checkpoint"
     return told
+
+
+def _active(promise: PromiseId) -> dict[str, str]:
+    return {"type": "try_again", "request_id": str(promise), "queue_state": "active"}

@@ -172,8 +172,13 @@ def sampling_target(sampling_session_id: str) -> str:
     return f"weir:st:{sampling_session_id}"
 
 
+def sample_digest(request: str) -> str:
+    """String: the digest of the request that a promise of a sample belongs to."""
+    return f"weir:cd:{request}"
+
+
 def result(request: str) -> str:
-    """String: the result of a command."""
+    """String: the result of a command or a sample; empty while the sample is made."""
     return f"weir:cr:{request}"
 
 

@@ -98,6 +98,8 @@ class FakeEngine:
         if self.raw is not None:
             raw, self.raw = self.raw, None
             return StreamingResponse(self._cut_off(raw), media_type="text/event-stream")
+        if not body.get("stream", True):
+            return JSONResponse({"meta_info": scores_of(body)})
         answer = self.script.popleft() if self.script else self.mind
         ids = self.tokenizer.encode(answer).ids if isinstance(answer, str) else list(answer)
         ids += self.tokenizer.encode(self.end).ids
@@ -214,6 +216,22 @@ class FakeEngine:
 def logprob_of(index: int) -> float:
     """The logprob of the fake's token at `index`; exact in float32."""
     return -(1 + index % 97) / 128
+
+
+def scores_of(body: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's scores of a prompt: token 7 has -0.007, and the likeliest tokens in its place are 0, 1, …"""
+    start, top_k = body["logprob_start_len"], body["top_logprobs_num"]
+    ids = body["input_ids"][start:]
+    meta: dict[str, Any] = {
+        "input_token_logprobs": [
+            [-token / 1000 if at else None, token, None] for at, token in enumerate(ids)
+        ],
+        "cached_tokens": 0,
+    }
+    if top_k:
+        top = [[-0.5 - rank, rank, None] for rank in range(top_k)]
+        meta["input_top_logprobs"] = [top if at else None for at in range(len(ids))]
+    return meta
 
 
 def said_already(prompt: list[int], ids: list[int]) -> int:

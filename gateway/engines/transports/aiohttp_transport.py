@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 import aiohttp
 
-from gateway.engines.transport import (
+from gateway.engines.transports.transport import (
     CONNECT_TIMEOUT_S,
     IDLE_LIMIT_S,
     LAST_BYTES_S,

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from gateway.engines.transport import (
+from gateway.engines.transports.transport import (
     CONNECT_TIMEOUT_S,
     IDLE_LIMIT_S,
     LAST_BYTES_S,

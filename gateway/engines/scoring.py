@@ -1,0 +1,124 @@
+"""Scores prompts: what an engine's model thinks of each token, after the tokens before it.
+
+prompt ids ──▶ server ──▶ one token is sampled and dropped ──▶ log-probabilities of the prompt
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from gateway.engines.event_stream import LOWEST_LOGPROB, engine_error
+from gateway.engines.failover import HARMLESS, NO_ADAPTER, RetryState, Sampler
+from gateway.engines.fleet_server import FleetServer
+from gateway.engines.generate_request import GenerateBody, SamplingParameters
+from gateway.engines.placement import Wish
+from gateway.errors import EngineFault, RequestRefused
+
+
+class PromptScores(NamedTuple):
+    """The scores of a prompt of N tokens, of the distribution at temperature 1."""
+
+    logprobs: Sequence[float | None]
+    """Nats, one for each token; None where no distribution is known: the first, and those not asked for."""
+    top: Sequence[Sequence[tuple[float, int]]]
+    """The likeliest tokens in its place, as (logprob, id); empty where they are not known."""
+    cached_tokens: int
+
+
+Triple = tuple[float | None, int, str | None]
+
+
+class _ScoredMeta(msgspec.Struct):
+    input_token_logprobs: list[Triple]
+    input_top_logprobs: list[list[Triple] | None] | None = None
+    cached_tokens: int | None = 0
+
+
+class _Scored(msgspec.Struct):
+    meta_info: _ScoredMeta
+
+
+_decode = msgspec.json.Decoder(_Scored).decode
+ONE_TOKEN = SamplingParameters(max_new_tokens=1, stop_token_ids=[])
+
+
+class PromptScorer:
+    """Scores on the fleet of a sampler."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    async def score(
+        self, rid: str, session_id: str, wish: Wish, ids: Sequence[int], start: int, top_k: int
+    ) -> PromptScores:
+        """The scores of the tokens from `start` on, and the `top_k` likeliest in the place of each.
+
+        Another server is tried after a fault, as for an answer without tokens. Raises RequestRefused,
+        EngineFault or NoServer.
+        """
+        sampler, retries, avoid = self._sampler, RetryState(), ""
+        body = GenerateBody(
+            rid=rid,
+            input_ids=list(ids),
+            sampling_params=ONE_TOKEN,
+            stream=False,
+            logprob_start_len=max(0, start - 1),  # the first one that the engine scores has no score
+            top_logprobs_num=top_k,
+        )
+        while True:
+            server = await sampler.fleet.acquire(session_id, wish, sampler.engine_wait_s, avoid)
+            try:
+                return await self._attempt(server, body, wish)
+            except EngineFault as fault:
+                if fault.reason not in HARMLESS:
+                    server.breaker.failed(unreachable=fault.reason == "refused")
+                pause_s = retries.backoff_s(fault, sampler.engine_wait_s)
+                body = msgspec.structs.replace(body, rid=f"{retries.faults}.{rid}")
+                avoid = server.id
+                await asyncio.sleep(pause_s)
+
+    async def _attempt(self, server: FleetServer, body: GenerateBody, wish: Wish) -> PromptScores:
+        adapter, url = server.adapter_of(wish.version, wish.adapter), server.registration.engine_url
+        if adapter is not None:
+            body = msgspec.structs.replace(body, lora_path=adapter.name)
+        trial = server.enter()
+        try:
+            reply = await self._sampler.engine.whole(url, body)
+        except RequestRefused as error:
+            if adapter is not None and NO_ADAPTER.match(error.message):
+                raise EngineFault("failed", error.message) from error
+            raise
+        except asyncio.CancelledError:
+            await asyncio.shield(self._sampler.engine.abort(url, body.rid))
+            raise
+        finally:
+            server.leave(trial)
+        return _scores(reply, len(body.input_ids), body.top_logprobs_num)
+
+
+def _scores(reply: bytes, length: int, top_k: int) -> PromptScores:
+    """Raises EngineFault for a reply that contradicts itself."""
+    try:
+        meta = _decode(reply).meta_info
+    except msgspec.DecodeError as error:
+        if b'"error"' in reply[:1000]:
+            raise engine_error(200, reply[:10_000]) from error
+        raise EngineFault("nonsense", f"the engine's scores cannot be read: {error}") from error
+    scored = meta.input_token_logprobs
+    if len(scored) > length:
+        raise EngineFault("nonsense", f"{len(scored)} scores for a prompt of {length} tokens")
+    unknown = length - len(scored)
+    logprobs = [_finite(logprob) for logprob, _, _ in scored]
+    found = meta.input_top_logprobs or []
+    top: list[list[tuple[float, int]]] = [[] for _ in range(length)]
+    for at, each in enumerate(found if top_k else [], unknown):
+        top[at] = [(_finite(logprob) or 0.0, token) for logprob, token, _ in each or []]
+    if logprobs:
+        logprobs[0], top[unknown] = None, []
+    return PromptScores([None] * unknown + logprobs, top, meta.cached_tokens or 0)
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,1 @@
+"""The HTTP clients that stream answers from engines."""

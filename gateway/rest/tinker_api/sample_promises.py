@@ -1,0 +1,67 @@
+"""Promises of samples in Redis: any gateway process answers the polls for what another one makes."""
+
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+
+from gateway.errors import InvalidRequest
+from gateway.rest.tinker_api.paths import PromiseId
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
+
+LEASE_S = 30.0
+"""How long a promise is kept without a sign of life of the gateway that makes the sample."""
+KEPT_S = 3600.0
+"""How long a sample can be read."""
+MADE, REFUSED = b"+", b"-"
+"""What a result begins with: a message of protobuf follows, or JSON. A promise begins with a digest."""
+DIGEST_CHARS = 32
+
+
+class SamplePromises:
+    """Every method raises StorageUnavailable."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def known(self, promise: PromiseId, digest: str) -> bool:
+        """Whether the sample is promised or made. Raises InvalidRequest if it has another content."""
+        found: Any = await stored(self._redis.get(_digest_key(promise)))
+        if found is not None and found.decode() != digest:
+            message = f"seq_id: number {promise.number} of {promise.of} was used for another sample"
+            raise InvalidRequest(message, param="seq_id", code="sequence_conflict")
+        return found is not None and bool(await stored(self._redis.exists(keys.result(str(promise)))))
+
+    async def begin(self, promise: PromiseId, digest: str) -> bool:
+        """Promise it. Returns False if another process was first."""
+        await stored(self._redis.set(_digest_key(promise), digest, ex=int(KEPT_S)))
+        first = await stored(self._redis.set(keys.result(str(promise)), b"", nx=True, ex=int(LEASE_S)))
+        return bool(first)
+
+    async def renew(self, promise: PromiseId) -> None:
+        """The gateway that makes it is alive."""
+        await stored(self._redis.expire(keys.result(str(promise)), int(LEASE_S)))
+
+    async def keep(self, promise: PromiseId, made: bytes | dict[str, Any]) -> None:
+        """Store what was made, or why there is nothing, and wake those who wait for it."""
+        packed = MADE + made if isinstance(made, bytes) else REFUSED + msgspec.json.encode(made)
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.set(keys.result(str(promise)), packed, ex=int(KEPT_S))
+            pipeline.xadd(
+                keys.RESULTS_ANNOUNCED, {b"r": str(promise).encode()}, maxlen=1000, approximate=True
+            )
+            await stored(pipeline.execute())
+
+    async def drop(self, promise: PromiseId) -> None:
+        """The sample will not be made."""
+        await stored(self._redis.delete(keys.result(str(promise))))
+
+    async def result(self, promise: PromiseId) -> bytes | None:
+        """What `keep` stored; empty while it is made; None for an unknown promise."""
+        found: bytes | None = await stored(self._redis.get(keys.result(str(promise))))
+        return found
+
+
+def _digest_key(promise: PromiseId) -> str:
+    return keys.sample_digest(str(promise))

@@ -1,0 +1,194 @@
+"""Makes samples in the background, so that a client polls for them as for the result of a command.
+
+asample ─▶ promise in Redis ─▶ task: answers, recorded as turns; scores of the prompt ─▶ result in Redis
+
+A promise whose gateway has died is gone after LEASE_S; the SDK then asks for the sample again.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.edge.background_answers import UnreadCall
+from gateway.edge.choices import for_each
+from gateway.edge.errors import ANSWERABLE, api_error
+from gateway.engines.cancellation import cancel_and_wait
+from gateway.engines.scoring import PromptScorer, PromptScores
+from gateway.errors import LimitReached
+from gateway.generations.generation import Call, Generation, tokens_of
+from gateway.generations.pinning import Pinned
+from gateway.rest.tinker_api.paths import PromiseId
+from gateway.rest.tinker_api.sample_answer import sample_response
+from gateway.rest.tinker_api.sample_promises import SamplePromises
+from gateway.sessions.identity import Caller
+from gateway.wiring import GatewayParts
+from rollout_queue.contract.errors import QueueError, StorageUnavailable
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import Outcome
+from rollout_queue.contract.verdicts import OPENED_UNTRAINED
+
+logger = logging.getLogger(__name__)
+
+RENEW_EVERY_S = 10.0
+
+
+class WantedSample(msgspec.Struct, frozen=True):
+    """What one asample asks for."""
+
+    promise: PromiseId
+    call: Call
+    n: int
+    pinned: Pinned
+    prompt_from: int | None = None
+    """The position of the first token of the prompt that is scored; None scores none."""
+    prompt_top: int = 0
+
+    @property
+    def session_id(self) -> str:
+        """The session that records the answers: no other sample has it."""
+        return f"sample-{hashlib.sha256(str(self.promise).encode()).hexdigest()[:32]}"
+
+    @property
+    def sequence_ids(self) -> list[str]:
+        return [f"{self.session_id}.{index}" for index in range(self.n)]
+
+
+def turn_of(sequence_id: str) -> str:
+    """The id of the turn that records a sequence."""
+    return hashlib.sha256(sequence_id.encode()).hexdigest()[:32]
+
+
+@dataclass
+class SampleMaker:
+    """The samples that this gateway process makes."""
+
+    gateway: GatewayParts
+    promises: SamplePromises
+    most: int
+    """How many samples it makes at once; one client key gets half of them."""
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _owners: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._scorer = PromptScorer(self.gateway.sampler)
+
+    async def start(self, wanted: WantedSample, caller: Caller, digest: str) -> None:
+        """Promise the sample, and begin to make it, unless it is promised already.
+
+        Raises LimitReached, StorageUnavailable, and InvalidRequest for a number with another content.
+        """
+        if await self.promises.known(wanted.promise, digest):
+            return
+        held = len(self._tasks), self._owners[caller.owner]
+        if held[0] >= self.most or held[1] >= max(1, self.most // 2):
+            message = f"{held[0]} samples are made, {held[1]} of them for this key; try again"
+            raise LimitReached(message, code="samples_limit", retry_s=1)
+        self.gateway.admission.check_call(caller.owner)
+        if not await self.promises.begin(wanted.promise, digest):
+            return
+        self._owners[caller.owner] += 1
+        task = asyncio.create_task(self._make(wanted, caller))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._leave(caller.owner))
+
+    async def close(self) -> None:
+        """End all samples; their promises are gone, so clients ask for them again elsewhere."""
+        await cancel_and_wait(list(self._tasks))
+
+    def _leave(self, owner: str) -> None:
+        self._owners[owner] -= 1
+        if not self._owners[owner]:
+            del self._owners[owner]
+
+    async def _make(self, wanted: WantedSample, caller: Caller) -> None:
+        making = asyncio.create_task(self._made(wanted, caller))
+        try:
+            while not making.done():
+                await asyncio.wait([making], timeout=RENEW_EVERY_S)
+                if not making.done():
+                    await self._renew(wanted.promise)
+            await self._keep(wanted.promise, making.result())
+        except asyncio.CancelledError:
+            await cancel_and_wait([making])
+            await self._drop(wanted.promise)
+            raise
+
+    async def _made(self, wanted: WantedSample, caller: Caller) -> bytes | dict[str, str]:
+        """The sample as the SDK reads it, or why there is none."""
+        try:
+            return await self._sample(wanted, caller)
+        except ANSWERABLE as error:
+            told = api_error(error)
+            return {"error": told.message, "category": "user" if told.status < 500 else "server"}
+        except Exception:  # outermost frame of the task: a bug
+            logger.exception("the sample %s failed", wanted.promise)
+            return {"error": "internal error; the gateway's log has it", "category": "server"}
+
+    async def _sample(self, wanted: WantedSample, caller: Caller) -> bytes:
+        gateway = self.gateway
+        spec = gateway.sessions.new_spec(caller, wanted.session_id, inferred=True)
+        head = SessionHead(spec=msgspec.structs.replace(spec, train=False), stored=False)
+        client = UnreadCall(str(wanted.promise), 0, 0, gateway.metrics.of("tinker"))
+        calls, heavy = [wanted.call], len(wanted.call.prompt_ids or ()) > HEAVY_TOKENS
+        generations = await gateway.generator.begin(
+            head, calls, wanted.n, wanted.pinned, "sample-", heavy, client
+        )
+        for sequence_id, generation in zip(wanted.sequence_ids, generations, strict=True):
+            generation.turn_id = turn_of(sequence_id)
+        scoring = asyncio.create_task(self._scores(wanted, generations[0]))
+        try:
+            async with gateway.in_flight.call(head):
+                await for_each(gateway.generator.sample, generations)
+                await for_each(gateway.recorder.record, generations)
+            scores = await scoring
+        finally:
+            await cancel_and_wait([scoring])
+            if any(generation.ids for generation in generations):
+                gateway.admission.spend(caller.owner, sum(tokens_of(generations, wanted.n)))
+        await self._finish(generations)
+        return sample_response(generations, scores, wanted.call.top_logprobs, wanted.prompt_top)
+
+    async def _scores(self, wanted: WantedSample, generation: Generation) -> PromptScores | None:
+        if wanted.prompt_from is None:
+            return None
+        ids: Sequence[int] = wanted.call.prompt_ids or ()
+        rid = f"scores.{generation.turn_id}"
+        return await self._scorer.score(
+            rid, wanted.session_id, generation.wish, ids, wanted.prompt_from, wanted.prompt_top
+        )
+
+    async def _finish(self, generations: Sequence[Generation]) -> None:
+        """End the session of the sample: nothing more comes."""
+        session_id = generations[0].head.spec.session_id
+        outcome = Outcome(session_id=session_id, status="completed", created_at=time.time())
+        await self.gateway.writer.append_outcome(outcome, None, OPENED_UNTRAINED)
+
+    async def _renew(self, promise: PromiseId) -> None:
+        try:
+            await self.promises.renew(promise)
+        except StorageUnavailable as error:
+            logger.warning("the promise of sample %s cannot be renewed: %s", promise, error)
+
+    async def _keep(self, promise: PromiseId, made: bytes | dict[str, Any]) -> None:
+        try:
+            await self.promises.keep(promise, made)
+        except QueueError as error:
+            logger.error("the sample %s is not stored: %s", promise, error)
+
+    async def _drop(self, promise: PromiseId) -> None:
+        try:
+            await asyncio.shield(self.promises.drop(promise))
+        except QueueError as error:
+            logger.warning("the promise of sample %s stays until it expires: %s", promise, error)
+
+
+HEAVY_TOKENS = 8192
+"""A longer prompt is looked for in a thread."""

@@ -1,0 +1,218 @@
+"""Samples over the Tinker API: recorded as turns, made once, and scored as the engine scores."""
+
+import math
+from array import array
+from typing import Any
+
+import pytest
+from starlette.responses import PlainTextResponse
+
+from gateway.rest.json_bodies import PROTOBUF
+from gateway.rest.tinker_api import wire_pb2 as wire
+from rollout_queue.redis import keys
+from tests.support.gateway.fake_engine import Interruption
+from tests.support.gateway.gated_engine import let_on
+from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
+from tests.support.gateway.tinker_loop import TinkerLoop
+from tests.support.waiting import wait_until
+
+
+class SamplingLoop(TinkerLoop):
+    """A client session with a sampling session of the base model."""
+
+    sampler: str = ""
+
+    def start(self) -> "SamplingLoop":
+        self.begin()
+        body = {"session_id": self.session_id, "sampling_session_seq_id": 0, "base_model": self.base_model}
+        self.sampler = self.post("create_sampling_session", body).json()["sampling_session_id"]
+        return self
+
+    def ask(
+        self, number: int, tokens: list[int], params: dict[str, Any] | None = None, **replaced: Any
+    ) -> Any:
+        body = {
+            "sampling_session_id": self.sampler,
+            "seq_id": number,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+            "sampling_params": {"max_tokens": 8} | (params or {}),
+            "type": "sample",
+        }
+        return self.post("asample", body | replaced)
+
+    def sample(self, *arguments: Any, **more: Any) -> wire.SampleResponse:
+        promise = self.ask(*arguments, **more)
+        assert promise.status_code == 200, promise.text
+        return read(self.poll(promise.json()))
+
+
+def read(reply: Any) -> wire.SampleResponse:
+    assert reply.headers["content-type"] == PROTOBUF, reply.text
+    response = wire.SampleResponse()
+    response.ParseFromString(reply.content)
+    return response
+
+
+@pytest.fixture
+def loop(gateway: RunningGateway, backends: Backends) -> SamplingLoop:
+    return SamplingLoop(gateway, str(backends.model_path)).start()
+
+
+def test_samples_are_what_the_engine_sampled(loop: SamplingLoop, gateway: RunningGateway) -> None:
+    gateway.engine.script.extend([[5, 6], [7, 8]])
+    promise = loop.ask(0, [1, 2, 3], num_samples=2).json()
+    made = read(loop.poll(promise))
+    end = gateway.engine.tokenizer.encode(gateway.engine.end).ids
+    assert sorted(list(array("i", each.tokens)) for each in made.sequences) == [[5, 6, *end], [7, 8, *end]]
+    assert [each.stop_reason for each in made.sequences] == [wire.STOP_REASON_STOP] * 2
+    for sequence_id, sequence in zip(promise["sample_sequence_ids"], made.sequences, strict=True):
+        headers = {"x-api-key": loop.key}
+        told = gateway.call("GET", f"/api/v1/sequences/{sequence_id}", key=None, headers=headers).json()
+        assert (told["versions"], told["tokens"]) == ([[0, 0, 3]], 3)
+        view = gateway.get(f"/sessions/{told['session_id']}?tokens=true").json()
+        (turn,) = [each for each in view["turns"] if each["turn_id"] == told["turn_id"]]
+        assert turn["output_ids"] == list(array("i", sequence.tokens))
+        assert turn["logprobs"] == pytest.approx(list(array("f", sequence.logprobs)))
+        assert (view["state"], view["verdict"]["code"]) == ("finished", "not_for_training"), view
+    missing = gateway.call(
+        "GET", f"/api/v1/sequences/{promise['sample_sequence_ids'][0]}9", key=None, headers=headers
+    )
+    assert missing.status_code == 404
+
+
+def test_a_sample_that_is_asked_for_again_is_made_once(loop: SamplingLoop, gateway: RunningGateway) -> None:
+    again = [loop.ask(3, [1, 2]).json() for _ in range(3)]
+    assert all(each == again[0] for each in again)
+    read(loop.poll(again[0]))
+    assert loop.ask(3, [1, 2]).json() == again[0]
+    assert len(gateway.engine.requests) == 1
+    other = loop.ask(3, [1, 2, 3])
+    assert (other.status_code, other.json()["error"]["code"]) == (400, "sequence_conflict")
+
+
+@pytest.mark.parametrize(
+    ("stop", "sent"),
+    [
+        (None, {}),
+        ([], {"ignore_eos": True, "stop_token_ids": []}),
+        ("x", {"stop": ["x"]}),
+        (["x", "y"], {"stop": ["x", "y"]}),
+        ([7, 9], {"stop_token_ids": [7, 9]}),
+    ],
+    ids=repr,
+)
+def test_what_ends_a_sample(
+    loop: SamplingLoop, gateway: RunningGateway, stop: Any, sent: dict[str, Any]
+) -> None:
+    loop.sample(0, [1, 2], {"stop": stop, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 3})
+    parameters = gateway.engine.requests[-1]["sampling_params"]
+    ends = parameters["stop_token_ids"]
+    if stop == [7, 9]:
+        assert set(ends) > {7, 9}, "those of the model, too"
+        parameters["stop_token_ids"] = [7, 9]
+    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "sampling_seed": 3, "max_new_tokens": 8} | sent
+    assert {name: parameters[name] for name in expected} == expected
+    assert ("stop" in parameters) == ("stop" in sent)
+
+
+def test_a_prompt_is_scored(loop: SamplingLoop, gateway: RunningGateway) -> None:
+    made = loop.sample(0, [4, 5, 6], {"max_tokens": 1}, prompt_logprobs=True, topk_prompt_logprobs=2)
+    scores = list(array("f", made.prompt_logprobs))
+    assert math.isnan(scores[0])
+    assert scores[1:] == pytest.approx([-0.005, -0.006])
+    top = made.topk_prompt_logprobs
+    assert (top.k, top.length) == (2, 3)
+    assert list(array("i", top.token_ids)) == [0, 0, 0, 1, 0, 1]
+    assert list(array("f", top.logprobs)) == [-99999.0, -99999.0, -0.5, -1.5, -0.5, -1.5]
+    last = loop.sample(1, [4, 5, 6, 7], prompt_logprobs=True, prompt_logprobs_last_n=2)
+    scores = list(array("f", last.prompt_logprobs))
+    assert [math.isnan(each) for each in scores] == [True, True, False, False]
+    assert scores[2:] == pytest.approx([-0.006, -0.007])
+    assert [each["logprob_start_len"] for each in gateway.engine.requests if not each["stream"]] == [0, 1]
+
+
+def test_likeliest_tokens_of_a_sample(loop: SamplingLoop) -> None:
+    made = loop.sample(0, [1, 2], topk_sample_logprobs=3)
+    top = made.sequences[0].topk_sampled_logprobs
+    assert (top.k, top.length) == (3, len(array("i", made.sequences[0].tokens)))
+    assert len(array("f", top.logprobs)) == top.k * top.length
+
+
+def test_faults_of_engines_are_not_the_clients(loop: SamplingLoop, gateway: RunningGateway) -> None:
+    gateway.engine.interruptions.append(Interruption(1, "reset"))
+    assert len(loop.sample(0, [1, 2]).sequences) == 1
+    gateway.engine.refusals.extend([PlainTextResponse("busy", 503), None, None])
+    made = loop.sample(1, [1, 2], prompt_logprobs=True)
+    assert len(array("f", made.prompt_logprobs)) == 2
+
+
+def test_a_sample_that_fails_says_why(loop: SamplingLoop, gateway: RunningGateway) -> None:
+    refused = {"error": {"message": "no such thing", "type": "BadRequestError", "code": 400}}
+    gateway.engine.refusals.extend([PlainTextResponse(str(refused).replace("'", '"'), 400)] * 4)
+    told = loop.poll(loop.ask(0, [1, 2]).json()).json()
+    assert told["category"] == "user"
+    assert "no such thing" in told["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": {"chunks": []}}, "prompt"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [99999]}]}}, "prompt"),
+        ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "prompt"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1.5]}]}}, "prompt"),
+        ({"target_prompt_logprobs": {"data": []}}, "target_prompt_logprobs"),
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ({"topk_prompt_logprobs": 2}, "topk_prompt_logprobs"),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params"),
+        ({"sampling_params": {"colour": 1}}, "sampling_params"),
+        ({"base_model": "x"}, "base_model"),
+        ({"colour": "red"}, "colour"),
+    ],
+    ids=repr,
+)
+def test_what_is_not_served_is_refused_by_name(loop: SamplingLoop, body: dict[str, Any], param: str) -> None:
+    refused = loop.ask(0, [1, 2], **body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith(param)
+
+
+def test_a_promise_whose_gateway_died_is_gone(loop: SamplingLoop, gateway: RunningGateway) -> None:
+    promise = loop.ask(0, [1, 2]).json()
+    read(loop.poll(promise))
+    gateway.redis.delete(keys.result(promise["request_id"]))  # nobody renewed it
+    assert loop.poll(promise).status_code == 410
+    read(loop.poll(loop.ask(0, [1, 2]).json()))
+
+
+def test_another_key_neither_samples_nor_reads(loop: SamplingLoop, gateway: RunningGateway) -> None:
+    promise = loop.ask(0, [1, 2]).json()
+    other = SamplingLoop(gateway, loop.base_model, f"tml-{OTHER_KEY}", loop.session_id)
+    other.sampler = loop.sampler
+    assert other.ask(1, [1, 2]).status_code == 404
+    assert other.poll(promise).status_code == 404
+    headers = {"x-api-key": other.key}
+    for path in (f"samplers/{loop.sampler}", f"sequences/{promise['sample_sequence_ids'][0]}"):
+        assert gateway.call("GET", f"/api/v1/{path}", key=None, headers=headers).status_code == 404
+    headers = {"x-api-key": loop.key}
+    told = gateway.call("GET", f"/api/v1/samplers/{loop.sampler}", key=None, headers=headers).json()
+    assert told == {"sampler_id": loop.sampler, "base_model": loop.base_model, "model_path": None}
+
+
+def test_more_samples_than_a_gateway_makes_are_refused(backends: Backends, gated: RunningGateway) -> None:
+    with backends.gateway(tinker={"max_samples": 2, "poll_s": 0.05}, engine_timeout_s=30) as small:
+        loop = SamplingLoop(small, str(backends.model_path)).start()
+        backends.engine = small.engine = gated.engine
+        first = loop.ask(0, [1, 2], {"max_tokens": 100})
+        assert first.status_code == 200
+        wait_until(lambda: len(gated.engine.requests) == 1)
+        assert loop.poll(first.json()).json()["queue_state"] == "active"
+        refused = loop.ask(1, [1, 2])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "samples_limit")
+        again = loop.ask(0, [1, 2], {"max_tokens": 100})
+        assert again.json() == first.json(), "it is promised already"
+        let_on(gated)
+        wait_until(lambda: loop.poll(first.json()).headers["content-type"] == PROTOBUF)

@@ -129,6 +129,8 @@ class NamedAdapters:
     def _check_engine(self) -> None:
         if not self._engine.serving:
             raise EngineFailed("the engine does not run")
+        if self._engine.held:
+            raise EngineFailed("the engine is paused")
         if self._engine.policy.weights.manifest_sha256 is not None:  # published weights are no adapter's base
             raise AdapterRefused("the engine serves other weights than those that the adapter belongs to")
 

@@ -1,5 +1,5 @@
 """The rollout server's HTTP routes: load a version, report the state, leave rotation and come back, and give
-the engine's memory away."""
+the engine's memory away. Also those by which prime-rl's orchestrator controls an engine of vLLM."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +12,7 @@ from rollout_queue.http.files import LargeFile
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 from rollout_queue.protocol.adapters import AdapterShape, LoadedAdapters, WantedAdapters
+from rollout_queue.protocol.engine_routes import EngineRouteDone, LoadAdapterBody, UpdateWeightsBody
 from rollout_queue.protocol.memory import MemoryReleased, MemoryResumed, ReleaseBody, ResumeBody
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded, ReloadSeconds
 from rollout_queue.protocol.status import ServerStatus
@@ -34,7 +35,9 @@ def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:
     install_error_handlers(app)
     app.add_exception_handler(ReloadError, _refused)
     app.include_router(probes(server.unready_because, text_of(server.metrics.registry)))
-    for router in (_reloading(server), _adapters(server), _memory(server), _rotation(server)):
+    app.include_router(_health(server))
+    guarded = (_reloading, _adapters, _memory, _rotation, _orchestrated)
+    for router in [of(server) for of in guarded]:
         app.include_router(router, dependencies=[Depends(keyring.require_admin)], tags=["rollout server"])
     return app
 
@@ -115,9 +118,49 @@ def _rotation(server: RolloutServer) -> APIRouter:
 
     @router.post("/resume")
     async def resume() -> JSONResponse:
-        """Come back into rotation."""
-        server.engine.draining = False
+        """End a pause; without one, come back into rotation."""
+        if not await server.orchestrated.resume():
+            server.engine.draining = False
         return await _status(server)
+
+    return router
+
+
+def _orchestrated(server: RolloutServer) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/pause")
+    async def pause(mode: str = "abort", clear_cache: bool = True) -> JSONResponse:
+        """Let nothing run until `POST /resume`. The defaults are vLLM's; only the mode `keep` is served."""
+        await server.orchestrated.pause(mode, clear_cache=clear_cache)
+        return _done(server.engine.policy.version)
+
+    @router.post("/update_weights")
+    async def update_weights(body: UpdateWeightsBody) -> JSONResponse:
+        """Serve the weights in a directory. If this fails, the server keeps the former version."""
+        return _done(await server.orchestrated.update_weights(body.weight_dir))
+
+    @router.post("/load_lora_adapter")
+    async def load_lora_adapter(body: LoadAdapterBody) -> JSONResponse:
+        """Publish the adapter in a directory as a policy of its own."""
+        return _done(await server.orchestrated.load_adapter(body.lora_name, body.lora_path))
+
+    return router
+
+
+def _done(version: int) -> JSONResponse:
+    return JSONResponse(EngineRouteDone(version=version).model_dump())
+
+
+def _health(server: RolloutServer) -> APIRouter:
+    router = APIRouter(tags=["rollout server"])
+
+    @router.get("/health")
+    async def health() -> JSONResponse:
+        """Whether the engine runs, paused or not, in rotation or not."""
+        if not server.engine.serving:
+            raise ApiError(503, f"the engine is {server.engine.state.value}", type="engine_unavailable")
+        return JSONResponse({"status": "ok"})
 
     return router
 

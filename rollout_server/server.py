@@ -22,6 +22,8 @@ from rollout_server.engine.process import EngineProcess, port_in_use
 from rollout_server.errors import ReloadError
 from rollout_server.memory import POLL_S, EngineMemory
 from rollout_server.metrics import RolloutMetrics
+from rollout_server.orchestrated import POLL_S as PAUSE_POLL_S
+from rollout_server.orchestrated import OrchestratedEngine
 from rollout_server.registration import RegistrationClient
 from rollout_server.reloading.adoption import Adoption
 from rollout_server.reloading.collective import TensorReceiver
@@ -81,6 +83,7 @@ class RolloutServer:
         self.reloads = ReloadRequests(lambda: self.reloader.loading)
         self._adoption = Adoption(settings, self.engine, self.reloader, self.reloads)
         self.adapters = NamedAdapters(settings, self.engine, self.reloader, self.store)
+        self.orchestrated = OrchestratedEngine(settings, self.engine, self.reloader, self.reloads, http)
         self.process = new_id()
         """Tells this process from any other that has the same id or URL."""
         self._registration = RegistrationClient(settings, http, self.process)
@@ -92,6 +95,7 @@ class RolloutServer:
             (self._keep_registered, self._settings.register_every_s),
             (self.adapters.keep, COMPARE_EVERY_S),
             (self.memory.keep_time, POLL_S),
+            (self.orchestrated.keep_time, PAUSE_POLL_S),
         )
         self._tasks = [asyncio.create_task(self.engine.run(self._choose), name="engine")]
         self._tasks += [asyncio.create_task(_repeat(work, every_s)) for work, every_s in repeated]

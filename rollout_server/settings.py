@@ -124,6 +124,8 @@ class RolloutServerSettings(ServiceSettings):
     """The pause before the second start; it doubles with each further one, up to 30 s."""
     drain_timeout_s: float = 30.0
     stop_timeout_s: float = 10.0
+    pause_limit_s: float = Field(900.0, gt=0)
+    """`POST /pause` pauses the engine for so long at most: whoever paused it may be gone."""
 
     @model_validator(mode="after")
     def _adapters_keep_their_memory(self) -> "RolloutServerSettings":

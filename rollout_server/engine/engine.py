@@ -63,6 +63,8 @@ class Engine:
         self._checksums: dict[LocalPolicy, str] = {}
         self.adapters = EngineAdapters(client)
         self._closing = False
+        self.held = False
+        """Whether an orchestrator has paused the engine: a load does not end this pause."""
         self.withheld = False
         """Whether another process has the device's memory: the engine has released it, or may not start."""
 
@@ -248,6 +250,7 @@ class Engine:
     async def _started(self, policy: LocalPolicy) -> AsyncIterator[ProcessHandle]:
         process = self._process = await self._start(policy.weights)
         self.adapters.clear()
+        self.held = False
         try:
             yield process
         finally:

@@ -51,6 +51,8 @@ class EngineLoader:
         stays then. Raises NotReceived if the trainer sends nothing, and the engine goes on as before.
         """
         former = self._engine.policy
+        if self._engine.held and policy.adapter_name is not None:  # it is proved by a call
+            raise EngineUnavailable(f"version {policy.version} is an adapter, and the engine is paused")
         self.loading = policy.version
         try:
             if policy.weights == former.weights and not self._engine.released:
@@ -100,7 +102,8 @@ class EngineLoader:
             seconds.load = monotonic() - load_at
             if released:
                 await client.reoccupy(KV_CACHE)
-            await client.resume()
+            if not engine.held:
+                await client.resume()
             seconds.paused += monotonic() - paused_at
             if not_sent is None:
                 await engine.adapters.prove(policy)

@@ -1,0 +1,172 @@
+"""Lets prime-rl's orchestrator control the engine, by the routes that vLLM has: pause, new weights, resume.
+
+POST /update_weights ─▶ manifest ─▶ reload                        of a server without a gateway
+                               └──▶ the gateway ─▶ its push       of a server with one
+POST /load_lora_adapter ─▶ manifest ─▶ the gateway ─▶ every server
+
+A server that loaded a version by itself would get no calls from its gateway. So the gateway publishes the
+version, and pushes it to every server.
+"""
+
+import asyncio
+import logging
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import httpx
+
+from rollout_queue.protocol.adapters import AdapterBody, AdapterPushed
+from rollout_queue.protocol.errors import error_message
+from rollout_queue.protocol.policies import PolicyBody
+from rollout_server.engine.control import EngineFailed
+from rollout_server.engine.engine import Engine
+from rollout_server.errors import (
+    EngineUnavailable,
+    LocationRefused,
+    PauseRefused,
+    VersionRefused,
+    WeightsRefused,
+)
+from rollout_server.reloading.reload import Reloader
+from rollout_server.reloading.requests import ReloadRequests
+from rollout_server.settings import RolloutServerSettings
+from rollout_server.weights.failures import as_reload_errors
+from rollout_server.weights.given import number_of, with_manifest
+from rollout_server.weights.locations import FileLocation, parse_location
+from rollout_server.weights.policy import WantedPolicy
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""How often the time of a pause is compared."""
+
+
+class OrchestratedEngine:
+    """One engine, as an orchestrator controls it."""
+
+    def __init__(
+        self,
+        settings: RolloutServerSettings,
+        engine: Engine,
+        reloader: Reloader,
+        reloads: ReloadRequests,
+        http: httpx.AsyncClient,
+    ) -> None:
+        self._settings, self._engine, self._http = settings, engine, http
+        self._reloader, self._reloads = reloader, reloads
+        self._until = 0.0
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """Let nothing run until `resume`, at most for `pause_limit_s`. Calls wait in the engine meanwhile.
+
+        Waits while the engine loads a version. Raises PauseRefused, and EngineUnavailable if the engine goes
+        on.
+        """
+        if mode != "keep":
+            raise PauseRefused(f"mode {mode!r}: a pause keeps the calls that run (mode=keep)")
+        async with self._reloader.swap:
+            self._until = monotonic() + self._settings.pause_limit_s
+            if not self._engine.serving:
+                raise EngineUnavailable(f"the engine is {self._engine.state}")
+            try:
+                await self._engine.client.pause()
+                self._engine.held = True
+                if clear_cache and not await self._engine.client.flush():
+                    await self._let_go()
+                    raise EngineUnavailable("the engine did not empty its cache")
+            except EngineFailed as error:
+                raise EngineUnavailable(str(error)) from error
+
+    async def resume(self) -> bool:
+        """End the pause. Returns whether there was one. Raises EngineUnavailable."""
+        async with self._reloader.swap:
+            held = self._engine.held
+            try:
+                await self._let_go()
+            except EngineFailed as error:
+                raise EngineUnavailable(str(error)) from error
+            return held
+
+    async def keep_time(self) -> None:
+        """End a pause whose time is over."""
+        if self._engine.held and monotonic() >= self._until:
+            logger.warning("nobody has ended the engine's pause in %g s", self._settings.pause_limit_s)
+            await self.resume()
+
+    async def update_weights(self, weight_dir: str | None) -> int:
+        """Serve the weights in the directory, as a proved reload. Returns their version: the number in the
+        directory's name (`step_12`), or the next one. Raises ReloadError; the former version stays then."""
+        if weight_dir is None:
+            raise LocationRefused("weight_dir: tensors over NCCL are not taken; send a directory")
+        place, location = self._place(weight_dir)
+        number = number_of(place.directory)
+        version = self._engine.policy.version + 1 if number is None else number
+        with as_reload_errors(version):
+            digest = await asyncio.to_thread(with_manifest, place, version)
+        if self._settings.gateway_url is None:
+            wanted = WantedPolicy(version, location, digest)
+            await self._reloads.run(version, self._reloader.reload(wanted))
+        else:
+            body = PolicyBody(
+                version=version, location=location, manifest_sha256=digest, step=version, force=True
+            )
+            await self._publish("/admin/policies", body.model_dump())
+        if self._engine.policy.version != version:
+            raise EngineUnavailable(f"the engine serves version {self._engine.policy.version}, not {version}")
+        return version
+
+    async def load_adapter(self, name: str, directory: str) -> int:
+        """Publish the adapter in the directory as a policy of its own. Returns its version: the number in the
+        directory's name. Raises ReloadError."""
+        if self._settings.gateway_url is None:
+            raise PauseRefused("an adapter is called through the gateway, and this server has none")
+        if self._engine.held:
+            raise PauseRefused("the engine is paused, and an adapter is proved by a call")
+        place, location = self._place(directory)
+        version = number_of(place.directory)
+        if version is None:
+            raise LocationRefused("lora_path: the name of the directory has no number (step_12)")
+        with as_reload_errors(version):
+            digest = await asyncio.to_thread(with_manifest, place, version)
+        body = AdapterBody(name=name, version=version, location=location, manifest_sha256=digest)
+        pushed = AdapterPushed.read(await self._publish("/admin/adapters", body.model_dump()))
+        for result in pushed.results:
+            if result.server == self._settings.name and not result.ok:
+                raise EngineUnavailable(f"the adapter {name}@{version} is not loaded: {result.error}")
+        return version
+
+    async def _let_go(self) -> None:
+        """End the pause, if there is one. Raises EngineFailed."""
+        if self._engine.held and self._engine.serving:
+            await self._engine.client.resume()
+        self._engine.held = False
+
+    def _place(self, directory: str) -> tuple[FileLocation, str]:
+        """The directory, and its URL. Raises LocationRefused."""
+        path = Path(directory)
+        if not path.is_absolute() or "\0" in directory:
+            raise LocationRefused("the directory is no absolute path")
+        location = path.as_uri()
+        place = parse_location(location, self._settings.allowed_locations)
+        if not isinstance(place, FileLocation):
+            raise LocationRefused("the directory is not on this machine")
+        return place, location
+
+    async def _publish(self, path: str, body: dict[str, Any]) -> bytes:
+        """Have the gateway publish a version, and wait until its push has ended."""
+        settings = self._settings
+        headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
+        url, timeout_s = f"{settings.gateway_url}{path}", settings.load_timeout_s
+        try:
+            answer = await self._http.post(url, json=body, headers=headers, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"the gateway does not publish the version: {error!r}") from error
+        if answer.status_code in (httpx.codes.OK, httpx.codes.ACCEPTED, httpx.codes.MULTI_STATUS):
+            return answer.content
+        message = f"the gateway refuses the version: {error_message(answer.content)}"
+        if answer.status_code == httpx.codes.CONFLICT:
+            raise VersionRefused(message)
+        if answer.is_client_error:
+            raise WeightsRefused(message)
+        raise EngineUnavailable(message)

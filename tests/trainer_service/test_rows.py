@@ -6,14 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_queue.contract.records import Turn
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import SessionSpec, Turn
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from tests.support.trainer_service.made_rows import rows_of
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
-from trainer_service.rows.rows import MicroBatch, Row, micro_batches
+from trainer_service.rows.rows import MicroBatch, Row, micro_batches, planned_rows
 from trainer_service.step.step_parts import counts_of
 
 pytestmark = pytest.mark.numeric
@@ -51,6 +52,15 @@ def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn], data: 
     assert sorted(turn_id for row in rows for turn_id in row.turn_ids) == sorted(
         t.turn_id for t in turns if t.turn_id in trainable and t.output_ids
     )
+
+
+@given(trees(), st.data())
+def test_an_export_trains_the_same_turns_in_the_same_branches(turns: list[Turn], data: st.DataObject) -> None:
+    trainable = data.draw(st.sets(st.sampled_from(all_ids(turns))))
+    head = SessionHead(spec=SessionSpec(session_id="s1", created_at=0.0), turns=tuple(turns))
+    exported = [(branch.turns, branch.trained) for branch in head.trained_branches(trainable)]
+    planned = planned_rows("s1", turns, trainable)
+    assert exported == [(row.branch, frozenset(row.turn_ids)) for row in planned]
 
 
 def test_a_shared_prefix_is_context_in_the_second_branch() -> None:

@@ -7,10 +7,10 @@ from gateway.admission.backpressure import Backpressure, read_backpressure
 from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
 from gateway.operators.warnings import emptied_redis
-from gateway.rest import export
 from gateway.rest.access import admins_only
 from gateway.rest.admin import actions, adapters, canaries, pipeline, policies, trainer
 from gateway.rest.admin import keys as api_keys
+from gateway.rest.exports import export
 from gateway.rest.shapes import Removed
 from gateway.rest.workers import parts_of_all
 from gateway.wiring import GatewayParts, parts_of

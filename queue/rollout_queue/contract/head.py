@@ -1,18 +1,27 @@
 """The head of a session: everything that is stored of the session at one moment."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from rollout_queue.contract.attempts import orphans_of
+from rollout_queue.contract.errors import InvalidRecord
 from rollout_queue.contract.records import Outcome, Relation, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.rewards import total
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.tombstone import Tombstone
 
 SessionState = Literal["open", "waiting_reward", "finished"]
+
+
+class TrainedBranch(NamedTuple):
+    """The turns from a root to a tip. Each has only the tokens that it adds to its parent."""
+
+    turns: tuple[Turn, ...]
+    trained: frozenset[str]
+    """The turns, by id, that are trained in this branch and in no other."""
 
 
 class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -83,6 +92,35 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             prompt += ancestor.output_ids
         prompt += turn.context_ids
         return prompt, turn.output_ids
+
+    def trained_branches(self, trainable: Collection[str]) -> Iterator[TrainedBranch]:
+        """The branches that together hold the turns of `trainable` (turn ids), sorted by the age of their
+        tips, oldest first. A turn that several branches share is trained in the first of them. A turn that
+        sampled no token is trained in none.
+
+        Raises InvalidRecord if a turn of `trainable` has no way to a root that has a prompt.
+        """
+        branches = [self._branch(turn) for turn in self.turns if turn.turn_id in trainable]
+        inner = {turn.turn_id for branch in branches for turn in branch[:-1]}
+        left = set(trainable)
+        for branch in sorted(branches, key=lambda branch: (branch[-1].started_at, branch[-1].turn_id)):
+            if branch[-1].turn_id in inner:
+                continue
+            trained = frozenset(turn.turn_id for turn in branch if turn.output_ids) & left
+            left -= trained
+            if trained:
+                yield TrainedBranch(branch, trained)
+
+    def _branch(self, tip: Turn) -> tuple[Turn, ...]:
+        branch = [tip]
+        while (parent_id := branch[-1].parent_id) is not None:
+            parent = self.by_id.get(parent_id)
+            if parent is None or len(branch) == len(self.turns):
+                raise InvalidRecord(f"turn {tip.turn_id} has no way to a root")
+            branch.append(parent)
+        if not branch[-1].context_ids:
+            raise InvalidRecord(f"turn {branch[-1].turn_id} has no prompt")
+        return tuple(reversed(branch))
 
     def rewards_of(self, turn: Turn) -> Iterator[Reward]:
         return (reward for reward in self.rewards if reward.turn_id == turn.turn_id)

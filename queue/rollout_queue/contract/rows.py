@@ -145,8 +145,8 @@ class _RowKind(msgspec.Struct, frozen=True):
 _encoder = msgspec.json.Encoder(enc_hook=_enc_hook)
 
 
-def row_to_json(row: ExportRow | DeletedExportRow) -> bytes:
-    """One JSON line, without the newline."""
+def row_to_json(row: msgspec.Struct) -> bytes:
+    """One JSON line, without the newline. Arrays of token ids and logprobs become lists."""
     return _encoder.encode(row)
 
 

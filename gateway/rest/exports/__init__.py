@@ -1,0 +1,1 @@
+"""`GET /admin/export`: which sessions and turns it has, and the rows of each format."""

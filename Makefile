@@ -52,7 +52,7 @@ test-numerics: .venv/installed  ## the tests of arithmetic, limited to the instr
 
 test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/installed) \
 	run/clients/openai_npm/installed $(AGENTS:%=run/agents/%/installed)
-test-clients:  ## the SDKs that agents use against the real engine, and whole agents against a scripted one
+test-clients:  ## SDKs against the real engine, whole agents against a scripted one, and trainers that read exports
 	@$(BIN)/pytest tests/clients tests/agents
 
 test-presets: install  ## each preset of the trainer on the demo's task, five steps, on the real stack
@@ -136,6 +136,14 @@ endif
 run/clients/%/installed: tests/clients/%/requirements.txt
 	@$(call new_environment,run/clients/$*)
 	@echo "installing the client $* into run/clients/$*"
+	@run/clients/$*/bin/python $(LOCKED) -r $<
+	@touch $@
+
+TRAINERS := run/clients/trl/installed run/clients/verl/installed
+$(TRAINERS): run/clients/%/installed: tests/clients/%/requirements.txt $(LOCKS)/torch-$(TORCH).txt
+	@$(call new_environment,run/clients/$*)
+	@echo "installing the trainer $* into run/clients/$*"
+	@run/clients/$*/bin/python $(LOCKED) $(FROM_INDEX) -r $(LOCKS)/torch-$(TORCH).txt
 	@run/clients/$*/bin/python $(LOCKED) -r $<
 	@touch $@
 

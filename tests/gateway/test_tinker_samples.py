@@ -13,44 +13,8 @@ from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.gated_engine import let_on
 from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
-from tests.support.gateway.tinker_loop import TinkerLoop
+from tests.support.gateway.tinker_loop import SamplingLoop, sampled
 from tests.support.waiting import wait_until
-
-
-class SamplingLoop(TinkerLoop):
-    """A client session with a sampling session of the base model."""
-
-    sampler: str = ""
-
-    def start(self) -> "SamplingLoop":
-        self.begin()
-        body = {"session_id": self.session_id, "sampling_session_seq_id": 0, "base_model": self.base_model}
-        self.sampler = self.post("create_sampling_session", body).json()["sampling_session_id"]
-        return self
-
-    def ask(
-        self, number: int, tokens: list[int], params: dict[str, Any] | None = None, **replaced: Any
-    ) -> Any:
-        body = {
-            "sampling_session_id": self.sampler,
-            "seq_id": number,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
-            "sampling_params": {"max_tokens": 8} | (params or {}),
-            "type": "sample",
-        }
-        return self.post("asample", body | replaced)
-
-    def sample(self, *arguments: Any, **more: Any) -> wire.SampleResponse:
-        promise = self.ask(*arguments, **more)
-        assert promise.status_code == 200, promise.text
-        return read(self.poll(promise.json()))
-
-
-def read(reply: Any) -> wire.SampleResponse:
-    assert reply.headers["content-type"] == PROTOBUF, reply.text
-    response = wire.SampleResponse()
-    response.ParseFromString(reply.content)
-    return response
 
 
 @pytest.fixture
@@ -61,7 +25,7 @@ def loop(gateway: RunningGateway, backends: Backends) -> SamplingLoop:
 def test_samples_are_what_the_engine_sampled(loop: SamplingLoop, gateway: RunningGateway) -> None:
     gateway.engine.script.extend([[5, 6], [7, 8]])
     promise = loop.ask(0, [1, 2, 3], num_samples=2).json()
-    made = read(loop.poll(promise))
+    made = sampled(loop.poll(promise))
     end = gateway.engine.tokenizer.encode(gateway.engine.end).ids
     assert sorted(list(array("i", each.tokens)) for each in made.sequences) == [[5, 6, *end], [7, 8, *end]]
     assert [each.stop_reason for each in made.sequences] == [wire.STOP_REASON_STOP] * 2
@@ -83,7 +47,7 @@ def test_samples_are_what_the_engine_sampled(loop: SamplingLoop, gateway: Runnin
 def test_a_sample_that_is_asked_for_again_is_made_once(loop: SamplingLoop, gateway: RunningGateway) -> None:
     again = [loop.ask(3, [1, 2]).json() for _ in range(3)]
     assert all(each == again[0] for each in again)
-    read(loop.poll(again[0]))
+    sampled(loop.poll(again[0]))
     assert loop.ask(3, [1, 2]).json() == again[0]
     assert len(gateway.engine.requests) == 1
     other = loop.ask(3, [1, 2, 3])
@@ -182,10 +146,10 @@ def test_what_is_not_served_is_refused_by_name(loop: SamplingLoop, body: dict[st
 
 def test_a_promise_whose_gateway_died_is_gone(loop: SamplingLoop, gateway: RunningGateway) -> None:
     promise = loop.ask(0, [1, 2]).json()
-    read(loop.poll(promise))
+    sampled(loop.poll(promise))
     gateway.redis.delete(keys.result(promise["request_id"]))  # nobody renewed it
     assert loop.poll(promise).status_code == 410
-    read(loop.poll(loop.ask(0, [1, 2]).json()))
+    sampled(loop.poll(loop.ask(0, [1, 2]).json()))
 
 
 def test_another_key_neither_samples_nor_reads(loop: SamplingLoop, gateway: RunningGateway) -> None:

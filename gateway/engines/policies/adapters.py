@@ -58,7 +58,13 @@ class AdapterPolicies:
         raise ObjectNotFound(f"there is no adapter {named}", param="model", code="model_not_found")
 
     async def publish(
-        self, name: str, version: int | None, location: str, manifest_sha256: str | None
+        self,
+        name: str,
+        version: int | None,
+        location: str,
+        manifest_sha256: str | None,
+        *,
+        passing: bool = False,
     ) -> tuple[PublishedAdapter, Sequence[AdapterResult]]:
         """Add an adapter, and have every live server load it. If all of them refuse, it is removed again.
 
@@ -70,6 +76,7 @@ class AdapterPolicies:
             location=location,
             manifest_sha256=manifest_sha256,
             created_at=time.time(),
+            passing=passing,
         )
         known = next((each for each in await self.all() if each.field == adapter.field), None)
         new = known is None or (known.location, known.manifest_sha256) != (location, manifest_sha256)
@@ -80,6 +87,14 @@ class AdapterPolicies:
             await self._register.remove(adapter)
         return adapter, results
 
+    async def ensure(self, adapter: PublishedAdapter) -> None:
+        """Publish a passing adapter again, if it has made room for others. Raises as `publish`."""
+        if any(each.field == adapter.field for each in await self.all()):
+            return
+        await self.publish(
+            adapter.name, adapter.version, adapter.location, adapter.manifest_sha256, passing=True
+        )
+
     async def remove(self, name: str, version: int) -> None:
         """Remove an adapter: no call can name it any more. Raises ObjectNotFound."""
         for adapter in await self.all():
@@ -89,7 +104,11 @@ class AdapterPolicies:
         raise ObjectNotFound(f"there is no adapter {name}@{version}")
 
     async def _add(self, adapter: PublishedAdapter) -> None:
-        added = await self._register.add(adapter, self._most)
+        while (added := await self._register.add(adapter, self._most)) == "full":
+            passing = [each for each in await self.all() if each.passing]
+            if not passing:
+                break
+            await self._register.remove(min(passing, key=lambda each: each.created_at))
         if added == "taken":
             why = f"{adapter.name} has had version {adapter.version}, or a later one"
             raise StateConflict(why, param="version")

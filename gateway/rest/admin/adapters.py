@@ -29,7 +29,7 @@ async def publish_adapter(body: AdapterBody, request: Request) -> JSONResponse:
     """Publish an adapter, and have every live server load it: 200 if all have, 207 if not."""
     gateway = parts_of(request)
     adapter, results = await gateway.adapters.publish(
-        body.name, body.version, body.location, body.manifest_sha256
+        body.name, body.version, body.location, body.manifest_sha256, passing=body.passing
     )
     answer = AdapterPushed(
         name=adapter.name, version=adapter.version, model=_model(adapter, gateway), results=tuple(results)

@@ -21,6 +21,7 @@ from gateway.rest.tinker_api.records import SamplingTarget
 from gateway.rest.tinker_api.samples import WantedSample, turn_of
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.result import Published
+from rollout_queue.contract.policies.adapter import PublishedAdapter
 
 router = APIRouter(tags=["tinker"])
 
@@ -163,7 +164,25 @@ async def pinned_of(door: TinkerDoor, target: SamplingTarget, caller: Caller) ->
     _, kept = await door.store.kept(path, caller)
     if not isinstance(kept.made, Published):
         raise ObjectNotFound(f"{path} holds no weights to sample from")
+    if kept.made.policy:
+        await _ensure(door, kept.made, kept.created_at)
     return Pinned(kept.made.version, kept.made.policy or None)
+
+
+async def _ensure(door: TinkerDoor, made: Published, created_at: float) -> None:
+    """Have servers load the adapter again, if it has made room for others."""
+    servers = door.gateway.fleet.rollout_servers
+    if any(server.can_answer(made.version, made.policy) for server in servers):
+        return
+    await door.gateway.adapters.ensure(
+        PublishedAdapter(
+            name=made.policy,
+            version=made.version,
+            location=made.location,
+            manifest_sha256=made.manifest_sha256,
+            created_at=created_at,
+        )
+    )
 
 
 def _call(door: TinkerDoor, body: SampleBody, ids: Sequence[int]) -> Call:

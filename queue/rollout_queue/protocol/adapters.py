@@ -68,6 +68,9 @@ class AdapterBody(ServiceMessage):
     version: int | None = Field(None, ge=0, lt=LARGEST_ASKED)
     location: str = Field(max_length=4096)
     manifest_sha256: str | None = Field(None, pattern="^[0-9a-fA-F]{64}$")
+    passing: bool = False
+    """The oldest of these makes room for a new one if there are too many. Its publisher names what it holds,
+    and may publish it again under the same version."""
 
 
 class AdapterResult(ServiceMessage):

@@ -4,7 +4,7 @@
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -45,6 +45,7 @@ class ScriptedTrainer:
     go_on: threading.Event = field(default_factory=threading.Event)
     """While it is clear, nothing is answered."""
     ended: threading.Event = field(default_factory=threading.Event)
+    result_of: Callable[[LoggedCommand], Result] = field(default_factory=lambda: result_of)
 
     def run(self) -> None:
         after = BEGINNING
@@ -52,7 +53,7 @@ class ScriptedTrainer:
             for command in self.reader.read(after, 100, 0.05):
                 while not (self.go_on.wait(0.05) or self.ended.is_set()):
                     pass
-                self.reader.answer(command, result_of(command))
+                self.reader.answer(command, self.result_of(command))
                 self.seen.append(command)
                 after = command.position
 

@@ -74,6 +74,42 @@ class TinkerLoop:
         return self.post("retrieve_future", {"request_id": promise["request_id"], **more})
 
 
+class SamplingLoop(TinkerLoop):
+    """A client session with a sampling session of the base model."""
+
+    sampler: str = ""
+
+    def start(self) -> "SamplingLoop":
+        self.begin()
+        body = {"session_id": self.session_id, "sampling_session_seq_id": 0, "base_model": self.base_model}
+        self.sampler = self.post("create_sampling_session", body).json()["sampling_session_id"]
+        return self
+
+    def ask(
+        self, number: int, tokens: list[int], params: dict[str, Any] | None = None, **replaced: Any
+    ) -> Any:
+        body = {
+            "sampling_session_id": self.sampler,
+            "seq_id": number,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+            "sampling_params": {"max_tokens": 8} | (params or {}),
+            "type": "sample",
+        }
+        return self.post("asample", body | replaced)
+
+    def sample(self, *arguments: Any, **more: Any) -> wire.SampleResponse:
+        promise = self.ask(*arguments, **more)
+        assert promise.status_code == 200, promise.text
+        return sampled(self.poll(promise.json()))
+
+
+def sampled(reply: Any) -> wire.SampleResponse:
+    assert reply.headers["content-type"] == PROTOBUF, reply.text
+    response = wire.SampleResponse()
+    response.ParseFromString(reply.content)
+    return response
+
+
 def datum(tokens: list[int], targets: list[int], **numbers: list[float]) -> wire.Datum:
     """A datum as the SDK sends it."""
     made = wire.Datum()

@@ -11,6 +11,8 @@ class PublishedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     location: str
     manifest_sha256: str | None = None
     created_at: float
+    passing: bool = False
+    """It makes room for others, and comes back when it is called."""
 
     @property
     def field(self) -> str:

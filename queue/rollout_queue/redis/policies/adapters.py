@@ -42,7 +42,7 @@ class AdapterRegister:
         now_ms = int(time.time() * 1000)
         packed = msgspec.json.encode(adapter)
         arguments: list[str | bytes | int] = [adapter.field, packed, adapter.name, adapter.version]
-        arguments += [most, now_ms]
+        arguments += [most, now_ms, int(adapter.passing)]
         answer = await stored(
             self._add([keys.ADAPTERS, keys.ADAPTER_VERSIONS, keys.ADAPTERS_REVISION], arguments)
         )

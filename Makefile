@@ -140,9 +140,10 @@ run/clients/%/installed: tests/clients/%/requirements.txt
 	@touch $@
 
 TRAINERS := run/clients/trl/installed run/clients/verl/installed
-$(TRAINERS): run/clients/%/installed: tests/clients/%/requirements.txt $(LOCKS)/torch-$(TORCH).txt
+$(TRAINERS): run/clients/%/installed: tests/clients/%/requirements.txt $(LOCKS)/build.txt $(LOCKS)/torch-$(TORCH).txt
 	@$(call new_environment,run/clients/$*)
 	@echo "installing the trainer $* into run/clients/$*"
+	@run/clients/$*/bin/python $(LOCKED) -r $(LOCKS)/build.txt
 	@run/clients/$*/bin/python $(LOCKED) $(FROM_INDEX) -r $(LOCKS)/torch-$(TORCH).txt
 	@run/clients/$*/bin/python $(LOCKED) -r $<
 	@touch $@

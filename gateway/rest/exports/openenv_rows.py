@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from gateway.rest.exports.pending_rows import PendingRow, RowOrigin, origin_of
+from gateway.rest.exports.samples import zeros
 from gateway.rest.exports.selection import TrainedSession
 from rollout_queue.contract.records import Finish, Relation, Span, Turn
 from rollout_queue.contract.rewards import total
@@ -46,9 +47,9 @@ def openenv_rows(session: TrainedSession) -> Iterator[PendingRow]:
 def _pieces(session: TrainedSession, origin: RowOrigin) -> Iterator[bytes]:
     """The line in pieces of one call: the prompts of a session grow with the square of its length."""
     yield row_to_json(origin)[:-1] + b',"trace":{"schema_version":1,"turns":['
-    comma = b""
+    comma, trained = b"", session.trained
     for turn in _turns(session):
-        yield comma + row_to_json(_turn(session, turn))
+        yield comma + row_to_json(_turn(session, turn, turn.turn_id in trained))
         comma = b","
     yield b"]}}\n"
 
@@ -59,14 +60,16 @@ def _turns(session: TrainedSession) -> Iterator[Turn]:
     return (turn for turn in turns.values() if turn.output_ids)
 
 
-def _turn(session: TrainedSession, turn: Turn) -> OpenEnvTurn:
+def _turn(session: TrainedSession, turn: Turn, trained: bool) -> OpenEnvTurn:
     prompt, output = session.head.branch_ids(turn)
+    mask = zeros(len(prompt))
+    mask += TokenIds([int(trained)] * len(output))
     return OpenEnvTurn(
         node_id=turn.turn_id,
         prompt_token_ids=prompt,
         completion_token_ids=output,
         per_token_logps=turn.logprobs,
-        loss_mask=TokenIds([0] * len(prompt) + [int(turn.turn_id in session.trained)] * len(output)),
+        loss_mask=mask,
         metadata=OpenEnvMetadata(
             parent_id=turn.parent_id,
             relation=session.head.relation_of(turn),

@@ -64,7 +64,7 @@ def sample_of(head: SessionHead, branch: TrainedBranch) -> Sample:
         if number:  # the context of the first turn is the prompt
             between = len(turn.context_ids)
             response += turn.context_ids
-            mask += TokenIds([0] * between)
+            mask += zeros(between)
             versions += TokenIds([NO_VERSION] * between)
             logprobs += Logprobs([0.0] * between)
         start, length, trained = len(response), len(turn.output_ids), turn.turn_id in branch.trained
@@ -75,6 +75,10 @@ def sample_of(head: SessionHead, branch: TrainedBranch) -> Sample:
         spans.append(_span(head, turn, start, trained))
     seconds = sum(turn.finished_at - turn.started_at for turn in turns)
     return Sample(turns[0].context_ids, response, mask, logprobs, versions, tuple(spans), seconds)
+
+
+def zeros(count: int) -> TokenIds:
+    return TokenIds.unpack(bytes(4 * count))
 
 
 def versions_of(turn: Turn) -> TokenIds:

@@ -96,31 +96,38 @@ class RunningStack:
         return [Session(row, self.http) for row in rows]
 
     def play(
-        self, client: str, scene: str, session: Session | None = None, *, url: str = "", **more: str
+        self,
+        client: str,
+        scene: str,
+        session: Session | None = None,
+        *,
+        url: str = "",
+        timeout_s: float = SCENE_TIMEOUT_S,
+        **more: str,
     ) -> Any:
         """Run a scene of a client; return what it printed last. The client knows only a base URL and a key.
 
-        `url` replaces the gateway's own URL, e.g. by that of a proxy.
+        `url` replaces the gateway's own URL, e.g. by that of a proxy. `more`: variables of its environment.
         """
         before = self._turns()
         started = time.monotonic()
         environment = self._environment(session) | more
         if url:
             environment = {name: value.replace(self.url, url) for name, value in environment.items()}
-        said = self._run(client, scene, environment)
+        said = self._run(client, scene, environment, timeout_s)
         figures = self.figures.setdefault(client, Figures())
         figures.scenes += 1
         figures.turns += self._turns() - before
         figures.seconds += time.monotonic() - started
         return said
 
-    def _run(self, client: str, scene: str, environment: dict[str, str]) -> Any:
+    def _run(self, client: str, scene: str, environment: dict[str, str], timeout_s: float) -> Any:
         done = subprocess.run(
             [*_command(client), scene],
             env=environment,
             capture_output=True,
             text=True,
-            timeout=SCENE_TIMEOUT_S,
+            timeout=timeout_s,
         )
         assert done.returncode == 0, f"{client} {scene}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return json.loads(done.stdout.splitlines()[-1])

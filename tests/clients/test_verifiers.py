@@ -1,0 +1,97 @@
+"""`verifiers` plays episodes with its own chat harness: as token ids, which it trains on, and as messages."""
+
+import os
+from array import array
+from collections import defaultdict
+from typing import Any
+
+import httpx
+import msgspec
+
+from tests.support.clients.stack import ADMIN_KEY, ROOT, RunningStack
+
+CLIENT = "verifiers"
+TIMEOUT_S = 400.0
+"""The library starts several processes for each rollout, and installs one of them at its first run."""
+MODEL = str(ROOT / "run" / "models" / "clients")
+ROUTE: dict[str, Any] = {
+    name: value for name, value in os.environ.items() if name.startswith(("UV_", "SSL_CERT", "HTTPS_"))
+}
+"""How this machine reaches the package index: the library installs its harness with `uv` at its first run."""
+
+
+def exported(stack: RunningStack) -> dict[str, list[dict[str, Any]]]:
+    """The recorded turns of each session, the oldest first."""
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    lines = httpx.get(f"{stack.url}/admin/export?format=jsonl", headers=headers, timeout=60).text.splitlines()
+    turns = defaultdict(list)
+    for turn in sorted(map(msgspec.json.decode, lines), key=lambda turn: turn["created_at"]):
+        turns[turn["session_id"]].append(turn)
+    return turns
+
+
+def test_what_the_library_trains_on_is_what_weir_has_recorded(stack: RunningStack) -> None:
+    said = stack.play(CLIENT, "train", timeout_s=TIMEOUT_S, MODEL_DIRECTORY=MODEL, **ROUTE)
+    assert all(said["ok"]), [trace["errors"] for trace in said["traces"]]
+    recorded, relations = exported(stack), set()
+    assert len({trace["id"] for trace in said["traces"]}) == len(said["traces"]) == len(said["ok"]) > 1
+    for trace in said["traces"]:
+        (branch,) = trace["branches"]
+        ids, sampled, logprobs = list[int](), list[bool](), list[float]()
+        for turn in recorded[trace["id"]]:
+            context, output = turn["context_ids"], turn["output_ids"]
+            ids += context + output
+            sampled += [False] * len(context) + [True] * len(output)
+            logprobs += [0.0] * len(context) + turn["logprobs"]
+            relations.add(turn["relation"])
+        assert (ids, sampled) == (branch["ids"], branch["sampled"])
+        assert array("f", logprobs) == array("f", branch["logprobs"])  # Weir stores float32
+        assert any(sampled)
+    assert relations == {"root", "extends"}
+
+
+def test_each_trace_of_a_relayed_episode_is_one_session(stack: RunningStack) -> None:
+    before = {session.session_id for session in stack.sessions()}
+    said = stack.play(CLIENT, "eval", timeout_s=TIMEOUT_S, **ROUTE)
+    assert all(said["ok"]), [trace["errors"] for trace in said["traces"]]
+    new = {session.session_id for session in stack.sessions()} - before
+    assert new == {trace["id"] for trace in said["traces"]}
+    recorded = exported(stack)
+    assert {turn["relation"] for trace in said["traces"] for turn in recorded[trace["id"]]} == {
+        "root",
+        "extends",
+    }
+
+
+def test_the_engine_takes_each_parameter_of_token_ids(stack: RunningStack) -> None:
+    session = stack.session(train=False)
+
+    def generate(**sampling: Any) -> dict[str, Any]:
+        body = {"token_ids": [5, 6, 7], "sampling_params": sampling, "cache_salt": "mine"}
+        path = f"/sessions/{session.session_id}/inference/v1/generate"
+        choice: dict[str, Any] = stack.http.post(path, json=body).raise_for_status().json()["choices"][0]
+        return choice
+
+    whole = generate(max_tokens=20, ignore_eos=True, temperature=0)
+    assert (len(whole["token_ids"]), whole["finish_reason"]) == (20, "length")
+    first = whole["token_ids"][0]
+    stopped = generate(max_tokens=20, stop_token_ids=[first], temperature=0)
+    assert (stopped["token_ids"], stopped["finish_reason"]) == ([first], "stop")
+    long = generate(max_tokens=20, min_tokens=12, stop_token_ids=[first], temperature=0)["token_ids"]
+    assert len(long) >= 12
+    assert first not in long[:12]
+    everything = {
+        "seed": 5,
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "stop": ["zzz"],
+    }
+    penalties = {
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+        "logit_bias": {"9": -1.0},
+        "temperature": 0.7,
+    }
+    assert generate(max_tokens=5, **everything, **penalties)["token_ids"]

@@ -58,6 +58,28 @@ def test_no_cached_prefix_of_an_older_version_is_reused(running: Running) -> Non
     assert cached("one") == cached("two") == 0
 
 
+def test_an_orchestrators_pause_holds_over_an_update_and_the_calls_go_on_with_the_new_weights(
+    running: Running,
+) -> None:
+    number = int(running.served()) + 1
+    given = running.version(number).rename(running.directory / "run" / "policies" / f"step_{number}")
+    (given / "manifest.json").unlink()
+    before = running.checksum()
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(running.generates, 1500) for _ in range(2)]
+        wait_until(lambda: running.status()["running"] > 0)
+        pause = httpx.post(f"{running.url}/pause?mode=keep&clear_cache=false", timeout=60)
+        assert pause.status_code == 200, pause.text
+        update = httpx.post(f"{running.url}/update_weights", json={"weight_dir": str(given)}, timeout=120)
+        assert (update.status_code, update.json().get("version")) == (200, number), update.text
+        assert (running.served(), running.checksum() != before) == (str(number), True)
+        assert httpx.get(f"{running.engine_url}/ready", timeout=10).status_code == 503  # it is paused
+        assert not any(call.done() for call in calls)
+        assert httpx.post(f"{running.url}/resume", timeout=60).status_code == 200
+        assert [len(call.result()) for call in calls] == [1500] * 2
+    assert len(running.generates()) == 4
+
+
 def _truncate(directory: Path) -> None:
     raw = (directory / WEIGHTS).read_bytes()
     (directory / WEIGHTS).write_bytes(raw[: len(raw) // 2])

@@ -1,0 +1,166 @@
+"""The losses of a user's own loop. Each is a plain sum over targets and datums, and never a mean.
+
+name, settings ─ chosen_loss ─▶ SummedLoss ─ losses(lp, inputs, rows) ─▶ one loss per target
+
+lp is log p of each target under the trained weights; q is `logprobs`, as sampled; r = exp(lp - q).
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer_service.algorithms.row_index import RowIndex
+
+Inputs = Mapping[str, Tensor]
+Config = Mapping[str, float]
+CLIPS = ("clip_low_threshold", "clip_high_threshold")
+"""The settings of bounds of a ratio. They are bounds of the ratio itself, not of its distance from 1."""
+SAMPLED = ("logprobs", "advantages")
+"""The inputs of a loss that learns from sampled tokens."""
+RATIO_MASK = "sequence_ratio_mask"
+NOT_OFFERED = {
+    "stable_reinforce": "its formula is not published. Ask for `ppo` instead: in tinker-cookbook, set "
+    '`loss_fn="ppo"` (for asynchronous training in `AsyncConfig`)'
+}
+"""Known losses that are refused, and what the refusal says."""
+
+
+class LossRefused(Exception):
+    """A loss does not exist, or was asked for with wrong settings or inputs. The message is for the user."""
+
+
+@dataclass(frozen=True)
+class SummedLoss:
+    """A loss with its settings."""
+
+    name: str
+    inputs: tuple[str, ...]
+    """The names of the numbers that it needs for each target."""
+    config: Config
+    of_targets: Callable[[Tensor, Inputs, Tensor, Config], Tensor]
+    soft: bool
+    """Whether a position may have several targets."""
+
+    def losses(self, lp_TK: Tensor, inputs: Inputs, rows_T: Tensor) -> Tensor:
+        """[T, K]: the loss of each target; its sum is the loss. `lp_TK` and each of `inputs` are [T, K];
+        `rows_T` has the number of each position's datum, whose positions are all here."""
+        return self.of_targets(lp_TK, inputs, rows_T, self.config)
+
+
+@dataclass(frozen=True)
+class SummedLossKind:
+    """What `chosen_loss` makes a SummedLoss of."""
+
+    inputs: tuple[str, ...]
+    defaults: Mapping[str, float | None]
+    """The settings by name; a setting without a default is required."""
+    of_targets: Callable[[Tensor, Inputs, Tensor, Config], Tensor]
+    soft: bool = False
+
+
+def cross_entropy(lp_TK: Tensor, inputs: Inputs, _rows_T: Tensor, _config: Config) -> Tensor:
+    """-w lp, for any real w."""
+    return -inputs["weights"] * lp_TK
+
+
+def importance_sampling(lp_TK: Tensor, inputs: Inputs, _rows_T: Tensor, _config: Config) -> Tensor:
+    """-r A."""
+    return -_ratios(lp_TK, inputs) * inputs["advantages"]
+
+
+def ppo(lp_TK: Tensor, inputs: Inputs, _rows_T: Tensor, config: Config) -> Tensor:
+    """-min(r A, clip(r) A)."""
+    return _clipped(_ratios(lp_TK, inputs), inputs["advantages"], config)
+
+
+def cispo(lp_TK: Tensor, inputs: Inputs, _rows_T: Tensor, config: Config) -> Tensor:
+    """-clip(r) lp A, where the clipped ratio has no gradient."""
+    ratios_TK = _clip(_ratios(lp_TK.detach(), inputs), config)
+    return -ratios_TK * lp_TK * inputs["advantages"]
+
+
+def gspo(lp_TK: Tensor, inputs: Inputs, rows_T: Tensor, config: Config) -> Tensor:
+    """-min(s A, clip(s) A). s is exp of the mean of lp - q over the datum's targets with mask 1 (1 without
+    any). All targets of a datum have its value, and each the gradient of its own lp (GSPO-token,
+    arXiv:2507.18071)."""
+    counts_TK = inputs[RATIO_MASK].to(lp_TK.dtype)
+    differences_TK = torch.where(counts_TK > 0, lp_TK.detach() - inputs["logprobs"], 0.0)
+    rows = RowIndex.of(rows_T)
+    totals_R, counts_R = rows.sum(differences_TK.sum(1)), rows.sum(counts_TK.sum(1))
+    means_T = rows.at_tokens(totals_R / counts_R.clamp(min=1))
+    ratios_TK = torch.exp(means_T[:, None] + (lp_TK - lp_TK.detach()))
+    return _clipped(ratios_TK, inputs["advantages"], config)
+
+
+def dro(lp_TK: Tensor, inputs: Inputs, _rows_T: Tensor, config: Config) -> Tensor:
+    """-(lp A - beta/2 (lp - q)^2) (arXiv:2405.19107)."""
+    distance_TK = (lp_TK - inputs["logprobs"]) ** 2
+    return -(lp_TK * inputs["advantages"] - 0.5 * config["beta"] * distance_TK)
+
+
+SUMMED_LOSSES: Mapping[str, SummedLossKind] = {
+    "cross_entropy": SummedLossKind(("weights",), {}, cross_entropy, soft=True),
+    "importance_sampling": SummedLossKind(SAMPLED, {}, importance_sampling),
+    "ppo": SummedLossKind(SAMPLED, dict(zip(CLIPS, (0.8, 1.2), strict=True)), ppo),
+    "cispo": SummedLossKind(SAMPLED, dict(zip(CLIPS, (0.0, 4.0), strict=True)), cispo),
+    "gspo": SummedLossKind((*SAMPLED, RATIO_MASK), dict(zip(CLIPS, (1 - 3e-4, 1 + 4e-4), strict=True)), gspo),
+    "dro": SummedLossKind(SAMPLED, {"beta": None}, dro),
+}
+
+
+def chosen_loss(name: str, config: Mapping[str, float | str]) -> SummedLoss:
+    """The loss with this name, with the settings of a caller. Raises LossRefused."""
+    kind = SUMMED_LOSSES.get(name)
+    if kind is None:
+        reason = f": {NOT_OFFERED[name]}" if name in NOT_OFFERED else ""
+        raise LossRefused(f"loss {name} is not offered{reason}. The losses are {_list(SUMMED_LOSSES)}")
+    if unknown := sorted(set(config) - set(kind.defaults)):
+        known = f"its settings are {_list(kind.defaults)}" if kind.defaults else "it has no settings"
+        raise LossRefused(f"loss {name} has no setting {_list(unknown)}; {known}")
+    numbers = {setting: _number(name, setting, value) for setting, value in config.items()}
+    chosen = {**{each: value for each, value in kind.defaults.items() if value is not None}, **numbers}
+    if missing := sorted(set(kind.defaults) - set(chosen)):
+        raise LossRefused(f"loss {name} needs the setting {_list(missing)}, which has no default")
+    if set(CLIPS) <= set(chosen) and chosen[CLIPS[0]] > chosen[CLIPS[1]]:
+        raise LossRefused(
+            f"loss {name}: {CLIPS[0]} {chosen[CLIPS[0]]} is above {CLIPS[1]} {chosen[CLIPS[1]]}"
+        )
+    return SummedLoss(name, kind.inputs, chosen, kind.of_targets, kind.soft)
+
+
+def check_inputs(loss: SummedLoss, given: Collection[str], k: int) -> None:
+    """Raises LossRefused unless a datum with these inputs and `k` targets for each position is one for this
+    loss."""
+    if missing := [each for each in loss.inputs if each not in given]:
+        raise LossRefused(f"loss {loss.name} needs {_list(missing)} for each target")
+    if superfluous := sorted(set(given) - set(loss.inputs)):
+        raise LossRefused(f"loss {loss.name} takes {_list(loss.inputs)}, and not {_list(superfluous)}")
+    if k > 1 and not loss.soft:
+        soft = _list(each for each, kind in SUMMED_LOSSES.items() if kind.soft)
+        raise LossRefused(f"loss {loss.name} takes one target for each position, not {k}; several: {soft}")
+
+
+def _number(loss: str, setting: str, value: float | str) -> float:
+    if isinstance(value, str) or not math.isfinite(value):
+        raise LossRefused(f"loss {loss}: {setting} must be a finite number, not {value!r}")
+    return float(value)
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(f"`{each}`" for each in names)
+
+
+def _ratios(lp_TK: Tensor, inputs: Inputs) -> Tensor:
+    return torch.exp(lp_TK - inputs["logprobs"])
+
+
+def _clip(ratios_TK: Tensor, config: Config) -> Tensor:
+    low, high = (config[each] for each in CLIPS)
+    return ratios_TK.clamp(low, high)
+
+
+def _clipped(ratios_TK: Tensor, advantages_TK: Tensor, config: Config) -> Tensor:
+    return -torch.minimum(ratios_TK * advantages_TK, _clip(ratios_TK, config) * advantages_TK)

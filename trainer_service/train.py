@@ -17,9 +17,9 @@ from contextlib import suppress
 from functools import partial
 
 from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.groups.guards import Alarm
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.groups.selection import Batch
-from trainer_service.guards import Alarm
 from trainer_service.intake.entry_reader import BLOCK_S
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from rollout_queue.http.keys import Keyring
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from trainer_service.app import create_app
-from trainer_service.guards import Alarm, Guards
+from trainer_service.groups.guards import Alarm, Guards
 from trainer_service.settings import GuardSettings
 
 STEADY = {"grad_norm": 0.5, "mismatch/abs_logp": 0.01, "mismatch/kl": 0.0}

@@ -9,8 +9,8 @@ serves, or goes back to an older version with better rewards.
 import logging
 from collections.abc import Callable
 
+from trainer_service.groups.guards import Alarm
 from trainer_service.groups.version_scores import VersionScore, VersionScores
-from trainer_service.guards import Alarm
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.shared_state import SharedState

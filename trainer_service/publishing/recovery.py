@@ -16,9 +16,9 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from trainer_service.groups.group_rewards import GroupRewards
+from trainer_service.groups.guards import Alarm, Guards
 from trainer_service.groups.undone import Recovery, RecoveryState
 from trainer_service.groups.version_scores import VersionScore
-from trainer_service.guards import Alarm, Guards
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.shared_state import NotRestorable

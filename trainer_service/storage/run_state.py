@@ -6,10 +6,10 @@ import msgspec
 
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import EvaluationState
+from trainer_service.groups.guards import GuardState
 from trainer_service.groups.task_rates import TaskRate
 from trainer_service.groups.undone import RecoveryState
 from trainer_service.groups.version_scores import ScoreState
-from trainer_service.guards import GuardState
 from trainer_service.model.sharding.layout import Layout
 from trainer_service.rows.rows import Row
 

@@ -7,8 +7,9 @@ system prompt ─┬─ task ─┬─ answer      A tree of segments. Each row 
                └─ task ── answer
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +88,37 @@ class PrefixTree:
 
 
 Pack = list[PrefixTree]
+
+
+class PackLayout(NamedTuple):
+    """A pack as one sequence of N tokens in S segments. The fields are those of `MicroBatch`."""
+
+    ids_N: Ids
+    positions_N: Ids
+    lengths_S: Ids
+    parents_S: Ids
+    places: Mapping[int, Ids]
+    """Where each token of a row is in the sequence, by the row's number, in the order of packing."""
+
+
+def layout_of(rows: Sequence[Ids], pack: Pack) -> PackLayout:
+    """The sequence of a pack. `rows` has the ids of each row."""
+    segments = [segment for tree in pack for segment in tree.segments()]
+    numbers = {segment: number for number, segment in enumerate(segments)}
+    lengths_S = np.array([len(segment) for segment in segments])
+    starts_S = lengths_S.cumsum() - lengths_S
+    parents = [-1 if each.parent is None else numbers[each.parent] for each in segments]
+
+    def places(tip: Segment) -> Ids:
+        return np.concatenate([starts_S[numbers[each]] + np.arange(len(each)) for each in tip.path])
+
+    return PackLayout(
+        ids_N=np.concatenate([rows[each.row][each.start : each.end] for each in segments]),
+        positions_N=np.concatenate([np.arange(each.start, each.end) for each in segments]),
+        lengths_S=lengths_S,
+        parents_S=np.array(parents),
+        places={row: places(tip) for tree in pack for row, tip in tree.tips.items()},
+    )
 
 
 def packs_of(rows: Sequence[Ids], max_tokens: int, share_prefixes: bool) -> list[Pack]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_queue.contract.records import Turn
-from trainer_service.rows.packing import Pack, Segment, packs_of
+from trainer_service.rows.packing import Pack, layout_of, packs_of
 from trainer_service.rows.top_tokens import TopTokens
 from trainer_service.rows.turns import Branch, branches
 
@@ -245,14 +245,8 @@ def _no_experts(branch: Branch, length: int) -> Experts | None:
 
 
 def _packed(of_step: Sequence[Row], pack: Pack) -> MicroBatch:
-    segments = [segment for tree in pack for segment in tree.segments()]
-    numbers = {segment: number for number, segment in enumerate(segments)}
-    lengths_S = np.array([len(segment) for segment in segments])
-    starts_S = lengths_S.cumsum() - lengths_S
-    parents = [-1 if each.parent is None else numbers[each.parent] for each in segments]
-    tips = {row: tip for tree in pack for row, tip in tree.tips.items()}
-    rows = [of_step[row] for row in tips]
-    places = [_places(tip, numbers, starts_S) for tip in tips.values()]
+    layout = layout_of([row.ids_L for row in of_step], pack)
+    rows = [of_step[row] for row in layout.places]
     at_T = np.flatnonzero(np.concatenate([row.mask_L for row in rows]))
     lengths_R = np.array([len(row) for row in rows])
 
@@ -260,11 +254,11 @@ def _packed(of_step: Sequence[Row], pack: Pack) -> MicroBatch:
         return np.concatenate([getattr(row, name) for row in rows])[at_T]
 
     return MicroBatch(
-        ids_N=np.concatenate([of_step[each.row].ids_L[each.start : each.end] for each in segments]),
-        positions_N=np.concatenate([np.arange(each.start, each.end) for each in segments]),
-        lengths_S=lengths_S,
-        parents_S=np.array(parents),
-        predict_at_T=np.concatenate(places)[at_T - 1],
+        ids_N=layout.ids_N,
+        positions_N=layout.positions_N,
+        lengths_S=layout.lengths_S,
+        parents_S=layout.parents_S,
+        predict_at_T=np.concatenate(list(layout.places.values()))[at_T - 1],
         targets_T=trained("ids_L"),
         logprobs_T=trained("logprobs_L"),
         advantages_T=np.repeat(np.array([row.advantage for row in rows], np.float32), lengths_R)[at_T],
@@ -273,7 +267,7 @@ def _packed(of_step: Sequence[Row], pack: Pack) -> MicroBatch:
         turns_T=trained("turns_L"),
         rewards_T=trained("rewards_L"),
         lp_teacher_T=None if any(row.lp_teacher_L is None for row in rows) else trained("lp_teacher_L"),
-        rows_T=np.repeat(np.array(list(tips)), lengths_R)[at_T],
+        rows_T=np.repeat(np.array(list(layout.places)), lengths_R)[at_T],
         experts_NW=_experts(rows),
         teacher_top=TopTokens.joined([row.teacher_top for row in rows]),
     )
@@ -289,8 +283,3 @@ def _experts(rows: Sequence[Row]) -> Experts | None:
             for row in rows
         ]
     )
-
-
-def _places(tip: Segment, numbers: Mapping[Segment, int], starts_S: Ints) -> Ints:
-    """Where each token of a row is in the pack."""
-    return np.concatenate([starts_S[numbers[each]] + np.arange(len(each)) for each in tip.path])

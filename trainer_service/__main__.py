@@ -21,6 +21,7 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from rollout_queue.commands.log import CommandReader
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.http.addresses import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
 from rollout_queue.http.keys import Keyring, refuse_open_binding
@@ -28,9 +29,12 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.settings import CONFIG_VARIABLE
 from trainer_service.app import HttpThread, create_app
+from trainer_service.commands.ranks import follow_models
+from trainer_service.commands.serving import train_by_commands
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.trained.models import Models
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import place_of
 from trainer_service.publishing.publisher import Publisher
@@ -71,11 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = TrainerSettings()
     settings = resolved(settings, find_gpu(settings), own_ranks())
     if own_rank() > 0:
-        policy = DeepSpeedPolicy(settings)  # a signal still ends a rank that is loading the model
+        by_commands = settings.source == "commands"
+        policy: Models | DeepSpeedPolicy = Models(settings) if by_commands else DeepSpeedPolicy(settings)
+        # Only now, so that a signal still ends a rank that is loading the model.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets the signal too, and ends this rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with marked_if_out_of_memory(settings.checkpoint_dir):
-            follow(policy)
+            follow_models(policy) if isinstance(policy, Models) else follow(policy)
         return
     keyring = Keyring(settings.client_keys, settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
@@ -131,30 +137,50 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
                 max_row_tokens=settings.algorithm.max_row_tokens,
             )
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
-            with device_memory(settings, headers, heartbeat) as memory:
-                policy = DistributedPolicy(DeepSpeedPolicy(settings), _shared_directory(settings))
-                policy.require_shared(settings.checkpoint_dir)
-                width = policy.replayed_width
-                place = place_of(settings, store, lambda: shared_state.stopping)
-                gateway = GatewayClient(client, settings.push_timeout_s)
-                teacher = _teacher(settings, policy.vocab_size)
-                Trainer(
-                    settings=settings,
-                    policy=policy,
-                    intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics, width),
-                    checkpoints=checkpoints,
-                    publisher=Publisher(store, gateway, stream, place, heartbeat, metrics, sender=sender),
-                    metrics=metrics,
-                    shared_state=shared_state,
-                    heartbeat=heartbeat,
-                    teacher=teacher,
-                    memory=memory,
-                ).run()
-            if teacher is not None:
-                teacher.close()
-            policy.close()  # not after an exception: ranks that wait in a collective receive no command
+            gateway = GatewayClient(client, settings.push_timeout_s)
+            parts = (stream, gateway, store, checkpoints, metrics, shared_state, heartbeat)
+            if settings.source == "commands":
+                train_by_commands(settings, command_log(redis, lease.token), *parts)
+            else:
+                train_by_turns(settings, headers, sender, *parts)
             metrics.close()
     logger.info("ended")
+
+
+def train_by_turns(
+    settings: TrainerSettings,
+    headers: dict[str, str],
+    sender: TensorSender | None,
+    stream: RedisReader,
+    gateway: GatewayClient,
+    store: PolicyStore,
+    checkpoints: Checkpoints,
+    metrics: TrainerMetrics,
+    shared_state: SharedState,
+    heartbeat: Heartbeat,
+) -> None:
+    """Train on the turns of agents until told to stop."""
+    with device_memory(settings, headers, heartbeat) as memory:
+        policy = DistributedPolicy(DeepSpeedPolicy(settings), _shared_directory(settings))
+        policy.require_shared(settings.checkpoint_dir)
+        width = policy.replayed_width
+        place = place_of(settings, store, lambda: shared_state.stopping)
+        teacher = _teacher(settings, policy.vocab_size)
+        Trainer(
+            settings=settings,
+            policy=policy,
+            intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics, width),
+            checkpoints=checkpoints,
+            publisher=Publisher(store, gateway, stream, place, heartbeat, metrics, sender=sender),
+            metrics=metrics,
+            shared_state=shared_state,
+            heartbeat=heartbeat,
+            teacher=teacher,
+            memory=memory,
+        ).run()
+    if teacher is not None:
+        teacher.close()
+    policy.close()  # not after an exception: ranks that wait in a collective receive no command
 
 
 @contextmanager
@@ -179,6 +205,11 @@ def device_memory(
     ):
         memory.take()
         yield memory
+
+
+def command_log(redis: Redis, token: str) -> CommandReader:
+    """The log of commands in Redis, for the holder of the lease."""
+    raise SystemExit("trainer.source: this build has no log of commands yet; leave it out")
 
 
 def _shared_directory(settings: TrainerSettings) -> Path | None:

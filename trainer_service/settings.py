@@ -89,6 +89,11 @@ class TrainerSettings(ServiceSettings, ModelSettings):
 
     section: ClassVar[str] = "trainer"
 
+    source: Literal["turns", "commands"] = "turns"
+    """What the trainer learns from. turns: what agents did, with this section's algorithm. commands: what
+    users' own loops ask for; several models are trained over one base model."""
+    base_models: CommaSeparated = []
+    """With `commands`, the names of the base model in commands; empty: `model_path`, or its last part."""
     host: str = "127.0.0.1"
     port: int = 8200
     public_url: str | None = None
@@ -169,6 +174,24 @@ class TrainerSettings(ServiceSettings, ModelSettings):
             raise ValueError(
                 "trainer.algorithm.kl.reference_every_steps: with trainer.lora, the reference is the model "
                 "without its adapters, and cannot move; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _commands_are_possible(self) -> "TrainerSettings":
+        if self.source == "turns":
+            return self
+        if self.zero_stage == 3:
+            raise ValueError(
+                "trainer.zero_stage: source commands needs stage 0, 1 or 2; its models share a base model, "
+                "which stage 3 would partition"
+            )
+        if self.memory == "shared":
+            raise ValueError("trainer.memory: source commands needs exclusive")
+        if (self.publish_url or "").startswith("http"):
+            raise ValueError(
+                "trainer.publish_url: with source commands, engines find adapters on a shared disk (leave it "
+                "out) or at s3://"
             )
         return self
 

@@ -12,6 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_queue.memory import MemoryStream
+from tests.support.trainer_service.command_harness import (
+    CommandHarness,
+    MakeCommandHarness,
+    command_settings,
+)
+from tests.support.trainer_service.command_log import MemoryCommandLog
 from tests.support.trainer_service.harness import FakeGateway, Harness, MakeHarness
 from tests.support.trainer_service.publications import InlineExecutor
 from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, OneRankLearner, random_rows
@@ -131,5 +137,17 @@ def make_learner(tmp_path: Path, model_path: Path, imported: None) -> MakeLearne
             "algorithm": {"max_tokens": 64},
         }
         return OneRankLearner(tmp_path, TrainerSettings(**(given | settings)))
+
+    return make
+
+
+@pytest.fixture
+def make_command_harness(tmp_path: Path, model_path: Path, imported: None) -> MakeCommandHarness:
+    """Makes trainers by commands. Those with the same name have the same directory."""
+
+    def make(name: str = "run", log: MemoryCommandLog | None = None, **settings: Any) -> CommandHarness:
+        root = tmp_path / name
+        root.mkdir(exist_ok=True)
+        return CommandHarness(root, command_settings(root, model_path, **settings), log or MemoryCommandLog())
 
     return make

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from trainer_service.model.settings import LoraSettings
 from trainer_service.model.snapshot import HostTensor, SnapshotMemory, write_file
 
 ADAPTER = "default"
-"""The name that PEFT gives to a single adapter."""
+"""The name that PEFT gives to a single set of adapters."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class AdapterSnapshot:
 
 
 class Adapters:
-    """The adapters of one model, injected into its layers. The model itself is called as before."""
+    """One adapter for each of some layers of a model, injected into them. The model itself is called as
+    before. A model may have several such sets, each under its own name, of which one is active."""
 
-    def __init__(self, model: Any, settings: LoraSettings, model_path: Path) -> None:
+    def __init__(self, model: Any, settings: LoraSettings, model_path: Path, name: str = ADAPTER) -> None:
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
@@ -52,21 +54,43 @@ class Adapters:
             task_type="CAUSAL_LM",
             base_model_name_or_path=str(model_path),
         )
-        inject_adapter_in_model(self._config, model, ADAPTER)
-        self._model = model
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+            inject_adapter_in_model(self._config, model, name)
+        self._model, self._name = model, name
         self._layers: list[Any] = [each for each in model.modules() if isinstance(each, LoraLayer)]
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The weights of this set, by the names that PEFT gives them in a file."""
+        return {
+            f"base_model.model.{name.replace(f'.{self._name}.', '.')}": parameter
+            for name, parameter in self._model.named_parameters()
+            if f".{self._name}." in name
+        }
+
+    def activate(self) -> None:
+        """Make this set the active one: passes use it, and no other has gradients."""
+        for layer in self._layers:
+            layer.set_adapter([self._name])
+
+    def remove(self) -> None:
+        """Take this set out of the model's layers."""
+        for layer in self._layers:
+            layer.set_adapter([])
+            layer.delete_adapter(self._name)
+        self._model.peft_config.pop(self._name, None)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Inside the context, the model is the base model. Adapters are scaled by 0. PEFT's own way to
         disable them would also disable the gradients of parameters that the optimizer holds."""
         for layer in self._layers:
-            layer.set_scale(ADAPTER, 0)
+            layer.set_scale(self._name, 0)
         try:
             yield
         finally:
             for layer in self._layers:
-                layer.set_scale(ADAPTER, 1)
+                layer.set_scale(self._name, 1)
 
     def snapshot(self, memory: SnapshotMemory, rank: int) -> AdapterSnapshot:
         """Copy the adapters into the memory of rank 0's host. Every rank must call it."""
@@ -74,11 +98,7 @@ class Adapters:
 
     def _exported(self) -> tuple[list[ExportTensor], dict[str, torch.dtype]]:
         """The tensors under PEFT's names, and their dtypes."""
-        tensors = [
-            ExportTensor.of(f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", parameter)
-            for name, parameter in self._model.named_parameters()
-            if f".{ADAPTER}." in name
-        ]
+        tensors = [ExportTensor.of(name, parameter) for name, parameter in self.parameters().items()]
         return tensors, {tensor.name: tensor.sources[0].dtype for tensor in tensors}
 
     def _config_text(self) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from rollout_queue.commands.command import OptimStep
 from trainer_service.model.settings import ModelSettings, OptimizerSettings
 
 
@@ -41,7 +42,8 @@ class ClippingAdamW(torch.optim.AdamW):
 
     def __init__(self, parameters: Iterable[Tensor], max_norm: float, arguments: AdamWArguments) -> None:
         super().__init__(parameters, **arguments)
-        self._max_norm = max_norm
+        self.max_norm = max_norm
+        """The largest norm of the gradient."""
         self._global_grad_norm = 0.0
         """The norm of the last gradient before it was clipped."""
         self.overflow = False
@@ -57,10 +59,21 @@ class ClippingAdamW(torch.optim.AdamW):
         if self._loss_scale != 1:
             for each in trained:
                 each.grad.div_(self._loss_scale)
-        norm = float(torch.nn.utils.clip_grad_norm_(trained, self._max_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, self.max_norm))
         self._global_grad_norm, self.overflow = norm, not math.isfinite(norm)
         if not self.overflow:
             super().step(closure)
+
+
+def set_rates(optimizer: Any, rates: OptimStep) -> None:
+    """Let the next step of a DeepSpeed engine's optimizer use these settings."""
+    for group in optimizer.param_groups:
+        group["lr"], group["betas"] = rates.learning_rate, (rates.beta1, rates.beta2)
+        group["eps"], group["weight_decay"] = rates.eps, rates.weight_decay
+    if isinstance(optimizer, ClippingAdamW):
+        optimizer.max_norm = rates.grad_clip_norm or math.inf
+    else:
+        optimizer.clip_grad = rates.grad_clip_norm
 
 
 def apply_configured_rates(engine: Any, settings: OptimizerSettings, scale: float) -> None:

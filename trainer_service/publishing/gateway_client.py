@@ -4,6 +4,7 @@ from typing import TypeVar
 
 import httpx
 
+from rollout_queue.protocol.adapters import AdapterBody, AdapterPushed
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.message import MalformedMessage, ServiceMessage
 from rollout_queue.protocol.policies import (
@@ -90,6 +91,15 @@ class GatewayClient:
         if reply.status_code == 404:
             raise VersionUnknown(error_message(reply.content))
         return _read(Pushed, reply).results
+
+    def publish_adapter(self, name: str, version: int, location: str, manifest_sha256: str) -> AdapterPushed:
+        """Have every live server load an adapter, and wait for them. The same again changes nothing. Raises
+        VersionTaken if the name has had another content under this version."""
+        body = AdapterBody(name=name, version=version, location=location, manifest_sha256=manifest_sha256)
+        reply = self._call("POST", "/admin/adapters", body, timeout_s=self._push_timeout_s)
+        if reply.status_code == 409:
+            raise VersionTaken(error_message(reply.content))
+        return _read(AdapterPushed, reply)
 
     def _call(
         self,

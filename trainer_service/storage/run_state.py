@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from rollout_queue.commands.log import BEGINNING
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.groups.guards import GuardState
@@ -63,6 +64,8 @@ class RunState(msgspec.Struct, frozen=True):
     """Groups that wait, and whose rewards are in the scores and in the guards' memory."""
     guards: GuardState = GuardState()
     recovery: RecoveryState = RecoveryState()
+    command_position: str = BEGINNING
+    """With `source: commands`, the place in their log of the last command that was carried out."""
     ledger_bytes: int = 0
     """How many bytes of the ledger belong to this checkpoint."""
     files: dict[str, int] = {}

@@ -1,0 +1,294 @@
+"""The values of commands are those of a plain torch model, and of each model alone."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout_queue.commands.command import (
+    Command,
+    ForwardBackward,
+    LoadWeights,
+    OptimStep,
+    SaveForSampler,
+    SaveWeights,
+)
+from rollout_queue.commands.datum import Datum
+from rollout_queue.commands.result import CommandFailed, Passed, Stepped
+from rollout_queue.contract.tokens import Logprobs
+from tests.support.tolerances import ulps
+from tests.support.trainer_service.command_harness import (
+    FULL,
+    MakeCommandHarness,
+    created,
+    datum,
+    learn,
+    random_datum,
+    step,
+)
+from tests.support.trainer_service.same_training import Weights, assert_moved_alike
+from trainer_service.algorithms.summed_losses import SUMMED_LOSSES, chosen_loss
+
+pytestmark = pytest.mark.numeric
+
+EXACT = 1e-5
+"""How far log-probabilities may be from those of a plain model, in nats: the interface's own bound."""
+CONFIG: dict[str, dict[str, float | str]] = {"dro": {"beta": 0.3}}
+
+
+class PlainModel:
+    """The base model as transformers loads it, and torch's AdamW."""
+
+    def __init__(self, model_path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self.optimizer: torch.optim.AdamW | None = None
+
+    def logprobs(self, datum: Datum) -> Tensor:
+        """[N, K]."""
+        logits_NV = self.model(torch.tensor([list(datum.tokens)])).logits[0]
+        targets_NK = torch.tensor(list(datum.targets)).view(len(datum), datum.k)
+        return torch.log_softmax(logits_NV, -1).gather(1, targets_NK)
+
+    def backward(self, name: str, data: Sequence[Datum]) -> tuple[list[Tensor], float]:
+        """Adds the gradient; returns the log-probabilities and the loss."""
+        found, total = [], 0.0
+        loss = chosen_loss(name, CONFIG.get(name, {}))
+        for each in data:
+            lp_NK = self.logprobs(each)
+            numbers = {of: torch.tensor(list(each.numbers[of])).view(lp_NK.shape) for of in loss.inputs}
+            own = loss.losses(lp_NK, numbers, torch.zeros(len(each), dtype=torch.int64)).sum()
+            own.backward()  # type: ignore[no-untyped-call]
+            found.append(lp_NK.detach())
+            total += own.item()
+        return found, total
+
+    def step(self, rates: OptimStep) -> float:
+        betas = rates.beta1, rates.beta2
+        given: dict[str, Any] = {"lr": rates.learning_rate, "betas": betas, "eps": rates.eps}
+        given["weight_decay"] = rates.weight_decay
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **given)
+        for group in self.optimizer.param_groups:
+            group.update(given)
+        limit = rates.grad_clip_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def weights(self) -> Weights:
+        state: Mapping[str, Tensor] = self.model.state_dict()
+        return {name: value.clone() for name, value in state.items() if name != "lm_head.weight"}
+
+
+def same(found: Sequence[Logprobs], wanted: Sequence[Tensor]) -> None:
+    for mine, plain in zip(found, wanted, strict=True):
+        assert torch.tensor(list(mine)).view(plain.shape) == pytest.approx(plain, abs=EXACT)
+
+
+@pytest.mark.parametrize("name", SUMMED_LOSSES)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_passes_and_steps_are_those_of_a_plain_model(
+    make_command_harness: MakeCommandHarness, model_path: Path, stage: int, name: str
+) -> None:
+    """Each step has its own settings. An epsilon of 1 makes a step nearly one of gradient descent: there,
+    rounding has a bound."""
+    harness, plain = make_command_harness(zero_stage=stage), PlainModel(model_path)
+    before = plain.weights()
+    harness.send("m", FULL)
+    names, k = SUMMED_LOSSES[name].inputs, 3 if SUMMED_LOSSES[name].soft else 1
+    for turn, rates in enumerate(
+        (
+            step(0.05, eps=1.0),
+            step(0.02, eps=0.5, beta1=0.5, beta2=0.9, weight_decay=0.1),
+            step(0.05, eps=1.0, grad_clip_norm=0.5),
+        )
+    ):
+        for part in range(2):
+            data = tuple(random_datum(10 * turn + 3 * part + at, names, 5 + at, k) for at in range(3))
+            passed = harness.passed("m", ForwardBackward(name, CONFIG.get(name, {}), data))
+            wanted, loss = plain.backward(name, data)
+            same(passed.logprobs, wanted)
+            assert passed.k == k
+            assert passed.metrics["loss:sum"] == pytest.approx(loss, abs=EXACT * sum(map(len, data)) * k)
+        stepped = harness.send("m", rates)
+        assert isinstance(stepped, Stepped)
+        assert stepped.metrics["grad_norm"] == pytest.approx(plain.step(rates), rel=ulps(512))
+    assert_moved_alike(harness.weights("m"), plain.weights(), before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_models_in_turn_are_what_each_is_alone(
+    make_command_harness: MakeCommandHarness, stage: int
+) -> None:
+    def commands(seed: int) -> list[Any]:
+        own = created(rank=2 + seed, seed=seed, train_mlp=seed == 1)
+        return [own, learn(seed), learn(seed + 2, seed + 4), step(), learn(seed + 5), step(0.02, beta1=0.5)]
+
+    scripts = {"one": commands(1), "two": commands(2)}
+    together = make_command_harness("together", zero_stage=stage)
+    results: dict[str, list[Any]] = {"one": [], "two": []}
+    for both in zip(*scripts.values(), strict=True):
+        for model_id, command in zip(scripts, both, strict=True):
+            results[model_id].append(together.send(model_id, command))
+    for model_id, script in scripts.items():
+        alone = make_command_harness(model_id, zero_stage=stage)
+        assert [alone.send(model_id, command) for command in script] == results[model_id]
+        weights = alone.weights(model_id)
+        assert any(bool(value.any()) for name, value in weights.items() if "lora_B" in name)
+        for name, value in together.weights(model_id).items():
+            assert torch.equal(value, weights[name]), name
+
+
+def test_a_published_adapter_gives_the_log_probabilities_that_were_returned(
+    make_command_harness: MakeCommandHarness, model_path: Path
+) -> None:
+    from peft import PeftModel
+
+    harness = make_command_harness()
+    for command in (created(), learn(1, 2), step(0.1)):
+        harness.send("user:train:0", command)
+    passed = harness.passed("user:train:0", learn(1, 2, forward_only=True))
+    harness.send("user:train:0", SaveForSampler("first"))
+    (adapter,) = harness.adapters
+    store, _ = harness.store_of(adapter.name)
+    plain = PlainModel(model_path)
+    untrained = [plain.logprobs(each) for each in learn(1, 2).data]
+    plain.model = PeftModel.from_pretrained(plain.model, store.path_of(1))
+    same(passed.logprobs, [plain.logprobs(each).detach() for each in learn(1, 2).data])
+    assert torch.tensor(list(passed.logprobs[0])) != pytest.approx(untrained[0].detach()[:, 0], abs=0.01)
+
+
+def test_a_custom_loss_is_cross_entropy_with_its_gradient_as_weights(
+    make_command_harness: MakeCommandHarness,
+) -> None:
+    """The client evaluates its loss on returned log-probabilities, and sends -d loss / d lp as weights. Here
+    the loss is importance sampling, so the step must be that of the trainer's own."""
+    names = ("logprobs", "advantages")
+    data = tuple(random_datum(seed, names) for seed in range(3))
+    own, custom = make_command_harness("own"), make_command_harness("custom")
+    for harness in (own, custom):
+        harness.send("m", created())
+        harness.send("m", learn(7))
+        harness.send("m", step(0.1, eps=1.0))
+    before = own.weights("m")
+    own.send("m", ForwardBackward("importance_sampling", {}, data))
+    zeros = tuple(datum(each.tokens, each.targets, weights=[0.0] * len(each)) for each in data)
+    first = custom.passed("m", ForwardBackward("cross_entropy", {}, zeros, forward_only=True))
+    second = []
+    for each, logprobs in zip(data, first.logprobs, strict=True):
+        lp = torch.tensor(list(logprobs), requires_grad=True)
+        ratios = torch.exp(lp - torch.tensor(list(each.numbers["logprobs"])))
+        (gradient,) = torch.autograd.grad(
+            -(ratios * torch.tensor(list(each.numbers["advantages"]))).sum(), lp
+        )
+        second.append(datum(each.tokens, each.targets, weights=(-gradient).tolist()))
+    custom.send("m", ForwardBackward("cross_entropy", {}, tuple(second)))
+    rates = step(0.1, eps=1.0)
+    for harness in (own, custom):
+        assert isinstance(harness.send("m", rates), Stepped)
+    assert_moved_alike(custom.weights("m"), own.weights("m"), before)
+
+
+def test_a_forward_pass_adds_no_gradient(make_command_harness: MakeCommandHarness) -> None:
+    harness, other = make_command_harness("one"), make_command_harness("other")
+    for each in (harness, other):
+        each.send("m", created())
+        each.send("m", learn(1))
+    passed = harness.passed("m", learn(2, 3, forward_only=True))
+    assert passed == other.passed("m", learn(2, 3)), "the same values as with a backward pass"
+    other_two = make_command_harness("third")
+    for command in (created(), learn(1)):
+        other_two.send("m", command)
+    assert harness.send("m", step()) == other_two.send("m", step())
+    assert harness.send("m", step()) == Stepped({"grad_norm": 0.0})
+
+
+def test_a_step_without_a_gradient_changes_nothing(make_command_harness: MakeCommandHarness) -> None:
+    harness, other = make_command_harness("one"), make_command_harness("other")
+    results = []
+    for each in (harness, other):
+        for command in (created(), learn(1), step()):
+            each.send("m", command)
+        if each is harness:
+            assert harness.send("m", step(1.0, weight_decay=0.5)) == Stepped({"grad_norm": 0.0})
+        results += [each.send("m", learn(2)), each.send("m", step())]
+    assert results[:2] == results[2:]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_that_is_not_finite_is_dropped_and_makes_no_step(
+    make_command_harness: MakeCommandHarness, stage: int
+) -> None:
+    harness, other = (make_command_harness(name, zero_stage=stage) for name in ("one", "other"))
+    wild = datum([1, 2], [2, 3], logprobs=[-3e38, -1.0], advantages=[1.0, 1.0])
+    last = []
+    for each in (harness, other):
+        for command in (created(), learn(1), step()):
+            each.send("m", command)
+        if each is harness:
+            assert isinstance(each.send("m", ForwardBackward("importance_sampling", {}, (wild,))), Passed)
+            failed = each.send("m", step())
+            assert isinstance(failed, CommandFailed)
+            assert "not finite" in failed.error or "inf" in failed.error
+        last.append([each.send("m", learn(2)), each.send("m", step())])
+    assert last[0] == last[1]
+
+
+REFUSED: dict[str, tuple[Command, str]] = {
+    "loss": (ForwardBackward("huber", {}, (random_datum(1),)), "loss huber is not offered"),
+    "unpublished": (ForwardBackward("stable_reinforce", {}, (random_datum(1),)), "`ppo`"),
+    "setting": (ForwardBackward("cross_entropy", {"x": 1.0}, (random_datum(1),)), "no setting `x`"),
+    "input": (ForwardBackward("ppo", {}, (random_datum(1),)), "needs `logprobs`, `advantages`"),
+    "nothing": (ForwardBackward("cross_entropy", {}, ()), "no datums"),
+    "token": (
+        ForwardBackward("cross_entropy", {}, (random_datum(1), datum([1, 9999], [1, 2], weights=[1, 1]))),
+        "datum 1 has token 9999",
+    ),
+    "target": (
+        ForwardBackward("cross_entropy", {}, (datum([1, 2], [1, -1], weights=[1, 1]),)),
+        "datum 0 has target -1",
+    ),
+    "long": (ForwardBackward("cross_entropy", {}, (random_datum(1, length=60),)), "60 tokens; at most 50"),
+    "kinds": (
+        ForwardBackward("cross_entropy", {}, (random_datum(1), random_datum(2, k=2))),
+        "1, 2 targets for each position",
+    ),
+    "mask": (
+        ForwardBackward(
+            "gspo",
+            {},
+            (datum([1], [2], logprobs=[-1.0], advantages=[1.0], sequence_ratio_mask=[0.5]),),
+        ),
+        "must be 0 or 1",
+    ),
+    "rate": (step(-1.0), "learning_rate must be a finite number of at least 0"),
+    "beta": (step(beta1=1.0), "beta1 must be at least 0 and below 1"),
+    "again": (created(), "there is a model m already"),
+    "name": (SaveWeights("a/b"), "'a/b' is no name"),
+    "missing": (LoadWeights("m", "nothing", True), "m has no checkpoint nothing"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_command_that_is_refused_changes_nothing(
+    make_command_harness: MakeCommandHarness, case: str
+) -> None:
+    command, sentence = REFUSED[case]
+    harness, other = (make_command_harness(name, algorithm={"max_row_tokens": 50}) for name in "ab")
+    last = []
+    for each in (harness, other):
+        for before in (created(), learn(1), step(), learn(2)):
+            each.send("m", before)
+        if each is harness:
+            failed = each.send("m", command)
+            assert isinstance(failed, CommandFailed)
+            assert failed.category == "user"
+            assert sentence in failed.error
+        last.append([each.send("m", step()), each.send("m", learn(3))])
+    assert last[0] == last[1]

@@ -1,0 +1,243 @@
+"""Runs the loop that trains by commands.
+
+    log ─ read ─▶ execute ─▶ answer, and at times: checkpoint ─▶ free ─▶ log
+
+A result is answered as soon as its command is carried out. The log keeps the command until a durable
+checkpoint contains it. After a crash, commands are read again from the place of the model that is furthest
+behind. Those that a model contains are skipped; the others are carried out again, and have the same effect.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from rollout_queue.commands.command import ForwardBackward, LoggedCommand, SaveForSampler, SaveWeights
+from rollout_queue.commands.log import BEGINNING, CommandReader
+from rollout_queue.commands.result import CommandFailed, Result
+from rollout_queue.contract.errors import StorageUnavailable
+from trainer_service.commands.attempts import CommandAttempts
+from trainer_service.commands.executor import CommandExecutor, StepMade
+from trainer_service.commands.live_model import place_in
+from trainer_service.commands.model_states import ModelStates
+from trainer_service.commands.ranks import ModelRanks
+from trainer_service.commands.sampler_weights import SamplerWeights
+from trainer_service.commands.saved_models import SavedModels
+from trainer_service.groups.evaluation import EvaluationState
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.settings import TrainerSettings
+from trainer_service.status.heartbeat import Heartbeat, Stopped
+from trainer_service.status.shared_state import NotRestorable, SharedState
+from trainer_service.status.stopwatch import Stopwatch
+from trainer_service.storage.checkpoint import Checkpoints
+from trainer_service.storage.checkpoint_cycle import CheckpointCycle, Contents
+from trainer_service.storage.disk_retry import DiskRetry
+from trainer_service.storage.run_state import LedgerStep, RunState
+
+logger = logging.getLogger(__name__)
+
+COUNT = 16
+"""How many commands are read at once."""
+BLOCK_S = 1.0
+"""How long a read waits for a command."""
+FULL = 0.5
+"""The share of the log's most bytes from which on a checkpoint is due."""
+Answer = TypeVar("Answer")
+WAITING = "a command of a user's loop"
+
+
+class CommandTrainer:
+    """Runs the loop on the main thread. The HTTP thread reaches it only through `shared_state`."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        ranks: ModelRanks,
+        reader: CommandReader,
+        sampler: SamplerWeights,
+        checkpoints: Checkpoints,
+        metrics: TrainerMetrics,
+        shared_state: SharedState,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._reader, self._heartbeat = reader, heartbeat
+        self._metrics, self._shared_state = metrics, shared_state
+        self._stopwatch, self._attempts = Stopwatch(), CommandAttempts(settings.checkpoint_dir)
+        self._saved = SavedModels(settings.checkpoint_dir, ranks)
+        self._states = ModelStates(ranks, lambda: self.executor.records(self._after))
+        disk = DiskRetry(heartbeat, metrics, "waiting", "checkpoint")
+        contents = Contents(self._state, EvaluationState, lambda _: set(), self._free)
+        self._cycle = CheckpointCycle(
+            checkpoints, self._states, settings, heartbeat, self._stopwatch, disk, contents
+        )
+        self.executor = CommandExecutor(
+            settings,
+            ranks,
+            self._saved,
+            sampler,
+            disk,
+            settle=lambda: self._cycle.settle(wait=True),
+            beat=lambda: heartbeat.beat("training"),
+            stepped=self._report_step,
+        )
+        self.step = 0
+        """The optimizer steps of all models."""
+        self._position = self._after = self._copied = BEGINNING
+        """Places in the log: the last that was ever reached; the last up to which every model has what it is
+        to have, which is before the first while commands are read again; and the first of these in the last
+        checkpoint, durable or not."""
+        self._freeable = BEGINNING
+        """What can be freed when the last checkpoint is durable."""
+        self._unanswered = False
+        """Whether a command is carried out that has no result yet."""
+
+    def run(self) -> None:
+        """Carry out commands until told to stop, then save everything in a checkpoint."""
+        try:
+            self.start()
+            while not self._shared_state.stopping:
+                self.run_once()
+            self.save_if_outdated()
+        except Stopped:
+            logger.info("stopped while waiting; the next start continues from here")
+            if not self._unanswered:  # else the log has the command still, and no checkpoint may contain it
+                with suppress(Stopped):
+                    self.save_if_outdated()
+        finally:
+            self._shared_state.stop()
+            self._cycle.close()
+
+    def start(self) -> None:
+        """Continue from the last checkpoint, and read the commands again that some model lacks."""
+        state = self._cycle.restore() or RunState()
+        self.step = state.step
+        self.executor.resume(self._states.restored)
+        self._position = self._copied = state.command_position
+        behind = [record.progress.position for record in self._states.restored]
+        self._after = min(behind or [self._position], key=place_in)
+        self._metrics.resume(self.step)
+        self._heartbeat.note(self.step, 0)
+        self._heartbeat.beat("waiting", WAITING)
+        self._shared_state.ready = True
+
+    def run_once(self) -> None:
+        """Read some commands, and carry them out."""
+        self._shared_state.answer_checkpoint_requests(self._cycle.save)
+        self._shared_state.answer_rollback_requests(_refuse_rollback)
+        self._save_if_due()
+        self._metrics.paused(self._shared_state.paused)
+        if self._shared_state.paused:
+            self._heartbeat.beat("paused")
+            self._shared_state.sleep(BLOCK_S)
+            return
+        with self._stopwatch.timed("read"):
+            commands = self._ask(lambda: self._reader.read(self._after, COUNT, BLOCK_S))
+            ended = self._ask(self._reader.ended)
+        for model_id in self.executor.model_ids & set(ended):
+            logger.info("model %s has ended: %s", model_id, ended[model_id])
+            self.executor.remove(model_id)
+        for command in commands:
+            self._carry_out(command, ended.get(command.model_id))
+            self._after = command.position
+            self._save_if_due()
+            if self._shared_state.stopping or self._shared_state.paused:
+                break
+        self._heartbeat.beat("waiting", WAITING)
+
+    def _carry_out(self, command: LoggedCommand, ended: str | None) -> None:
+        """Carry out a command and answer it, unless that is done already."""
+        if self._is_contained(command):
+            return
+        result = self._result(command, ended)
+        if result is not None:
+            self._unanswered = True
+            self._ask(lambda: self._reader.answer(command, result))
+            self._unanswered = False
+        if place_in(command.position) > place_in(self._position):
+            self._position = command.position
+
+    def _result(self, command: LoggedCommand, ended: str | None) -> Result | None:
+        """The result of a command; None if it has one, and need not be carried out again."""
+        if _has_no_effect(command) or ended is not None:
+            (answered,) = self._ask(lambda: self._reader.answered([command.request_id]))
+            if answered:
+                self.executor.skip(command)
+                return None
+        if ended is not None:
+            return CommandFailed(f"model {command.model_id} has ended: {ended}", "user")
+        if (refusal := self._attempts.refusal(command)) is not None:
+            self.executor.skip(command)
+            return CommandFailed(refusal, "server")
+        self._heartbeat.beat("training")
+        with self._attempts.noted(command), self._stopwatch.timed("train"):
+            return self.executor.execute(command)
+
+    def _ask(self, call: Callable[[], Answer]) -> Answer:
+        """Call the log until it answers. Raises Stopped when told to stop."""
+        return self._heartbeat.retry(call, StorageUnavailable, "waiting")
+
+    def _is_contained(self, command: LoggedCommand) -> bool:
+        """Whether the model contains the command. A model that is not there contains what was carried out
+        before the checkpoint: it has ended since, or could not be made."""
+        contained = self.executor.contains(command)
+        if contained is None:
+            return place_in(command.position) <= place_in(self._position)
+        return contained
+
+    def _save_if_due(self) -> None:
+        """Begin a checkpoint if it is time for one, or if the log is half full and one would free a part."""
+        self._cycle.save_if_due()
+        held, most = self._ask(self._reader.held_bytes)
+        if held > FULL * most and place_in(self._furthest_behind()) > place_in(self._freeable):
+            self._cycle.begin()
+
+    def save_if_outdated(self) -> None:
+        """Make a checkpoint of what the last one lacks. Returns when it is durable."""
+        if place_in(self._position) > place_in(self._copied):
+            self._cycle.begin()
+        self._cycle.settle(wait=True)
+
+    def _state(self) -> RunState:
+        """What a checkpoint contains now, beside the models."""
+        self._copied, self._freeable = self._position, self._furthest_behind()
+        return RunState(step=self.step, version=self.step, command_position=self._position)
+
+    def _furthest_behind(self) -> str:
+        """The place from which a restart would have to read."""
+        records = self.executor.records(self._after)
+        return min([self._after, *(each.progress.position for each in records)], key=place_in)
+
+    def _free(self) -> None:
+        """Free what the last checkpoint contains, which is durable."""
+        position = self._freeable
+        self._ask(lambda: self._reader.free(position))
+        self._attempts.forget(position)
+        self._saved.prune(position)
+
+    def _report_step(self, made: StepMade) -> None:
+        self.step += 1
+        self._cycle.add(LedgerStep(self.step, self.step, True, [], [], made.tokens))
+        place = {"step": self.step, "version": 0, "time": time.time(), "tokens": made.tokens}
+        values = {**place, **made.metrics, **self._stopwatch.laps(made.tokens)}
+        self._metrics.stepped(values)
+        self._heartbeat.note(self.step, 0, values)
+        logger.info(
+            "step %d, of model %s: %d tokens, gradient %.3g",
+            self.step,
+            made.model_id,
+            made.tokens,
+            made.metrics["grad_norm"],
+        )
+
+
+def _has_no_effect(command: LoggedCommand) -> bool:
+    """Whether a command with a result need not be carried out again: what it does is durable, or nothing."""
+    match command.command:
+        case SaveWeights() | SaveForSampler() | ForwardBackward(forward_only=True):
+            return True
+    return False
+
+
+def _refuse_rollback(_version: int) -> None:
+    raise NotRestorable("with trainer.source commands, a user's loop goes back by `load_weights`")

@@ -1,0 +1,65 @@
+"""All models as the weights of one checkpoint.
+
+{checkpoint}/models/{model}/    model.json, and DeepSpeed's shards
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trainer_service.commands.live_model import RECORD, ModelRecord, safe_name
+from trainer_service.commands.ranks import ModelRanks
+from trainer_service.model.sharding.layout import Layout
+from trainer_service.step.copy_writers import SpreadCopy
+
+MODELS = "models"
+
+
+@dataclass(frozen=True)
+class RecordedCopy:
+    """The copies of some models, and their records."""
+
+    states: SpreadCopy
+    records: Mapping[str, ModelRecord]
+    """By the subdirectory of each model; "." is none."""
+
+    def write(self, directory: Path) -> None:
+        """Write everything below `directory`. Raises OSError, or the RuntimeError of torch's writer."""
+        self.states.write(directory)
+        for place, record in self.records.items():
+            (directory / place / RECORD).write_bytes(msgspec.json.encode(record))
+
+
+class ModelStates:
+    """The models of a trainer, as `Checkpoints` copies and reads them."""
+
+    def __init__(self, ranks: ModelRanks, records: Callable[[], list[ModelRecord]]) -> None:
+        """`records` tells what a checkpoint has of each model now."""
+        self._ranks, self._records = ranks, records
+        self.restored: list[ModelRecord] = []
+        """The models that the last `load` has made."""
+
+    @property
+    def layout(self) -> Layout:
+        return self._ranks.layout(None)
+
+    def copy_states(self) -> RecordedCopy:
+        records = {f"{MODELS}/{safe_name(record.model_id)}": record for record in self._records()}
+        places = {record.model_id: place for place, record in records.items()}
+        return RecordedCopy(self._ranks.copy_states(places), records)
+
+    def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None:
+        """Make all models of a checkpoint. Each has its own layout; `layout` and `rate_scale` are not used.
+        Raises LayoutRefused and NotConverted."""
+        self.restored = []
+        for path in sorted((directory / tag / MODELS).glob(f"*/{RECORD}")):
+            record = read_record(path.parent)
+            self._ranks.load(record.model_id, record.lora, path.parent, record.layout, optimizer=True)
+            self.restored.append(record)
+
+
+def read_record(directory: Path) -> ModelRecord:
+    """The record of the model in this directory."""
+    return msgspec.json.decode((directory / RECORD).read_bytes(), type=ModelRecord)

@@ -1,0 +1,1 @@
+"""Several models over one base model in one process, each with its own optimizer."""

@@ -21,10 +21,10 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from rollout_queue.commands.log import CommandReader
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.http.addresses import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
 from rollout_queue.http.keys import Keyring, refuse_open_binding
+from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.settings import CONFIG_VARIABLE
@@ -134,13 +134,14 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             shared_state.snapshot = replace(
                 shared_state.snapshot,
                 url=own_url(settings),
+                source=settings.source,
                 max_row_tokens=settings.algorithm.max_row_tokens,
             )
             heartbeat = Heartbeat(stream, shared_state, settings.retry_s)
             gateway = GatewayClient(client, settings.push_timeout_s)
             parts = (stream, gateway, store, checkpoints, metrics, shared_state, heartbeat)
             if settings.source == "commands":
-                train_by_commands(settings, command_log(redis, lease.token), *parts)
+                train_by_commands(settings, RedisCommandReader(redis, lease.token), *parts)
             else:
                 train_by_turns(settings, headers, sender, *parts)
             metrics.close()
@@ -205,11 +206,6 @@ def device_memory(
     ):
         memory.take()
         yield memory
-
-
-def command_log(redis: Redis, token: str) -> CommandReader:
-    """The log of commands in Redis, for the holder of the lease."""
-    raise SystemExit("trainer.source: this build has no log of commands yet; leave it out")
 
 
 def _shared_directory(settings: TrainerSettings) -> Path | None:

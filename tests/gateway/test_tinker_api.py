@@ -10,6 +10,8 @@ import zstandard
 
 from gateway.rest.tinker_api import wire_pb2 as wire
 from rollout_queue.commands.command import CreateModel, ForwardBackward, LoraSpec, OptimStep, Refused
+from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
 from tests.support.gateway.tinker_loop import ADAM, TinkerLoop, datum, passed, tensor
@@ -275,6 +277,15 @@ def test_a_model_that_is_not_served_or_was_made_otherwise_is_refused(loop: Tinke
         assert refused.status_code == 400
         assert refused.json()["error"]["param"].startswith(next(iter(wrong)))
     assert loop.post("create_model", body | {"session_id": "run-none"}).status_code == 404
+
+
+def test_a_trainer_that_learns_from_turns_takes_no_models(loop: TinkerLoop, gateway: RunningGateway) -> None:
+    gateway.redis.hset(keys.TRAINER, "source", TrainerReport(source="turns").fields()["source"])
+    body = {"session_id": loop.session_id, "model_seq_id": 1, "base_model": loop.base_model}
+    refused = loop.post("create_model", body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "trainer_source")
+    gateway.redis.hset(keys.TRAINER, "source", TrainerReport(source="commands").fields()["source"])
+    assert loop.post("create_model", body).status_code == 200
 
 
 def test_a_session_lives_until_it_is_finished(loop: TinkerLoop) -> None:

@@ -24,6 +24,7 @@ from trainer_service.commands.model_states import ModelStates
 from trainer_service.commands.ranks import ModelRanks
 from trainer_service.commands.sampler_weights import SamplerWeights
 from trainer_service.commands.saved_models import SavedModels
+from trainer_service.commands.untrained_turns import UntrainedTurns
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings
@@ -60,10 +61,13 @@ class CommandTrainer:
         metrics: TrainerMetrics,
         shared_state: SharedState,
         heartbeat: Heartbeat,
+        turns: UntrainedTurns | None = None,
     ) -> None:
+        """`turns` ends the sessions of agents, which are not trained."""
         self._reader, self._heartbeat = reader, heartbeat
         self._metrics, self._shared_state = metrics, shared_state
         self._stopwatch, self._attempts = Stopwatch(), CommandAttempts(settings.checkpoint_dir)
+        self._turns = turns
         self._saved = SavedModels(settings.checkpoint_dir, ranks)
         self._states = ModelStates(ranks, lambda: self.executor.records(self._after))
         disk = DiskRetry(heartbeat, metrics, "waiting", "checkpoint")
@@ -132,6 +136,8 @@ class CommandTrainer:
             self._shared_state.sleep(BLOCK_S)
             return
         with self._stopwatch.timed("read"):
+            if self._turns is not None:
+                self._turns.settle()
             commands = self._ask(lambda: self._reader.read(self._after, COUNT, BLOCK_S))
             ended = self._ask(self._reader.ended)
         for model_id in self.executor.model_ids & set(ended):

@@ -9,6 +9,7 @@ from trainer_service.commands.command_trainer import CommandTrainer
 from trainer_service.commands.publications import GatewayPublications
 from trainer_service.commands.ranks import ModelRanks
 from trainer_service.commands.sampler_weights import SamplerWeights
+from trainer_service.commands.untrained_turns import UntrainedTurns
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.trained.models import Models
 from trainer_service.publishing.gateway_client import GatewayClient
@@ -71,7 +72,10 @@ def train_by_commands(
     places = AdapterPlaces(settings, shared_state)
     sampler = SamplerWeights(ranks, places, publications.adapter, publications.weights, disk)
     try:
-        CommandTrainer(settings, ranks, reader, sampler, checkpoints, metrics, shared_state, heartbeat).run()
+        turns = UntrainedTurns(stream, heartbeat)
+        CommandTrainer(
+            settings, ranks, reader, sampler, checkpoints, metrics, shared_state, heartbeat, turns
+        ).run()
     finally:
         publisher.close()
     ranks.close()  # not after an exception: ranks that wait in a collective receive no call

@@ -93,9 +93,14 @@ class GatewayClient:
         return _read(Pushed, reply).results
 
     def publish_adapter(self, name: str, version: int, location: str, manifest_sha256: str) -> AdapterPushed:
-        """Have every live server load an adapter, and wait for them. The same again changes nothing. Raises
-        VersionTaken if the name has had another content under this version."""
-        body = AdapterBody(name=name, version=version, location=location, manifest_sha256=manifest_sha256)
+        """Have every live server load an adapter, and wait for them. The same again changes nothing. It makes
+        room for later ones, and comes back when it is called.
+
+        Raises VersionTaken if the name has had another content under this version.
+        """
+        body = AdapterBody(
+            name=name, version=version, location=location, manifest_sha256=manifest_sha256, passing=True
+        )
         reply = self._call("POST", "/admin/adapters", body, timeout_s=self._push_timeout_s)
         if reply.status_code == 409:
             raise VersionTaken(error_message(reply.content))

@@ -50,6 +50,8 @@ class StatusSnapshot:
     """Whether gateways open no sessions for training while the training is paused."""
     url: str | None = None
     """Where gateways reach the trainer's REST API."""
+    source: str = "turns"
+    """What the trainer learns from."""
     max_row_tokens: int | None = None
     """Rollouts with longer rows are not trained."""
     last_seen: float = field(default_factory=time.time)
@@ -65,6 +67,7 @@ class StatusSnapshot:
             waiting_for=self.waiting_for,
             last_seen=self.last_seen,
             url=self.url,
+            source=self.source,
             max_row_tokens=self.max_row_tokens,
             metrics=self.metrics | self.evaluations,
             refuses_training=self.refuses_while_paused and self.state == "paused",

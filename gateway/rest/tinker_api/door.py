@@ -23,6 +23,8 @@ from gateway.settings import GatewaySettings
 from gateway.wiring import GatewayParts
 from rollout_queue.commands.codec import encode
 from rollout_queue.commands.command import Command, Refused
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 from rollout_queue.redis.commands.submission import CommandSubmissions
 
 RETRY_FULL_S = 2
@@ -52,6 +54,11 @@ class TinkerDoor:
             message = f"base_model: {name!r} is not served here; this server has {self.base_model!r}"
             raise InvalidRequest(message, param="base_model", code="model_not_found")
         return self.base_model
+
+    async def trains_commands(self) -> bool | None:
+        """Whether the trainer carries out commands; None if none has reported."""
+        found = await stored(self.gateway.redis.hget(keys.TRAINER, "source"))
+        return None if found is None else bool(found == b"commands")
 
     async def submit(self, model_id: str, number: int, command: Command) -> PromiseId:
         """Store a command durably, once. Returns its promise.

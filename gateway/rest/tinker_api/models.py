@@ -30,7 +30,7 @@ from gateway.rest.tinker_api.paths import (
     sampler_of,
     weights_path,
 )
-from gateway.rest.tinker_api.records import SamplingTarget, TrainedModel
+from gateway.rest.tinker_api.records import ClientModel, SamplingTarget
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.command import (
     SHARED,
@@ -62,7 +62,8 @@ async def create_model(body: CreateModelBody, request: Request) -> JSONResponse:
     door, caller = door_of(request)
     await door.store.session(body.session_id, caller)
     base_model = door.check_base_model(body.base_model)
-    model = TrainedModel(
+    await _check_trainer(door)
+    model = ClientModel(
         model_id=model_of(body.session_id, body.model_seq_id),
         session_id=body.session_id,
         owner=caller.owner,
@@ -73,6 +74,13 @@ async def create_model(body: CreateModelBody, request: Request) -> JSONResponse:
     )
     await door.store.add_model(model)
     return _promise(await door.submit(model.model_id, 0, CreateModel(base_model, model.lora)))
+
+
+async def _check_trainer(door: TinkerDoor) -> None:
+    """Raises InvalidRequest if the trainer would never carry out a command."""
+    if await door.trains_commands() is False:
+        message = "this deployment trains on the turns of agents; trainer.source: commands serves this API"
+        raise InvalidRequest(message, code="trainer_source")
 
 
 @router.post("/get_info")
@@ -183,12 +191,13 @@ async def load_weights(body: LoadWeightsBody, request: Request) -> JSONResponse:
 
 
 async def _loaded_model(
-    door: TinkerDoor, caller: Caller, body: LoadWeightsBody, source: TrainedModel
-) -> TrainedModel:
+    door: TinkerDoor, caller: Caller, body: LoadWeightsBody, source: ClientModel
+) -> ClientModel:
     session = await door.store.session(body.session_id or "", caller)
+    await _check_trainer(door)
     if body.base_model is not None:
         door.check_base_model(body.base_model)
-    model = TrainedModel(
+    model = ClientModel(
         model_id=model_of(session.session_id, body.model_seq_id or 0),
         session_id=session.session_id,
         owner=caller.owner,

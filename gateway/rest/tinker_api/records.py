@@ -20,7 +20,7 @@ class ClientSession(msgspec.Struct, frozen=True, kw_only=True):
     display_name: str | None = None
 
 
-class TrainedModel(msgspec.Struct, frozen=True, kw_only=True):
+class ClientModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a client session has made."""
 
     model_id: str
@@ -45,5 +45,5 @@ class SamplingTarget(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["base", "snapshot", "inflight"]
 
 
-Record = ClientSession | TrainedModel | SamplingTarget
+Record = ClientSession | ClientModel | SamplingTarget
 encode_record = msgspec.json.Encoder().encode

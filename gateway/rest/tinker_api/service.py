@@ -62,7 +62,7 @@ async def get_server_capabilities(request: Request) -> JSONResponse:
     model = {
         "model_name": door.base_model,
         "max_context_length": door.gateway.renderer.context_length,
-        "trainable": True,
+        "trainable": await door.trains_commands() is not False,
         "sampleable": True,
     }
     return JSONResponse({"supported_models": [model]})

@@ -9,10 +9,10 @@ from redis.asyncio import Redis
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.rest.tinker_api.paths import WeightsPath
 from gateway.rest.tinker_api.records import (
+    ClientModel,
     ClientSession,
     Record,
     SamplingTarget,
-    TrainedModel,
     encode_record,
 )
 from gateway.sessions.identity import Caller
@@ -21,7 +21,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.commands.submission import CommandSubmissions
 
-R = TypeVar("R", ClientSession, TrainedModel, SamplingTarget)
+R = TypeVar("R", ClientSession, ClientModel, SamplingTarget)
 
 
 class TinkerStore:
@@ -57,19 +57,19 @@ class TinkerStore:
 
     # Models
 
-    async def add_model(self, model: TrainedModel) -> None:
+    async def add_model(self, model: ClientModel) -> None:
         """Raises InvalidRequest if a model with this id and other terms exists."""
         spec = await self._log.open(model.model_id, model.owner, encode_record(model))
-        known = _read(spec, TrainedModel)
+        known = _read(spec, ClientModel)
         if known is not None and _terms(known) != _terms(model):
             message = f"model {model.model_id} exists already, and was made with other arguments"
             raise InvalidRequest(message, param="model_seq_id")
 
-    async def model(self, model_id: str, caller: Caller) -> TrainedModel:
+    async def model(self, model_id: str, caller: Caller) -> ClientModel:
         spec = await self._log.spec(model_id)
-        return _owned(_read(spec, TrainedModel), caller, f"model {model_id!r}")
+        return _owned(_read(spec, ClientModel), caller, f"model {model_id!r}")
 
-    async def kept(self, path: WeightsPath, caller: Caller) -> tuple[TrainedModel, Kept]:
+    async def kept(self, path: WeightsPath, caller: Caller) -> tuple[ClientModel, Kept]:
         """The model that made these weights, and what is kept of them."""
         model = await self.model(path.model_id, caller)
         kept = await self._log.kept_as(path.model_id, path.kept_as)
@@ -104,6 +104,6 @@ def _may_use(record: Record, caller: Caller) -> bool:
     return caller.role == "admin" or record.owner in (caller.owner, caller.former)
 
 
-def _terms(model: TrainedModel) -> TrainedModel:
+def _terms(model: ClientModel) -> ClientModel:
     """What a repeated request says again."""
     return msgspec.structs.replace(model, created_at=0.0)

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from rollout_queue.protocol.message import ServiceMessage
 
-TEXTS = frozenset({"state", "waiting_for", "url"})
+TEXTS = frozenset({"state", "waiting_for", "url", "source"})
 
 
 class RestoreBody(ServiceMessage):
@@ -37,6 +37,8 @@ class TrainerReport(ServiceMessage):
     """Unix time."""
     url: str | None = None
     """Where gateways reach the trainer's REST API."""
+    source: str | None = None
+    """What it learns from: `turns` or `commands`."""
     max_row_tokens: int | None = None
     """Rollouts with longer rows are not trained."""
     metrics: Mapping[str, int | float | None] | None = None

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from rollout_queue.commands.codec import decode_command, decode_result, encode
+from rollout_queue.commands.codec import decode_answer, decode_command, encode
 from rollout_queue.commands.command import Command, LoggedCommand
-from rollout_queue.commands.result import Result
+from rollout_queue.commands.result import Answer, Result
 
 
 class Killed(BaseException):
@@ -50,7 +50,7 @@ class MemoryCommandLog:
             if not self.answers_until_killed:
                 raise Killed
             self.answers_until_killed -= 1
-        self.results.setdefault(command.request_id, []).append(decode_result(encode(result)))
+        self.results.setdefault(command.request_id, []).append(decode_answer(encode(Answer(result))).result)
 
     def answered(self, request_ids: Sequence[str]) -> Sequence[bool]:
         return [each in self.results for each in request_ids]

@@ -1,0 +1,129 @@
+"""The program of a user of the `tinker` SDK: a training loop of its own, for every version of the SDK."""
+
+import json
+import os
+import sys
+
+import tinker
+from tinker import types
+
+PROMPT = [11, 12, 13, 14, 15, 16]
+DATA = [([5, 6, 7, 8], [6, 7, 8, 9]), ([20, 21, 22], [21, 22, 23])]
+NUMBERS = {
+    "weights": [[0.0, 1.0, 0.5, -2.0], [1.0, 0.0, 0.25]],
+    "logprobs": [[0.0, -6.5, -7.1, -6.9], [-7.0, 0.0, -6.6]],
+    "advantages": [[0.0, 1.0, -0.5, 2.0], [1.5, 0.0, -1.0]],
+    "sequence_ratio_mask": [[0.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0]],
+}
+LOSSES = {
+    "cross_entropy": (["weights"], {}),
+    "importance_sampling": (["logprobs", "advantages"], {}),
+    "ppo": (["logprobs", "advantages"], {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+    "cispo": (["logprobs", "advantages"], {"clip_low_threshold": 0.0, "clip_high_threshold": 1.5}),
+    "gspo": (["logprobs", "advantages", "sequence_ratio_mask"], {}),
+    "dro": (["logprobs", "advantages"], {"beta": 0.05}),
+}
+ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
+
+
+def service():
+    return tinker.ServiceClient()
+
+
+def trained(client, **more):
+    model = client.create_lora_training_client(base_model=os.environ["MODEL"], rank=4, seed=1, **more)
+    return model.result() if hasattr(model, "result") else model
+
+
+def floats(values):
+    return types.TensorData(data=values, dtype="float32", shape=[len(values)])
+
+
+def data(loss):
+    names, _ = LOSSES[loss]
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(tokens),
+            loss_fn_inputs={"target_tokens": targets, **{name: floats(NUMBERS[name][at]) for name in names}},
+        )
+        for at, (tokens, targets) in enumerate(DATA)
+    ]
+
+
+def passed(future):
+    result = future.result()
+    return {
+        "logprobs": [each["logprobs"].tolist() for each in result.loss_fn_outputs],
+        "loss": result.metrics["loss:sum"],
+    }
+
+
+def losses():
+    """The value of each loss, and the norm of the gradient that each one makes."""
+    client = service()
+    model = trained(client)
+    info = model.get_info()
+    told = {"is_lora": info.is_lora, "rank": info.lora_rank}
+    for loss, (_, config) in LOSSES.items():
+        done = model.forward_backward(data(loss), loss, config or None)
+        stepped = model.optim_step(types.AdamParams(learning_rate=0.0))
+        told[loss] = passed(done) | {"grad_norm": stepped.result().metrics["grad_norm"]}
+    return told
+
+
+def steps():
+    """Three steps, a checkpoint, two ways to go on from it, and samples of the weights."""
+    client = service()
+    model = trained(client)
+    before = passed(model.forward(data("cross_entropy"), "cross_entropy"))
+    futures = []
+    for _ in range(3):
+        futures.append(model.forward_backward(data("cross_entropy"), "cross_entropy"))
+        futures.append(model.optim_step(ADAM))
+    for future in futures:
+        future.result()
+    after = passed(model.forward(data("cross_entropy"), "cross_entropy"))
+    path = model.save_state("three").result().path
+    again = client.create_training_client_from_state_with_optimizer(path)
+    again = again.result() if hasattr(again, "result") else again
+    loaded = passed(again.forward(data("cross_entropy"), "cross_entropy"))
+    for each in (model, again):
+        each.forward_backward(data("cross_entropy"), "cross_entropy")
+        each.optim_step(ADAM)
+    further = [passed(each.forward(data("cross_entropy"), "cross_entropy")) for each in (model, again)]
+    sampler = again.save_weights_and_get_sampling_client()
+    sampler = sampler.result() if hasattr(sampler, "result") else sampler
+    tokens, targets = DATA[0]
+    scores = sampler.compute_logprobs(types.ModelInput.from_ints([*tokens, targets[-1]])).result()
+    sampled = sampler.sample(
+        types.ModelInput.from_ints(PROMPT),
+        num_samples=3,
+        sampling_params=types.SamplingParams(max_tokens=5, seed=3),
+    ).result()
+    return {
+        "before": before,
+        "after": after,
+        "loaded": loaded,
+        "further": further,
+        "scores": scores,
+        "sampled": [[len(each.tokens), len(each.logprobs)] for each in sampled.sequences],
+        "path": path,
+    }
+
+
+def errors():
+    """What a user sees of a mistake, and that the loop goes on after it."""
+    client = service()
+    model = trained(client)
+    told = {}
+    for loss, config in (("no_such_loss", None), ("stable_reinforce", None), ("ppo", {"colour": 1.0})):
+        try:
+            model.forward_backward(data("ppo"), loss, config).result()
+        except Exception as error:
+            told[loss] = f"{type(error).__name__}: {error}"
+    told["step"] = sorted(model.optim_step(ADAM).result().metrics)
+    return told
+
+
+if __name__ == "__main__":
+    print(json.dumps({"losses": losses, "steps": steps, "errors": errors}[sys.argv[1]]()))

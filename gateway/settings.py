@@ -161,7 +161,8 @@ class GatewaySettings(ServiceSettings):
     those of the constrained distribution, which differs from the policy's unconstrained one."""
     train_inexact: bool = False
     """Train turns that were sampled at temperature 0 or with parameters other than the temperature (top-p,
-    top-k, min-p, penalties, a bias). Their recorded logprobs are not those of the sampled distribution."""
+    top-k, min-p, penalties, a bias, min_tokens). Their recorded logprobs are not those of the sampled
+    distribution."""
     train_side_calls: bool = True
     """Train the requests that an agent's harness makes for itself: for titles, topics, quotas and summaries
     (`conversations/side_calls.py`). Sessions may choose otherwise."""

@@ -6,7 +6,7 @@ ReloadError
 ├─ PushReplaced         409  the gateway has begun a newer push since
 ├─ ReloadAborted        409  the gateway has ended this reload
 ├─ MemoryRefused        409  the memory is not shared, or another trainer has it
-├─ PauseRefused         400  a pause that the engine does not have, or a request that the pause does not allow
+├─ NotServed            400  an orchestrator asks for what this server does not do
 ├─ WeightsRefused       422  the files are not a sound set of weights for this model
 ├─ WeightsUnavailable   503  the files cannot be fetched or read now
 └─ EngineUnavailable    503  the engine is not ready, or did not load the version
@@ -61,11 +61,11 @@ class MemoryRefused(ReloadError):
     code = "memory_refused"
 
 
-class PauseRefused(ReloadError):
-    """The engine has no such pause, or the pause does not allow the request."""
+class NotServed(ReloadError):
+    """An orchestrator asks for what this server does not do."""
 
     status = 400
-    code = "pause_refused"
+    code = "not_supported"
 
 
 class WeightsRefused(ReloadError):

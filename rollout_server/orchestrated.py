@@ -24,7 +24,7 @@ from rollout_server.engine.engine import Engine
 from rollout_server.errors import (
     EngineUnavailable,
     LocationRefused,
-    PauseRefused,
+    NotServed,
     VersionRefused,
     WeightsRefused,
 )
@@ -60,11 +60,11 @@ class OrchestratedEngine:
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
         """Let nothing run until `resume`, at most for `pause_limit_s`. Calls wait in the engine meanwhile.
 
-        Waits while the engine loads a version. Raises PauseRefused, and EngineUnavailable if the engine goes
+        Waits while the engine loads a version. Raises NotServed, and EngineUnavailable if the engine goes
         on.
         """
         if mode != "keep":
-            raise PauseRefused(f"mode {mode!r}: a pause keeps the calls that run (mode=keep)")
+            raise NotServed(f"mode {mode!r}: a pause keeps the calls that run (mode=keep)")
         async with self._reloader.swap:
             self._until = monotonic() + self._settings.pause_limit_s
             if not self._engine.serving:
@@ -120,9 +120,9 @@ class OrchestratedEngine:
         """Publish the adapter in the directory as a policy of its own. Returns its version: the number in the
         directory's name. Raises ReloadError."""
         if self._settings.gateway_url is None:
-            raise PauseRefused("an adapter is called through the gateway, and this server has none")
+            raise NotServed("an adapter is called through the gateway, and this server has none")
         if self._engine.held:
-            raise PauseRefused("the engine is paused, and an adapter is proved by a call")
+            raise EngineUnavailable("the engine is paused, and an adapter is proved by a call")
         place, location = self._place(directory)
         version = number_of(place.directory)
         if version is None:

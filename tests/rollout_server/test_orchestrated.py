@@ -117,7 +117,7 @@ async def test_an_older_step_is_a_conflict(harness: Harness) -> None:
 @pytest.mark.parametrize("query", ["", "?mode=abort", "?mode=wait&clear_cache=false", "?clear_cache=false"])
 async def test_a_pause_that_does_not_keep_the_calls_is_refused_by_name(harness: Harness, query: str) -> None:
     answer = await harness.http.post(f"/pause{query}")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "pause_refused")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_supported")
     assert "mode" in answer.json()["error"]["message"]
     assert not harness.engine.paused
 
@@ -164,4 +164,4 @@ async def test_the_routes_need_the_admin_key_except_health(guarded: Harness) -> 
 async def test_a_server_without_a_gateway_takes_no_adapter(harness: Harness) -> None:
     body = {"lora_name": "mine", "lora_path": str(given(harness, "step_1"))}
     answer = await harness.http.post("/load_lora_adapter", json=body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "pause_refused")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_supported")

@@ -125,5 +125,25 @@ def errors():
     return told
 
 
+def loop():
+    """As many steps as STEPS says, two passes in each, all submitted ahead; weights published now and then."""
+    client = service()
+    model = trained(client)
+    done, scores = [], []
+    for step in range(int(os.environ["STEPS"])):
+        pending = [
+            model.forward_backward(data(loss), loss) for loss in ("cross_entropy", "importance_sampling")
+        ]
+        pending.append(model.optim_step(ADAM))
+        done.append([pending[0].result().metrics["loss:sum"], pending[2].result().metrics["grad_norm"]])
+        if step % 5 == 4:
+            sampler = model.save_weights_and_get_sampling_client()
+            sampler = sampler.result() if hasattr(sampler, "result") else sampler
+            scores.append(sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result())
+        print("step", step, file=sys.stderr, flush=True)
+    return {"steps": done, "scores": scores, "end": passed(model.forward(data("ppo"), "ppo"))}
+
+
 if __name__ == "__main__":
-    print(json.dumps({"losses": losses, "steps": steps, "errors": errors}[sys.argv[1]]()))
+    scenes = {"losses": losses, "steps": steps, "errors": errors, "loop": loop}
+    print(json.dumps(scenes[sys.argv[1]]()))

@@ -1,0 +1,115 @@
+"""Three versions of the official `tinker` SDK against the real trainer and the real engine: values, errors,
+checkpoints, samples; and a loop that does not notice what is killed under it."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.clients.tinker_stack import TinkerStack, tinker_stack
+from tests.support.tiny_model import make_tiny_model
+
+SDKS = ["tinker_first", "tinker_middle", "tinker_newest"]
+TOLERANCE = 1e-5
+"""float32: nats of a log-probability, and of a loss per token, between two implementations."""
+DATA = [([5, 6, 7, 8], [6, 7, 8, 9]), ([20, 21, 22], [21, 22, 23])]
+WEIGHTS = [[0.0, 1.0, 0.5, -2.0], [1.0, 0.0, 0.25]]
+SAMPLED = [[0.0, -6.5, -7.1, -6.9], [-7.0, 0.0, -6.6]]
+ADVANTAGES = [[0.0, 1.0, -0.5, 2.0], [1.5, 0.0, -1.0]]
+MASK = [[0.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerStack]:
+    model = make_tiny_model(tmp_path_factory.mktemp("tinker") / "models" / "tiny")
+    with tinker_stack(tmp_path_factory.mktemp("stack"), model) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(running: TinkerStack) -> list[torch.Tensor]:
+    """log p of each target under the base model, by plain transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(running.model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = [model(torch.tensor([tokens])).logits[0] for tokens, _ in DATA]
+    return [
+        each.log_softmax(-1).gather(-1, torch.tensor(targets)[:, None])[:, 0].double()
+        for each, (_, targets) in zip(logits, DATA, strict=True)
+    ]
+
+
+def losses_of(lp: list[torch.Tensor]) -> dict[str, float]:
+    """The sum of each loss by its formula (spec of the wire, 6.1), in float64."""
+    total: dict[str, float] = dict.fromkeys(("cross_entropy", "importance_sampling"), 0.0)
+    total |= dict.fromkeys(("ppo", "cispo", "gspo", "dro"), 0.0)
+    for at, lp_T in enumerate(lp):
+        weights, q_T, a_T, mask = (
+            torch.tensor(each[at], dtype=torch.float64) for each in (WEIGHTS, SAMPLED, ADVANTAGES, MASK)
+        )
+        ratio = (lp_T - q_T).exp()
+        s = (((lp_T - q_T) * mask).sum() / mask.sum()).exp()
+        total["cross_entropy"] -= float((weights * lp_T).sum())
+        total["importance_sampling"] -= float((ratio * a_T).sum())
+        total["ppo"] -= float(torch.minimum(ratio * a_T, ratio.clamp(0.9, 1.1) * a_T).sum())
+        total["cispo"] -= float((ratio.clamp(0.0, 1.5) * lp_T * a_T).sum())
+        clipped = s.clamp(1 - 3e-4, 1 + 4e-4)
+        total["gspo"] -= float(torch.minimum(s * a_T, clipped * a_T).sum())
+        total["dro"] -= float((lp_T * a_T - 0.5 * 0.05 * (lp_T - q_T) ** 2).sum())
+    return total
+
+
+@pytest.mark.parametrize("sdk", SDKS)
+def test_values_are_those_of_plain_torch(
+    running: TinkerStack, expected: list[torch.Tensor], sdk: str
+) -> None:
+    told = running.play(sdk, "losses")
+    assert (told.pop("is_lora"), told.pop("rank")) == (True, 4)
+    sums = losses_of(expected)
+    assert set(told) == set(sums)
+    for loss, value in told.items():
+        for found, lp_T in zip(value["logprobs"], expected, strict=True):
+            assert found == pytest.approx(lp_T.tolist(), abs=TOLERANCE)
+        assert value["loss"] == pytest.approx(sums[loss], abs=TOLERANCE * 100), loss
+        assert math.isfinite(value["grad_norm"])
+        assert value["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("sdk", SDKS)
+def test_steps_checkpoints_and_samples_belong_together(running: TinkerStack, sdk: str) -> None:
+    told = running.play(sdk, "steps")
+    assert told["after"]["loss"] < told["before"]["loss"]
+    assert told["loaded"] == told["after"], "a checkpoint has the same weights"
+    assert told["further"][0] == told["further"][1], "and the same optimizer"
+    engine, trainer = told["scores"][1:], told["further"][1]["logprobs"][0]
+    assert engine == pytest.approx(trainer, abs=TOLERANCE), "the engine samples from these weights"
+    assert told["sampled"] == [[5, 5]] * 3
+
+
+@pytest.mark.parametrize("sdk", SDKS)
+def test_mistakes_are_named_and_the_loop_goes_on(running: TinkerStack, sdk: str) -> None:
+    told = running.play(sdk, "errors")
+    assert "`cross_entropy`, `importance_sampling`, `ppo`, `cispo`, `gspo`, `dro`" in told["no_such_loss"]
+    assert 'loss_fn="ppo"' in told["stable_reinforce"]
+    assert "has no setting `colour`" in told["ppo"]
+    assert told["step"] == ["grad_norm"]
+
+
+def test_kills_change_nothing_that_a_loop_can_see(running: TinkerStack) -> None:
+    alone: Any = running.play("tinker_newest", "loop", STEPS="30")
+    assert all(one[0] != other[0] for one, other in pairwise(alone["steps"]))
+    with running.killing(seed=1, most=8, pause_s=(1.0, 6.0)):
+        disturbed = running.play("tinker_newest", "loop", STEPS="30")
+    print(f"killed: {running.kills}")
+    assert running.kills, "the loop was over before the first kill"
+    assert disturbed["steps"] == alone["steps"]
+    assert disturbed["end"] == alone["end"], "bitwise"
+    scores = [
+        value
+        for pair in zip(alone["scores"], disturbed["scores"], strict=True)
+        for value in zip(*pair, strict=True)
+    ]
+    assert all(one == other == None or one == pytest.approx(other, abs=TOLERANCE) for one, other in scores)  # noqa: E711

@@ -1,0 +1,106 @@
+"""One real stack whose trainer carries out commands, users' loops against it, and kills of its parts."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.clients.stack import CLIENT_KEY, ENVIRONMENTS, HERMETIC, ROOT
+from tests.support.serving import free_port
+from weir.stack.services import services_of
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
+
+READY_WITHIN_S = 300.0
+LOOP_WITHIN_S = 900.0
+PARTS = ("trainer_service", "gateway", "rollout_server", "redis")
+LORA = {"max_rank": 8, "max_loaded": 8}
+
+
+@dataclass
+class TinkerStack:
+    """The running stack. `model` is the directory of its base model."""
+
+    stack: Stack
+    model: Path
+    kills: list[str] = field(default_factory=list)
+
+    def play(self, client: str, scene: str, **more: str) -> Any:
+        """Run a scene of a user's program in the environment of this SDK; returns what it printed last."""
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        given = {
+            "TINKER_BASE_URL": self.stack.gateway_url,
+            "TINKER_API_KEY": f"tml-{CLIENT_KEY}",
+            "MODEL": str(self.model),
+            "PYTHONWARNINGS": "ignore",
+        }
+        python, script = ENVIRONMENTS / client / "bin" / "python", ROOT / "tests/clients" / client / "play.py"
+        done = subprocess.run(
+            [str(python), str(script), scene],
+            env=inherited | HERMETIC | given | more,
+            capture_output=True,
+            text=True,
+            timeout=LOOP_WITHIN_S,
+        )
+        assert done.returncode == 0, f"{client} {scene}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        return json.loads(done.stdout.splitlines()[-1])
+
+    @contextmanager
+    def killing(self, seed: int, most: int, pause_s: tuple[float, float]) -> Iterator[None]:
+        """Kill random parts, one after the other, each once the last one is back; `most` at most."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._kill, args=(random.Random(seed), most, pause_s, over))
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _kill(
+        self, draw: random.Random, most: int, pause_s: tuple[float, float], over: threading.Event
+    ) -> None:
+        victims = [name for name in PARTS for _ in range(3 if name == "trainer_service" else 1)]
+        while len(self.kills) < most and not over.wait(draw.uniform(*pause_s)):
+            name = draw.choice(victims)
+            process = psutil.Process(self.stack.processes[name].pid)
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+            self.kills.append(name)
+            self.stack.restart(name)
+            until = time.monotonic() + READY_WITHIN_S
+            while self.stack.waiting_for() and time.monotonic() < until:
+                time.sleep(0.2)  # until the part answers
+
+
+@contextmanager
+def tinker_stack(run_dir: Path, model: Path) -> Iterator[TinkerStack]:
+    """A stack in `run_dir`. The SDK cuts names with exactly two slashes, so the model lies deeper."""
+    settings = StackSettings(
+        run_dir=run_dir,
+        model_path=model,
+        redis_port=free_port(),
+        gateway_port=free_port(),
+        rollout_port=free_port(),
+        engine_port=free_port(),
+        trainer_port=free_port(),
+        client_keys=[CLIENT_KEY],
+        admin_keys=["tinker-admin"],
+        services={
+            "trainer": {"source": "commands"},
+            "rollout_server": {"lora": LORA, "max_running_requests": 16, "max_total_tokens": 32768},
+        },
+    )
+    with Stack(settings, services_of(settings)) as stack:
+        stack.wait_ready(timeout_s=READY_WITHIN_S)
+        yield TinkerStack(stack, model)

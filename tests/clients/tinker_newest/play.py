@@ -126,7 +126,7 @@ def errors():
 
 
 def loop():
-    """As many steps as STEPS says, two passes in each, all submitted ahead; weights published now and then."""
+    """As many steps as STEPS says, two passes in each, submitted ahead; weights published now and then."""
     client = service()
     model = trained(client)
     done, scores = [], []

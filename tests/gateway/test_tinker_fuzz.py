@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from gateway.rest.tinker_api import wire_pb2 as wire
+from gateway.rest.tinker_api.wire import messages_pb2 as wire
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import scripted_trainer
 from tests.support.gateway.tinker_loop import TinkerLoop, datum, tensor

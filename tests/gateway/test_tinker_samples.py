@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from gateway.rest.json_bodies import PROTOBUF
-from gateway.rest.tinker_api import wire_pb2 as wire
+from gateway.rest.tinker_api.wire import messages_pb2 as wire
 from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.gated_engine import let_on

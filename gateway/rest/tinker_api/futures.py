@@ -5,11 +5,11 @@ from fastapi.responses import JSONResponse, Response
 
 from gateway.edge.request import JSON
 from gateway.rest.json_bodies import PROTOBUF
-from gateway.rest.tinker_api.answers import body_of
-from gateway.rest.tinker_api.bodies import FutureBody
 from gateway.rest.tinker_api.door import TinkerDoor, door_of
 from gateway.rest.tinker_api.paths import PromiseId, promise_id
 from gateway.rest.tinker_api.sample_promises import MADE
+from gateway.rest.tinker_api.wire.answers import body_of
+from gateway.rest.tinker_api.wire.bodies import FutureBody
 from rollout_queue.commands.command import request_id
 from rollout_queue.commands.result import Answer
 from rollout_queue.http.errors import ApiError

@@ -3,24 +3,14 @@
 body ─▶ command ─▶ log (durable, once, in order) ─▶ the id of its promise
 """
 
+from contextlib import suppress
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.rest.json_bodies import PROTOBUF
-from gateway.rest.tinker_api.bodies import (
-    CreateModelBody,
-    LoadWeightsBody,
-    LoraBody,
-    ModelBody,
-    OptimStepBody,
-    SaveForSamplerBody,
-    SaveWeightsBody,
-    WeightsInfoBody,
-)
-from gateway.rest.tinker_api.datums import ReadPass
 from gateway.rest.tinker_api.door import TinkerDoor, door_of, now
-from gateway.rest.tinker_api.passes import pass_body
 from gateway.rest.tinker_api.paths import (
     PromiseId,
     WeightsPath,
@@ -30,7 +20,19 @@ from gateway.rest.tinker_api.paths import (
     sampler_of,
     weights_path,
 )
-from gateway.rest.tinker_api.records import ClientModel, SamplingTarget
+from gateway.rest.tinker_api.records import ClientModel, KeptTerms, SamplingTarget
+from gateway.rest.tinker_api.wire.bodies import (
+    CreateModelBody,
+    LoadWeightsBody,
+    LoraBody,
+    ModelBody,
+    OptimStepBody,
+    SaveForSamplerBody,
+    SaveWeightsBody,
+    WeightsInfoBody,
+)
+from gateway.rest.tinker_api.wire.datums import ReadPass
+from gateway.rest.tinker_api.wire.passes import pass_body
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.command import (
     SHARED,
@@ -53,7 +55,7 @@ PASS_BODY = {
         "content": {PROTOBUF: {"schema": {"type": "string", "format": "binary"}}},
     }
 }
-"""What OpenAPI's document says of the body of forward_backward; wire.proto says what it holds."""
+"""What OpenAPI's document says of the body of forward_backward; messages.proto says what it holds."""
 
 
 @router.post("/create_model")
@@ -137,6 +139,8 @@ async def save_weights(body: SaveWeightsBody, request: Request) -> JSONResponse:
     door, caller = door_of(request)
     model = await door.store.model(body.model_id, caller)
     name = given_name(f"step-{body.seq_id}" if body.path is None else body.path)
+    path = WeightsPath(model.model_id, "weights", name)
+    await door.store.note_terms(path, KeptTerms(ttl_s=body.ttl_seconds, user_metadata=body.user_metadata))
     command: Command = SaveWeights(name, body.overwrite)
     return _promise(await door.submit(model.model_id, body.seq_id, command))
 
@@ -151,6 +155,8 @@ async def save_weights_for_sampler(body: SaveForSamplerBody, request: Request) -
         raise InvalidRequest("either path or sampling_session_seq_id must be given", param="path")
     if number is None:
         name = given_name(named or "")
+        terms = KeptTerms(ttl_s=body.ttl_seconds, user_metadata=body.user_metadata)
+        await door.store.note_terms(WeightsPath(model.model_id, "sampler_weights", name), terms)
     else:
         name = ephemeral(number)
         shared = body.kind == "inflight"
@@ -179,7 +185,7 @@ async def load_weights(body: LoadWeightsBody, request: Request) -> JSONResponse:
     path = weights_path(body.path)
     if path.kind != "weights":
         raise InvalidRequest(f"path: {path} has no state of the optimizer", param="path")
-    source = await door.store.model(path.model_id, caller)
+    source = await _source(door, path, caller)
     command = LoadWeights(path.model_id, path.name, body.optimizer)
     if body.session_id is not None and body.model_seq_id is not None:
         model = await _loaded_model(door, caller, body, source)
@@ -188,6 +194,18 @@ async def load_weights(body: LoadWeightsBody, request: Request) -> JSONResponse:
         raise InvalidRequest("session_id and model_seq_id must be given, or model_id and seq_id")
     await door.store.model(body.model_id, caller)
     return _promise(await door.submit(body.model_id, body.seq_id, command))
+
+
+async def _source(door: TinkerDoor, path: WeightsPath, caller: Caller) -> ClientModel:
+    """The model that saved these weights. If it has not yet, its command may be on its way, so only weights
+    that have expired are refused here."""
+    model = await door.store.model(path.model_id, caller)
+    with suppress(ObjectNotFound):
+        await door.store.kept(path, caller)
+        return model
+    if await door.log.kept_as(path.model_id, path.kept_as) is not None:
+        raise ObjectNotFound(f"the weights {path} have expired", param="path")
+    return model
 
 
 async def _loaded_model(

@@ -74,6 +74,12 @@ def weights_path(text: str, param: str = "path") -> WeightsPath:
     return WeightsPath(model_id, "weights" if kind == "weights" else "sampler_weights", name)
 
 
+def kept_path(model_id: str, kept_as: str) -> WeightsPath:
+    """The path of what the log keeps under this name."""
+    kind, _, name = kept_as.partition("/")
+    return WeightsPath(model_id, "weights" if kind == "weights" else "sampler_weights", name)
+
+
 def given_name(text: str, param: str = "path") -> str:
     """A name that a client gives to what it saves. Raises InvalidRequest."""
     if not NAME.fullmatch(text):

@@ -45,5 +45,14 @@ class SamplingTarget(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["base", "snapshot", "inflight"]
 
 
+class KeptTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client said of weights that it saves."""
+
+    ttl_s: int | None = None
+    """How long they can be used; None: for ever."""
+    user_metadata: dict[str, Any] | None = None
+
+
 Record = ClientSession | ClientModel | SamplingTarget
 encode_record = msgspec.json.Encoder().encode
+read_terms = msgspec.json.Decoder(KeptTerms).decode

@@ -14,11 +14,11 @@ from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.generations.generation import Call
 from gateway.generations.pinning import Pinned
 from gateway.rest.bodies import RestBody
-from gateway.rest.tinker_api.bodies import Number, SamplingSessionBody, TinkerBody
 from gateway.rest.tinker_api.door import TinkerDoor, door_of, now
 from gateway.rest.tinker_api.paths import PromiseId, sampler_of, weights_path
 from gateway.rest.tinker_api.records import SamplingTarget
 from gateway.rest.tinker_api.samples import WantedSample, turn_of
+from gateway.rest.tinker_api.wire.bodies import Number, SamplingSessionBody, TinkerBody
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.result import Published
 from rollout_queue.contract.policies.adapter import PublishedAdapter

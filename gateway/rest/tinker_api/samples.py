@@ -25,8 +25,8 @@ from gateway.errors import LimitReached
 from gateway.generations.generation import Call, Generation, tokens_of
 from gateway.generations.pinning import Pinned
 from gateway.rest.tinker_api.paths import PromiseId
-from gateway.rest.tinker_api.sample_answer import sample_response
 from gateway.rest.tinker_api.sample_promises import SamplePromises
+from gateway.rest.tinker_api.wire.sample_answer import sample_response
 from gateway.sessions.identity import Caller
 from gateway.wiring import GatewayParts
 from rollout_queue.contract.errors import QueueError, StorageUnavailable

@@ -4,14 +4,14 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from gateway.rest.tinker_api.bodies import (
+from gateway.rest.tinker_api.door import door_of, now
+from gateway.rest.tinker_api.records import ClientSession
+from gateway.rest.tinker_api.wire.bodies import (
     ClientConfigBody,
     ClientFinishBody,
     TinkerHeartbeatBody,
     TinkerSessionBody,
 )
-from gateway.rest.tinker_api.door import door_of, now
-from gateway.rest.tinker_api.records import ClientSession
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.errors import ApiError
 

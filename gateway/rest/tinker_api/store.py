@@ -1,25 +1,45 @@
 """Client sessions, models and sampling sessions in Redis. Each belongs to the client key that made it."""
 
 import time
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
 
 from gateway.errors import InvalidRequest, ObjectNotFound
-from gateway.rest.tinker_api.paths import WeightsPath
+from gateway.rest.tinker_api.paths import WeightsPath, kept_path
 from gateway.rest.tinker_api.records import (
     ClientModel,
     ClientSession,
+    KeptTerms,
     Record,
     SamplingTarget,
     encode_record,
+    read_terms,
 )
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.result import Kept
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.commands.submission import CommandSubmissions
+
+
+class KeptWeights(NamedTuple):
+    """Weights that a model has saved."""
+
+    path: WeightsPath
+    kept: Kept
+    terms: KeptTerms
+
+    @property
+    def expires_at(self) -> float | None:
+        """Seconds since the epoch; None: never."""
+        return None if self.terms.ttl_s is None else self.kept.created_at + self.terms.ttl_s
+
+    @property
+    def expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at < time.time()
+
 
 R = TypeVar("R", ClientSession, ClientModel, SamplingTarget)
 
@@ -44,6 +64,18 @@ class TinkerStore:
         found: Any = await stored(self._redis.hget(keys.client_session(session_id), "record"))
         return _owned(_read(found, ClientSession), caller, f"session {session_id!r}")
 
+    async def session_ids(self, caller: Caller, limit: int, offset: int) -> list[str]:
+        """The ids of some sessions of the caller's key, the newest first."""
+        name = keys.client_sessions_of(caller.owner)
+        ids: Any = await stored(self._redis.zrevrange(name, offset, offset + limit - 1))
+        return [each.decode() for each in ids]
+
+    async def made_in(self, session: ClientSession) -> tuple[list[str], list[str]]:
+        """The ids of the models and of the sampling sessions of a session."""
+        found: Any = await stored(self._redis.smembers(keys.made_in(session.session_id)))
+        ids = sorted(each.decode() for each in found)
+        return [each for each in ids if ":train:" in each], [each for each in ids if ":sample:" in each]
+
     async def beat(self, session: ClientSession) -> bool:
         """Note a sign of life. Returns False if the session has finished."""
         name = keys.client_session(session.session_id)
@@ -59,6 +91,7 @@ class TinkerStore:
 
     async def add_model(self, model: ClientModel) -> None:
         """Raises InvalidRequest if a model with this id and other terms exists."""
+        await stored(self._redis.sadd(keys.made_in(model.session_id), model.model_id))
         spec = await self._log.open(model.model_id, model.owner, encode_record(model))
         known = _read(spec, ClientModel)
         if known is not None and _terms(known) != _terms(model):
@@ -69,18 +102,48 @@ class TinkerStore:
         spec = await self._log.spec(model_id)
         return _owned(_read(spec, ClientModel), caller, f"model {model_id!r}")
 
+    async def models(self, caller: Caller, limit: int, offset: int) -> tuple[list[ClientModel], int]:
+        """Some models of the caller's key, the newest first, and how many there are."""
+        name = keys.models_of(caller.owner)
+        ids: Any = await stored(self._redis.zrevrange(name, offset, offset + limit - 1))
+        specs = [_read(await self._log.spec(each.decode()), ClientModel) for each in ids]
+        return [each for each in specs if each is not None], await stored(self._redis.zcard(name))
+
+    # Weights
+
+    async def note_terms(self, path: WeightsPath, terms: KeptTerms) -> None:
+        """What the client says of weights that a command will save."""
+        await stored(
+            self._redis.hset(keys.kept_terms(path.model_id), path.kept_as, encode_record(terms).decode())
+        )
+
     async def kept(self, path: WeightsPath, caller: Caller) -> tuple[ClientModel, Kept]:
-        """The model that made these weights, and what is kept of them."""
+        """The model that made these weights, and what is kept of them, unless they have expired."""
         model = await self.model(path.model_id, caller)
         kept = await self._log.kept_as(path.model_id, path.kept_as)
         if kept is None:
             raise ObjectNotFound(f"there are no weights {path}", param="path")
+        terms: Any = await stored(self._redis.hget(keys.kept_terms(path.model_id), path.kept_as))
+        if KeptWeights(path, kept, KeptTerms() if terms is None else read_terms(terms)).expired:
+            raise ObjectNotFound(f"the weights {path} have expired", param="path")
         return model, kept
+
+    async def all_kept(self, model: ClientModel) -> list[KeptWeights]:
+        """The named weights of a model that have not expired, the newest first."""
+        found: Any = await stored(self._redis.hgetall(keys.kept_terms(model.model_id)))
+        terms = {name.decode(): read_terms(packed) for name, packed in found.items()}
+        kept = [
+            KeptWeights(kept_path(model.model_id, name), each, terms.get(name, KeptTerms()))
+            for name, each in (await self._log.kept(model.model_id)).items()
+            if "/~" not in name
+        ]
+        return sorted((each for each in kept if not each.expired), key=lambda each: -each.kept.created_at)
 
     # Sampling sessions
 
     async def add_target(self, target: SamplingTarget) -> None:
         """The first target of this id stays: a repeated request has the same."""
+        await stored(self._redis.sadd(keys.made_in(target.session_id), target.sampling_session_id))
         name = keys.sampling_target(target.sampling_session_id)
         await stored(self._redis.set(name, encode_record(target), nx=True))
 

@@ -167,6 +167,16 @@ def client_sessions_of(owner: str) -> str:
     return f"weir:client_sessions:{owner}"
 
 
+def made_in(session_id: str) -> str:
+    """Set: the models and sampling sessions of one client session."""
+    return f"weir:made:{session_id}"
+
+
+def kept_terms(model_id: str) -> str:
+    """Hash: what the client said of what `kept` has: how long it lives, its metadata, JSON."""
+    return f"weir:kept_terms:{model_id}"
+
+
 def sampling_target(sampling_session_id: str) -> str:
     """String: what a sampling session samples from, JSON."""
     return f"weir:st:{sampling_session_id}"

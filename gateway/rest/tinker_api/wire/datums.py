@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from gateway.errors import InvalidRequest
-from gateway.rest.tinker_api import wire_pb2 as wire
+from gateway.rest.tinker_api.wire import messages_pb2 as wire
 from rollout_queue.commands.command import ForwardBackward
 from rollout_queue.commands.datum import Datum
 from rollout_queue.contract.errors import InvalidRecord

@@ -7,8 +7,8 @@ import msgspec
 
 from gateway.edge.request import JSON
 from gateway.rest.json_bodies import PROTOBUF
-from gateway.rest.tinker_api import wire_pb2 as wire
 from gateway.rest.tinker_api.paths import WeightsPath, sampler_of, session_of
+from gateway.rest.tinker_api.wire import messages_pb2 as wire
 from rollout_queue.commands.command import LoadWeights, SaveForSampler, SaveWeights
 from rollout_queue.commands.result import Answer, CommandFailed, Created, Passed, Stepped
 from rollout_queue.contract.tokens import pack

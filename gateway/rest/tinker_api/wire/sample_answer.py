@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from gateway.engines.scoring import PromptScores
 from gateway.generations.generation import Generation
-from gateway.rest.tinker_api import wire_pb2 as wire
+from gateway.rest.tinker_api.wire import messages_pb2 as wire
 
 NO_LOGPROB = -99999.0
 """What stands in an empty cell of the likeliest tokens."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollout_queue.commands.command import Command
 from tests.support.serving import free_port
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
@@ -16,6 +17,8 @@ SLOW, FULL, WRITING = "slow", "full", "writing"
 """Files in a task's directory. As long as they exist, rank 1's disk makes no progress, or is full. Rank 1
 makes `writing` when it begins to write a version."""
 
+LOG = "log.pickle"
+"""The log of a task with a script, and the weights of each of its models, in the task's directory."""
 SYNCED = "synced"
 """A file in a task's directory with the names of the files that rank 1 has synced."""
 
@@ -34,6 +37,8 @@ class Task:
     """The steps after which a version is published, in `policies`; 0 is before the first step."""
     shares: bool = True
     """Whether ranks share the disk of `policies`. Otherwise each has a working directory of its own."""
+    script: Sequence[tuple[str, Command]] = ()
+    """Commands and their models, in place of steps. The log is kept in the run's directory."""
     port: int = field(default_factory=free_port)
     """The port of the process group."""
 

@@ -21,13 +21,17 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from safetensors.torch import save_file
 
 from tests.support.trainer_service.checkpoints import saved_checkpoint
+from tests.support.trainer_service.command_harness import CommandHarness
+from tests.support.trainer_service.command_log import MemoryCommandLog
 from tests.support.trainer_service.publishing_ranks import (
     CountedPolicy,
     Publications,
     hinder_writes,
     note_synced,
 )
-from tests.support.trainer_service.rank_tasks import OVER, SYNCED, Task, Told, held_path, place_of, put
+from tests.support.trainer_service.rank_tasks import LOG, OVER, SYNCED, Task, Told, held_path, place_of, put
+from trainer_service.commands.ranks import follow_models
+from trainer_service.model.trained.models import Models
 from trainer_service.step.communication.launch import own_rank
 from trainer_service.step.ranks import DistributedPolicy, follow
 from trainer_service.step.step_request import StepRequest
@@ -56,6 +60,9 @@ def main(folder: Path, forks: bool) -> None:
 def learn(task: Task, place: Path) -> None:
     # The launcher's store serves one process group only; each task needs its own.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(task.port)}
+    if task.script:
+        follow_script(task, place)
+        return
     policy = CountedPolicy(task.settings)
     if not task.shares:
         task.directory_of(own_rank()).mkdir()
@@ -68,6 +75,25 @@ def learn(task: Task, place: Path) -> None:
         told = lead(DistributedPolicy(policy, task.policies if task.publishes else None), task)
         put(told, place / "told.pickle")
     put(policy.held_bytes, held_path(place, own_rank()))
+
+
+def follow_script(task: Task, place: Path) -> None:
+    """Carry out the task's commands, and save. Then write the weights of each model."""
+    if own_rank() > 0:
+        follow_models(Models(task.settings))
+    else:
+        path = task.run / LOG
+        log = pickle.loads(path.read_bytes()) if path.exists() else MemoryCommandLog()  # noqa: S301 - the test's own
+        harness = CommandHarness(task.run, task.settings, log)
+        for model_id, command in task.script:
+            harness.send(model_id, command)
+        for model_id in harness.trainer.executor.model_ids:
+            save_file(dict(harness.weights(model_id)), task.run / f"{model_id}.safetensors")
+        harness.stop()
+        put(log, path)
+        harness.ranks.close()
+        put(Told([], [], finite=True), place / "told.pickle")
+    put(0, held_path(place, own_rank()))
 
 
 def next_task(folder: Path, number: int) -> Task | None:

@@ -85,10 +85,10 @@ def _without_place(result: Result) -> Result:
     return result
 
 
-SETTINGS: dict[str, dict[str, int]] = {
-    "a checkpoint after every second step": {"checkpoint_every_steps": 2},
-    "a checkpoint whenever it would free a command": {"log": 1},
-    "no checkpoint": {"zero_stage": 0},
+SETTINGS: dict[str, dict[str, int]] = {  # when checkpoints are made
+    "every-second-step": {"checkpoint_every_steps": 2},
+    "when-it-frees": {"log": 1},
+    "never": {"zero_stage": 0},
 }
 
 

@@ -1,0 +1,264 @@
+"""The loop of a trainer by commands: what it frees, ends, refuses, and does not try again."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rollout_queue.commands.command import (
+    Command,
+    CreateModel,
+    LoadWeights,
+    LoraSpec,
+    Refused,
+    SaveForSampler,
+    SaveWeights,
+)
+from rollout_queue.commands.log import CommandReader
+from rollout_queue.commands.result import CommandFailed, Created, Result, Saved, Stepped, WeightsLoaded
+from rollout_queue.contract.errors import StorageUnavailable
+from tests.support.trainer_service.command_harness import (
+    FULL,
+    CommandHarness,
+    MakeCommandHarness,
+    command_settings,
+    created,
+    learn,
+    step,
+)
+from tests.support.trainer_service.command_log import Killed, MemoryCommandLog
+from trainer_service.commands.attempts import MOST_ENDS
+from trainer_service.commands.live_model import SAFE_NAME, safe_name
+
+
+def failed(result: Result, category: str = "user") -> str:
+    assert isinstance(result, CommandFailed), result
+    assert result.category == category
+    return result.error
+
+
+def kept(harness: CommandHarness) -> list[tuple[str, int]]:
+    return [(each.model_id, each.number) for each in harness.log.kept]
+
+
+def test_the_log_in_memory_is_a_log() -> None:
+    log: CommandReader = MemoryCommandLog()
+    assert not log.read("0-0", 1, 0)
+
+
+def test_a_checkpoint_frees_what_every_model_contains(make_command_harness: MakeCommandHarness) -> None:
+    harness = make_command_harness(checkpoint_every_steps=1)
+    for model_id, command in (("a", created()), ("b", created()), ("a", learn(1)), ("b", learn(2))):
+        harness.send(model_id, command)
+    assert len(kept(harness)) == 4, "no checkpoint contains them"
+    harness.send("a", step())
+    assert kept(harness) == [("a", 1), ("b", 1), ("a", 2)], "the gradient of b is in no checkpoint"
+    harness.send("b", step())
+    assert kept(harness) == []
+
+
+def test_a_log_that_is_half_full_makes_a_checkpoint_that_frees_something(
+    make_command_harness: MakeCommandHarness, tmp_path: Path
+) -> None:
+    harness = make_command_harness()
+    harness.send("a", created())
+    harness.send("a", learn(1))
+    harness.log.bytes = (501, 1000)
+    harness.trainer.run_once()
+    harness.trainer.run_once()  # the checkpoint is durable now
+    assert kept(harness) == [("a", 1)]
+    tags = sorted((tmp_path / "run" / "checkpoints").glob("*-step-*"))
+    harness.trainer.run_once()
+    assert sorted((tmp_path / "run" / "checkpoints").glob("*-step-*")) == tags, (
+        "another one would free nothing"
+    )
+
+
+def test_a_model_that_has_ended_is_removed_and_its_commands_fail(
+    make_command_harness: MakeCommandHarness,
+) -> None:
+    harness = make_command_harness()
+    for command in (created(), learn(1), step()):
+        harness.send("a", command)
+    harness.log.ends["a"] = "its session has ended"
+    assert failed(harness.send("a", learn(2))) == "model a has ended: its session has ended"
+    assert harness.trainer.executor.model_ids == set()
+    harness.send("b", FULL)
+    after = make_command_harness(log=harness.log)
+    after.trainer.run_once()
+    assert after.trainer.executor.model_ids == {"b"}
+    assert isinstance(after.log.last("a:0"), Created), "a command with a result keeps it"
+
+
+def test_a_pass_that_ends_processes_fails_at_last_and_adds_nothing(
+    make_command_harness: MakeCommandHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise Killed
+
+    log = MemoryCommandLog()
+    first = make_command_harness(log=log)
+    for command in (created(), learn(1)):
+        first.send("a", command)
+    too_large = log.append("a", learn(2))
+    for _ in range(MOST_ENDS):
+        harness = make_command_harness(log=log)
+        passes: Iterator[Callable[..., object]] = iter([harness.ranks.run, killed])  # learn(1) is repeated
+        monkeypatch.setattr(harness.ranks, "run", lambda *given, of=passes: next(of)(*given))
+        with pytest.raises(Killed):
+            harness.trainer.run_once()
+    after = make_command_harness(log=log)
+    after.trainer.run_once()
+    assert "ended 3 times" in failed(log.last(too_large), "server")
+    alone = make_command_harness("alone")
+    for command in (created(), learn(1)):
+        alone.send("a", command)
+    assert after.send("a", step()) == alone.send("a", step())
+
+
+class SilentLog(MemoryCommandLog):
+    """Takes one answer, and tells the trainer to stop at the second."""
+
+    harness: CommandHarness
+
+    def answer(self, command: Any, result: Result) -> None:
+        if not self.results:
+            super().answer(command, result)
+            return
+        self.harness.shared_state.stop()
+        raise StorageUnavailable("Redis is away")
+
+
+def test_no_checkpoint_contains_a_command_without_its_answer(
+    make_command_harness: MakeCommandHarness, tmp_path: Path
+) -> None:
+    log = SilentLog()
+    log.harness = harness = make_command_harness(log=log)
+    log.append("a", created())
+    log.append("b", created())
+    harness.trainer.run()
+    assert not list((tmp_path / "run" / "checkpoints").glob("*-step-*"))
+
+
+def test_a_trainer_that_is_told_to_stop_saves_everything(make_command_harness: MakeCommandHarness) -> None:
+    harness = make_command_harness()
+    for command in (created(), learn(1), step()):
+        harness.send("a", command)
+    harness.stop()
+    assert kept(harness) == []
+    again = make_command_harness(log=harness.log)
+    assert again.trainer.step == 1
+    assert again.send("a", learn(2)) == harness.send("a", learn(2))
+
+
+def test_a_name_is_saved_once_unless_it_is_overwritten(
+    make_command_harness: MakeCommandHarness, tmp_path: Path
+) -> None:
+    harness = make_command_harness(checkpoint_every_steps=1)
+    for model_id, command in (("late", created()), ("late", learn(1)), ("a/1", created())):
+        harness.send(model_id, command)
+    assert isinstance(harness.send("a/1", SaveWeights("x")), Saved)
+    assert "a/1 has a checkpoint x already" in failed(harness.send("a/1", SaveWeights("x")))
+    harness.send("a/1", learn(1))
+    for command in (step(), SaveWeights("x", overwrite=True)):
+        harness.send("a/1", command)
+    (name,) = (tmp_path / "run" / "checkpoints" / "saved").glob("*/x")
+    harness.send("a/1", learn(2))
+    harness.send("a/1", step())
+    assert len(list(name.iterdir())) == 2, "a replay of the late model's commands could ask for the first one"
+    harness.send("late", step())
+    assert len(list(name.iterdir())) == 1
+    assert harness.send("b", LoadWeights("a/1", "x", True)) == WeightsLoaded()
+    assert harness.passed("b", learn(2)) == make_after_one_step(make_command_harness).passed("m", learn(2))
+
+
+def make_after_one_step(make_command_harness: MakeCommandHarness) -> CommandHarness:
+    harness = make_command_harness("one-step")
+    for command in (created(), learn(1), step()):
+        harness.send("m", command)
+    return harness
+
+
+def test_a_loaded_model_has_the_state_of_its_optimizer_only_if_asked_for(
+    make_command_harness: MakeCommandHarness,
+) -> None:
+    results = {}
+    for optimizer in (True, False):
+        harness = make_command_harness(f"optimizer-{optimizer}")
+        for command in (created(), learn(1), step(), SaveWeights("x"), LoadWeights("m", "x", optimizer)):
+            harness.send("m", command)
+        results[optimizer] = [harness.send("m", each) for each in (learn(2), step(), learn(3))]
+    kept_on = make_after_one_step(make_command_harness)
+    alone = [kept_on.send("m", each) for each in (learn(2), step(), learn(3))]
+    assert results[True] == alone
+    assert results[False][:2] == alone[:2], "the weights, and so the gradient, are the same"
+    assert results[False][2] != alone[2]
+
+
+def test_a_gradient_is_dropped_when_weights_are_loaded(make_command_harness: MakeCommandHarness) -> None:
+    harness = make_command_harness()
+    for command in (created(), SaveWeights("x"), learn(1), LoadWeights("m", "x", True)):
+        harness.send("m", command)
+    assert harness.send("m", step()) == Stepped({"grad_norm": 0.0})
+
+
+REFUSED: dict[str, tuple[Command, str]] = {
+    "gateway": (Refused("too many tokens"), "too many tokens"),
+    "base": (CreateModel("other/model", LoraSpec(4)), "trains base, and not other/model"),
+    "rank": (CreateModel("base", LoraSpec(0)), "rank of an adapter must be at least 1"),
+    "layers": (created(train_mlp=False, train_attn=False), "no layer is trained"),
+    "full": (FULL, "1 adapters of this trainer's model are trained"),
+    "gone": (learn(1), "there is no model new"),
+    "step": (step(), "there is no model new"),
+    "sampler": (SaveForSampler("s"), "there is no model new"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_cannot_be_is_refused(make_command_harness: MakeCommandHarness, case: str) -> None:
+    command, sentence = REFUSED[case]
+    harness = make_command_harness()
+    harness.send("m", created())
+    assert sentence in failed(harness.send("new", command))
+    assert harness.trainer.executor.model_ids == {"m"}
+
+
+def test_a_checkpoint_of_another_shape_is_refused(make_command_harness: MakeCommandHarness) -> None:
+    harness = make_command_harness()
+    for command in (created(rank=2), SaveWeights("x")):
+        harness.send("small", command)
+    harness.send("large", created(rank=8, train_mlp=False))
+    error = failed(harness.send("large", LoadWeights("small", "x", True)))
+    assert "rank 2 for attn, mlp, unembed, and the model an adapter of rank 8 for attn, unembed" in error
+    assert isinstance(harness.send("large", learn(1)), type(harness.send("small", learn(1))))
+
+
+def test_the_head_that_is_not_trained_is_named(make_command_harness: MakeCommandHarness) -> None:
+    harness = make_command_harness()
+    assert harness.send("a", created()) == Created(untrained=("unembed",))
+    assert harness.send("b", created(train_unembed=False)) == Created()
+
+
+def test_names_of_models_are_safe_and_differ() -> None:
+    ids = ["a", "a/b", "a:b", "a-b", "..", "ä", "x" * 64, "x" * 65, "x" * 66, "0b6e:train:0"]
+    names = [safe_name(each) for each in ids]
+    assert len(set(names)) == len(ids)
+    assert all(SAFE_NAME.fullmatch(each) for each in names)
+    assert safe_name("a") == "a"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"zero_stage": 3}, "source commands needs stage 0, 1 or 2"),
+        ({"memory": "shared", "shared_with": ["http://e"]}, "source commands needs exclusive"),
+        ({"publish_url": "http://trainer:8200/weights"}, "engines find adapters on a shared disk"),
+    ],
+)
+def test_settings_that_commands_cannot_have_are_refused(
+    tmp_path: Path, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        command_settings(tmp_path, tmp_path, **settings)

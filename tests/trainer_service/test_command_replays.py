@@ -32,6 +32,7 @@ SCRIPT: Sequence[tuple[str, Command]] = [
     ("a", SaveWeights("x")),
     ("c", LoadWeights("a", "x", True)),
     ("b", step()),
+    ("c", learn(12)),
     ("a", learn(4)),
     ("b", LoadWeights("a", "missing", True)),
     ("b", learn(5, forward_only=True)),

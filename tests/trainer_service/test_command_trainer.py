@@ -162,8 +162,8 @@ def test_a_name_is_saved_once_unless_it_is_overwritten(
     assert isinstance(harness.send("a/1", SaveWeights("x")), Saved)
     assert "a/1 has a checkpoint x already" in failed(harness.send("a/1", SaveWeights("x")))
     harness.send("a/1", learn(1))
-    for command in (step(), SaveWeights("x", overwrite=True)):
-        harness.send("a/1", command)
+    harness.send("a/1", step())
+    harness.send("a/1", SaveWeights("x", overwrite=True))
     (name,) = (tmp_path / "run" / "checkpoints" / "saved").glob("*/x")
     harness.send("a/1", learn(2))
     harness.send("a/1", step())
@@ -195,6 +195,24 @@ def test_a_loaded_model_has_the_state_of_its_optimizer_only_if_asked_for(
     assert results[True] == alone
     assert results[False][:2] == alone[:2], "the weights, and so the gradient, are the same"
     assert results[False][2] != alone[2]
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16")]
+)
+def test_a_model_with_all_weights_is_saved_loaded_and_restored(
+    make_command_harness: MakeCommandHarness, stage: int, dtype: str
+) -> None:
+    harness = make_command_harness(zero_stage=stage, dtype=dtype)
+    for command in (FULL, learn(1), step(), SaveWeights("x"), learn(2)):
+        harness.send("m", command)
+    later = [harness.send("m", each) for each in (step(), learn(3))]
+    harness.send("m", LoadWeights("m", "x", True))
+    assert [harness.send("m", each) for each in (learn(2), step(), learn(3))][1:] == later
+    harness.send("m", LoadWeights("m", "x", True))
+    harness.stop()
+    after = make_command_harness(log=harness.log, zero_stage=stage, dtype=dtype)
+    assert [after.send("m", each) for each in (learn(2), step(), learn(3))][1:] == later
 
 
 def test_a_gradient_is_dropped_when_weights_are_loaded(make_command_harness: MakeCommandHarness) -> None:

@@ -93,14 +93,21 @@ SETTINGS: dict[str, dict[str, int]] = {  # when checkpoints are made
 }
 
 
+KILLS = [
+    pytest.param(case, answers, marks=() if answers % 3 == at else pytest.mark.long)
+    for at, case in enumerate(SETTINGS)
+    for answers in range(len(SCRIPT))
+]
+"""Every kill in every case. In the short run, each kill is made in one case."""
+
+
 @pytest.fixture(scope="module")
 def uninterrupted() -> dict[str, Outcome]:
     """By settings."""
     return {}
 
 
-@pytest.mark.parametrize("case", SETTINGS)
-@pytest.mark.parametrize("answers", range(len(SCRIPT)))
+@pytest.mark.parametrize(("case", "answers"), KILLS)
 def test_a_kill_before_any_answer_changes_nothing(
     make_command_harness: MakeCommandHarness, uninterrupted: dict[str, Outcome], answers: int, case: str
 ) -> None:

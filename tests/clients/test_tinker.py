@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
-from tests.support.clients.tinker_stack import TinkerStack, tinker_stack
+from tests.support.clients.stack import CLIENT_KEY, ROOT
+from tests.support.clients.tinker_stack import ADMIN_KEY, TinkerStack, tinker_stack
 from tests.support.tiny_model import make_tiny_model
 
 SDKS = ["tinker_first", "tinker_middle", "tinker_newest"]
@@ -96,6 +99,29 @@ def test_mistakes_are_named_and_the_loop_goes_on(running: TinkerStack, sdk: str)
     assert 'loss_fn="ppo"' in told["stable_reinforce"]
     assert "has no setting `colour`" in told["ppo"]
     assert told["step"] == ["grad_norm"]
+
+
+def test_a_loop_learns_from_what_agents_did(running: TinkerStack) -> None:
+    headers = {"authorization": f"Bearer {CLIENT_KEY}"}
+    with httpx.Client(base_url=running.stack.gateway_url, headers=headers, timeout=60) as gateway:
+        group = gateway.post("/groups", json={"size": 4, "task_id": "greeting"}).json()
+        for at, session in enumerate(group["sessions"]):
+            agent = OpenAI(base_url=session["base_url"], api_key=session["api_key"])
+            messages: Any = [{"role": "user", "content": "hello"}]
+            for _ in range(2):
+                reply = agent.chat.completions.create(model="policy", messages=messages, max_tokens=6)
+                messages += [
+                    {"role": "assistant", "content": reply.choices[0].message.content or ""},
+                    {"role": "user", "content": "and then?"},
+                ]
+            end = {"status": "completed", "reward": float(at % 2)}
+            gateway.post(f"/sessions/{session['session_id']}/finish", json=end).raise_for_status()
+    more = {"PYTHONPATH": str(ROOT / "deploy"), "WEIR_ADMIN_KEY": ADMIN_KEY}
+    told = running.play("tinker_newest", "bridge", **more)
+    assert told["rows"] >= 4
+    assert told["tokens"][0] == told["tokens"][1] > 0
+    assert told["difference"] <= 1e-4, "the trainer and the engine see the same weights"
+    assert told["grad_norm"] > 0
 
 
 def test_kills_change_nothing_that_a_loop_can_see(running: TinkerStack) -> None:

@@ -144,6 +144,35 @@ def loop():
     return {"steps": done, "scores": scores, "end": passed(model.forward(data("ppo"), "ppo"))}
 
 
+def bridge():
+    """Learn from what agents did; the weights are those that sampled, so both log-probabilities are equal."""
+    from weir.tinker import datums, recorded
+
+    model = trained(service())
+    made = datums(recorded(os.environ["TINKER_BASE_URL"], os.environ["WEIR_ADMIN_KEY"]))
+    done = model.forward_backward([each for each, _ in made], "importance_sampling")
+    outputs = done.result().loss_fn_outputs
+    differences = [
+        abs(now - then)
+        for (each, _), output in zip(made, outputs, strict=True)
+        for now, then, advantage in zip(
+            output["logprobs"].tolist(),
+            each.loss_fn_inputs["logprobs"].tolist(),
+            each.loss_fn_inputs["advantages"].tolist(),
+            strict=True,
+        )
+        if advantage
+    ]
+    stepped = model.optim_step(ADAM).result()
+    tokens = sum(sum(row.mask_R) for _, row in made)
+    return {
+        "rows": len(made),
+        "tokens": [tokens, len(differences)],
+        "difference": max(differences),
+        "grad_norm": stepped.metrics["grad_norm"],
+    }
+
+
 if __name__ == "__main__":
-    scenes = {"losses": losses, "steps": steps, "errors": errors, "loop": loop}
+    scenes = {"losses": losses, "steps": steps, "errors": errors, "loop": loop, "bridge": bridge}
     print(json.dumps(scenes[sys.argv[1]]()))

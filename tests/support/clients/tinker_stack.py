@@ -21,6 +21,7 @@ from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
+ADMIN_KEY = "tinker-admin"
 READY_WITHIN_S = 300.0
 LOOP_WITHIN_S = 900.0
 PARTS = ("trainer_service", "gateway", "rollout_server", "redis")
@@ -95,7 +96,7 @@ def tinker_stack(run_dir: Path, model: Path) -> Iterator[TinkerStack]:
         engine_port=free_port(),
         trainer_port=free_port(),
         client_keys=[CLIENT_KEY],
-        admin_keys=["tinker-admin"],
+        admin_keys=[ADMIN_KEY],
         services={
             "trainer": {"source": "commands"},
             "rollout_server": {"lora": LORA, "max_running_requests": 16, "max_total_tokens": 32768},

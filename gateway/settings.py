@@ -116,8 +116,13 @@ class TinkerSettings(BaseModel):
     max_log_bytes: int = Field(256 * 2**20, ge=2**20)
     """What the commands and the unread results of all models may take in Redis. The model whose command is
     the oldest may take as much again."""
+    session_timeout_s: float = Field(1800.0, gt=0)
+    """The models of a client without a sign of life for so long are freed; checkpoints stay. The SDK sends
+    one every 10 s while its process lives."""
     max_samples: int = Field(2000, ge=1)
-    """How many samples one gateway process makes at once; half of them for one client key."""
+    """How many sequences one gateway process samples at once; half of them for one client key."""
+    sample_patience_s: float = Field(600.0, ge=0)
+    """How long a sample is tried again while no engine can make it."""
     poll_s: float = Field(25.0, gt=0, le=40)
     """How long a poll waits for its result. The SDK gives up after 45 s."""
 

@@ -15,7 +15,13 @@ from collections.abc import Mapping
 from rollout_queue.protocol.adapters import LoadedAdapter, WantedAdapter, WantedAdapters
 from rollout_server.engine.control import AdapterRefused, EngineFailed
 from rollout_server.engine.engine import Engine
-from rollout_server.errors import ReloadError, WeightsUnavailable
+from rollout_server.errors import (
+    LocationRefused,
+    ReloadError,
+    VersionRefused,
+    WeightsRefused,
+    WeightsUnavailable,
+)
 from rollout_server.reloading.reload import Reloader
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import LocalPolicy, WantedPolicy
@@ -41,8 +47,9 @@ class NamedAdapters:
         self._wanted: Mapping[Key, WantedAdapter] | None = None
         self._revision = 0
         self._loading = asyncio.Lock()
-        self._failures: dict[Key, tuple[int, float, str]] = {}
-        """How often a load has failed, when the next one may begin, and why the last one failed."""
+        self._failures: dict[Key, tuple[int, float, str, bool]] = {}
+        """How often a load has failed, when the next one may begin, why the last one failed, and whether the
+        adapter itself was refused."""
         self._preparing: tuple[WantedAdapter, asyncio.Timeout] | None = None
         """The adapter that is fetched and verified now, and the bound of its time."""
 
@@ -83,22 +90,28 @@ class NamedAdapters:
     async def _settled(self, adapter: WantedAdapter, *, again: bool) -> LoadedAdapter:
         """Load one adapter, unless the engine has it."""
         key = adapter.policy, adapter.version
-        failures, next_at, error = self._failures.get(key, (0, 0.0, ""))
+        failures, next_at, error, refused = self._failures.get(key, (0, 0.0, "", False))
         due = self._wants(adapter) and (again or time.monotonic() >= next_at)
         if due and not self._has(adapter):
             try:
                 await self._load(adapter)
             except (ReloadError, EngineFailed) as failure:
-                error = str(failure)
+                error, refused = str(failure), _is_refusal(failure)
                 pause_s = min(FIRST_PAUSE_S * 2.0**failures, LONGEST_PAUSE_S)
                 if self._wants(adapter):
-                    self._failures[key] = (failures + 1, time.monotonic() + pause_s, error)
+                    self._failures[key] = (failures + 1, time.monotonic() + pause_s, error, refused)
                 logger.error("the adapter %s@%d is not loaded: %s", *key, error)
             else:
                 self._failures.pop(key, None)
                 logger.info("the adapter %s@%d is loaded", *key)
         has = self._has(adapter)
-        return LoadedAdapter(policy=key[0], version=key[1], ok=has, error=None if has else error)
+        return LoadedAdapter(
+            policy=key[0],
+            version=key[1],
+            ok=has,
+            error=None if has else error,
+            refused=refused and not has,
+        )
 
     async def _load(self, adapter: WantedAdapter) -> None:
         """Raises ReloadError, EngineFailed."""
@@ -136,6 +149,11 @@ class NamedAdapters:
 
     def _has(self, adapter: WantedAdapter) -> bool:
         return any(_is(policy, adapter) for policy in self._engine.adapters.loaded.values())
+
+
+def _is_refusal(failure: ReloadError | EngineFailed) -> bool:
+    """Whether the adapter itself is at fault, and not the way to it, or the engine."""
+    return isinstance(failure, AdapterRefused | LocationRefused | VersionRefused | WeightsRefused)
 
 
 def _is(policy: LocalPolicy, adapter: WantedAdapter) -> bool:

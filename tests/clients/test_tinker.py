@@ -130,7 +130,7 @@ def test_kills_change_nothing_that_a_loop_can_see(running: TinkerStack) -> None:
     with running.killing(seed=1, most=8, pause_s=(1.0, 6.0)):
         disturbed = running.play("tinker_newest", "loop", STEPS="30")
     print(f"killed: {running.kills}")
-    assert running.kills, "the loop was over before the first kill"
+    assert "trainer_service" in running.kills, "the loop was over before the trainer was killed"
     assert disturbed["steps"] == alone["steps"]
     assert disturbed["end"] == alone["end"], "bitwise"
     scores = [

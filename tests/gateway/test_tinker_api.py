@@ -298,6 +298,65 @@ def test_a_session_lives_until_it_is_finished(loop: TinkerLoop) -> None:
     assert loop.post(finish, {"reason": {"type": "tired"}}).status_code == 400
 
 
+def test_the_models_of_a_finished_session_take_no_more_commands(
+    loop: TinkerLoop, trainer: ScriptedTrainer
+) -> None:
+    loop.command("optim_step", 5, adam_params=ADAM)  # it waits for those before it
+    wait_until(lambda: len(trainer.seen) == 1)
+    held = trainer.reader.held_bytes()[0]
+    assert loop.post(f"sessions/{loop.session_id}/finish", {"reason": {"type": "success"}}).status_code == 200
+    assert trainer.reader.held_bytes()[0] < held, "what waited is gone"
+    assert loop.command("optim_step", 1, adam_params=ADAM).status_code == 404
+    assert trainer.reader.ended() == {loop.model_id: "its client session has finished"}
+
+
+def test_the_models_of_a_silent_session_end(backends: Backends, gateway: RunningGateway) -> None:
+    with backends.gateway(tinker={"session_timeout_s": 0.2}) as impatient:
+        loop = TinkerLoop(impatient, str(backends.model_path))
+        loop.begin()
+        ended = keys.MODELS_ENDED
+        wait_until(lambda: impatient.redis.hexists(ended, loop.model_id))
+        assert loop.command("optim_step", 1, adam_params=ADAM).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("optim_step", {"adam_params": ADAM | {"learning_rate": -1.0}}),
+        ("optim_step", {"adam_params": ADAM | {"type": "dimuon"}}),
+        ("save_weights", {"path": "a/b"}),
+        ("save_weights", {"path": "a", "ttl_seconds": 1}),
+        ("load_weights", {"path": "nowhere", "optimizer": True}),
+        ("load_weights", {"path": "tinker://x/weights/y", "optimizer": True}),
+        ("save_weights_for_sampler", {}),
+    ],
+    ids=repr,
+)
+def test_a_command_that_is_refused_uses_up_its_number(
+    loop: TinkerLoop, trainer: ScriptedTrainer, verb: str, body: dict[str, Any]
+) -> None:
+    """The SDK goes on with the next number, which would wait for ever."""
+    refused = [loop.command(verb, 1, **body) for _ in range(2)]
+    assert {each.status_code for each in refused} <= {400, 404}
+    after = loop.command("optim_step", 2, adam_params=ADAM).json()
+    assert "metrics" in loop.poll(after).json()
+    assert [type(each.command).__name__ for each in trainer.seen] == ["CreateModel", "Refused", "OptimStep"]
+
+
+def test_tensors_that_would_be_huge_are_refused_before_they_are_made(
+    loop: TinkerLoop, trainer: ScriptedTrainer
+) -> None:
+    tokens = 20_000
+    sparse = datum([1] * tokens, [2] * tokens)
+    empty = wire.Tensor(dtype=wire.DTYPE_INT64, shape=[tokens, 4096])
+    empty.sparse_csr.crow_indices = array("q", [0] * (tokens + 1)).tobytes()
+    sparse.loss_fn_inputs["target_tokens"].CopyFrom(empty)
+    told = loop.poll(loop.pass_(1, sparse).json()).json()
+    assert "81920000 values, of 16777216 allowed" in told["error"]
+    many = [datum([1], [2]) for _ in range(4097)]
+    assert "4097 datums, of 4096 allowed" in loop.poll(loop.pass_(2, *many).json()).json()["error"]
+
+
 def test_what_the_sdk_asks_at_its_start(loop: TinkerLoop, gateway: RunningGateway) -> None:
     config = loop.post("client/config", {"sdk_version": "0.38.0"}).json()
     assert config["pjwt_auth_enabled"] is False

@@ -89,7 +89,7 @@ def test_weights_that_have_expired_are_gone(loop: SamplingLoop) -> None:
     path = f"tinker://{loop.model_id}/weights/one"
     assert loop.post("weights_info", {"tinker_path": path}).status_code == 200
     terms = msgspec.json.encode({"ttl_s": 0})
-    loop.gateway.redis.hset(keys.kept_terms(loop.model_id), "weights/one", terms)
+    loop.gateway.redis.hset(keys.kept_terms(loop.model_id), "weights/one#1", terms)
     assert loop.post("weights_info", {"tinker_path": path}).status_code == 404
     into = {"session_id": loop.session_id, "model_seq_id": 5, "path": path, "optimizer": True}
     assert loop.post("load_weights", into).status_code == 404

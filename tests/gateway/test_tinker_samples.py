@@ -110,6 +110,26 @@ def test_faults_of_engines_are_not_the_clients(loop: SamplingLoop, gateway: Runn
     assert len(array("f", made.prompt_logprobs)) == 2
 
 
+def test_a_sample_waits_for_engines(backends: Backends, gateway: RunningGateway) -> None:
+    with backends.gateway(engine_wait_s=0.1, failover_patience_s=0.1) as patient:
+        loop = SamplingLoop(patient, str(backends.model_path)).start()
+        patient.engine.refusals.extend([PlainTextResponse("gone", 503)] * 4)
+        promise = loop.ask(0, [1, 2]).json()
+        made = sampled(loop.poll(promise))
+        assert len(made.sequences) == 1
+        headers = {"x-api-key": loop.key}
+        path = f"/api/v1/sequences/{promise['sample_sequence_ids'][0]}"
+        assert patient.call("GET", path, key=None, headers=headers).json()["tokens"] > 0
+
+
+def test_an_engine_that_stays_away_fails_the_sample(backends: Backends, gateway: RunningGateway) -> None:
+    settings: Any = {"tinker": {"sample_patience_s": 0.0}, "engine_wait_s": 0.1, "failover_patience_s": 0.1}
+    with backends.gateway(**settings) as impatient:
+        loop = SamplingLoop(impatient, str(backends.model_path)).start()
+        impatient.engine.refusals.extend([PlainTextResponse("gone", 503)] * 50)
+        assert loop.poll(loop.ask(0, [1, 2]).json()).json()["category"] == "server"
+
+
 def test_a_sample_that_fails_says_why(loop: SamplingLoop, gateway: RunningGateway) -> None:
     refused = {"error": {"message": "no such thing", "type": "BadRequestError", "code": 400}}
     gateway.engine.refusals.extend([PlainTextResponse(str(refused).replace("'", '"'), 400)] * 4)

@@ -167,8 +167,13 @@ async def test_a_full_log_takes_small_commands_and_is_freed_by_checkpoints(
     assert await log.submit("m", 0, "0", passes(1000)) == "full", "n is first"
     assert await log.submit("m", 0, "0", STEP) == "new", "a small command"
     assert await log.submit("m", 2, "2", passes(1000)) == "full"
+    await log.open("o", "owner", b"")
+    small = [await log.submit("o", number, str(number), passes(1)) for number in range(200)]
+    assert small[-1] == "full", "also a small one, if it has data"
     assert await log.submit("n", last + 1, "d", passes(1000)) == "new", "n may go on to its step"
-    for number in itertools.count(last + 2):
+    assert await log.submit("n", last + 3, "d", passes(1)) == "new", "also with what comes early"
+    assert await log.submit("n", last + 2, "d", passes(1)) == "new"
+    for number in itertools.count(last + 4):
         said = await log.submit("n", number, "d", passes(1000))
         if said != "new":
             break
@@ -237,3 +242,35 @@ def test_a_datum_that_contradicts_itself_is_refused() -> None:
             Datum(*arguments)
     assert len(Datum(ids, TokenIds([1, 2, 3, 4]), 2, {"weights": Logprobs([1.0] * 4)})) == 2
     assert ones.finite
+
+
+async def test_a_model_that_ends_leaves_nothing_in_the_log(
+    log: CommandSubmissions, reader: RedisCommandReader
+) -> None:
+    await log.open("m", "owner", b"")
+    await log.submit("m", 0, "0", STEP)
+    held = reader.held_bytes()[0]
+    for number in (2, 3, 7):
+        await log.submit("m", number, str(number), passes(100))
+    assert await log.end("m", "it is over")
+    assert not await log.end("m", "again")
+    assert not await log.end("nobody", "it is over")
+    assert reader.held_bytes()[0] == held, "the early ones are gone"
+    assert reader.ended() == {"m": "it is over"}
+    assert await log.submit("m", 1, "1", STEP) == "ended"
+    assert numbers(reader) == [0]
+
+
+async def test_a_full_redis_accepts_answers_and_frees_the_log(
+    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+) -> None:
+    await log.open("m", "owner", b"")
+    await log.submit("m", 0, "0", STEP)
+    (command,) = reader.read(BEGINNING, 10, 0.01)
+    redis.config_set("maxmemory", 1)
+    try:
+        reader.answer(command, Stepped({"grad_norm": 1.0}))
+        reader.free(command.position)
+    finally:
+        redis.config_set("maxmemory", 0)
+    assert await log.result("m", 0) == Answer(Stepped({"grad_norm": 1.0}))

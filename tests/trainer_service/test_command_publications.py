@@ -62,21 +62,23 @@ def told(status: int, *results: dict[str, Any]) -> httpx.Response:
 
 
 LOADED = {"server": "r0", "ok": True}
-BROKEN = {"server": "r1", "ok": False, "error": "rank 64 is too large"}
+BROKEN = {"server": "r1", "ok": False, "error": "rank 64 is too large", "refused": True}
+STARTING = {"server": "r0", "ok": False, "error": "the engine does not run"}
 
 
 def test_an_adapter_is_published_when_one_server_has_it(tmp_path: Path) -> None:
-    """Before that, the gateway is away, and then no server is live."""
+    """Before that, the gateway is away, then no server is live, and then an engine starts."""
     away = httpx.Response(503, json={"error": {"message": "Redis is away"}})
-    gateway = AdapterGateway(away, told(200), told(207, BROKEN, LOADED))
+    gateway = AdapterGateway(away, told(200), told(207, BROKEN, STARTING), told(207, BROKEN, LOADED))
     publications(tmp_path, gateway)[0].adapter(ADAPTER)
     body = {
         "name": "math",
         "version": 3,
         "location": ADAPTER.location,
         "manifest_sha256": ADAPTER.manifest_sha256,
+        "passing": True,
     }
-    assert gateway.asked == [body] * 3
+    assert gateway.asked == [body] * 4
 
 
 def test_an_adapter_that_no_server_takes_is_not_published(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Notes which pass is made, so that one that ends the process does not do so for ever.
+"""Notes which command is carried out, so that one that ends the process does not do so for ever.
 
-{checkpoint_dir}/COMMAND    the command whose pass is made, and how many processes each has ended
+{checkpoint_dir}/COMMAND    the command that is carried out, and how many processes each has ended
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_queue.commands.command import ForwardBackward, LoggedCommand
+from rollout_queue.commands.command import LoggedCommand, Refused
 from trainer_service.commands.live_model import place_in
 
 COMMAND = "COMMAND"
@@ -50,9 +50,8 @@ class CommandAttempts:
 
     @contextmanager
     def noted(self, command: LoggedCommand) -> Iterator[None]:
-        """Inside the context, the process computes the pass of this command. Other commands need no note:
-        their size does not depend on what the user sends."""
-        if not isinstance(command.command, ForwardBackward):
+        """Inside the context, the process carries out this command."""
+        if isinstance(command.command, Refused):
             yield
             return
         self._note.computes = command.position

@@ -165,19 +165,23 @@ class CommandTrainer:
 
     def _result(self, command: LoggedCommand, ended: str | None) -> Result | None:
         """The result of a command; None if it has one, and need not be carried out again."""
-        if _has_no_effect(command) or ended is not None:
-            (answered,) = self._ask(lambda: self._reader.answered([command.request_id]))
-            if answered:
-                self.executor.skip(command)
-                return None
+        if (_has_no_effect(command) or ended is not None) and self._is_answered(command):
+            self.executor.skip(command)
+            return None
         if ended is not None:
             return CommandFailed(f"model {command.model_id} has ended: {ended}", "user")
-        if (refusal := self._attempts.refusal(command)) is not None:
+        if (refusal := self._attempts.refusal(command)) is not None and not self._is_answered(command):
             self.executor.skip(command)
             return CommandFailed(refusal, "server")
         self._heartbeat.beat("training")
         with self._attempts.noted(command), self._stopwatch.timed("train"):
             return self.executor.execute(command)
+
+    def _is_answered(self, command: LoggedCommand) -> bool:
+        """Whether a client may have read the result. What it was promised has to be made, however often that
+        ends a process."""
+        (answered,) = self._ask(lambda: self._reader.answered([command.request_id]))
+        return answered
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
         """Call the log until it answers. Raises Stopped when told to stop."""

@@ -7,6 +7,7 @@ LoggedCommand ─ check ─▶ refused, with nothing changed
 import logging
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -231,7 +232,7 @@ class CommandExecutor:
 
 def _passed(command: ForwardBackward, values: PassValues) -> Passed:
     lengths = [len(datum) for datum in command.data]
-    ends = [sum(lengths[: at + 1]) for at in range(len(lengths))]
+    ends = list(accumulate(lengths))
     parts = (values.lp_PK[end - length : end] for length, end in zip(lengths, ends, strict=True))
     loss = float(values.losses_PK.sum(dtype="float64"))
     return Passed(

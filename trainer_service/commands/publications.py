@@ -45,7 +45,8 @@ class GatewayPublications:
         self._version = version
 
     def adapter(self, adapter: WrittenAdapter) -> None:
-        """Have every live server load an adapter. Raises NotPublished if all of them refuse it."""
+        """Have every live server load an adapter. Waits for servers whose engines are not there. Raises
+        NotPublished if all of them refuse the adapter itself."""
 
         def publish() -> None:
             pushed = self._gateway.publish_adapter(
@@ -53,9 +54,11 @@ class GatewayPublications:
             )
             if not pushed.results:
                 raise _NotYet("no rollout server is live")
-            if not any(result.ok for result in pushed.results):
-                errors = {result.error for result in pushed.results if result.error}
-                raise NotPublished(f"no server has loaded {adapter.name}: {'; '.join(sorted(errors))}")
+            if any(result.ok for result in pushed.results):
+                return
+            errors = {result.error for result in pushed.results if result.error}
+            why = f"no server has loaded {adapter.name}: {'; '.join(sorted(errors))}"
+            raise NotPublished(why) if all(result.refused for result in pushed.results) else _NotYet(why)
 
         self._heartbeat.confirm()
         try:

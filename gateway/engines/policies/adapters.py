@@ -136,5 +136,5 @@ class AdapterPolicies:
             return AdapterResult(server=server.id, ok=False, error=f"{type(error).__name__}: {error}")
         for each in said:
             if (each.policy, each.version) == (adapter.name, adapter.version):
-                return AdapterResult(server=server.id, ok=each.ok, error=each.error)
+                return AdapterResult(server=server.id, ok=each.ok, error=each.error, refused=each.refused)
         return AdapterResult(server=server.id, ok=False, error="another change has replaced this one")

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,10 +24,14 @@ from gateway.settings import GatewaySettings
 from gateway.wiring import GatewayParts
 from rollout_queue.commands.codec import encode
 from rollout_queue.commands.command import Command, Refused
+from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.commands.submission import CommandSubmissions
 
+logger = logging.getLogger(__name__)
+
+SWEEP_EVERY_S = 30.0
 RETRY_FULL_S = 2
 """When a client may try again whose command found the log full."""
 
@@ -60,13 +65,16 @@ class TinkerDoor:
         found = await stored(self.gateway.redis.hget(keys.TRAINER, "source"))
         return None if found is None else bool(found == b"commands")
 
-    async def submit(self, model_id: str, number: int, command: Command) -> PromiseId:
-        """Store a command durably, once. Returns its promise.
+    async def submit(
+        self, model_id: str, number: int, command: Command, digest: str | None = None
+    ) -> PromiseId:
+        """Store a command durably, once. Returns its promise. `digest` is that of the request, if the command
+        stands in place of another one.
 
         Raises InvalidRequest if its number was used for another command, ObjectNotFound, and LimitReached if
         the log is full.
         """
-        digest = hashlib.sha256(encode(command)).hexdigest()[:32]
+        digest = digest or hashlib.sha256(encode(command)).hexdigest()[:32]
         promise = PromiseId("c", model_id, number)
         match await self.log.submit(model_id, number, digest, command):
             case "new" | "known":
@@ -84,7 +92,7 @@ class TinkerDoor:
             case "too large":
                 most = self.gateway.settings.tinker.max_log_bytes
                 why = f"the data of one optimizer step need more than the command log holds ({most} bytes)"
-                return await self.submit(model_id, number, Refused(why))
+                return await self.submit(model_id, number, Refused(why), digest)
             case "full":
                 message = "the command log is full: it is freed when the trainer has written a checkpoint"
                 raise LimitReached(message, code="log_full", retry_s=RETRY_FULL_S)
@@ -98,15 +106,28 @@ async def opened_door(gateway: GatewayParts) -> AsyncIterator[TinkerDoor]:
     log = CommandSubmissions(gateway.redis, settings.tinker.max_log_bytes)
     announcements = Announcements(redis)
     promises = SamplePromises(gateway.redis)
-    samples = SampleMaker(gateway, promises, settings.tinker.max_samples)
-    task = asyncio.create_task(announcements.follow())
+    samples = SampleMaker(gateway, promises, settings.tinker.max_samples, settings.tinker.sample_patience_s)
     store = TinkerStore(gateway.redis, log)
+    tasks = [
+        asyncio.create_task(announcements.follow()),
+        asyncio.create_task(_end_silent(store, settings.tinker.session_timeout_s)),
+    ]
     try:
         yield TinkerDoor(gateway, log, store, announcements, promises, samples)
     finally:
         await samples.close()
-        await cancel_and_wait([task])
+        await cancel_and_wait(tasks)
         await redis.aclose()
+
+
+async def _end_silent(store: TinkerStore, timeout_s: float) -> None:
+    """End the models of sessions whose client is gone, until the task is cancelled."""
+    while True:
+        await asyncio.sleep(min(SWEEP_EVERY_S, timeout_s / 4))
+        try:
+            await store.end_silent(timeout_s)
+        except StorageUnavailable as error:
+            logger.warning("silent client sessions cannot be ended now: %s", error)
 
 
 def door_of(request: Request) -> tuple[TinkerDoor, Caller]:

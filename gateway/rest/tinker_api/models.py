@@ -3,11 +3,15 @@
 body ─▶ command ─▶ log (durable, once, in order) ─▶ the id of its promise
 """
 
+import asyncio
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from gateway.edge.request import HEAVY_BYTES
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.rest.json_bodies import PROTOBUF
 from gateway.rest.tinker_api.door import TinkerDoor, door_of, now
@@ -21,6 +25,7 @@ from gateway.rest.tinker_api.paths import (
     weights_path,
 )
 from gateway.rest.tinker_api.records import ClientModel, KeptTerms, SamplingTarget
+from gateway.rest.tinker_api.refusals import CommandRoute
 from gateway.rest.tinker_api.wire.bodies import (
     CreateModelBody,
     LoadWeightsBody,
@@ -46,8 +51,9 @@ from rollout_queue.commands.command import (
     SaveWeights,
 )
 
-router = APIRouter(tags=["tinker"])
+router = APIRouter(tags=["tinker"], route_class=CommandRoute)
 
+T = TypeVar("T")
 OPTIMIZER = {"type": "adamw"}
 PASS_BODY = {
     "requestBody": {
@@ -108,9 +114,16 @@ async def get_info(body: ModelBody, request: Request) -> JSONResponse:
 async def forward_backward(request: Request) -> JSONResponse:
     """Compute log-probabilities and a loss, and add its gradient; the body is protobuf."""
     door, caller = door_of(request)
-    read = ReadPass(await pass_body(request))
+    body = await pass_body(request)
+    read = await _in_thread(len(body), lambda: ReadPass(body))
     await door.store.model(read.model_id, caller)
-    return _promise(await door.submit(read.model_id, read.number, _of_pass(door, read)))
+    command = await _in_thread(len(body), lambda: _of_pass(door, read))
+    return _promise(await door.submit(read.model_id, read.number, command))
+
+
+async def _in_thread(size: int, work: Callable[[], T]) -> T:
+    """Do the work for a body of this size: in a thread if it is large, so that others do not wait."""
+    return await asyncio.to_thread(work) if size > HEAVY_BYTES else work()
 
 
 def _of_pass(door: TinkerDoor, read: ReadPass) -> Command:
@@ -140,7 +153,8 @@ async def save_weights(body: SaveWeightsBody, request: Request) -> JSONResponse:
     model = await door.store.model(body.model_id, caller)
     name = given_name(f"step-{body.seq_id}" if body.path is None else body.path)
     path = WeightsPath(model.model_id, "weights", name)
-    await door.store.note_terms(path, KeptTerms(ttl_s=body.ttl_seconds, user_metadata=body.user_metadata))
+    terms = KeptTerms(ttl_s=body.ttl_seconds, user_metadata=body.user_metadata)
+    await door.store.note_terms(path, body.seq_id, terms)
     command: Command = SaveWeights(name, body.overwrite)
     return _promise(await door.submit(model.model_id, body.seq_id, command))
 
@@ -156,7 +170,8 @@ async def save_weights_for_sampler(body: SaveForSamplerBody, request: Request) -
     if number is None:
         name = given_name(named or "")
         terms = KeptTerms(ttl_s=body.ttl_seconds, user_metadata=body.user_metadata)
-        await door.store.note_terms(WeightsPath(model.model_id, "sampler_weights", name), terms)
+        path = WeightsPath(model.model_id, "sampler_weights", name)
+        await door.store.note_terms(path, body.seq_id, terms)
     else:
         name = ephemeral(number)
         shared = body.kind == "inflight"

@@ -9,11 +9,12 @@ from gateway.errors import InvalidRequest
 from gateway.rest.tinker_api.paths import PromiseId
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.commands.submission import READ_TTL_S
 
 LEASE_S = 30.0
 """How long a promise is kept without a sign of life of the gateway that makes the sample."""
 KEPT_S = 3600.0
-"""How long a sample can be read."""
+"""How long a sample waits for its first reader."""
 MADE, REFUSED = b"+", b"-"
 """What a result begins with: a message of protobuf follows, or JSON. A promise begins with a digest."""
 DIGEST_CHARS = 32
@@ -59,7 +60,10 @@ class SamplePromises:
 
     async def result(self, promise: PromiseId) -> bytes | None:
         """What `keep` stored; empty while it is made; None for an unknown promise."""
-        found: bytes | None = await stored(self._redis.get(keys.result(str(promise))))
+        name = keys.result(str(promise))
+        found: bytes | None = await stored(self._redis.get(name))
+        if found:
+            await stored(self._redis.expire(name, int(READ_TTL_S)))
         return found
 
 

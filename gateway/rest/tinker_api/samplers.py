@@ -17,7 +17,7 @@ from gateway.rest.bodies import RestBody
 from gateway.rest.tinker_api.door import TinkerDoor, door_of, now
 from gateway.rest.tinker_api.paths import PromiseId, sampler_of, weights_path
 from gateway.rest.tinker_api.records import SamplingTarget
-from gateway.rest.tinker_api.samples import WantedSample, turn_of
+from gateway.rest.tinker_api.samples import MOST_ATTEMPTS, WantedSample, turn_of
 from gateway.rest.tinker_api.wire.bodies import Number, SamplingSessionBody, TinkerBody
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.result import Published
@@ -141,7 +141,8 @@ async def get_sequence(sequence_id: str, request: Request) -> JSONResponse:
     door, caller = door_of(request)
     session_id, _, _ = sequence_id.rpartition(".")
     head = await door.gateway.sessions.head(session_id, caller)
-    turn = head.by_id.get(turn_of(sequence_id))
+    attempts = (head.by_id.get(turn_of(sequence_id, attempt)) for attempt in range(MOST_ATTEMPTS))
+    turn = next((each for each in attempts if each is not None and each.finish != "abort"), None)
     if turn is None:
         raise ObjectNotFound(f"there is no sequence {sequence_id!r}")
     return JSONResponse(

@@ -21,7 +21,7 @@ from gateway.edge.choices import for_each
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.scoring import PromptScorer, PromptScores
-from gateway.errors import LimitReached
+from gateway.errors import EngineFault, InvalidRequest, LimitReached, NoServer
 from gateway.generations.generation import Call, Generation, tokens_of
 from gateway.generations.pinning import Pinned
 from gateway.rest.tinker_api.paths import PromiseId
@@ -37,6 +37,8 @@ from rollout_queue.contract.verdicts import OPENED_UNTRAINED
 logger = logging.getLogger(__name__)
 
 RENEW_EVERY_S = 10.0
+MOST_ATTEMPTS, PAUSE_S = 100, 2.0
+"""Attempts at one sample, and the pause between two. Each attempt waits for a server by itself."""
 
 
 class WantedSample(msgspec.Struct, frozen=True):
@@ -60,9 +62,10 @@ class WantedSample(msgspec.Struct, frozen=True):
         return [f"{self.session_id}.{index}" for index in range(self.n)]
 
 
-def turn_of(sequence_id: str) -> str:
-    """The id of the turn that records a sequence."""
-    return hashlib.sha256(sequence_id.encode()).hexdigest()[:32]
+def turn_of(sequence_id: str, attempt: int = 0) -> str:
+    """The id of the turn that records a sequence; each attempt at the sample has others."""
+    named = f"{sequence_id}/{attempt}" if attempt else sequence_id
+    return hashlib.sha256(named.encode()).hexdigest()[:32]
 
 
 @dataclass
@@ -72,7 +75,9 @@ class SampleMaker:
     gateway: GatewayParts
     promises: SamplePromises
     most: int
-    """How many samples it makes at once; one client key gets half of them."""
+    """How many sequences it samples at once; one client key gets half of them."""
+    patience_s: float
+    """How long a sample waits for engines."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _owners: Counter[str] = field(default_factory=Counter)
 
@@ -86,25 +91,39 @@ class SampleMaker:
         """
         if await self.promises.known(wanted.promise, digest):
             return
-        held = len(self._tasks), self._owners[caller.owner]
-        if held[0] >= self.most or held[1] >= max(1, self.most // 2):
-            message = f"{held[0]} samples are made, {held[1]} of them for this key; try again"
-            raise LimitReached(message, code="samples_limit", retry_s=1)
+        self._check_room(wanted.n, caller.owner)
         self.gateway.admission.check_call(caller.owner)
-        if not await self.promises.begin(wanted.promise, digest):
+        self._owners[caller.owner] += wanted.n
+        try:
+            first = await self.promises.begin(wanted.promise, digest)
+        except BaseException:
+            self._leave(caller.owner, wanted.n)
+            raise
+        if not first:
+            self._leave(caller.owner, wanted.n)
             return
-        self._owners[caller.owner] += 1
         task = asyncio.create_task(self._make(wanted, caller))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: self._leave(caller.owner))
+        task.add_done_callback(lambda _: self._leave(caller.owner, wanted.n))
+
+    def _check_room(self, n: int, owner: str) -> None:
+        share = max(1, self.most // 2)
+        if n > share:
+            raise InvalidRequest(
+                f"num_samples: at most {share} (gateway.tinker.max_samples)", param="num_samples"
+            )
+        held = self._owners.total(), self._owners[owner]
+        if held[0] + n > self.most or held[1] + n > share:
+            message = f"{held[0]} sequences are sampled, {held[1]} of them for this key; try again"
+            raise LimitReached(message, code="samples_limit", retry_s=1)
 
     async def close(self) -> None:
         """End all samples; their promises are gone, so clients ask for them again elsewhere."""
         await cancel_and_wait(list(self._tasks))
 
-    def _leave(self, owner: str) -> None:
-        self._owners[owner] -= 1
+    def _leave(self, owner: str, n: int) -> None:
+        self._owners[owner] -= n
         if not self._owners[owner]:
             del self._owners[owner]
 
@@ -124,7 +143,7 @@ class SampleMaker:
     async def _made(self, wanted: WantedSample, caller: Caller) -> bytes | dict[str, str]:
         """The sample as the SDK reads it, or why there is none."""
         try:
-            return await self._sample(wanted, caller)
+            return await self._sample_when_possible(wanted, caller)
         except ANSWERABLE as error:
             told = api_error(error)
             return {"error": told.message, "category": "user" if told.status < 500 else "server"}
@@ -132,7 +151,20 @@ class SampleMaker:
             logger.exception("the sample %s failed", wanted.promise)
             return {"error": "internal error; the gateway's log has it", "category": "server"}
 
-    async def _sample(self, wanted: WantedSample, caller: Caller) -> bytes:
+    async def _sample_when_possible(self, wanted: WantedSample, caller: Caller) -> bytes:
+        """Make the sample; wait for engines that are not there: a promise may take long."""
+        until = time.monotonic() + self.patience_s
+        for attempt in range(MOST_ATTEMPTS):
+            try:
+                return await self._sample(wanted, caller, attempt)
+            except (NoServer, EngineFault) as error:
+                if time.monotonic() > until or attempt + 1 == MOST_ATTEMPTS:
+                    raise
+                logger.warning("the sample %s is tried again: %s", wanted.promise, error.message)
+                await asyncio.sleep(PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _sample(self, wanted: WantedSample, caller: Caller, attempt: int) -> bytes:
         gateway = self.gateway
         spec = gateway.sessions.new_spec(caller, wanted.session_id, inferred=True)
         head = SessionHead(spec=msgspec.structs.replace(spec, train=False), stored=False)
@@ -142,7 +174,7 @@ class SampleMaker:
             head, calls, wanted.n, wanted.pinned, "sample-", heavy, client
         )
         for sequence_id, generation in zip(wanted.sequence_ids, generations, strict=True):
-            generation.turn_id = turn_of(sequence_id)
+            generation.turn_id = turn_of(sequence_id, attempt)
         scoring = asyncio.create_task(self._scores(wanted, generations[0]))
         try:
             async with gateway.in_flight.call(head):
@@ -182,6 +214,8 @@ class SampleMaker:
             await self.promises.keep(promise, made)
         except QueueError as error:
             logger.error("the sample %s is not stored: %s", promise, error)
+            if isinstance(made, bytes):
+                await self._keep(promise, {"error": f"it is not stored: {error}", "category": "server"})
 
     async def _drop(self, promise: PromiseId) -> None:
         try:

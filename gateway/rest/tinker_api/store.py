@@ -1,5 +1,6 @@
 """Client sessions, models and sampling sessions in Redis. Each belongs to the client key that made it."""
 
+import logging
 import time
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +23,8 @@ from rollout_queue.commands.result import Kept
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.commands.submission import CommandSubmissions
+
+logger = logging.getLogger(__name__)
 
 
 class KeptWeights(NamedTuple):
@@ -58,6 +61,7 @@ class TinkerStore:
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hset(name, mapping=fields)
             pipeline.zadd(keys.client_sessions_of(session.owner), {session.session_id: session.created_at})
+            pipeline.zadd(keys.CLIENT_SESSIONS_LIVE, {session.session_id: time.time()})
             await stored(pipeline.execute())
 
     async def session(self, session_id: str, caller: Caller) -> ClientSession:
@@ -78,14 +82,35 @@ class TinkerStore:
 
     async def beat(self, session: ClientSession) -> bool:
         """Note a sign of life. Returns False if the session has finished."""
-        name = keys.client_session(session.session_id)
-        await stored(self._redis.hset(name, "beat", str(time.time())))
-        return not await stored(self._redis.hexists(name, "finished"))
+        name, now = keys.client_session(session.session_id), time.time()
+        await stored(self._redis.hset(name, "beat", str(now)))
+        if await stored(self._redis.hexists(name, "finished")):
+            return False
+        await stored(self._redis.zadd(keys.CLIENT_SESSIONS_LIVE, {session.session_id: now}, xx=True))
+        return True
 
     async def finish(self, session: ClientSession, how: bytes) -> None:
         """The first finish stays."""
         name = keys.client_session(session.session_id)
         await stored(self._redis.hsetnx(name, "finished", how.decode()))
+        await self.end_models(session.session_id, "its client session has finished")
+
+    async def end_models(self, session_id: str, why: str) -> None:
+        """Take no more commands for the models of a session, so that the trainer frees them."""
+        found: Any = await stored(self._redis.smembers(keys.made_in(session_id)))
+        for made in sorted(each.decode() for each in found):
+            if ":train:" in made and await self._log.end(made, why):
+                logger.info("model %s ends: %s", made, why)
+        await stored(self._redis.zrem(keys.CLIENT_SESSIONS_LIVE, session_id))
+
+    async def end_silent(self, timeout_s: float) -> None:
+        """End the models of the sessions without a sign of life for so long."""
+        until, why = time.time() - timeout_s, f"its client gave no sign of life for {timeout_s:g} s"
+        found: Any = await stored(
+            self._redis.zrangebyscore(keys.CLIENT_SESSIONS_LIVE, "-inf", until, start=0, num=100)
+        )
+        for session_id in found:
+            await self.end_models(session_id.decode(), why)
 
     # Models
 
@@ -111,11 +136,12 @@ class TinkerStore:
 
     # Weights
 
-    async def note_terms(self, path: WeightsPath, terms: KeptTerms) -> None:
-        """What the client says of weights that a command will save."""
-        await stored(
-            self._redis.hset(keys.kept_terms(path.model_id), path.kept_as, encode_record(terms).decode())
-        )
+    async def note_terms(self, path: WeightsPath, number: int, terms: KeptTerms) -> None:
+        """What the client says of weights that the command with this number will save. The first stays."""
+        if terms == KeptTerms():
+            return
+        name, field = keys.kept_terms(path.model_id), f"{path.kept_as}#{number}"
+        await stored(self._redis.hsetnx(name, field, encode_record(terms).decode()))
 
     async def kept(self, path: WeightsPath, caller: Caller) -> tuple[ClientModel, Kept]:
         """The model that made these weights, and what is kept of them, unless they have expired."""
@@ -123,7 +149,8 @@ class TinkerStore:
         kept = await self._log.kept_as(path.model_id, path.kept_as)
         if kept is None:
             raise ObjectNotFound(f"there are no weights {path}", param="path")
-        terms: Any = await stored(self._redis.hget(keys.kept_terms(path.model_id), path.kept_as))
+        field = f"{path.kept_as}#{kept.number}"
+        terms: Any = await stored(self._redis.hget(keys.kept_terms(path.model_id), field))
         if KeptWeights(path, kept, KeptTerms() if terms is None else read_terms(terms)).expired:
             raise ObjectNotFound(f"the weights {path} have expired", param="path")
         return model, kept
@@ -133,7 +160,9 @@ class TinkerStore:
         found: Any = await stored(self._redis.hgetall(keys.kept_terms(model.model_id)))
         terms = {name.decode(): read_terms(packed) for name, packed in found.items()}
         kept = [
-            KeptWeights(kept_path(model.model_id, name), each, terms.get(name, KeptTerms()))
+            KeptWeights(
+                kept_path(model.model_id, name), each, terms.get(f"{name}#{each.number}", KeptTerms())
+            )
             for name, each in (await self._log.kept(model.model_id)).items()
             if "/~" not in name
         ]

@@ -51,6 +51,8 @@ class LoadedAdapter(ServiceMessage):
     version: int
     ok: bool
     error: str | None = None
+    refused: bool = False
+    """The server refuses the adapter itself, so that the same fails again."""
 
 
 class LoadedAdapters(ServiceMessage):
@@ -79,6 +81,8 @@ class AdapterResult(ServiceMessage):
     server: str
     ok: bool
     error: str | None = None
+    refused: bool = False
+    """The server refuses the adapter itself. Otherwise it was not there, or its engine was not."""
 
 
 class AdapterPushed(ServiceMessage):

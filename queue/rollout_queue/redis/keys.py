@@ -162,6 +162,10 @@ def client_session(session_id: str) -> str:
     return f"weir:cs:{session_id}"
 
 
+CLIENT_SESSIONS_LIVE = "weir:client_sessions_live"
+"""Sorted set: the client sessions whose models take commands, by their last sign of life."""
+
+
 def client_sessions_of(owner: str) -> str:
     """Sorted set: the client sessions of one client key, by when they began."""
     return f"weir:client_sessions:{owner}"
@@ -173,7 +177,7 @@ def made_in(session_id: str) -> str:
 
 
 def kept_terms(model_id: str) -> str:
-    """Hash: what the client said of what `kept` has: how long it lives, its metadata, JSON."""
+    """Hash: what the client said of `{name}#{number of the command}`: how long it lives, its metadata."""
     return f"weir:kept_terms:{model_id}"
 
 

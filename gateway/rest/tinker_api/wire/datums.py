@@ -24,6 +24,10 @@ if sys.byteorder == "big":
 TARGETS = "target_tokens"
 MOST_TARGETS = 4096
 """The most soft targets of one position."""
+MOST_DATUMS = 4096
+"""The most datums of one request; the SDK sends 1,024."""
+MOST_VALUES = 2**24
+"""The most values of all tensors of one request, when sparse ones are written out."""
 
 
 class ReadPass:
@@ -46,11 +50,25 @@ class ReadPass:
         message = self._message
         if not message.data:
             raise InvalidRequest("data: there is no datum", param="data")
+        _check_size(message)
         data = tuple(_datum(each, at, vocab_size) for at, each in enumerate(message.data))
         if len(counts := {each.k for each in data}) > 1:
             message_text = f"data: targets of {sorted(counts)} for a position; one request has one number"
             raise InvalidRequest(message_text, param="data")
         return ForwardBackward(message.loss_fn, _config(message), data, message.forward_only)
+
+
+def _check_size(message: wire.ForwardBackwardRequest) -> None:
+    """Raises InvalidRequest for more than is read; before anything of it is written out."""
+    if len(message.data) > MOST_DATUMS:
+        raise InvalidRequest(f"data: {len(message.data)} datums, of {MOST_DATUMS} allowed", param="data")
+    values = sum(
+        math.prod(max(0, length) for length in tensor.shape)
+        for datum in message.data
+        for tensor in datum.loss_fn_inputs.values()
+    )
+    if values > MOST_VALUES:
+        raise InvalidRequest(f"data: {values} values, of {MOST_VALUES} allowed", param="data")
 
 
 def _config(message: wire.ForwardBackwardRequest) -> dict[str, float | str]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from redis.asyncio import Redis
 
 from rollout_queue.commands.codec import decode_answer, decode_kept, encode
-from rollout_queue.commands.command import Command, request_id
+from rollout_queue.commands.command import Command, ForwardBackward, request_id
 from rollout_queue.commands.result import Answer, Kept
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -49,6 +49,7 @@ class CommandSubmissions:
         self._open = redis.register_script(scripts.OPEN)
         self._submit = redis.register_script(scripts.SUBMIT)
         self._read = redis.register_script(scripts.READ_RESULT)
+        self._end = redis.register_script(scripts.END)
 
     async def open(self, model_id: str, owner: str, spec: bytes) -> bytes | None:
         """Make a model. Returns None, or the spec of the model that has this id already."""
@@ -66,10 +67,16 @@ class CommandSubmissions:
         named = [keys.model(model_id), keys.COMMANDS, keys.COMMANDS_HELD, keys.RESULTS_UNREAD]
         now_ms = int(time.time() * 1000)
         arguments: list[str | bytes | int] = [model_id, number, digest, encode(command)]
-        arguments += [self._most_bytes, MOST_EARLY, now_ms]
+        arguments += [self._most_bytes, MOST_EARLY, now_ms, int(isinstance(command, ForwardBackward))]
         said: Sequence[Any] = await stored(self._submit(named, arguments))
         outcome: Submitted = said[0].decode()
         return outcome
+
+    async def end(self, model_id: str, why: str) -> bool:
+        """Take no more commands for a model; the trainer frees it. Returns False if it has ended before, or
+        does not exist."""
+        named = [keys.model(model_id), keys.MODELS_ENDED, keys.COMMANDS_HELD]
+        return bool(await stored(self._end(named, [model_id, why])))
 
     async def result(self, model_id: str, number: int) -> Answer | Waiting | Gone:
         """The result of a command, if it has one. It can be read for READ_TTL_S after the first time."""

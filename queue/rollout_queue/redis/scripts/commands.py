@@ -8,8 +8,6 @@ from rollout_queue.redis.scripts.functions import FENCED
 
 OVERHEAD = 200
 """Bytes that a command or result takes in Redis beside its own, about."""
-SMALL = 2048
-"""Bytes of a command that is stored even if the log is full: it frees what waits for it."""
 REMEMBERED = 10_000
 """How many of a model's last commands are known when they come again."""
 
@@ -25,7 +23,7 @@ return false
 
 SUBMIT = f"""
 -- KEYS: model, stream, held, unread
--- ARGV: model id, number, digest, command, most bytes, most early, now in ms
+-- ARGV: model id, number, digest, command, most bytes, most early, now in ms, whether it has data
 local number = tonumber(ARGV[2])
 local next = tonumber(redis.call('HGET', KEYS[1], 'next'))
 if not next then return {{'unknown'}} end
@@ -45,13 +43,18 @@ end
 local size, most = #ARGV[4] + {OVERHEAD}, tonumber(ARGV[5])
 local held = tonumber(redis.call('HGET', KEYS[3], 'bytes') or 0)
 local unread = tonumber(redis.call('HGET', KEYS[3], 'unread') or 0)
-if held + unread + size > most and #ARGV[4] > {SMALL} then
-    -- The model of the oldest command may fill as much again: nothing is freed before its step is made.
+local room = most
+if ARGV[8] == '0' then
+    room = 3 * most -- a command without data frees what waits for it
+elseif held + unread + size > most then
+    -- The model of the oldest command may fill as much again, also with commands that come early: nothing is
+    -- freed before its step is made.
     local oldest = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
-    local first = number == next and (not oldest or oldest[2][2] == ARGV[1])
-    if not first then return {{'full'}} end
-    if held + size > 2 * most then return {{'too large'}} end
+    if oldest and oldest[2][2] ~= ARGV[1] then return {{'full'}} end
+    if held + size > 2 * most then return {{number == next and 'too large' or 'full'}} end
+    room = 2 * most
 end
+if held + size > room then return {{'full'}} end
 
 redis.call('HINCRBY', KEYS[3], 'bytes', size)
 redis.call('HSET', KEYS[3], 'most', most)
@@ -77,11 +80,15 @@ ANSWER = (
     + f"""
 -- KEYS: fence, model, result, announcements, unread, held, kept
 -- ARGV: token, request id, number, result, ms to live, when it expires in ms, name and record of what is kept
+-- A full Redis has to accept a result, after which the trainer frees the log. It accepts HDEL, and then
+-- refuses no later write of the script.
+redis.call('HDEL', KEYS[6], '')
 -- The first result stays: a client may have read it.
 if redis.call('SET', KEYS[3], ARGV[4], 'NX', 'PX', ARGV[5]) then
     local size = #ARGV[4] + {OVERHEAD}
-    redis.call('ZADD', KEYS[5], ARGV[6], ARGV[2] .. '|' .. size)
-    redis.call('HINCRBY', KEYS[6], 'unread', size)
+    if redis.call('ZADD', KEYS[5], ARGV[6], ARGV[2] .. '|' .. size) == 1 then
+        redis.call('HINCRBY', KEYS[6], 'unread', size)
+    end
 end
 if redis.call('EXISTS', KEYS[2]) == 1 then
     local done = tonumber(redis.call('HGET', KEYS[2], 'done') or -1)
@@ -125,3 +132,22 @@ if size > 0 then redis.call('HINCRBY', KEYS[3], 'bytes', -size) end
 return #found
 """
 )
+
+END = f"""
+-- KEYS: model, ended models, held   ARGV: model id, why
+-- The model takes no more commands. Those that came early and wait for others will never be carried out.
+redis.call('HDEL', KEYS[1], '')
+if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[1], 'ended') == 1 then return 0 end
+redis.call('HSET', KEYS[1], 'ended', ARGV[2])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+local fields, size = redis.call('HGETALL', KEYS[1]), 0
+for at = 1, #fields, 2 do
+    local kind, number = string.match(fields[at], '^([de]):(%d+)$')
+    if kind == 'e' then
+        size = size + #fields[at + 1] + {OVERHEAD}
+        redis.call('HDEL', KEYS[1], fields[at], 'd:' .. number)
+    end
+end
+if size > 0 then redis.call('HINCRBY', KEYS[3], 'bytes', -size) end
+return 1
+"""

@@ -31,6 +31,9 @@ install: .venv/installed .venv-engine/installed  ## both environments: Weir's, a
 demo: install  ## the whole loop on this machine: a tiny model learns to use its tool (SEED=n)
 	@$(BIN)/weir demo --seed $(SEED)
 
+tinker-demo: install run/clients/cookbook_newest/installed  ## a loop of tinker-cookbook trains a tiny model on this machine
+	@$(BIN)/python -m tests.support.clients.tinker_demo
+
 test: check  ## the checks, then all tests but the long ones, the real engine included
 	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not long" --ignore=tests/house  # `check` ran these
 
@@ -139,10 +142,12 @@ run/clients/%/installed: tests/clients/%/requirements.txt
 	@run/clients/$*/bin/python $(LOCKED) -r $<
 	@touch $@
 
-TRAINERS := run/clients/trl/installed run/clients/verl/installed
+# These clients need torch: the locks leave it out, because its build depends on the machine.
+WITH_TORCH := trl verl cookbook_former cookbook_newest
+TRAINERS := $(WITH_TORCH:%=run/clients/%/installed)
 $(TRAINERS): run/clients/%/installed: tests/clients/%/requirements.txt $(LOCKS)/build.txt $(LOCKS)/torch-$(TORCH).txt
 	@$(call new_environment,run/clients/$*)
-	@echo "installing the trainer $* into run/clients/$*"
+	@echo "installing the client $* into run/clients/$*"
 	@run/clients/$*/bin/python $(LOCKED) -r $(LOCKS)/build.txt
 	@run/clients/$*/bin/python $(LOCKED) $(FROM_INDEX) -r $(LOCKS)/torch-$(TORCH).txt
 	@run/clients/$*/bin/python $(LOCKED) -r $<
@@ -185,4 +190,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install map lock licences demo bench bench-trainer bench-learning bench-asynchrony gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets crash soak check up status down clean
+.PHONY: help install map lock licences demo tinker-demo bench bench-trainer bench-learning bench-asynchrony gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets crash soak check up status down clean

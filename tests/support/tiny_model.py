@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VOCABULARY = 1024
+PEAKED = 20.0
+"""A scale of the output head that makes some tokens much likelier than others; an adapter decides which."""
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -28,8 +30,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False) -> Path:
-    """Write config, weights (F32, seeded) and tokenizer into `directory`; return the directory."""
+def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False, head_scale: float = 1.0) -> Path:
+    """Write config, weights (F32, seeded) and tokenizer into `directory`; return the directory.
+
+    `head_scale` multiplies the output head. At 1, all tokens are about equally likely, whatever an adapter
+    does to the layers before the head: a loop can learn only with a larger one.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -49,7 +55,10 @@ def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False) -> Pa
         pad_token_id=ids["<|endoftext|>"],
     )
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    model = Qwen3ForCausalLM(config).to(torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(head_scale)
+    model.save_pretrained(directory)
     return directory
 
 

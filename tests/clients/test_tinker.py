@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.clients.stack import CLIENT_KEY, ROOT
 from tests.support.clients.tinker_stack import ADMIN_KEY, TinkerStack, tinker_stack
+from tests.support.clients.unreliable import UnreliableProxy
+from tests.support.serving import serving
 from tests.support.tiny_model import make_tiny_model
 
 SDKS = ["tinker_first", "tinker_middle", "tinker_newest"]
@@ -122,6 +124,17 @@ def test_a_loop_learns_from_what_agents_did(running: TinkerStack) -> None:
     assert told["tokens"][0] == told["tokens"][1] > 0
     assert told["difference"] <= 1e-4, "the trainer and the engine see the same weights"
     assert told["grad_norm"] > 0
+
+
+def test_a_bad_network_changes_nothing_that_a_loop_can_see(running: TinkerStack) -> None:
+    alone: Any = running.play("tinker_newest", "loop", STEPS="40")
+    proxy = UnreliableProxy(running.stack.gateway_url, seed=5)
+    with serving(proxy.app()) as url:
+        disturbed = running.play("tinker_newest", "loop", STEPS="40", TINKER_BASE_URL=url)
+    print(f"the network: {dict(proxy.done)}")
+    assert min(proxy.done[each] for each in ("lost", "twice", "delayed")) > 0
+    assert disturbed["steps"] == alone["steps"]
+    assert disturbed["end"] == alone["end"], "bitwise"
 
 
 def test_kills_change_nothing_that_a_loop_can_see(running: TinkerStack) -> None:

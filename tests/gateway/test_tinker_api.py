@@ -236,6 +236,10 @@ def test_weights_to_sample_from_have_a_path_or_a_sampling_session(
     assert named["path"] == f"tinker://{loop.model_id}/sampler_weights/v1"
     short = loop.command("save_weights_for_sampler", 2, sampling_session_seq_id=0, kind="inflight").json()
     assert loop.poll(short).json()["sampling_session_id"] == f"{loop.session_id}:sample:0"
+    again = loop.command("save_weights_for_sampler", 2, sampling_session_seq_id=1, kind="inflight")
+    assert again.json() == short, "the SDK counts its sampling sessions on when an answer was lost"
+    assert loop.poll(again.json()).json()["sampling_session_id"] == f"{loop.session_id}:sample:0"
+    assert loop.command("save_weights_for_sampler", 2, path="other").status_code == 400
     for body in ({}, {"path": "a", "sampling_session_seq_id": 1}):
         assert loop.command("save_weights_for_sampler", 3, **body).status_code == 400
 

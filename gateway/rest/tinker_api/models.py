@@ -188,7 +188,9 @@ async def save_weights_for_sampler(body: SaveForSamplerBody, request: Request) -
             )
         )
     command = SaveForSampler(name, shared=body.kind == "inflight" and number is not None)
-    return _promise(await door.submit(model.model_id, body.seq_id, command))
+    # The SDK takes another sampling session when it sends the same command again. The first one counts.
+    digest = None if number is None else f"for a {body.kind} sampling session"
+    return _promise(await door.submit(model.model_id, body.seq_id, command, digest))
 
 
 @router.post("/load_weights")

@@ -11,7 +11,7 @@ from weir.stack.stack import Stack
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests first that start engines of their own: two at once are too many for a small machine."""
-    first = ("test_demo.py", "test_collective.py", "test_router_replay.py")
+    first = ("test_demo.py", "test_collective.py", "test_router_replay.py", "test_tinker.py")
     items.sort(key=lambda item: item.path.name not in first or item.path.parent.name != "system")
 
 

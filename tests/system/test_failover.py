@@ -75,27 +75,25 @@ def test_no_stream_fails_while_weights_change_and_each_token_knows_its_version(s
 
 
 def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
-    began = [threading.Event() for _ in range(8)]
-    faults = retried(system)
+    streams, begun, faults = 8, threading.Semaphore(0), retried(system)
+    engine = engine_processes(system)
+    tickets = [system.post("/sessions", {"train": False}) for _ in range(streams)]
 
-    def agent(n: int) -> tuple[dict[str, Any], str]:
-        ticket = system.post("/sessions", {"train": False})
-        heard = ""
-        try:
-            client = system.client(ticket)
-            for chunk in client.completions.create(model="policy", prompt="on", max_tokens=400, stream=True):
-                heard += chunk.choices[0].text if chunk.choices else ""
-                if len(heard) > 20:
-                    began[n].set()
-        finally:
-            began[n].set()  # a random model may end its answer at once
+    def agent(ticket: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        heard, signed = "", False
+        client = system.client(ticket)
+        for chunk in client.completions.create(model="policy", prompt="on", max_tokens=1000, stream=True):
+            heard += chunk.choices[0].text if chunk.choices else ""
+            if len(heard) > 20 and not signed:
+                signed = True
+                begun.release()
         return ticket, heard
 
-    with ThreadPoolExecutor(len(began)) as pool:
-        agents = [pool.submit(agent, n) for n in range(len(began))]
-        for event in began:
-            assert event.wait(60)
-        for process in engine_processes(system):
+    with ThreadPoolExecutor(streams) as pool:
+        agents = [pool.submit(agent, ticket) for ticket in tickets]
+        for _ in range(streams // 2):  # these have just begun, and the others have not, or just so
+            assert begun.acquire(timeout=60)
+        for process in engine:
             process.send_signal(signal.SIGKILL)
         results = [agent.result() for agent in agents]
     assert retried(system) >= faults + 4

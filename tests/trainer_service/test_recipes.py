@@ -146,6 +146,8 @@ def test_every_preset_trains_five_steps_without_a_warning(
 ) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="trainer_service")
+        # The garbage collector may find a resource of an earlier test here.
+        warnings.filterwarnings("default", category=ResourceWarning)
         harness = make_harness(algorithm={"preset": preset}, optimizer=GENTLE).start()
         for step in range(5):
             task(harness, f"g{step}", [1.0, 0.0, 0.5])

@@ -362,6 +362,8 @@ def test_tensors_that_would_be_huge_are_refused_before_they_are_made(
 
 
 def test_what_the_sdk_asks_at_its_start(loop: TinkerLoop, gateway: RunningGateway) -> None:
+    begun = loop.post("create_session", {"tags": []}).json()
+    assert "train_unembed" in begun["info_message"], "what differs is said"
     config = loop.post("client/config", {"sdk_version": "0.38.0"}).json()
     assert config["pjwt_auth_enabled"] is False
     assert loop.post("client/dynamic_config", {"sdk_version": "0.38.0"}).json()["refresh_interval_sec"] == 300

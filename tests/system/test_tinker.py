@@ -5,6 +5,7 @@ import signal
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -45,6 +46,12 @@ def scores(loop: SamplingLoop, number: int) -> list[float]:
     return found[1:]
 
 
+def told_of(loop: SamplingLoop, promise: dict[str, Any]) -> dict[str, Any] | None:
+    """The result of a promise; None while there is none."""
+    told: dict[str, Any] = loop.poll(promise).json()
+    return None if told.get("type") == "try_again" else told
+
+
 def test_a_loop_trains_and_samples_and_survives_the_trainer(running: TinkerStack, loop: SamplingLoop) -> None:
     loop.start()
     before, _ = passed(loop.poll(loop.pass_(1, PASS).json()))
@@ -63,8 +70,8 @@ def test_a_loop_trains_and_samples_and_survives_the_trainer(running: TinkerStack
     waits = loop.command("optim_step", 5, adam_params=ADAM).json()
     running.stack.restart("trainer_service")
     wait_until(lambda: not running.stack.waiting_for(), READY_WITHIN_S)
-    while (told := loop.poll(waits).json()).get("type") == "try_again":
-        pass  # each poll is held by the gateway
+    told = wait_until(lambda: told_of(loop, waits), READY_WITHIN_S)
+    assert told is not None
     assert told["metrics"]["grad_norm"] > 0, "the gradient was computed again"
     again, _ = passed(loop.poll(loop.pass_(6, PASS, forward_only=True).json()))
     assert again != after, "the step was made"

@@ -27,6 +27,8 @@ CLIENT_CONFIG = {
 }
 """What steers the SDK. It has defaults for everything else."""
 REFRESH_S = 300
+DIFFERS = "this is Weir: the output head gets no adapter (train_unembed); docs/tinker.md says what differs"
+"""The SDK logs it when a session begins."""
 
 
 @router.post("/client/config")
@@ -83,7 +85,8 @@ async def create_session(body: TinkerSessionBody, request: Request) -> JSONRespo
         display_name=body.display_name,
     )
     await door.store.add_session(session)
-    return JSONResponse({"type": "create_session", "session_id": session.session_id})
+    told = {"type": "create_session", "session_id": session.session_id, "info_message": DIFFERS}
+    return JSONResponse(told)
 
 
 @router.post("/session_heartbeat")

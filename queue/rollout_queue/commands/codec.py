@@ -1,34 +1,20 @@
 """Commands and their results to bytes and back: one schema byte, then MessagePack."""
 
-from typing import Any
-
 import msgspec
 
 from rollout_queue.commands.command import Command
 from rollout_queue.commands.result import Answer, Kept
+from rollout_queue.contract.codec import decode_packed, encode_packed
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.contract.tokens import Logprobs, TokenIds, pack
 
 SCHEMA = 1
 _SCHEMA_BYTE = bytes([SCHEMA])
 
 
-def _enc_hook(value: Any) -> Any:
-    if isinstance(value, (TokenIds, Logprobs)):
-        return pack(value)
-    raise NotImplementedError(f"cannot encode {type(value).__name__}")
-
-
-def _dec_hook(kind: type, value: Any) -> Any:
-    if kind is TokenIds or kind is Logprobs:
-        return kind.unpack(value)
-    raise NotImplementedError(f"cannot decode {kind.__name__}")
-
-
 # Equal commands have equal bytes, whatever the order of their dictionaries.
-_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook, order="deterministic")
-_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_dec_hook)
-_answer_decoder = msgspec.msgpack.Decoder(Answer, dec_hook=_dec_hook)
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed, order="deterministic")
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=decode_packed)
+_answer_decoder = msgspec.msgpack.Decoder(Answer, dec_hook=decode_packed)
 _kept_decoder = msgspec.msgpack.Decoder(Kept)
 
 

@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import psutil
 
 from tests.support.clients.stack import CLIENT_KEY, ENVIRONMENTS, HERMETIC, ROOT
 from tests.support.serving import free_port
+from tests.support.waiting import wait_until
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
@@ -79,9 +79,7 @@ class TinkerStack:
             process.wait(30)
             self.kills.append(name)
             self.stack.restart(name)
-            until = time.monotonic() + READY_WITHIN_S
-            while self.stack.waiting_for() and time.monotonic() < until:
-                time.sleep(0.2)  # until the part answers
+            wait_until(lambda: not self.stack.waiting_for(), READY_WITHIN_S)
 
 
 @contextmanager

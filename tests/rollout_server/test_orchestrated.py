@@ -139,9 +139,11 @@ async def test_a_pause_that_nobody_ends_ends_by_itself(guarded: Harness) -> None
 
 async def test_an_engine_that_dies_in_a_pause_comes_back_without_it(harness: Harness) -> None:
     await harness.http.post(KEEP)
+    harness.engine.boot_gate.clear()  # the next engine is not there before this is set
     await harness.kill_engine()
     assert (await harness.http.get("/health")).status_code == 503
     assert (await harness.http.post(KEEP)).status_code == 503
+    harness.engine.boot_gate.set()
     await harness.until_ready()
     assert (await harness.http.get("/health")).json() == {"status": "ok"}
     assert (await update(harness, given(harness, "step_1"))).status_code == 200

@@ -69,9 +69,10 @@ class Harness:
 
     async def kill_engine(self) -> None:
         """Kill the engine, as `kill -9` does; return once the server has noticed."""
+        engine, before = self.server.engine, self.server.engine.restarts
         assert self.engine.process is not None
         await self.engine.process.kill()
-        await wait_until_async(lambda: not self.server.engine.serving)
+        await wait_until_async(lambda: engine.restarts > before)
 
     async def until_ready(self) -> None:
         await self.server.engine.wait_until_serving(5.0)

@@ -30,7 +30,7 @@ from tests.support.trainer_service.command_harness import (
     step,
 )
 from tests.support.trainer_service.same_training import Weights, assert_moved_alike
-from trainer_service.algorithms.summed_losses import SUMMED_LOSSES, chosen_loss
+from trainer_service.algorithms.summed_losses.chosen import SUMMED_LOSSES, chosen_loss
 
 pytestmark = pytest.mark.numeric
 

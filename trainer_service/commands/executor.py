@@ -33,7 +33,7 @@ from rollout_queue.commands.result import (
     WeightsLoaded,
 )
 from rollout_queue.contract.tokens import Logprobs
-from trainer_service.algorithms.summed_losses import LossRefused
+from trainer_service.algorithms.summed_losses.chosen import LossRefused
 from trainer_service.commands.live_model import LiveModel, ModelProgress, ModelRecord
 from trainer_service.commands.passes import PassValues, PassWork
 from trainer_service.commands.ranks import ModelRanks

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.summed_losses import SummedLoss
+from trainer_service.algorithms.summed_losses.chosen import SummedLoss
 from trainer_service.model.trained.models import Models
 from trainer_service.model.trained.trained_model import TrainedModel
 from trainer_service.rows.datum_batches import DatumRow, datum_batches, places_of

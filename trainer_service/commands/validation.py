@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout_queue.commands.command import ForwardBackward, OptimStep
 from rollout_queue.commands.datum import Datum
-from trainer_service.algorithms.summed_losses import RATIO_MASK, SummedLoss, check_inputs, chosen_loss
+from trainer_service.algorithms.summed_losses.chosen import RATIO_MASK, SummedLoss, check_inputs, chosen_loss
 from trainer_service.rows.datum_batches import DatumRow
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tests.support.hypothesis_profiles import examples
 from tests.support.tolerances import FLOAT64, ulps
-from trainer_service.algorithms.summed_losses import (
+from trainer_service.algorithms.summed_losses.chosen import (
     SUMMED_LOSSES,
     LossRefused,
     check_inputs,
@@ -44,7 +45,7 @@ def of_cross_entropy(lp: Tensor, of: Numbers, _rows: list[int], _config: Mapping
     return -sum((w * p for w, p in zip(of["weights"].flatten(), lp.flatten(), strict=True)), lp.new_zeros(()))
 
 
-def over_targets(loss: Callable[[Tensor, Tensor, Tensor, Mapping[str, float]], Tensor]) -> Formula:
+def over_targets(loss: Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]) -> Formula:
     def total(lp: Tensor, of: Numbers, _rows: list[int], config: Mapping[str, float]) -> Tensor:
         each = zip(lp[:, 0], of["logprobs"][:, 0], of["advantages"][:, 0], strict=True)
         return sum((loss(p, q, a, config) for p, q, a in each), lp.new_zeros(()))
@@ -66,6 +67,24 @@ def of_gspo(lp: Tensor, of: Numbers, rows: list[int], config: Mapping[str, float
     return total
 
 
+def of_sapo(p: Tensor, q: Tensor, a: Tensor, c: Mapping[str, float]) -> Tensor:
+    tau = c["tau_positive"] if a > 0 else c["tau_negative"]
+    return -4 / tau / (1 + torch.exp(-tau * (torch.exp(p - q) - 1))) * a
+
+
+def of_dppo(p: Tensor, q: Tensor, a: Tensor, c: Mapping[str, Any]) -> Tensor:
+    moved = (p.exp() - q.exp()).detach()
+    inside = moved <= c["high"] if a > 0 else moved >= -c["low"]
+    if not inside:
+        return 0 * p
+    return -torch.exp(p - q) * a if c["form"] == "ratio" else -torch.exp(p - q).detach() * a * p
+
+
+def of_glm5(p: Tensor, q: Tensor, a: Tensor, c: Mapping[str, float]) -> Tensor:
+    r = torch.exp(p - q).detach()
+    return -r * a * p if 1 - c["low"] < r < 1 + c["high"] else 0 * p
+
+
 FORMULAS: dict[str, Formula] = {
     "cross_entropy": of_cross_entropy,
     "importance_sampling": over_targets(lambda p, q, a, _: -torch.exp(p - q) * a),
@@ -73,19 +92,30 @@ FORMULAS: dict[str, Formula] = {
     "cispo": over_targets(lambda p, q, a, c: -bounded(torch.exp(p - q), c).detach() * p * a),
     "gspo": of_gspo,
     "dro": over_targets(lambda p, q, a, c: -(p * a - c["beta"] / 2 * (p - q) * (p - q))),
+    "reinforce": over_targets(lambda p, _, a, __: -a * p),
+    "sapo": over_targets(of_sapo),
+    "dppo": over_targets(of_dppo),
+    "glm5": over_targets(of_glm5),
 }
-CONFIGS: dict[str, list[dict[str, float]]] = {
+CONFIGS: dict[str, list[dict[str, Any]]] = {
     "cross_entropy": [{}],
     "importance_sampling": [{}],
     "ppo": [{}, {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1}],
     "cispo": [{}, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}],
     "gspo": [{}, {"clip_low_threshold": 0.6, "clip_high_threshold": 1.5}],
     "dro": [{"beta": 0.0}, {"beta": 0.3}],
+    "reinforce": [{}],
+    "sapo": [{}, {"tau_positive": 2.0, "tau_negative": 0.5}],
+    "dppo": [{}, {"form": "logp", "low": 0.05, "high": 0.3, "ratio_cap": 100.0}],
+    "glm5": [{}, {"low": 0.5, "high": 2.0}],
 }
-DEFAULTS: dict[str, dict[str, float]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
     "gspo": {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "dppo": {"divergence": "tv", "form": "ratio", "low": 0.2, "high": 0.2, "ratio_cap": 20.0},
+    "glm5": {"low": 0.2, "high": 0.2},
 }
 CASES = [(name, config) for name, configs in CONFIGS.items() for config in configs]
 
@@ -108,7 +138,7 @@ def numbers(count: int, k: int, seed: int) -> tuple[Tensor, Numbers, list[int]]:
 @quick
 @given(st.integers(1, 12), st.integers(0, 2**31))
 def test_a_loss_has_the_value_and_the_gradient_of_its_formula(
-    name: str, config: dict[str, float], count: int, seed: int
+    name: str, config: dict[str, Any], count: int, seed: int
 ) -> None:
     k = 3 if SUMMED_LOSSES[name].soft and seed % 2 else 1
     lp, of, rows = numbers(count, k, seed)
@@ -134,6 +164,21 @@ def test_the_loss_of_several_datums_is_the_sum_of_their_losses(name: str, count:
         for mine in (rows_T == row for row in set(rows))
     ]
     assert whole.item() == pytest.approx(sum(part.item() for part in parts), abs=EXACT)
+
+
+@pytest.mark.parametrize("name", sorted(SUMMED_LOSSES.keys() - {"cross_entropy", "dro"}))
+@quick
+@given(st.integers(1, 12), st.integers(0, 2**31))
+def test_a_target_with_advantage_0_is_left_alone(name: str, count: int, seed: int) -> None:
+    """Loops give prompts this advantage, and 0 as the log-probability with which they were sampled. DRO's
+    own formula pulls every target."""
+    lp, of, rows = numbers(count, 1, seed)
+    prompt = dict(of, advantages=torch.zeros_like(lp), logprobs=torch.zeros_like(lp))
+    loss = chosen_loss(name, CONFIGS[name][0])
+    found = loss.losses(lp, {each: prompt[each] for each in loss.inputs}, torch.tensor(rows)).sum()
+    (gradient,) = torch.autograd.grad(found, lp)
+    assert found == 0
+    assert not gradient.any()
 
 
 @quick
@@ -165,6 +210,10 @@ REFUSALS = {
     "missing": ("dro", {}, "needs the setting `beta`, which has no default"),
     "text": ("dro", {"beta": "0.1"}, "beta must be a finite number, not '0.1'"),
     "infinite": ("dro", {"beta": math.inf}, "beta must be a finite number"),
+    "below": ("sapo", {"tau_positive": 0.0}, "loss sapo: tau_positive 0.0: .*greater than 0"),
+    "choice": ("dppo", {"form": "ratios"}, "loss dppo: form 'ratios': .*'ratio' or 'logp'"),
+    "number": ("dppo", {"form": 1.0}, "form must be text, not 1.0"),
+    "no pull": ("dppo", {"kappa": 0.1}, "no setting `kappa`; its settings are `divergence`"),
     "bounds": ("ppo", {"clip_low_threshold": 2.0}, "clip_low_threshold 2.0 is above clip_high_threshold 1.2"),
 }
 

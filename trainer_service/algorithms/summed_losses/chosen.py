@@ -8,14 +8,17 @@ lp is log p of each target under the trained weights; q is `logprobs`, as sample
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer_service.algorithms.row_index import RowIndex
+from trainer_service.algorithms.summed_losses.further import NAMES, FurtherLoss, SettingRefused
 
 Inputs = Mapping[str, Tensor]
-Config = Mapping[str, float]
+Config = Mapping[str, Any]
+"""Settings by name: numbers, for some losses also text."""
 CLIPS = ("clip_low_threshold", "clip_high_threshold")
 """The settings of bounds of a ratio. They are bounds of the ratio itself, not of its distance from 1."""
 SAMPLED = ("logprobs", "advantages")
@@ -55,7 +58,7 @@ class SummedLossKind:
     """What `chosen_loss` makes a SummedLoss of."""
 
     inputs: tuple[str, ...]
-    defaults: Mapping[str, float | None]
+    defaults: Mapping[str, float | str | None]
     """The settings by name; a setting without a default is required."""
     of_targets: Callable[[Tensor, Inputs, Tensor, Config], Tensor]
     soft: bool = False
@@ -97,8 +100,9 @@ def gspo(lp_TK: Tensor, inputs: Inputs, rows_T: Tensor, config: Config) -> Tenso
 
 def dro(lp_TK: Tensor, inputs: Inputs, _rows_T: Tensor, config: Config) -> Tensor:
     """-(lp A - beta/2 (lp - q)^2) (arXiv:2405.19107)."""
-    distance_TK = (lp_TK - inputs["logprobs"]) ** 2
-    return -(lp_TK * inputs["advantages"] - 0.5 * config["beta"] * distance_TK)
+    distance_TK: Tensor = (lp_TK - inputs["logprobs"]) ** 2
+    beta: float = config["beta"]
+    return -(lp_TK * inputs["advantages"] - 0.5 * beta * distance_TK)
 
 
 SUMMED_LOSSES: Mapping[str, SummedLossKind] = {
@@ -108,6 +112,7 @@ SUMMED_LOSSES: Mapping[str, SummedLossKind] = {
     "cispo": SummedLossKind(SAMPLED, dict(zip(CLIPS, (0.0, 4.0), strict=True)), cispo),
     "gspo": SummedLossKind((*SAMPLED, RATIO_MASK), dict(zip(CLIPS, (1 - 3e-4, 1 + 4e-4), strict=True)), gspo),
     "dro": SummedLossKind(SAMPLED, {"beta": None}, dro),
+    **{each: SummedLossKind(SAMPLED, FurtherLoss(each).defaults, FurtherLoss(each)) for each in NAMES},
 }
 
 
@@ -120,14 +125,19 @@ def chosen_loss(name: str, config: Mapping[str, float | str]) -> SummedLoss:
     if unknown := sorted(set(config) - set(kind.defaults)):
         known = f"its settings are {_list(kind.defaults)}" if kind.defaults else "it has no settings"
         raise LossRefused(f"loss {name} has no setting {_list(unknown)}; {known}")
-    numbers = {setting: _number(name, setting, value) for setting, value in config.items()}
-    chosen = {**{each: value for each, value in kind.defaults.items() if value is not None}, **numbers}
+    given: Config = {each: _value(name, each, value, kind.defaults[each]) for each, value in config.items()}
+    chosen: Config = {**{each: value for each, value in kind.defaults.items() if value is not None}, **given}
     if missing := sorted(set(kind.defaults) - set(chosen)):
         raise LossRefused(f"loss {name} needs the setting {_list(missing)}, which has no default")
     if set(CLIPS) <= set(chosen) and chosen[CLIPS[0]] > chosen[CLIPS[1]]:
         raise LossRefused(
             f"loss {name}: {CLIPS[0]} {chosen[CLIPS[0]]} is above {CLIPS[1]} {chosen[CLIPS[1]]}"
         )
+    if isinstance(kind.of_targets, FurtherLoss):
+        try:
+            kind.of_targets.check(chosen)
+        except SettingRefused as error:
+            raise LossRefused(f"loss {name}: {error}") from error
     return SummedLoss(name, kind.inputs, chosen, kind.of_targets, kind.soft)
 
 
@@ -143,7 +153,11 @@ def check_inputs(loss: SummedLoss, given: Collection[str], k: int) -> None:
         raise LossRefused(f"loss {loss.name} takes one target for each position, not {k}; several: {soft}")
 
 
-def _number(loss: str, setting: str, value: float | str) -> float:
+def _value(loss: str, setting: str, value: float | str, default: float | str | None) -> float | str:
+    if isinstance(default, str):
+        if isinstance(value, str):
+            return value
+        raise LossRefused(f"loss {loss}: {setting} must be text, not {value!r}")
     if isinstance(value, str) or not math.isfinite(value):
         raise LossRefused(f"loss {loss}: {setting} must be a finite number, not {value!r}")
     return float(value)

@@ -1,0 +1,1 @@
+"""The losses of a user's own loop, which are plain sums."""

@@ -174,6 +174,30 @@ def test_a_name_is_saved_once_unless_it_is_overwritten(
     assert harness.passed("b", learn(2)) == make_after_one_step(make_command_harness).passed("m", learn(2))
 
 
+def test_a_saved_checkpoint_that_was_damaged_is_refused_and_the_model_goes_on(
+    make_command_harness: MakeCommandHarness, tmp_path: Path
+) -> None:
+    harness = make_command_harness()
+    for command in (created(), learn(1), step(), SaveWeights("x")):
+        harness.send("m", command)
+    (saved,) = (tmp_path / "run" / "checkpoints" / "saved").glob("*/x/*")
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert len(files) >= 3
+    for path in files:
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        for damaged in (whole[:-1], whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]):
+            path.write_bytes(damaged)
+            refused = failed(harness.send("m", LoadWeights("m", "x", True)))
+            assert "checkpoint x of m cannot be read" in refused
+        path.unlink()
+        assert "checkpoint x of m cannot be read" in failed(harness.send("b", LoadWeights("m", "x", True)))
+        path.write_bytes(whole)
+    after = harness.passed("m", learn(2))
+    assert after == make_after_one_step(make_command_harness).passed("m", learn(2))
+    assert harness.send("b", LoadWeights("m", "x", True)) == WeightsLoaded()
+
+
 def make_after_one_step(make_command_harness: MakeCommandHarness) -> CommandHarness:
     harness = make_command_harness("one-step")
     for command in (created(), learn(1), step()):

@@ -1,6 +1,6 @@
 """The named checkpoints of models, which users save and load.
 
-{checkpoint_dir}/saved/{model}/{name}/{position}/    model.json, and DeepSpeed's shards
+{checkpoint_dir}/saved/{model}/{name}/{position}/    model.json, DeepSpeed's shards, and their digests
 
 A checkpoint that is overwritten stays until no replay of the log can ask for it: a `load_weights` takes the
 newest one that was saved before it in the log.
@@ -18,6 +18,7 @@ from trainer_service.commands.model_states import RecordedCopy, read_record
 from trainer_service.commands.ranks import ModelRanks
 from trainer_service.commands.validation import CommandRefused
 from trainer_service.storage.disk import written
+from trainer_service.storage.file_list import Damaged, verify_file_list, write_file_list
 from trainer_service.storage.files import sync_directory, sync_tree
 
 ASIDE = ".tmp"
@@ -51,6 +52,7 @@ class SavedModels:
         with written(f"checkpoint {command.name}", lambda: shutil.rmtree(aside, ignore_errors=True)):
             aside.mkdir(parents=True)
             copy.write(aside)
+            write_file_list(aside)
             sync_tree(aside)
             aside.rename(final)
             for directory in (final.parent, final.parent.parent, self._root, self._root.parent):
@@ -68,8 +70,9 @@ class SavedModels:
         if not found:
             raise CommandRefused(f"{model_id} has no checkpoint {name}")
         try:
+            verify_file_list(found[-1])
             return found[-1], read_record(found[-1])
-        except (OSError, msgspec.DecodeError) as error:
+        except (Damaged, OSError, msgspec.DecodeError) as error:
             raise CommandRefused(f"checkpoint {name} of {model_id} cannot be read: {error}") from error
 
     def prune(self, position: str) -> None:

@@ -72,6 +72,10 @@ class HeldBody:
         """Count more bytes. Raises ApiError 413 for a body that is too large, LimitReached."""
         if self.size + size > self.budget.max_bytes:
             raise ApiError(413, f"the body is larger than {self.budget.max_bytes} bytes")
+        self.count(size)
+
+    def count(self, size: int) -> None:
+        """Count bytes that the body becomes, beside itself. Raises LimitReached."""
         self.budget.add(self.caller, size)
         self.size += size
 

@@ -49,7 +49,7 @@ class JsonBodies:
             except ClientDisconnected:
                 pass
             else:
-                scope.setdefault("state", {})["caller"] = caller
+                scope.setdefault("state", {}).update(caller=caller, held=held)
                 await self._app(scope, _replayed(body, receive), send)
 
 

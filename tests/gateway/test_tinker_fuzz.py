@@ -4,6 +4,7 @@ import random
 from array import array
 
 import pytest
+import zstandard
 
 from gateway.rest.tinker_api.wire import messages_pb2 as wire
 from tests.support.gateway.running import Backends, RunningGateway
@@ -56,3 +57,13 @@ def test_damaged_bodies_are_refused_or_promised(
             if reply.status_code == 200:
                 assert set(reply.json()) == {"request_id", "model_id"}
     assert gateway.get("/live").status_code == 200
+
+
+def test_what_a_compressed_body_becomes_counts_as_much_as_a_body(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway(max_bodies_bytes_per_key=50_000) as gateway:
+        loop = TinkerLoop(gateway, str(backends.model_path))
+        loop.begin()
+        for size, status in ((100_000, 429), (40_000, 400), (100_000, 429), (40_000, 400)):
+            answer = loop.send(zstandard.compress(bytes(size)), **{"content-encoding": "zstd"})
+            assert answer.status_code == status, answer.text

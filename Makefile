@@ -143,7 +143,7 @@ run/clients/%/installed: tests/clients/%/requirements.txt
 	@touch $@
 
 # These clients need torch: the locks leave it out, because its build depends on the machine.
-WITH_TORCH := trl verl cookbook_former cookbook_newest
+WITH_TORCH := trl verl cookbook_former cookbook_newest tinker_first tinker_middle tinker_newest
 TRAINERS := $(WITH_TORCH:%=run/clients/%/installed)
 $(TRAINERS): run/clients/%/installed: tests/clients/%/requirements.txt $(LOCKS)/build.txt $(LOCKS)/torch-$(TORCH).txt
 	@$(call new_environment,run/clients/$*)

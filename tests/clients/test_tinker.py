@@ -3,6 +3,7 @@ checkpoints, samples; and a loop that does not notice what is killed under it.""
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 import torch
 from openai import OpenAI
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.support.clients.stack import CLIENT_KEY, ROOT
@@ -101,6 +103,49 @@ def test_mistakes_are_named_and_the_loop_goes_on(running: TinkerStack, sdk: str)
     assert 'loss_fn="ppo"' in told["stable_reinforce"]
     assert "has no setting `colour`" in told["ppo"]
     assert told["step"] == ["grad_norm"]
+
+
+@pytest.mark.parametrize("sdk", SDKS)
+def test_a_loss_of_the_users_own_has_its_direct_gradient(running: TinkerStack, sdk: str) -> None:
+    """The same step by torch alone, with the adapter that the trainer has published."""
+    told = running.play(sdk, "custom")
+    model_id = told["published"].removeprefix("tinker://").partition("/")[0]
+    base = AutoModelForCausalLM.from_pretrained(running.model, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, running.adapter(model_id, 1), is_trainable=True)
+
+    def logprobs() -> list[torch.Tensor]:
+        logits = (model(torch.tensor([tokens])).logits[0].log_softmax(-1) for tokens, _ in DATA)
+        return [
+            each.gather(-1, torch.tensor(targets)[:, None])[:, 0]
+            for each, (_, targets) in zip(logits, DATA, strict=True)
+        ]
+
+    before = logprobs()
+    margin = before[0].sum() - before[1].sum()
+    squares = sum(((each**2).sum() for each in before), torch.zeros(()))
+    loss = -torch.nn.functional.logsigmoid(0.1 * margin) + 0.01 * squares
+    loss.backward()  # type: ignore[no-untyped-call]
+    learns = [each for each in model.parameters() if each.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(learns, math.inf)
+    torch.optim.AdamW(learns, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0).step()
+    for found, wanted in ((told["logprobs"], before), (told["after"], logprobs())):
+        for mine, plain in zip(found, wanted, strict=True):
+            assert mine == pytest.approx(plain.tolist(), abs=TOLERANCE)
+    assert told["metrics"]["margin"] == pytest.approx(margin.item(), abs=TOLERANCE * 100)
+    assert told["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_two_loops_at_once_are_each_as_if_alone(running: TinkerStack) -> None:
+    def play(seed: str) -> Any:
+        return running.play("tinker_newest", "loop", STEPS="20", SEED=seed)
+
+    alone = [play(seed) for seed in ("1", "2")]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(play, ("1", "2")))
+    assert alone[0]["steps"] != alone[1]["steps"]
+    for one, other in zip(alone, together, strict=True):
+        assert one["steps"] == other["steps"]
+        assert one["end"] == other["end"], "bitwise"
 
 
 def test_a_loop_learns_from_what_agents_did(running: TinkerStack) -> None:

@@ -31,8 +31,15 @@ def service():
 
 
 def trained(client, **more):
-    model = client.create_lora_training_client(base_model=os.environ["MODEL"], rank=4, seed=1, **more)
-    return model.result() if hasattr(model, "result") else model
+    seed = int(os.environ.get("SEED", "1"))
+    return there(
+        client.create_lora_training_client(base_model=os.environ["MODEL"], rank=4, seed=seed, **more)
+    )
+
+
+def there(client):
+    """A client that some versions of the SDK return as a future."""
+    return client.result() if hasattr(client, "result") else client
 
 
 def floats(values):
@@ -84,15 +91,13 @@ def steps():
         future.result()
     after = passed(model.forward(data("cross_entropy"), "cross_entropy"))
     path = model.save_state("three").result().path
-    again = client.create_training_client_from_state_with_optimizer(path)
-    again = again.result() if hasattr(again, "result") else again
+    again = there(client.create_training_client_from_state_with_optimizer(path))
     loaded = passed(again.forward(data("cross_entropy"), "cross_entropy"))
     for each in (model, again):
         each.forward_backward(data("cross_entropy"), "cross_entropy")
         each.optim_step(ADAM)
     further = [passed(each.forward(data("cross_entropy"), "cross_entropy")) for each in (model, again)]
-    sampler = again.save_weights_and_get_sampling_client()
-    sampler = sampler.result() if hasattr(sampler, "result") else sampler
+    sampler = there(again.save_weights_and_get_sampling_client())
     tokens, targets = DATA[0]
     scores = sampler.compute_logprobs(types.ModelInput.from_ints([*tokens, targets[-1]])).result()
     sampled = sampler.sample(
@@ -125,6 +130,36 @@ def errors():
     return told
 
 
+def custom():
+    """A step with a loss of the user's own, from weights that are published, with a new optimizer."""
+    import torch
+
+    def loss_of(data, logprobs):
+        """The datums do not contribute alone, and no target linearly."""
+        margin = logprobs[0].sum() - logprobs[1].sum()
+        loss = -torch.nn.functional.logsigmoid(0.1 * margin) + 0.01 * sum(
+            (each**2).sum() for each in logprobs
+        )
+        return loss, {"margin": float(margin.detach())}
+
+    client = service()
+    model = trained(client)
+    model.forward_backward(data("cross_entropy"), "cross_entropy")
+    model.optim_step(ADAM).result()
+    published = model.save_weights_for_sampler("start").result().path
+    again = there(client.create_training_client_from_state(model.save_state("start").result().path))
+    done = again.forward_backward_custom(data("cross_entropy"), loss_of)
+    done = done.result() if hasattr(done, "result") else done
+    stepped = again.optim_step(ADAM).result()
+    return {
+        "published": published,
+        "metrics": done.metrics,
+        "logprobs": [each["logprobs"].tolist() for each in done.loss_fn_outputs],
+        "grad_norm": stepped.metrics["grad_norm"],
+        "after": passed(again.forward(data("ppo"), "ppo"))["logprobs"],
+    }
+
+
 def loop():
     """As many steps as STEPS says, two passes in each, submitted ahead; weights published now and then."""
     client = service()
@@ -137,8 +172,7 @@ def loop():
         pending.append(model.optim_step(ADAM))
         done.append([pending[0].result().metrics["loss:sum"], pending[2].result().metrics["grad_norm"]])
         if step % 5 == 4:
-            sampler = model.save_weights_and_get_sampling_client()
-            sampler = sampler.result() if hasattr(sampler, "result") else sampler
+            sampler = there(model.save_weights_and_get_sampling_client())
             scores.append(sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result())
         print("step", step, file=sys.stderr, flush=True)
     return {"steps": done, "scores": scores, "end": passed(model.forward(data("ppo"), "ppo"))}
@@ -174,5 +208,5 @@ def bridge():
 
 
 if __name__ == "__main__":
-    scenes = {"losses": losses, "steps": steps, "errors": errors, "loop": loop, "bridge": bridge}
+    scenes = {each.__name__: each for each in (losses, steps, errors, custom, loop, bridge)}
     print(json.dumps(scenes[sys.argv[1]]()))

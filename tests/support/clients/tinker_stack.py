@@ -17,6 +17,7 @@ import psutil
 from tests.support.clients.stack import CLIENT_KEY, ENVIRONMENTS, HERMETIC, ROOT
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
+from trainer_service.commands.live_model import safe_name
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
@@ -55,6 +56,11 @@ class TinkerStack:
         )
         assert done.returncode == 0, f"{client} {scene}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return json.loads(done.stdout.splitlines()[-1])
+
+    def adapter(self, model_id: str, version: int) -> Path:
+        """The directory of an adapter's version that the trainer has published."""
+        (found,) = self.stack.settings.run_dir.glob(f"**/adapters/{safe_name(model_id)}/v{version:08d}")
+        return found
 
     @contextmanager
     def killing(self, seed: int, most: int, pause_s: tuple[float, float]) -> Iterator[None]:

@@ -18,6 +18,7 @@ from rollout_queue.commands.log import BEGINNING, CommandReader
 from rollout_queue.commands.result import CommandFailed, Result
 from rollout_queue.contract.errors import StorageUnavailable
 from trainer_service.commands.attempts import CommandAttempts
+from trainer_service.commands.dropped_weights import DroppedWeights
 from trainer_service.commands.executor import CommandExecutor, StepMade
 from trainer_service.commands.live_model import place_in
 from trainer_service.commands.model_states import ModelStates
@@ -69,6 +70,7 @@ class CommandTrainer:
         self._stopwatch, self._attempts = Stopwatch(), CommandAttempts(settings.checkpoint_dir)
         self._turns = turns
         self._saved = SavedModels(settings.checkpoint_dir, ranks)
+        self._dropped = DroppedWeights(reader, self._saved, sampler, heartbeat)
         self._states = ModelStates(ranks, lambda: self.executor.records(self._after))
         disk = DiskRetry(heartbeat, metrics, "waiting", "checkpoint")
         contents = Contents(self._state, EvaluationState, lambda _: set(), self._free)
@@ -93,6 +95,8 @@ class CommandTrainer:
         checkpoint, durable or not."""
         self._freeable = BEGINNING
         """What can be freed when the last checkpoint is durable."""
+        self._durable = BEGINNING
+        """No replay begins before this place."""
         self._unanswered = False
         """Whether a command is carried out that has no result yet."""
 
@@ -119,7 +123,7 @@ class CommandTrainer:
         self.executor.resume(self._states.restored)
         self._position = self._copied = state.command_position
         behind = [record.progress.position for record in self._states.restored]
-        self._after = min(behind or [self._position], key=place_in)
+        self._after = self._durable = min(behind or [self._position], key=place_in)
         self._metrics.resume(self.step)
         self._heartbeat.note(self.step, 0)
         self._heartbeat.beat("waiting", WAITING)
@@ -140,6 +144,7 @@ class CommandTrainer:
                 self._turns.settle()
             commands = self._ask(lambda: self._reader.read(self._after, COUNT, BLOCK_S))
             ended = self._ask(self._reader.ended)
+            self._dropped.read()
         for model_id in self.executor.model_ids & set(ended):
             logger.info("model %s has ended: %s", model_id, ended[model_id])
             self.executor.remove(model_id)
@@ -149,6 +154,10 @@ class CommandTrainer:
             self._save_if_due()
             if self._shared_state.stopping or self._shared_state.paused:
                 break
+        copied = max(self._durable, self._freeable, key=place_in)
+        if not commands and self._dropped.waits_for(copied, self._furthest_behind()):
+            self._cycle.begin()
+        self._dropped.remove(self._durable)
         self._heartbeat.beat("waiting", WAITING)
 
     def _carry_out(self, command: LoggedCommand, ended: str | None) -> None:
@@ -224,6 +233,7 @@ class CommandTrainer:
         self._ask(lambda: self._reader.free(position))
         self._attempts.forget(position)
         self._saved.prune(position)
+        self._durable = max(self._durable, position, key=place_in)
 
     def _report_step(self, made: StepMade) -> None:
         self.step += 1

@@ -33,6 +33,12 @@ class PublishAdapter(Protocol):
     def __call__(self, adapter: WrittenAdapter, /) -> None: ...
 
 
+class ForgetAdapter(Protocol):
+    """Has engines forget a version of an adapter, if they have it. Raises GatewayUnavailable."""
+
+    def __call__(self, name: str, version: int, /) -> None: ...
+
+
 class PublishWeights(Protocol):
     """Publishes all weights as the next version of the fleet's policy; returns when an engine has proved that
     it has them. Raises NotPublished, and Stopped when the trainer is told to stop."""
@@ -54,8 +60,10 @@ class SamplerWeights:
         publish_adapter: PublishAdapter,
         publish_weights: PublishWeights,
         disk: DiskRetry,
+        forget_adapter: ForgetAdapter,
     ) -> None:
         """`store_of` gives the directory of an adapter's versions, and where engines find them."""
+        self._forget_adapter = forget_adapter
         self._ranks, self._store_of, self._disk = ranks, store_of, disk
         self._publish_adapter, self._publish_weights = publish_adapter, publish_weights
 
@@ -73,3 +81,11 @@ class SamplerWeights:
         written = WrittenAdapter(name, version, place.location(version), manifest_sha256(path))
         self._publish_adapter(written)
         return Published(name, version, written.location, written.manifest_sha256, store.size_of(version))
+
+    def remove(self, policy: str, version: int) -> None:
+        """Remove a version of an adapter: from the engines, the place where they find it, and the disk.
+        Raises GatewayUnavailable, StoreUnavailable, OSError and Stopped; then it can be tried again."""
+        self._forget_adapter(policy, version)
+        store, place = self._store_of(policy)
+        place.withdraw(version)
+        store.discard(version)

@@ -3,7 +3,8 @@
 {checkpoint_dir}/saved/{model}/{name}/{position}/    model.json, DeepSpeed's shards, and their digests
 
 A checkpoint that is overwritten stays until no replay of the log can ask for it: a `load_weights` takes the
-newest one that was saved before it in the log.
+newest one that was saved before it in the log. Likewise one that is deleted: it is gone for the commands
+after the deletion, and its files stay until no replay can ask for them.
 """
 
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from rollout_queue.commands.command import LoggedCommand, SaveWeights
+from rollout_queue.commands.log import BEGINNING, Dropped
 from trainer_service.commands.live_model import SAFE_NAME, ModelRecord, place_in, safe_name
 from trainer_service.commands.model_states import RecordedCopy, read_record
 from trainer_service.commands.ranks import ModelRanks
@@ -29,10 +31,12 @@ class SavedModels:
 
     def __init__(self, checkpoint_dir: Path, ranks: ModelRanks) -> None:
         self._root, self._ranks = checkpoint_dir / "saved", ranks
+        self.dropped = Dropped({}, {})
+        """What is deleted, as far as the commands know that are carried out."""
 
     def check(self, logged: LoggedCommand, command: SaveWeights) -> None:
         """Raises CommandRefused if the name cannot be used, or is used and not to be overwritten."""
-        earlier = self._before(logged.position, self._named(logged.model_id, command.name))
+        earlier = self._before(logged.position, logged.model_id, command.name)
         if earlier and not command.overwrite:
             raise CommandRefused(f"{logged.model_id} has a checkpoint {command.name} already")
 
@@ -66,7 +70,7 @@ class SavedModels:
     def find(self, model_id: str, name: str, before: str) -> tuple[Path, ModelRecord]:
         """The newest checkpoint of this name that was saved before this place in the log. Raises
         CommandRefused."""
-        found = self._before(before, self._named(model_id, name))
+        found = self._before(before, model_id, name)
         if not found:
             raise CommandRefused(f"{model_id} has no checkpoint {name}")
         try:
@@ -81,6 +85,14 @@ class SavedModels:
             for old in self._up_to(position, name)[:-1]:
                 shutil.rmtree(old, ignore_errors=True)
 
+    def remove(self, model_id: str, name: str, saved: str) -> None:
+        """Remove what was saved under a name up to this place in the log. Raises OSError if files stay."""
+        directory = self._named(model_id, name)
+        for old in self._up_to(saved, directory):
+            shutil.rmtree(old)
+        if directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
+
     def _named(self, model_id: str, name: str) -> Path:
         if not SAFE_NAME.fullmatch(name):
             raise CommandRefused(
@@ -89,8 +101,12 @@ class SavedModels:
             )
         return self._root / safe_name(model_id) / name
 
-    def _before(self, position: str, name: Path) -> list[Path]:
-        return [each for each in _saved(name) if place_in(each.name) < place_in(position)]
+    def _before(self, position: str, model_id: str, name: str) -> list[Path]:
+        """What was saved under a name before this place in the log, and not deleted before it."""
+        drops = self.dropped.weights.get((model_id, f"weights/{name}"), ())
+        gone = [place_in(each.saved) for each in drops if place_in(each.deleted) < place_in(position)]
+        first, saved = max(gone, default=place_in(BEGINNING)), _saved(self._named(model_id, name))
+        return [each for each in saved if first < place_in(each.name) < place_in(position)]
 
     def _up_to(self, position: str, name: Path) -> list[Path]:
         return [each for each in _saved(name) if place_in(each.name) <= place_in(position)]

@@ -70,7 +70,9 @@ def train_by_commands(
         gateway, heartbeat, publisher, numbers, store, place, settings.initial_version
     )
     places = AdapterPlaces(settings, shared_state)
-    sampler = SamplerWeights(ranks, places, publications.adapter, publications.weights, disk)
+    sampler = SamplerWeights(
+        ranks, places, publications.adapter, publications.weights, disk, gateway.remove_adapter
+    )
     try:
         turns = UntrainedTurns(stream, heartbeat)
         CommandTrainer(

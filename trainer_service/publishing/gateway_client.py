@@ -106,6 +106,10 @@ class GatewayClient:
             raise VersionTaken(error_message(reply.content))
         return _read(AdapterPushed, reply)
 
+    def remove_adapter(self, name: str, version: int) -> None:
+        """Have servers forget an adapter. One that is not there is no error."""
+        self._call("DELETE", f"/admin/adapters/{name}/{version}", timeout_s=self._push_timeout_s)
+
     def _call(
         self,
         method: str,

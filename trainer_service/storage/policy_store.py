@@ -141,6 +141,15 @@ class PolicyStore:
         path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 
+    def discard(self, version: int) -> None:
+        """Remove the files of a version, if there are any. Raises OSError if files stay."""
+        path = self.path_of(version)
+        aside = path.with_name(f"{REMOVED}{path.name}")
+        if path.exists():
+            path.rename(aside)
+        if aside.exists():
+            shutil.rmtree(aside)
+
     def _sweep(self, final: Path) -> None:
         """Remove incomplete files of this version, and of versions that a process was writing or removing."""
         (final / STABLE).unlink(missing_ok=True)

@@ -121,13 +121,14 @@ async def opened_door(gateway: GatewayParts) -> AsyncIterator[TinkerDoor]:
 
 
 async def _end_silent(store: TinkerStore, timeout_s: float) -> None:
-    """End the models of sessions whose client is gone, until the task is cancelled."""
+    """End the models of sessions whose client is gone, and weights whose time is over, until cancelled."""
     while True:
         await asyncio.sleep(min(SWEEP_EVERY_S, timeout_s / 4))
         try:
             await store.end_silent(timeout_s)
+            await store.weights.end_expired()
         except StorageUnavailable as error:
-            logger.warning("silent client sessions cannot be ended now: %s", error)
+            logger.warning("silent sessions and expired weights cannot be ended now: %s", error)
 
 
 def door_of(request: Request) -> tuple[TinkerDoor, Caller]:

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from gateway.errors import InvalidRequest
 from gateway.rest.tinker_api.door import TinkerDoor, door_of
 from gateway.rest.tinker_api.records import ClientModel
-from gateway.rest.tinker_api.store import KeptWeights
+from gateway.rest.tinker_api.weights import KeptWeights
 
 router = APIRouter(tags=["tinker"])
 
@@ -51,7 +51,9 @@ async def list_checkpoints_of(training_run_id: str, request: Request) -> JSONRes
     """The checkpoints of a model, and its named weights to sample from; the newest first."""
     door, caller = door_of(request)
     model = await door.store.model(training_run_id, caller)
-    return JSONResponse({"checkpoints": [_checkpoint(each) for each in await door.store.all_kept(model)]})
+    return JSONResponse(
+        {"checkpoints": [_checkpoint(each) for each in await door.store.weights.all_kept(model)]}
+    )
 
 
 @router.get("/checkpoints")
@@ -59,7 +61,7 @@ async def list_checkpoints(request: Request, limit: Limit = 100, offset: Offset 
     """The checkpoints of all models of the caller's key, the newest first."""
     door, caller = door_of(request)
     models, _ = await door.store.models(caller, MOST_MODELS, 0)
-    kept = [each for model in models for each in await door.store.all_kept(model)]
+    kept = [each for model in models for each in await door.store.weights.all_kept(model)]
     kept.sort(key=lambda each: -each.kept.created_at)
     page = [_checkpoint(each) for each in kept[offset : offset + limit]]
     return JSONResponse({"checkpoints": page, "cursor": _cursor(limit, offset, len(kept))})
@@ -93,7 +95,7 @@ async def get_client_session(
 
 
 async def _run(door: TinkerDoor, model: ClientModel) -> dict[str, Any]:
-    kept = await door.store.all_kept(model)
+    kept = await door.store.weights.all_kept(model)
     return {
         "training_run_id": model.model_id,
         "base_model": model.base_model,
@@ -120,7 +122,7 @@ def _checkpoint(weights: KeptWeights) -> dict[str, Any]:
         "time": _time(weights.kept.created_at),
         "tinker_path": str(weights.path),
         "size_bytes": weights.kept.made.size_bytes,
-        "public": False,
+        "public": weights.terms.public,
         "expires_at": None if expires_at is None else _time(expires_at),
         "user_metadata": weights.terms.user_metadata,
     }

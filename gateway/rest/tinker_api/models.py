@@ -154,7 +154,7 @@ async def save_weights(body: SaveWeightsBody, request: Request) -> JSONResponse:
     name = given_name(f"step-{body.seq_id}" if body.path is None else body.path)
     path = WeightsPath(model.model_id, "weights", name)
     terms = KeptTerms(ttl_s=body.ttl_seconds, user_metadata=body.user_metadata)
-    await door.store.note_terms(path, body.seq_id, terms)
+    await door.store.weights.note_terms(path, body.seq_id, terms)
     command: Command = SaveWeights(name, body.overwrite)
     return _promise(await door.submit(model.model_id, body.seq_id, command))
 
@@ -171,7 +171,7 @@ async def save_weights_for_sampler(body: SaveForSamplerBody, request: Request) -
         name = given_name(named or "")
         terms = KeptTerms(ttl_s=body.ttl_seconds, user_metadata=body.user_metadata)
         path = WeightsPath(model.model_id, "sampler_weights", name)
-        await door.store.note_terms(path, body.seq_id, terms)
+        await door.store.weights.note_terms(path, body.seq_id, terms)
     else:
         name = ephemeral(number)
         shared = body.kind == "inflight"
@@ -216,10 +216,10 @@ async def load_weights(body: LoadWeightsBody, request: Request) -> JSONResponse:
 async def _source(door: TinkerDoor, path: WeightsPath, caller: Caller) -> ClientModel:
     """The model that saved these weights. If it has not yet, its command may be on its way, so only weights
     that have expired are refused here."""
-    model = await door.store.model(path.model_id, caller)
     with suppress(ObjectNotFound):
-        await door.store.kept(path, caller)
+        model, _ = await door.store.kept(path, caller)
         return model
+    model = await door.store.model(path.model_id, caller)
     if await door.log.kept_as(path.model_id, path.kept_as) is not None:
         raise ObjectNotFound(f"the weights {path} have expired", param="path")
     return model

@@ -48,9 +48,11 @@ class SamplingTarget(msgspec.Struct, frozen=True, kw_only=True):
 class KeptTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What a client said of weights that it saves."""
 
-    ttl_s: int | None = None
+    ttl_s: float | None = None
     """How long they can be used; None: for ever."""
     user_metadata: dict[str, Any] | None = None
+    public: bool = False
+    """Whether other keys may read, load and sample them."""
 
 
 Record = ClientSession | ClientModel | SamplingTarget

@@ -2,22 +2,21 @@
 
 import logging
 import time
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
 
 from gateway.errors import InvalidRequest, ObjectNotFound
-from gateway.rest.tinker_api.paths import WeightsPath, kept_path
+from gateway.rest.tinker_api.paths import WeightsPath
 from gateway.rest.tinker_api.records import (
     ClientModel,
     ClientSession,
-    KeptTerms,
     Record,
     SamplingTarget,
     encode_record,
-    read_terms,
 )
+from gateway.rest.tinker_api.weights import KeptWeightsStore
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.result import Kept
 from rollout_queue.redis import keys
@@ -25,23 +24,6 @@ from rollout_queue.redis.availability import stored
 from rollout_queue.redis.commands.submission import CommandSubmissions
 
 logger = logging.getLogger(__name__)
-
-
-class KeptWeights(NamedTuple):
-    """Weights that a model has saved."""
-
-    path: WeightsPath
-    kept: Kept
-    terms: KeptTerms
-
-    @property
-    def expires_at(self) -> float | None:
-        """Seconds since the epoch; None: never."""
-        return None if self.terms.ttl_s is None else self.kept.created_at + self.terms.ttl_s
-
-    @property
-    def expired(self) -> bool:
-        return self.expires_at is not None and self.expires_at < time.time()
 
 
 R = TypeVar("R", ClientSession, ClientModel, SamplingTarget)
@@ -52,6 +34,7 @@ class TinkerStore:
 
     def __init__(self, redis: Redis, log: CommandSubmissions) -> None:
         self._redis, self._log = redis, log
+        self.weights = KeptWeightsStore(redis, log)
 
     # Client sessions
 
@@ -99,8 +82,10 @@ class TinkerStore:
         """Take no more commands for the models of a session, so that the trainer frees them."""
         found: Any = await stored(self._redis.smembers(keys.made_in(session_id)))
         for made in sorted(each.decode() for each in found):
-            if ":train:" in made and await self._log.end(made, why):
-                logger.info("model %s ends: %s", made, why)
+            if ":train:" in made:
+                if await self._log.end(made, why):
+                    logger.info("model %s ends: %s", made, why)
+                await self.weights.drop_unnamed(made)
         await stored(self._redis.zrem(keys.CLIENT_SESSIONS_LIVE, session_id))
 
     async def end_silent(self, timeout_s: float) -> None:
@@ -127,46 +112,25 @@ class TinkerStore:
         spec = await self._log.spec(model_id)
         return _owned(_read(spec, ClientModel), caller, f"model {model_id!r}")
 
+    async def kept(self, path: WeightsPath, caller: Caller) -> tuple[ClientModel, Kept]:
+        """The model that made these weights, and what is kept of them. They must be of the caller's key, or
+        public."""
+        spec = _read(await self._log.spec(path.model_id), ClientModel)
+        found = await self.weights.find(path)
+        if found is None or not found.terms.public:
+            _owned(spec, caller, f"model {path.model_id!r}")
+        if spec is None or found is None:
+            raise ObjectNotFound(f"there are no weights {path}", param="path")
+        if found.expired:
+            raise ObjectNotFound(f"the weights {path} have expired", param="path")
+        return spec, found.kept
+
     async def models(self, caller: Caller, limit: int, offset: int) -> tuple[list[ClientModel], int]:
         """Some models of the caller's key, the newest first, and how many there are."""
         name = keys.models_of(caller.owner)
         ids: Any = await stored(self._redis.zrevrange(name, offset, offset + limit - 1))
         specs = [_read(await self._log.spec(each.decode()), ClientModel) for each in ids]
         return [each for each in specs if each is not None], await stored(self._redis.zcard(name))
-
-    # Weights
-
-    async def note_terms(self, path: WeightsPath, number: int, terms: KeptTerms) -> None:
-        """What the client says of weights that the command with this number will save. The first stays."""
-        if terms == KeptTerms():
-            return
-        name, field = keys.kept_terms(path.model_id), f"{path.kept_as}#{number}"
-        await stored(self._redis.hsetnx(name, field, encode_record(terms).decode()))
-
-    async def kept(self, path: WeightsPath, caller: Caller) -> tuple[ClientModel, Kept]:
-        """The model that made these weights, and what is kept of them, unless they have expired."""
-        model = await self.model(path.model_id, caller)
-        kept = await self._log.kept_as(path.model_id, path.kept_as)
-        if kept is None:
-            raise ObjectNotFound(f"there are no weights {path}", param="path")
-        field = f"{path.kept_as}#{kept.number}"
-        terms: Any = await stored(self._redis.hget(keys.kept_terms(path.model_id), field))
-        if KeptWeights(path, kept, KeptTerms() if terms is None else read_terms(terms)).expired:
-            raise ObjectNotFound(f"the weights {path} have expired", param="path")
-        return model, kept
-
-    async def all_kept(self, model: ClientModel) -> list[KeptWeights]:
-        """The named weights of a model that have not expired, the newest first."""
-        found: Any = await stored(self._redis.hgetall(keys.kept_terms(model.model_id)))
-        terms = {name.decode(): read_terms(packed) for name, packed in found.items()}
-        kept = [
-            KeptWeights(
-                kept_path(model.model_id, name), each, terms.get(f"{name}#{each.number}", KeptTerms())
-            )
-            for name, each in (await self._log.kept(model.model_id)).items()
-            if "/~" not in name
-        ]
-        return sorted((each for each in kept if not each.expired), key=lambda each: -each.kept.created_at)
 
     # Sampling sessions
 

@@ -6,13 +6,30 @@ client ─▶ gateway ── in order, once ─▶ log ── read ─▶ traine
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rollout_queue.commands.command import LoggedCommand
 from rollout_queue.commands.result import Result
 
 BEGINNING = "0-0"
 """The position before the first command."""
+
+
+class Drop(NamedTuple):
+    """Weights were deleted: what was saved up to the place `saved` is gone for commands after `deleted`."""
+
+    saved: str
+    deleted: str
+
+
+class Dropped(NamedTuple):
+    """What was deleted, and has files still, perhaps."""
+
+    weights: Mapping[tuple[str, str], Sequence[Drop]]
+    """By model and name (`weights/{name}`, `sampler_weights/{name}`), in the order of their deletion."""
+    adapters: Mapping[tuple[str, int], str]
+    """Versions of adapters that nobody can name: adapter and version → the place of the command that made
+    it."""
 
 
 class CommandReader(Protocol):
@@ -42,4 +59,17 @@ class CommandReader(Protocol):
 
     def ended(self) -> Mapping[str, str]:
         """The models that no command can reach any more, and why: their memory can be freed."""
+        ...
+
+    def dropped(self) -> Dropped:
+        """The weights that were deleted, before or after the commands that were read last."""
+        ...
+
+    def forget_weights(self, model_id: str, name: str, deleted: str) -> None:
+        """Forget the deletions of these weights up to this place: their files are gone, and no replay begins
+        before it."""
+        ...
+
+    def forget_adapter(self, policy: str, version: int) -> None:
+        """Forget a version of an adapter: its files are gone."""
         ...

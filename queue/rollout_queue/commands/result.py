@@ -81,3 +81,5 @@ class Kept(msgspec.Struct, frozen=True):
     number: int
     """The number of the command."""
     created_at: float
+    position: str = ""
+    """The command's place in the log; "" in a record of an older build."""

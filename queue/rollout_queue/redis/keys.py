@@ -199,3 +199,13 @@ def result(request: str) -> str:
 def kept(model_id: str) -> str:
     """Hash: what the commands of a model have made that lasts: `weights/{name}`, `sampler_weights/{name}`."""
     return f"weir:kept:{model_id}"
+
+
+DROPPED = "weir:dropped"
+"""Hash: `{model}|{name}` of deleted weights → `{saved}>{deleted}`, two places in the log, for each deletion,
+with spaces between: what was saved up to the first place is gone for commands after the second one."""
+DROPPED_ADAPTERS = "weir:dropped_adapters"
+"""Hash: `{policy}|{version}` of an adapter that no sampling session can name → the place in the log of the
+command that made it. The trainer removes its files when no replay can reach that place."""
+KEPT_EXPIRES = "weir:kept_expires"
+"""Sorted set: `{model}|{name}|{number of the command}` of weights with a time to live, by when it is over."""

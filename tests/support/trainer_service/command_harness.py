@@ -47,11 +47,15 @@ class CommandHarness:
         heartbeat = Heartbeat(MemoryStream(), self.shared_state, retry_s=0.01)
         self.ranks = ModelRanks(Models(settings))
         disk = DiskRetry(heartbeat, metrics, "publishing", "publish")
+        self.forgotten: list[tuple[str, int]] = []
+        """Every adapter that engines were to forget."""
         self.trainer = CommandTrainer(
             settings=settings,
             ranks=self.ranks,
             reader=log,
-            sampler=SamplerWeights(self.ranks, self.store_of, self.adapters.append, self._publish, disk),
+            sampler=SamplerWeights(
+                self.ranks, self.store_of, self.adapters.append, self._publish, disk, self._forget
+            ),
             checkpoints=Checkpoints(settings.checkpoint_dir, 2, InlineExecutor()),
             metrics=metrics,
             shared_state=self.shared_state,
@@ -64,6 +68,9 @@ class CommandHarness:
     def store_of(self, name: str) -> tuple[PolicyStore, PolicyPlace]:
         store = PolicyStore(self.settings.policies_dir / "adapters" / name, self.settings.model_path, 4)
         return store, DiskPlace(store)
+
+    def _forget(self, name: str, version: int) -> None:
+        self.forgotten.append((name, version))
 
     def _publish(self, ranks: ModelRanks, model_id: str, step: int) -> Published:
         path = self.root / f"version-{len(self.versions)}"

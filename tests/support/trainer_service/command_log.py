@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rollout_queue.commands.codec import decode_answer, decode_command, encode
 from rollout_queue.commands.command import Command, LoggedCommand
+from rollout_queue.commands.log import Drop, Dropped
 from rollout_queue.commands.result import Answer, Result
 
 
@@ -21,6 +22,9 @@ class MemoryCommandLog:
         """Every answer to a command, by request id."""
         self.ends: dict[str, str] = {}
         self.freed = "0-0"
+        self.weights: dict[tuple[str, str], list[Drop]] = {}
+        self.versions: dict[tuple[str, int], str] = {}
+        """What is deleted, and not forgotten: weights, and versions of adapters."""
         self.bytes = (0, 1000)
         self.answers_until_killed: int | None = None
         """After so many answers, the process that answers next is killed, and its answer is lost."""
@@ -63,6 +67,22 @@ class MemoryCommandLog:
 
     def ended(self) -> Mapping[str, str]:
         return self.ends
+
+    def drop(self, model_id: str, name: str, request_id: str) -> None:
+        """Delete the weights that this command has saved, after the last command."""
+        (saved,) = (each.position for each in self._commands if each.request_id == request_id)
+        self.weights.setdefault((model_id, name), []).append(Drop(saved, self._commands[-1].position))
+
+    def dropped(self) -> Dropped:
+        return Dropped({member: list(drops) for member, drops in self.weights.items()}, dict(self.versions))
+
+    def forget_weights(self, model_id: str, name: str, deleted: str) -> None:
+        drops = self.weights.pop((model_id, name))
+        if left := [each for each in drops if _key(each.deleted) > _key(deleted)]:
+            self.weights[model_id, name] = left
+
+    def forget_adapter(self, policy: str, version: int) -> None:
+        del self.versions[policy, version]
 
 
 def _key(position: str) -> int:

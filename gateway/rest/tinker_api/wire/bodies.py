@@ -120,6 +120,10 @@ class LoadWeightsBody(TinkerBody):
     weights_access_token: str | None = None
 
 
+class TtlBody(TinkerBody):
+    ttl_seconds: Ttl | None = None
+
+
 class WeightsInfoBody(TinkerBody):
     tinker_path: str
 

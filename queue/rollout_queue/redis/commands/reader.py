@@ -18,13 +18,14 @@ from rollout_queue.commands.command import (
     SaveForSampler,
     SaveWeights,
 )
+from rollout_queue.commands.log import Drop, Dropped
 from rollout_queue.commands.result import Answer, Kept, Published, Result, Saved
 from rollout_queue.contract.errors import InvalidRecord, LeaseLost, UnknownSchema
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
 from rollout_queue.redis.lease import LOST
 from rollout_queue.redis.scripts import commands as scripts
-from rollout_queue.redis.scripts import functions
+from rollout_queue.redis.scripts import drops, functions
 
 UNREAD_TTL_S = 24 * 3600.0
 """How long a result that nobody has read is kept."""
@@ -40,6 +41,8 @@ class RedisCommandReader:
         self._redis, self._token = redis, token
         self._answer = redis.register_script(scripts.ANSWER)
         self._free = redis.register_script(scripts.FREE)
+        self._forget_weights = redis.register_script(drops.FORGET_WEIGHTS)
+        self._forget_adapter = redis.register_script(drops.FORGET_ADAPTER)
 
     def read(self, after: str, count: int, block_s: float) -> Sequence[LoggedCommand]:
         with available():
@@ -55,12 +58,13 @@ class RedisCommandReader:
         request = command.request_id
         named = [keys.model(command.model_id), keys.result(request), keys.RESULTS_ANNOUNCED]
         named += [keys.RESULTS_UNREAD, keys.COMMANDS_HELD, keys.kept(command.model_id)]
+        named += [keys.DROPPED, keys.DROPPED_ADAPTERS, keys.kept_terms(command.model_id), keys.KEPT_EXPIRES]
         ttl_ms = int(UNREAD_TTL_S * 1000)
         expires_at_ms = int(time.time() * 1000) + ttl_ms
         of = command.command if isinstance(command.command, NAMED) else None
         packed = encode(Answer(result, of))
         arguments: list[str | bytes | float] = [request, command.number, packed, ttl_ms, expires_at_ms]
-        self._fenced(self._answer, named, [*arguments, *_kept(command, result)])
+        self._fenced(self._answer, named, [*arguments, *_kept(command, result), command.model_id])
 
     def answered(self, request_ids: Sequence[str]) -> Sequence[bool]:
         if not request_ids:
@@ -85,6 +89,25 @@ class RedisCommandReader:
             found: Any = self._redis.hgetall(keys.MODELS_ENDED)
         return {model_id.decode(): reason.decode() for model_id, reason in found.items()}
 
+    def dropped(self) -> Dropped:
+        with available(), self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.hgetall(keys.DROPPED)
+            pipeline.hgetall(keys.DROPPED_ADAPTERS)
+            weights, adapters = pipeline.execute()
+        return Dropped(
+            {_split(member): _drops(text.decode()) for member, text in weights.items()},
+            {
+                (policy, int(version)): place.decode()
+                for (policy, version), place in ((_split(each), place) for each, place in adapters.items())
+            },
+        )
+
+    def forget_weights(self, model_id: str, name: str, deleted: str) -> None:
+        self._fenced(self._forget_weights, [keys.DROPPED], [f"{model_id}|{name}", deleted])
+
+    def forget_adapter(self, policy: str, version: int) -> None:
+        self._fenced(self._forget_adapter, [keys.DROPPED_ADAPTERS], [f"{policy}|{version}"])
+
     def _fenced(self, script: Script, named: Sequence[str], arguments: Sequence[str | bytes | float]) -> Any:
         """What the script answers. Raises LeaseLost when another trainer has claimed the lease since."""
         with available():
@@ -105,7 +128,16 @@ def _kept(command: LoggedCommand, result: Result) -> tuple[str, bytes]:
         name = f"sampler_weights/{SHARED if made.shared else made.name}"
     else:
         return "", b""
-    return name, encode(Kept(result, command.number, time.time()))
+    return name, encode(Kept(result, command.number, time.time(), command.position))
+
+
+def _split(member: bytes) -> tuple[str, str]:
+    first, _, last = member.decode().rpartition("|")
+    return first, last
+
+
+def _drops(text: str) -> list[Drop]:
+    return [Drop(*each.split(">")) for each in text.split()]
 
 
 def _command(packed: bytes) -> Command:

@@ -12,6 +12,7 @@ from rollout_queue.commands.result import Answer, Kept
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.scripts import commands as scripts
+from rollout_queue.redis.scripts.drops import DROP
 
 MOST_EARLY = 10_000
 """How far a command may be ahead of the next one of its model."""
@@ -50,6 +51,7 @@ class CommandSubmissions:
         self._submit = redis.register_script(scripts.SUBMIT)
         self._read = redis.register_script(scripts.READ_RESULT)
         self._end = redis.register_script(scripts.END)
+        self._drop = redis.register_script(DROP)
 
     async def open(self, model_id: str, owner: str, spec: bytes) -> bytes | None:
         """Make a model. Returns None, or the spec of the model that has this id already."""
@@ -101,6 +103,18 @@ class CommandSubmissions:
         """What a model has made under this name."""
         found: Any = await stored(self._redis.hget(keys.kept(model_id), name))
         return None if found is None else decode_kept(found)
+
+    async def drop(self, model_id: str, name: str, number: int, *, expired_at: float | None = None) -> bool:
+        """Delete what the command with this number has made under this name: commands that come from now on
+        do not find it, and the trainer removes its files. Returns False if it is not there, or if its time is
+        not over at `expired_at`."""
+        named = [keys.kept(model_id), keys.kept_terms(model_id), keys.KEPT_EXPIRES]
+        named += [keys.DROPPED, keys.DROPPED_ADAPTERS, keys.COMMANDS]
+        return bool(
+            await stored(
+                self._drop(named, [model_id, name, number, "" if expired_at is None else expired_at])
+            )
+        )
 
     async def is_full(self) -> bool:
         """Whether the log holds as much as it may, so that large commands are refused for now."""

@@ -4,6 +4,7 @@ The hash `held` has the `bytes` of all commands in the log, early ones included,
 results, and the `most` that both may be together.
 """
 
+from rollout_queue.redis.scripts.drops import DROPPING
 from rollout_queue.redis.scripts.functions import FENCED
 
 OVERHEAD = 200
@@ -77,9 +78,11 @@ return {{'new'}}
 
 ANSWER = (
     FENCED
+    + DROPPING
     + f"""
--- KEYS: fence, model, result, announcements, unread, held, kept
--- ARGV: token, request id, number, result, ms to live, when it expires in ms, name and record of what is kept
+-- KEYS: fence, model, result, announcements, unread, held, kept, dropped, dropped adapters, terms, expires
+-- ARGV: token, request id, number, result, ms to live, when it expires in ms, name and record of what is
+-- kept, model id
 -- A full Redis has to accept a result, after which the trainer frees the log. It accepts HDEL, and then
 -- refuses no later write of the script.
 redis.call('HDEL', KEYS[6], '')
@@ -94,7 +97,9 @@ if redis.call('EXISTS', KEYS[2]) == 1 then
     local done = tonumber(redis.call('HGET', KEYS[2], 'done') or -1)
     if tonumber(ARGV[3]) > done then redis.call('HSET', KEYS[2], 'done', ARGV[3]) end
 end
-if ARGV[7] ~= '' then redis.call('HSET', KEYS[7], ARGV[7], ARGV[8]) end
+if ARGV[7] ~= '' then
+    keep(ARGV[9], ARGV[7], ARGV[8], redis.call('HGET', KEYS[2], 'ended'))
+end
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'r', ARGV[2])
 return 1
 """

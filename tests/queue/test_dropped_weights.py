@@ -85,7 +85,7 @@ async def test_a_deletion_spares_what_is_logged_and_not_yet_saved(
 
 
 async def test_versions_that_nobody_can_name_are_noted(
-    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+    log: CommandSubmissions, reader: RedisCommandReader
 ) -> None:
     commands: list[Command] = [
         SaveForSampler("s"),
@@ -97,17 +97,24 @@ async def test_versions_that_nobody_can_name_are_noted(
     results: list[Result] = [Published("a", version, "/there") for version in (1, 2, 3, 4)]
     for command, result in zip(made[:3], results[:3], strict=True):
         reader.answer(command, result)
-    noted = {("a", 1): made[0].position}
-    assert reader.dropped().adapters == noted, "the second one took the name of the first"
+    replaced = "sampler_weights/~replaced-0"
     reader.answer(made[0], results[0])
-    assert (await log.kept("m"))["sampler_weights/s"].made == results[1]
+    kept = {name: each.made for name, each in (await log.kept("m")).items()}
+    assert kept == {
+        "sampler_weights/s": results[1],
+        replaced: results[0],
+        "sampler_weights/~1": results[2],
+    }, "samples of the first one may wait"
+    assert reader.dropped().adapters == {}
     await log.end("m", "its client session has finished")
     reader.answer(made[3], results[3])
-    assert "sampler_weights/~2" not in await log.kept("m"), "its client has gone"
-    noted[("a", 4)] = made[3].position
+    assert set(await log.kept("m")) == set(kept), "the client of the last one has gone"
+    noted = {("a", 4): made[3].position}
     assert reader.dropped().adapters == noted
+    await log.drop("m", replaced, made[0].number)
     await log.drop("m", "sampler_weights/s", made[1].number)
-    assert reader.dropped().adapters == noted | {("a", 2): made[1].position}
+    noted |= {("a", 1): made[0].position, ("a", 2): made[1].position}
+    assert reader.dropped().adapters == noted
     for version in (1, 2, 4):
         reader.forget_adapter("a", version)
     assert reader.dropped().adapters == {}

@@ -1,6 +1,8 @@
 """Scripts of what commands have made that lasts: how it is kept under its name, deleted, and forgotten.
 
-name ─ kept ─▶ overwritten or deleted ─▶ a note, until the trainer has removed the files ─▶ forgotten
+name ─ kept ─▶ deleted ─▶ a note, until the trainer has removed the files ─▶ forgotten
+
+Weights to sample from that are overwritten are kept without a name, until their client is gone.
 """
 
 from rollout_queue.redis.scripts.functions import FENCED
@@ -24,23 +26,22 @@ end
 
 local function keep(model, name, record, ended)
     -- A command may be answered again: what was kept or deleted after it stays so. KEYS as in ANSWER.
-    local kept, before = unpacked(record), redis.call('HGET', KEYS[7], name)
+    local kept, packed = unpacked(record), redis.call('HGET', KEYS[7], name)
     local member = model .. '|' .. name
-    local drops = redis.call('HGET', KEYS[8], member) or ''
-    local deleted = ended and string.find(name, '/~', 1, true)
-    for saved in string.gmatch(drops, '([%d-]+)>') do
-        if not is_later(kept['position'], saved) then deleted = true end
+    for saved in string.gmatch(redis.call('HGET', KEYS[8], member) or '', '([%d-]+)>') do
+        if not is_later(kept['position'], saved) then return end
     end
-    if before then
-        before = unpacked(before)
-        if before['number'] == kept['number'] then return end
-        if before['number'] > kept['number'] then deleted = true end
-    end
-    if deleted then return drop_adapter(KEYS[9], kept) end
-    if before then
-        drop_adapter(KEYS[9], before)
+    if ended and string.find(name, '/~', 1, true) then return drop_adapter(KEYS[9], kept) end
+    if packed then
+        local before = unpacked(packed)
+        if before['number'] >= kept['number'] then return end
         redis.call('HDEL', KEYS[10], name .. '#' .. before['number'])
         redis.call('ZREM', KEYS[11], member .. '|' .. before['number'])
+        if ended then
+            drop_adapter(KEYS[9], before)
+        elseif before['made']['type'] == 'published' then -- samples of it may wait
+            redis.call('HSET', KEYS[7], 'sampler_weights/~replaced-' .. before['number'], packed)
+        end
     end
     redis.call('HSET', KEYS[7], name, record)
     local terms = redis.call('HGET', KEYS[10], name .. '#' .. kept['number'])

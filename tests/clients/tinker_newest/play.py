@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import tinker
 from tinker import types
@@ -207,6 +208,18 @@ def bridge():
     }
 
 
+def methods():
+    """What has come of each public method."""
+    import asyncio
+    import warnings
+
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, str(Path(__file__).parent))
+    from methods import play
+
+    return asyncio.run(play())
+
+
 if __name__ == "__main__":
-    scenes = {each.__name__: each for each in (losses, steps, errors, custom, loop, bridge)}
+    scenes = {each.__name__: each for each in (losses, steps, errors, custom, methods, loop, bridge)}
     print(json.dumps(scenes[sys.argv[1]]()))

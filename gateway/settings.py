@@ -119,6 +119,9 @@ class TinkerSettings(BaseModel):
     session_timeout_s: float = Field(1800.0, gt=0)
     """The models of a client without a sign of life for so long are freed; checkpoints stay. The SDK sends
     one every 10 s while its process lives."""
+    session_retention_s: float = Field(7 * 86400.0, gt=0)
+    """How long the records of a client session stay after its models have ended: what it sampled from, and
+    which commands it sent. A model with named weights stays."""
     max_samples: int = Field(2000, ge=1)
     """How many sequences one gateway process samples at once; half of them for one client key."""
     sample_patience_s: float = Field(600.0, ge=0)

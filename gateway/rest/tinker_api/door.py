@@ -16,11 +16,12 @@ from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNot
 from gateway.rest.access import client_of
 from gateway.rest.tinker_api.paths import PromiseId
 from gateway.rest.tinker_api.promises import Announcements
+from gateway.rest.tinker_api.retention import ClientRecordRetention
 from gateway.rest.tinker_api.sample_promises import SamplePromises
 from gateway.rest.tinker_api.samples import SampleMaker
 from gateway.rest.tinker_api.store import TinkerStore
 from gateway.sessions.identity import Caller
-from gateway.settings import GatewaySettings
+from gateway.settings import GatewaySettings, TinkerSettings
 from gateway.wiring import GatewayParts
 from rollout_queue.commands.codec import encode
 from rollout_queue.commands.command import Command, Refused
@@ -110,7 +111,9 @@ async def opened_door(gateway: GatewayParts) -> AsyncIterator[TinkerDoor]:
     store = TinkerStore(gateway.redis, log)
     tasks = [
         asyncio.create_task(announcements.follow()),
-        asyncio.create_task(_end_silent(store, settings.tinker.session_timeout_s)),
+        asyncio.create_task(
+            _sweep(store, ClientRecordRetention(gateway.redis, log, store.weights), settings.tinker)
+        ),
     ]
     try:
         yield TinkerDoor(gateway, log, store, announcements, promises, samples)
@@ -120,15 +123,18 @@ async def opened_door(gateway: GatewayParts) -> AsyncIterator[TinkerDoor]:
         await redis.aclose()
 
 
-async def _end_silent(store: TinkerStore, timeout_s: float) -> None:
-    """End the models of sessions whose client is gone, and weights whose time is over, until cancelled."""
+async def _sweep(store: TinkerStore, retention: ClientRecordRetention, settings: TinkerSettings) -> None:
+    """End the models of sessions whose client is gone, and weights whose time is over, and remove old
+    records, until it is cancelled."""
+    timeout_s, retention_s = settings.session_timeout_s, settings.session_retention_s
     while True:
-        await asyncio.sleep(min(SWEEP_EVERY_S, timeout_s / 4))
+        await asyncio.sleep(min(SWEEP_EVERY_S, timeout_s / 4, retention_s / 4))
         try:
             await store.end_silent(timeout_s)
             await store.weights.end_expired()
+            await retention.forget_old(retention_s)
         except StorageUnavailable as error:
-            logger.warning("silent sessions and expired weights cannot be ended now: %s", error)
+            logger.warning("client sessions and weights cannot be ended or forgotten now: %s", error)
 
 
 def door_of(request: Request) -> tuple[TinkerDoor, Caller]:

@@ -22,6 +22,7 @@ from rollout_queue.commands.result import Kept
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.commands.submission import CommandSubmissions
+from rollout_queue.redis.scripts import client_sessions as scripts
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,10 @@ class TinkerStore:
     def __init__(self, redis: Redis, log: CommandSubmissions) -> None:
         self._redis, self._log = redis, log
         self.weights = KeptWeightsStore(redis, log)
+        self._beat = redis.register_script(scripts.BEAT)
+        self._end_session = redis.register_script(scripts.END_SESSION)
+        self._add_made = redis.register_script(scripts.ADD_MADE)
+        self._add_target = redis.register_script(scripts.ADD_TARGET)
 
     # Client sessions
 
@@ -65,21 +70,18 @@ class TinkerStore:
 
     async def beat(self, session: ClientSession) -> bool:
         """Note a sign of life. Returns False if the session has finished."""
-        name, now = keys.client_session(session.session_id), time.time()
-        await stored(self._redis.hset(name, "beat", str(now)))
-        if await stored(self._redis.hexists(name, "finished")):
-            return False
-        await stored(self._redis.zadd(keys.CLIENT_SESSIONS_LIVE, {session.session_id: now}, xx=True))
-        return True
+        named = [keys.client_session(session.session_id), keys.CLIENT_SESSIONS_LIVE]
+        return bool(await stored(self._beat(named, [session.session_id, time.time()])))
 
     async def finish(self, session: ClientSession, how: bytes) -> None:
         """The first finish stays."""
-        name = keys.client_session(session.session_id)
-        await stored(self._redis.hsetnx(name, "finished", how.decode()))
-        await self.end_models(session.session_id, "its client session has finished")
+        await self.end_models(session.session_id, "its client session has finished", how)
 
-    async def end_models(self, session_id: str, why: str) -> None:
-        """Take no more commands for the models of a session, so that the trainer frees them."""
+    async def end_models(self, session_id: str, why: str, finished: bytes = b"") -> None:
+        """Take no more models, and no more commands for those of a session, so that the trainer frees them.
+        From the first end on, the records of the session have a time to live."""
+        named = [keys.client_session(session_id), keys.CLIENT_SESSIONS_ENDED]
+        await stored(self._end_session(named, [session_id, time.time(), finished]))
         found: Any = await stored(self._redis.smembers(keys.made_in(session_id)))
         for made in sorted(each.decode() for each in found):
             if ":train:" in made:
@@ -100,9 +102,18 @@ class TinkerStore:
     # Models
 
     async def add_model(self, model: ClientModel) -> None:
-        """Raises InvalidRequest if a model with this id and other terms exists."""
-        await stored(self._redis.sadd(keys.made_in(model.session_id), model.model_id))
+        """Raises InvalidRequest if a model with this id and other terms exists, or the session has ended."""
+        session_id, ended = model.session_id, keys.CLIENT_SESSIONS_ENDED
+        named = [keys.client_session(session_id), keys.made_in(session_id), ended]
+        noted = await stored(self._add_made(named, [session_id, model.model_id]))
+        if noted == b"unknown":
+            raise ObjectNotFound(f"there is no session {session_id!r}", param="session_id")
+        if noted == b"ended":
+            message = f"session {session_id} has ended: it takes no new models, so begin another one"
+            raise InvalidRequest(message, param="session_id", code="session_ended")
         spec = await self._log.open(model.model_id, model.owner, encode_record(model))
+        if await stored(self._redis.zscore(ended, session_id)) is not None:  # it has ended meanwhile
+            await self._log.end(model.model_id, "its client session has ended")
         known = _read(spec, ClientModel)
         if known is not None and _terms(known) != _terms(model):
             message = f"model {model.model_id} exists already, and was made with other arguments"
@@ -136,9 +147,10 @@ class TinkerStore:
 
     async def add_target(self, target: SamplingTarget) -> None:
         """The first target of this id stays: a repeated request has the same."""
-        await stored(self._redis.sadd(keys.made_in(target.session_id), target.sampling_session_id))
-        name = keys.sampling_target(target.sampling_session_id)
-        await stored(self._redis.set(name, encode_record(target), nx=True))
+        name, made = target.sampling_session_id, keys.made_in(target.session_id)
+        named = [keys.client_session(target.session_id), made, keys.sampling_target(name)]
+        if not await stored(self._add_target(named, [name, encode_record(target)])):
+            raise ObjectNotFound(f"there is no session {target.session_id!r}", param="session_id")
 
     async def target(self, sampling_session_id: str, caller: Caller) -> SamplingTarget:
         found: Any = await stored(self._redis.get(keys.sampling_target(sampling_session_id)))

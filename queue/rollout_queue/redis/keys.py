@@ -164,6 +164,9 @@ def client_session(session_id: str) -> str:
 
 CLIENT_SESSIONS_LIVE = "weir:client_sessions_live"
 """Sorted set: the client sessions whose models take commands, by their last sign of life."""
+CLIENT_SESSIONS_ENDED = "weir:client_sessions_ended"
+"""Sorted set: the client sessions whose models have ended, by when; and the models with named weights that
+have outlasted theirs, by when somebody looked for these weights last."""
 
 
 def client_sessions_of(owner: str) -> str:

@@ -30,9 +30,9 @@ local next = tonumber(redis.call('HGET', KEYS[1], 'next'))
 if not next then return {{'unknown'}} end
 local known = redis.call('HGET', KEYS[1], 'd:' .. number)
 if known then return {{known == ARGV[3] and 'known' or 'other'}} end
-if number < next then return {{'other'}} end
 local ended = redis.call('HGET', KEYS[1], 'ended')
 if ended then return {{'ended', ended}} end
+if number < next then return {{'other'}} end
 if number - next > tonumber(ARGV[6]) then return {{'far', next}} end
 
 -- Results that nobody has read expire, and then count no more.
@@ -96,9 +96,7 @@ end
 if redis.call('EXISTS', KEYS[2]) == 1 then
     local done = tonumber(redis.call('HGET', KEYS[2], 'done') or -1)
     if tonumber(ARGV[3]) > done then redis.call('HSET', KEYS[2], 'done', ARGV[3]) end
-end
-if ARGV[7] ~= '' then
-    keep(ARGV[9], ARGV[7], ARGV[8], redis.call('HGET', KEYS[2], 'ended'))
+    if ARGV[7] ~= '' then keep(ARGV[9], ARGV[7], ARGV[8], redis.call('HGET', KEYS[2], 'ended')) end
 end
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'r', ARGV[2])
 return 1

@@ -92,6 +92,17 @@ def test_a_model_that_has_ended_is_removed_and_its_commands_fail(
     assert isinstance(after.log.last("a:0"), Created), "a command with a result keeps it"
 
 
+def test_a_checkpoint_is_made_when_every_model_has_ended(make_command_harness: MakeCommandHarness) -> None:
+    harness = make_command_harness()
+    harness.send("a", created())
+    harness.log.ends["a"] = "its session has ended"
+    harness.send("a", step())
+    harness.trainer.save_if_outdated()
+    assert kept(harness) == []
+    after = make_command_harness(log=harness.log)
+    assert after.trainer.executor.model_ids == set()
+
+
 def test_a_pass_that_ends_processes_fails_at_last_and_adds_nothing(
     make_command_harness: MakeCommandHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

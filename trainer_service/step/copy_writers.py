@@ -40,4 +40,5 @@ class CopyWriter:
 
 def _write(copy: StateCopy, directory: Path) -> None:
     copy.write(directory)
+    directory.mkdir(parents=True, exist_ok=True)  # a copy without states has made none
     sync_tree(directory)  # rank 0 cannot sync what a rank on another host has written to a common disk

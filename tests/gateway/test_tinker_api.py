@@ -311,15 +311,14 @@ def test_the_models_of_a_finished_session_take_no_more_commands(
     assert loop.post(f"sessions/{loop.session_id}/finish", {"reason": {"type": "success"}}).status_code == 200
     assert trainer.reader.held_bytes()[0] < held, "what waited is gone"
     assert loop.command("optim_step", 1, adam_params=ADAM).status_code == 404
-    assert trainer.reader.ended() == {loop.model_id: "its client session has finished"}
+    assert trainer.reader.ended([loop.model_id]) == {loop.model_id: "its client session has finished"}
 
 
 def test_the_models_of_a_silent_session_end(backends: Backends, gateway: RunningGateway) -> None:
     with backends.gateway(tinker={"session_timeout_s": 0.2}) as impatient:
         loop = TinkerLoop(impatient, str(backends.model_path))
         loop.begin()
-        ended = keys.MODELS_ENDED
-        wait_until(lambda: impatient.redis.hexists(ended, loop.model_id))
+        wait_until(lambda: impatient.redis.hexists(keys.model(loop.model_id), "ended"))
         assert loop.command("optim_step", 1, adam_params=ADAM).status_code == 404
 
 

@@ -256,9 +256,43 @@ async def test_a_model_that_ends_leaves_nothing_in_the_log(
     assert not await log.end("m", "again")
     assert not await log.end("nobody", "it is over")
     assert reader.held_bytes()[0] == held, "the early ones are gone"
-    assert reader.ended() == {"m": "it is over"}
+    await log.open("lives", "owner", b"")
+    assert reader.ended([]) == {}
+    assert reader.ended(["m", "lives"]) == {"m": "it is over"}
     assert await log.submit("m", 1, "1", STEP) == "ended"
     assert numbers(reader) == [0]
+
+
+async def test_ended_models_leave_nothing_but_their_own_records(
+    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+) -> None:
+    def size() -> int:
+        return sum(
+            redis.memory_usage(key) or 0 for key in redis.scan_iter() if not key.startswith(b"weir:m:")
+        )
+
+    names = [f"m{number}" for number in range(50)]
+    for name in names:
+        await log.open(name, "owner", b"")
+    before = size()
+    for name in names:
+        assert await log.end(name, "it is over")
+    assert size() <= before, "no list of all that ever ended grows"
+    assert reader.ended(names) == dict.fromkeys(names, "it is over")
+    for name in names:
+        assert await log.submit(name, 0, "0", STEP) == "ended"
+
+
+async def test_a_model_whose_record_is_removed_has_ended_and_keeps_nothing(
+    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+) -> None:
+    await log.open("m", "owner", b"")
+    await log.submit("m", 0, "0", SaveWeights("a"))
+    (command,) = reader.read(BEGINNING, 10, 0.01)
+    redis.delete(keys.model("m"))
+    assert set(reader.ended(["m"])) == {"m"}
+    reader.answer(command, Saved(10))
+    assert (await log.kept("m"), redis.exists(keys.model("m"))) == ({}, 0)
 
 
 async def test_a_full_redis_accepts_answers_and_frees_the_log(

@@ -92,6 +92,35 @@ def test_a_model_that_has_ended_is_removed_and_its_commands_fail(
     assert isinstance(after.log.last("a:0"), Created), "a command with a result keeps it"
 
 
+@pytest.mark.parametrize("checkpoints", [0, 1], ids=["no checkpoint", "a checkpoint without it"])
+def test_a_trainer_that_was_killed_learns_again_that_a_model_has_ended(
+    make_command_harness: MakeCommandHarness, checkpoints: int
+) -> None:
+    """The last checkpoint has the model; the process that removed it dies before, or after, the next one."""
+    first = make_command_harness(checkpoint_every_steps=1)
+    for command in (created(), learn(1), step()):
+        first.send("a", command)
+    first.trainer.save_if_outdated()
+    log = first.log
+    late = log.append("a", learn(2))
+    log.ends["a"] = "its session has ended"
+    log.answers_until_killed = checkpoints
+    if checkpoints:
+        first.trainer.run_once()
+        first.trainer.save_if_outdated()
+    else:
+        with pytest.raises(Killed):
+            first.trainer.run_once()
+    log.answers_until_killed = None
+    last = log.append("a", learn(3))
+    after = make_command_harness(log=log)
+    after.trainer.run_once()
+    assert after.trainer.executor.model_ids == set()
+    for request in (late, last):
+        assert failed(log.last(request)) == "model a has ended: its session has ended"
+        assert len(log.results[request]) == 1
+
+
 def test_a_checkpoint_is_made_when_every_model_has_ended(make_command_harness: MakeCommandHarness) -> None:
     harness = make_command_harness()
     harness.send("a", created())

@@ -143,7 +143,8 @@ class CommandTrainer:
             if self._turns is not None:
                 self._turns.settle()
             commands = self._ask(lambda: self._reader.read(self._after, COUNT, BLOCK_S))
-            ended = self._ask(self._reader.ended)
+            asked = self.executor.model_ids | {each.model_id for each in commands}
+            ended = self._ask(lambda: self._reader.ended(asked))
             self._dropped.read()
         for model_id in self.executor.model_ids & set(ended):
             logger.info("model %s has ended: %s", model_id, ended[model_id])

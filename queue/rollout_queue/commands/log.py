@@ -5,7 +5,7 @@ client ─▶ gateway ── in order, once ─▶ log ── read ─▶ traine
                                         └─ free: what a durable checkpoint contains is removed
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from rollout_queue.commands.command import LoggedCommand
@@ -57,8 +57,9 @@ class CommandReader(Protocol):
         sooner a checkpoint is due."""
         ...
 
-    def ended(self) -> Mapping[str, str]:
-        """The models that no command can reach any more, and why: their memory can be freed."""
+    def ended(self, model_ids: Collection[str]) -> Mapping[str, str]:
+        """Those of these models that no new command can reach, and why: their memory can be freed. A model
+        that has ended once has ended for ever, also when its records are gone."""
         ...
 
     def dropped(self) -> Dropped:

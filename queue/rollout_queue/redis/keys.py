@@ -138,8 +138,6 @@ COMMANDS_HELD = "weir:commands_held"
 """Hash: the `bytes` of all commands in the log, those of `unread` results, and the `most` of both."""
 RESULTS_UNREAD = "weir:results_unread"
 """Sorted set: the results that nobody has read, with their sizes (`request|bytes`), by when they expire."""
-MODELS_ENDED = "weir:models_ended"
-"""Hash: model that takes no more commands → why."""
 RESULTS_ANNOUNCED = "weir:results_announced"
 """Stream: the commands that got their results last."""
 

@@ -1,6 +1,6 @@
 """A log of commands in memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rollout_queue.commands.codec import decode_answer, decode_command, encode
 from rollout_queue.commands.command import Command, LoggedCommand
@@ -65,8 +65,8 @@ class MemoryCommandLog:
     def held_bytes(self) -> tuple[int, int]:
         return self.bytes
 
-    def ended(self) -> Mapping[str, str]:
-        return self.ends
+    def ended(self, model_ids: Collection[str]) -> Mapping[str, str]:
+        return {model_id: why for model_id, why in self.ends.items() if model_id in model_ids}
 
     def drop(self, model_id: str, name: str, request_id: str) -> None:
         """Delete the weights that this command has saved, after the last command."""

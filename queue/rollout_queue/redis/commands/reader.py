@@ -1,7 +1,7 @@
 """The trainer's end of the command log on Redis."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from redis import Redis
@@ -30,6 +30,8 @@ from rollout_queue.redis.scripts import drops, functions
 UNREAD_TTL_S = 24 * 3600.0
 """How long a result that nobody has read is kept."""
 NAMED = (SaveWeights, SaveForSampler, LoadWeights)
+FORGOTTEN = b"its record is removed"
+"""Why a model has ended whose record is gone: no command can reach it."""
 FREED_AT_ONCE = 200
 """How many commands one script removes: Redis serves nobody else meanwhile."""
 
@@ -84,10 +86,15 @@ class RedisCommandReader:
             held, most = self._redis.hmget(keys.COMMANDS_HELD, "bytes", "most")
         return int(held or 0), int(most or 0)
 
-    def ended(self) -> Mapping[str, str]:
-        with available():
-            found: Any = self._redis.hgetall(keys.MODELS_ENDED)
-        return {model_id.decode(): reason.decode() for model_id, reason in found.items()}
+    def ended(self, model_ids: Collection[str]) -> Mapping[str, str]:
+        if not model_ids:
+            return {}
+        with available(), self._redis.pipeline(transaction=False) as pipeline:
+            for model_id in model_ids:
+                pipeline.hmget(keys.model(model_id), "spec", "ended")
+            found = zip(model_ids, pipeline.execute(), strict=True)
+        reasons = {model_id: FORGOTTEN if spec is None else why for model_id, (spec, why) in found}
+        return {model_id: why.decode() for model_id, why in reasons.items() if why is not None}
 
     def dropped(self) -> Dropped:
         with available(), self._redis.pipeline(transaction=True) as pipeline:

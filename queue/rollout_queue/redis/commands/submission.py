@@ -77,8 +77,8 @@ class CommandSubmissions:
     async def end(self, model_id: str, why: str) -> bool:
         """Take no more commands for a model; the trainer frees it. Returns False if it has ended before, or
         does not exist."""
-        named = [keys.model(model_id), keys.MODELS_ENDED, keys.COMMANDS_HELD]
-        return bool(await stored(self._end(named, [model_id, why])))
+        named = [keys.model(model_id), keys.COMMANDS_HELD]
+        return bool(await stored(self._end(named, [why])))
 
     async def result(self, model_id: str, number: int) -> Answer | Waiting | Gone:
         """The result of a command, if it has one. It can be read for READ_TTL_S after the first time."""

@@ -137,12 +137,11 @@ return #found
 )
 
 END = f"""
--- KEYS: model, ended models, held   ARGV: model id, why
+-- KEYS: model, held   ARGV: why
 -- The model takes no more commands. Those that came early and wait for others will never be carried out.
 redis.call('HDEL', KEYS[1], '')
 if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[1], 'ended') == 1 then return 0 end
-redis.call('HSET', KEYS[1], 'ended', ARGV[2])
-redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+redis.call('HSET', KEYS[1], 'ended', ARGV[1])
 local fields, size = redis.call('HGETALL', KEYS[1]), 0
 for at = 1, #fields, 2 do
     local kind, number = string.match(fields[at], '^([de]):(%d+)$')
@@ -151,6 +150,6 @@ for at = 1, #fields, 2 do
         redis.call('HDEL', KEYS[1], fields[at], 'd:' .. number)
     end
 end
-if size > 0 then redis.call('HINCRBY', KEYS[3], 'bytes', -size) end
+if size > 0 then redis.call('HINCRBY', KEYS[2], 'bytes', -size) end
 return 1
 """

@@ -315,9 +315,9 @@ def test_the_models_of_a_finished_session_take_no_more_commands(
 
 
 def test_the_models_of_a_silent_session_end(backends: Backends, gateway: RunningGateway) -> None:
+    loop = TinkerLoop(gateway, str(backends.model_path))
+    loop.begin()
     with backends.gateway(tinker={"session_timeout_s": 0.2}) as impatient:
-        loop = TinkerLoop(impatient, str(backends.model_path))
-        loop.begin()
         wait_until(lambda: impatient.redis.hexists(keys.model(loop.model_id), "ended"))
         assert loop.command("optim_step", 1, adam_params=ADAM).status_code == 404
 

@@ -106,8 +106,8 @@ def test_named_weights_outlast_their_session(
 def test_signs_of_life_and_a_second_finish_postpone_no_end(
     backends: Backends, gateway: RunningGateway
 ) -> None:
+    loop = SamplingLoop(gateway, str(backends.model_path)).start()
     with backends.gateway(tinker={"session_timeout_s": 0.2}) as impatient:
-        loop = SamplingLoop(impatient, str(backends.model_path)).start()
         redis, ended = impatient.redis, keys.CLIENT_SESSIONS_ENDED
         first = wait_until(lambda: redis.zscore(ended, loop.session_id))
         wait_until(lambda: redis.zscore(keys.CLIENT_SESSIONS_LIVE, loop.session_id) is None)

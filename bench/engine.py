@@ -16,7 +16,7 @@ import uvloop
 FIRST_ID = 300
 IDS = 500
 """Answers consist of ids in [FIRST_ID, FIRST_ID + IDS), ordinary tokens of the benchmark's tokenizer."""
-MODEL_INFO = b'{"model_path":"bench","weight_version":"1"}'
+MODEL_INFO = b'{"model_path":"bench","weight_version":"0"}'
 
 
 @lru_cache(maxsize=256)
@@ -30,7 +30,7 @@ def events(tokens: int, interval: int) -> tuple[bytes, ...]:
             "id": "0123456789abcdef0123456789abcdef",
             "finish_reason": {"type": "length", "length": tokens} if end == tokens else None,
             "prompt_tokens": 32,
-            "weight_version": "1",
+            "weight_version": "0",
             "input_token_logprobs": [],
             "output_token_logprobs": [[-0.5108256, token_id, None] for token_id in ids],
             "output_token_logprobs_length": end,
@@ -41,7 +41,7 @@ def events(tokens: int, interval: int) -> tuple[bytes, ...]:
         }
         if end == tokens:
             meta["e2e_latency"] = 0.1234
-            meta["weight_versions"] = [{"version": "1", "start": 0, "end": tokens}]
+            meta["weight_versions"] = [{"version": "0", "start": 0, "end": tokens}]
         event = json.dumps({"text": " word" * len(ids), "output_ids": ids, "meta_info": meta})
         chunks.append(_chunk(b"data: " + event.encode() + b"\n\n"))
     return (*chunks, _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")

@@ -3,12 +3,10 @@ its bytes are bounded, and a full log still lets one model reach its step."""
 
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.commands.codec import decode_answer, decode_command, encode
 from rollout_queue.commands.command import (
@@ -30,32 +28,10 @@ from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
 from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.commands.submission import CommandSubmissions, Gone, Waiting
-from rollout_queue.redis.lease import Lease
 
 MOST = 100_000
+"""Bytes that the fixture `log` holds."""
 STEP = OptimStep(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    client = Redis.from_url(redis_url)
-    client.flushdb()
-    yield client
-    client.close()
-
-
-@pytest.fixture
-async def log(redis: Redis, redis_url: str) -> AsyncIterator[CommandSubmissions]:
-    client = AsyncRedis.from_url(redis_url)
-    yield CommandSubmissions(client, MOST)
-    await client.aclose()
-
-
-@pytest.fixture
-def reader(redis: Redis) -> RedisCommandReader:
-    lease = Lease(redis, 30)
-    assert lease.claim() is None
-    return RedisCommandReader(redis, lease.token)
 
 
 def passes(tokens: int) -> ForwardBackward:

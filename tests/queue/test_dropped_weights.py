@@ -1,10 +1,7 @@
 """What commands have made is deleted at a place in the log, whatever is answered again later."""
 
-from collections.abc import AsyncIterator, Iterator
-
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.commands.command import Command, LoggedCommand, OptimStep, SaveForSampler, SaveWeights
 from rollout_queue.commands.log import BEGINNING, Drop, Dropped
@@ -12,31 +9,8 @@ from rollout_queue.commands.result import Published, Result, Saved
 from rollout_queue.redis import keys
 from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.commands.submission import CommandSubmissions
-from rollout_queue.redis.lease import Lease
 
 STEP = OptimStep(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    client = Redis.from_url(redis_url)
-    client.flushdb()
-    yield client
-    client.close()
-
-
-@pytest.fixture
-async def log(redis: Redis, redis_url: str) -> AsyncIterator[CommandSubmissions]:
-    client = AsyncRedis.from_url(redis_url)
-    yield CommandSubmissions(client, 100_000)
-    await client.aclose()
-
-
-@pytest.fixture
-def reader(redis: Redis) -> RedisCommandReader:
-    lease = Lease(redis, 30)
-    assert lease.claim() is None
-    return RedisCommandReader(redis, lease.token)
 
 
 async def logged(

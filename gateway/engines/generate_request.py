@@ -45,5 +45,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """Requests with different salts share no cached prefixes."""
     logprob_start_len: int | UnsetType = UNSET
     """The position of the first token of the prompt that is scored; no token of it if UNSET."""
+    token_ids_logprob: list[int] | UnsetType = UNSET
+    """Ids that are scored in the place of each token that is scored."""
     lora_path: str | UnsetType = UNSET
     """The name of the adapter that answers, at this engine."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from gateway.engines.event_stream import LOWEST_LOGPROB, engine_error
 from gateway.engines.failover import HARMLESS, NO_ADAPTER, RetryState, Sampler
@@ -17,6 +18,17 @@ from gateway.engines.placement import Wish
 from gateway.errors import EngineFault, RequestRefused
 
 
+class PromptQuery(NamedTuple):
+    """Which scores of a prompt are wanted."""
+
+    start: int
+    """The position of the first token that is scored."""
+    top_k: int = 0
+    """How many of the likeliest tokens in the place of each."""
+    candidates: Sequence[int] = ()
+    """Ids that are scored in the place of each."""
+
+
 class PromptScores(NamedTuple):
     """The scores of a prompt of N tokens, of the distribution at temperature 1."""
 
@@ -24,6 +36,8 @@ class PromptScores(NamedTuple):
     """Nats, one for each token; None where no distribution is known: the first, and those not asked for."""
     top: Sequence[Sequence[tuple[float, int]]]
     """The likeliest tokens in its place, as (logprob, id); empty where they are not known."""
+    candidates: Sequence[Sequence[float]]
+    """Nats, one for each candidate; empty where they are not known."""
     cached_tokens: int
 
 
@@ -33,6 +47,7 @@ Triple = tuple[float | None, int, str | None]
 class _ScoredMeta(msgspec.Struct):
     input_token_logprobs: list[Triple]
     input_top_logprobs: list[list[Triple] | None] | None = None
+    input_token_ids_logprobs: list[list[Triple] | None] | None = None
     cached_tokens: int | None = 0
 
 
@@ -51,9 +66,9 @@ class PromptScorer:
         self._sampler = sampler
 
     async def score(
-        self, rid: str, session_id: str, wish: Wish, ids: Sequence[int], start: int, top_k: int
+        self, rid: str, session_id: str, wish: Wish, ids: Sequence[int], query: PromptQuery
     ) -> PromptScores:
-        """The scores of the tokens from `start` on, and the `top_k` likeliest in the place of each.
+        """The scores of the prompt `ids`.
 
         Another server is tried after a fault, as for an answer without tokens. Raises RequestRefused,
         EngineFault or NoServer.
@@ -64,8 +79,9 @@ class PromptScorer:
             input_ids=list(ids),
             sampling_params=ONE_TOKEN,
             stream=False,
-            logprob_start_len=max(0, start - 1),  # the first one that the engine scores has no score
-            top_logprobs_num=top_k,
+            logprob_start_len=max(0, query.start - 1),  # the first one that the engine scores has no score
+            top_logprobs_num=query.top_k,
+            token_ids_logprob=list(query.candidates) or UNSET,
         )
         while True:
             server = await sampler.fleet.acquire(session_id, wish, sampler.engine_wait_s, avoid)
@@ -95,10 +111,10 @@ class PromptScorer:
             raise
         finally:
             server.leave(trial)
-        return _scores(reply, len(body.input_ids), body.top_logprobs_num)
+        return _scores(reply, body)
 
 
-def _scores(reply: bytes, length: int, top_k: int) -> PromptScores:
+def _scores(reply: bytes, body: GenerateBody) -> PromptScores:
     """Raises EngineFault for a reply that contradicts itself."""
     try:
         meta = _decode(reply).meta_info
@@ -106,18 +122,28 @@ def _scores(reply: bytes, length: int, top_k: int) -> PromptScores:
         if b'"error"' in reply[:1000]:
             raise engine_error(200, reply[:10_000]) from error
         raise EngineFault("nonsense", f"the engine's scores cannot be read: {error}") from error
-    scored = meta.input_token_logprobs
+    scored, length = meta.input_token_logprobs, len(body.input_ids)
     if len(scored) > length:
         raise EngineFault("nonsense", f"{len(scored)} scores for a prompt of {length} tokens")
     unknown = length - len(scored)
     logprobs = [_finite(logprob) for logprob, _, _ in scored]
-    found = meta.input_top_logprobs or []
     top: list[list[tuple[float, int]]] = [[] for _ in range(length)]
-    for at, each in enumerate(found if top_k else [], unknown):
+    for at, each in enumerate(meta.input_top_logprobs or [] if body.top_logprobs_num else [], unknown):
         top[at] = [(_finite(logprob) or 0.0, token) for logprob, token, _ in each or []]
+    candidates: list[list[float]] = [[] for _ in range(length)]
+    for at, each in enumerate(meta.input_token_ids_logprobs or [], unknown):
+        candidates[at] = [_finite(logprob) or 0.0 for logprob, _, _ in each or []]
     if logprobs:
-        logprobs[0], top[unknown] = None, []
-    return PromptScores([None] * unknown + logprobs, top, meta.cached_tokens or 0)
+        logprobs[0], top[unknown], candidates[unknown] = None, [], []
+    if body.token_ids_logprob is not UNSET:
+        _check_candidates(candidates[unknown + 1 :], len(body.token_ids_logprob))
+    return PromptScores([None] * unknown + logprobs, top, candidates, meta.cached_tokens or 0)
+
+
+def _check_candidates(scored: Sequence[Sequence[float]], count: int) -> None:
+    """Raises EngineFault if a place lacks the score of a candidate."""
+    if (fewest := min(map(len, scored), default=count)) < count:
+        raise EngineFault("nonsense", f"the engine scored {fewest} of {count} candidates in one place")
 
 
 def _finite(logprob: float | None) -> float | None:

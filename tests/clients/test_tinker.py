@@ -113,6 +113,13 @@ def test_steps_checkpoints_and_samples_belong_together(running: TinkerStack, sdk
     engine, trainer = told["scores"][1:], told["further"][1]["logprobs"][0]
     assert engine == pytest.approx(trainer, abs=TOLERANCE), "the engine samples from these weights"
     assert told["sampled"] == [[5, 5]] * 3
+    if told["likeliest"]:  # the oldest version cannot ask for the scores of other tokens
+        expected = told["likeliest"]["told"]
+        expected[0][1] = 0.0
+        for scored in told["likeliest"]["scored"]:
+            assert [each == pytest.approx(top) for each, top in zip(scored, expected, strict=True)] == [
+                True
+            ] * 4
 
 
 @pytest.mark.parametrize("sdk", SDKS)

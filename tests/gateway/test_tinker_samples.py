@@ -95,6 +95,37 @@ def test_a_prompt_is_scored(loop: SamplingLoop, gateway: RunningGateway) -> None
     assert [each["logprob_start_len"] for each in gateway.engine.requests if not each["stream"]] == [0, 1]
 
 
+def test_scores_of_other_tokens_in_the_places_of_the_prompt(
+    loop: SamplingLoop, gateway: RunningGateway
+) -> None:
+    dense = {"data": [-1, -1, 9, -1, 30, 9], "dtype": "int64", "shape": [3, 2]}
+    made = loop.sample(0, [4, 5, 6, 7], target_prompt_logprobs=dense)
+    assert not made.HasField("prompt_logprobs")
+    tensor = made.target_prompt_logprobs
+    assert (list(tensor.shape), tensor.dtype) == ([3, 2], wire.DTYPE_FLOAT32)
+    assert list(array("f", tensor.dense)) == pytest.approx([0, 0, -0.009, 0, -0.03, -0.009])
+    sparse = {"data": [30, 9], "dtype": "int64", "shape": [3, 1000]}
+    sparse |= {"sparse_crow_indices": [0, 0, 1, 2], "sparse_col_indices": [999, 0]}
+    both = {"target_prompt_logprobs": sparse, "prompt_logprobs": True, "prompt_logprobs_last_n": 1}
+    made = loop.sample(1, [4, 5, 6, 7], **both)
+    assert [math.isnan(each) for each in array("f", made.prompt_logprobs)] == [True, True, True, False]
+    csr = made.target_prompt_logprobs.sparse_csr
+    assert list(array("f", csr.values)) == pytest.approx([-0.03, -0.009])
+    assert (list(array("q", csr.crow_indices)), list(array("q", csr.col_indices))) == ([0, 0, 1, 2], [999, 0])
+    asked = [each for each in gateway.engine.requests if not each["stream"]]
+    told = [(each["logprob_start_len"], each["token_ids_logprob"]) for each in asked]
+    assert told == [(1, [9, 30])] * 2
+
+
+def test_more_scores_than_the_gateway_reads_are_refused(loop: SamplingLoop) -> None:
+    ids = list(range(200))
+    wanted = {"data": [ids[(at + row) % 200] for row in range(2999) for at in range(200)]}
+    wanted |= {"dtype": "int64", "shape": [2999, 200]}
+    refused = loop.ask(0, [1] * 3000, target_prompt_logprobs=wanted)
+    assert refused.status_code == 400
+    assert "599800 scores, of 524288 allowed" in refused.json()["error"]["message"]
+
+
 def test_likeliest_tokens_of_a_sample(loop: SamplingLoop) -> None:
     made = loop.sample(0, [1, 2], topk_sample_logprobs=3)
     top = made.sequences[0].topk_sampled_logprobs
@@ -146,6 +177,21 @@ def test_a_sample_that_fails_says_why(loop: SamplingLoop, gateway: RunningGatewa
         ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "prompt"),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1.5]}]}}, "prompt"),
         ({"target_prompt_logprobs": {"data": []}}, "target_prompt_logprobs"),
+        *(
+            ({"target_prompt_logprobs": {"dtype": "int64"} | wanted}, "target_prompt_logprobs")
+            for wanted in (
+                {"data": [3, 4], "shape": [2]},
+                {"data": [3, 4], "shape": [2, 1]},
+                {"data": [3], "shape": [1, 2]},
+                {"data": [-1], "shape": [1, 1]},
+                {"data": [99999], "shape": [1, 1]},
+                {"data": [-2], "shape": [1, 1]},
+                {"data": [3], "shape": [1, 1], "dtype": "float32"},
+                {"data": [3], "shape": [1, 1], "sparse_crow_indices": [0, 1]},
+                {"data": [3], "shape": [1, 1], "sparse_crow_indices": [0, 1], "sparse_col_indices": [1]},
+                {"data": [3], "shape": [1, 1], "sparse_crow_indices": [0, 2], "sparse_col_indices": [0]},
+            )
+        ),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
         ({"topk_prompt_logprobs": 2}, "topk_prompt_logprobs"),
         ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),

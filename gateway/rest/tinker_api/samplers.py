@@ -19,6 +19,8 @@ from gateway.rest.tinker_api.paths import PromiseId, sampler_of, weights_path
 from gateway.rest.tinker_api.records import SamplingTarget
 from gateway.rest.tinker_api.samples import MOST_ATTEMPTS, WantedSample, turn_of
 from gateway.rest.tinker_api.wire.bodies import Number, SamplingSessionBody, TinkerBody
+from gateway.rest.tinker_api.wire.prompt_targets import TargetsBody, prompt_targets
+from gateway.rest.tinker_api.wire.sample_answer import WantedScores
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.result import Published
 from rollout_queue.contract.policies.adapter import PublishedAdapter
@@ -60,7 +62,7 @@ class SampleBody(TinkerBody):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(0, ge=0, le=MOST_TOP)
     topk_sample_logprobs: int = Field(0, ge=0, le=MOST_TOP)
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: TargetsBody | None = None
     prompt_alt_tokens_k: int = Field(0, ge=0)
     prompt_logprobs_last_n: Number | None = None
     record_stability_info: bool | None = None
@@ -118,15 +120,15 @@ async def asample(body: SampleBody, request: Request) -> JSONResponse:
     """Begin to sample; returns a promise, and the ids of its sequences."""
     door, caller = door_of(request)
     target = await door.store.target(body.sampling_session_id, caller)
-    _refuse_unserved(body)
+    if body.prompt_alt_tokens_k:
+        raise InvalidRequest("prompt_alt_tokens_k: not served here", param="prompt_alt_tokens_k")
     ids = [token for chunk in body.prompt.chunks for token in chunk.tokens]
     wanted = WantedSample(
         promise=PromiseId("s", target.sampling_session_id, body.seq_id),
         call=_call(door, body, ids),
         n=body.num_samples,
         pinned=await pinned_of(door, target, caller),
-        prompt_from=_scored_from(body, len(ids)),
-        prompt_top=body.topk_prompt_logprobs,
+        scores=_scores(door, body, len(ids)),
     )
     digest = hashlib.sha256(msgspec.msgpack.encode(body.model_dump())).hexdigest()[:32]
     await door.samples.start(wanted, caller, digest)
@@ -204,6 +206,17 @@ def _stops(stop: str | list[str] | list[int] | None) -> tuple[list[str], list[in
     ]
 
 
+def _scores(door: TinkerDoor, body: SampleBody, length: int) -> WantedScores:
+    targets = body.target_prompt_logprobs
+    return WantedScores(
+        logprobs_from=_scored_from(body, length),
+        top=body.topk_prompt_logprobs,
+        targets=None
+        if targets is None
+        else prompt_targets(targets, length, door.gateway.renderer.config.vocab_size),
+    )
+
+
 def _scored_from(body: SampleBody, length: int) -> int | None:
     """The first token of the prompt that is scored; None if none is."""
     last_n = body.prompt_logprobs_last_n
@@ -216,10 +229,3 @@ def _scored_from(body: SampleBody, length: int) -> int | None:
         message = f"prompt_logprobs_last_n: {last_n}, of a prompt with {length} tokens"
         raise InvalidRequest(message, param="prompt_logprobs_last_n")
     return 0 if last_n is None else length - last_n
-
-
-def _refuse_unserved(body: SampleBody) -> None:
-    if body.target_prompt_logprobs is not None:
-        raise InvalidRequest("target_prompt_logprobs: not served here", param="target_prompt_logprobs")
-    if body.prompt_alt_tokens_k:
-        raise InvalidRequest("prompt_alt_tokens_k: not served here", param="prompt_alt_tokens_k")

@@ -26,7 +26,7 @@ from gateway.generations.generation import Call, Generation, tokens_of
 from gateway.generations.pinning import Pinned
 from gateway.rest.tinker_api.paths import PromiseId
 from gateway.rest.tinker_api.sample_promises import SamplePromises
-from gateway.rest.tinker_api.wire.sample_answer import sample_response
+from gateway.rest.tinker_api.wire.sample_answer import WantedScores, sample_response
 from gateway.sessions.identity import Caller
 from gateway.wiring import GatewayParts
 from rollout_queue.contract.errors import QueueError, StorageUnavailable
@@ -48,9 +48,7 @@ class WantedSample(msgspec.Struct, frozen=True):
     call: Call
     n: int
     pinned: Pinned
-    prompt_from: int | None = None
-    """The position of the first token of the prompt that is scored; None scores none."""
-    prompt_top: int = 0
+    scores: WantedScores
 
     @property
     def session_id(self) -> str:
@@ -186,16 +184,15 @@ class SampleMaker:
             if any(generation.ids for generation in generations):
                 gateway.admission.spend(caller.owner, sum(tokens_of(generations, wanted.n)))
         await self._finish(generations)
-        return sample_response(generations, scores, wanted.call.top_logprobs, wanted.prompt_top)
+        return sample_response(generations, wanted.call.top_logprobs, wanted.scores, scores)
 
     async def _scores(self, wanted: WantedSample, generation: Generation) -> PromptScores | None:
-        if wanted.prompt_from is None:
+        query = wanted.scores.query
+        if query is None:
             return None
         ids: Sequence[int] = wanted.call.prompt_ids or ()
         rid = f"scores.{generation.turn_id}"
-        return await self._scorer.score(
-            rid, wanted.session_id, generation.wish, ids, wanted.prompt_from, wanted.prompt_top
-        )
+        return await self._scorer.score(rid, wanted.session_id, generation.wish, ids, query)
 
     async def _finish(self, generations: Sequence[Generation]) -> None:
         """End the session of the sample: nothing more comes."""

@@ -1,11 +1,13 @@
 """The program of a user of the `tinker` SDK: a training loop of its own, for every version of the SDK."""
 
+import inspect
 import json
 import os
 import sys
 from pathlib import Path
 
 import tinker
+import torch
 from tinker import types
 
 PROMPT = [11, 12, 13, 14, 15, 16]
@@ -113,8 +115,33 @@ def steps():
         "further": further,
         "scores": scores,
         "sampled": [[len(each.tokens), len(each.logprobs)] for each in sampled.sequences],
+        "likeliest": likeliest(sampler, [*tokens, targets[-1]]),
         "path": path,
     }
+
+
+def likeliest(sampler, tokens):
+    """The likeliest tokens in each place of a prompt: as the engine tells them, and as it scores them."""
+    if "target_prompt_logprobs" not in inspect.signature(sampler.sample).parameters:
+        return None
+
+    def scored(**wanted):
+        return sampler.sample(
+            types.ModelInput.from_ints(tokens),
+            num_samples=1,
+            sampling_params=types.SamplingParams(max_tokens=1),
+            include_prompt_logprobs=True,
+            **wanted,
+        ).result()
+
+    top = scored(topk_prompt_logprobs=3).topk_prompt_logprobs[1:]
+    ids = torch.tensor([[token for token, _ in each] for each in top])
+    ids[0, 1] = -1
+    found = []
+    for tensor in (types.TensorData.from_torch(ids), types.TensorData.from_torch_sparse(ids, pad_value=-1)):
+        told = scored(target_prompt_logprobs=tensor).target_prompt_logprobs
+        found.append((told.to_torch().to_dense() if told.sparse_crow_indices else told.to_torch()).tolist())
+    return {"told": [[logprob for _, logprob in each] for each in top], "scored": found}
 
 
 def errors():
@@ -133,7 +160,6 @@ def errors():
 
 def custom():
     """A step with a loss of the user's own, from weights that are published, with a new optimizer."""
-    import torch
 
     def loss_of(data, logprobs):
         """The datums do not contribute alone, and no target linearly."""

@@ -219,7 +219,7 @@ def logprob_of(index: int) -> float:
 
 
 def scores_of(body: dict[str, Any]) -> dict[str, Any]:
-    """SGLang's scores of a prompt: token 7 has -0.007, and the likeliest tokens in its place are 0, 1, …"""
+    """SGLang's scores of a prompt: token 7 has -0.007 anywhere, and the likeliest tokens are 0, 1, …"""
     start, top_k = body["logprob_start_len"], body["top_logprobs_num"]
     ids = body["input_ids"][start:]
     meta: dict[str, Any] = {
@@ -231,6 +231,9 @@ def scores_of(body: dict[str, Any]) -> dict[str, Any]:
     if top_k:
         top = [[-0.5 - rank, rank, None] for rank in range(top_k)]
         meta["input_top_logprobs"] = [top if at else None for at in range(len(ids))]
+    if candidates := body.get("token_ids_logprob"):
+        found = [[-token / 1000, token, None] for token in candidates]
+        meta["input_token_ids_logprobs"] = [found if at else None for at in range(len(ids))]
     return meta
 
 

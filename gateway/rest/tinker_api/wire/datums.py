@@ -6,14 +6,14 @@ Every error names the datum and its field. The tensors are little-endian, as the
 import math
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from gateway.errors import InvalidRequest
 from gateway.rest.tinker_api.wire import messages_pb2 as wire
+from gateway.rest.tinker_api.wire.sparse import is_csr
 from rollout_queue.commands.command import ForwardBackward
 from rollout_queue.commands.datum import Datum
 from rollout_queue.contract.errors import InvalidRecord
@@ -173,20 +173,10 @@ def _dense(tensor: wire.Tensor, shape: tuple[int, int], where: str) -> "array[An
     listed = _array(csr.values, tensor.dtype, where)
     begins = _array(csr.crow_indices, wire.DTYPE_INT64, where)
     columns = _array(csr.col_indices, wire.DTYPE_INT64, where)
-    if not _is_csr(begins, columns, len(listed), shape):
+    if not is_csr(begins, columns, len(listed), shape):
         raise InvalidRequest(f"{where}: the indices of the sparse tensor contradict its shape", param="data")
     values = array(listed.typecode, bytes(listed.itemsize * shape[0] * shape[1]))
     for row in range(shape[0]):
         for at in range(begins[row], begins[row + 1]):
             values[row * shape[1] + columns[at]] = listed[at]
     return values
-
-
-def _is_csr(begins: Sequence[float], columns: Sequence[float], listed: int, shape: tuple[int, int]) -> bool:
-    return (
-        len(begins) == shape[0] + 1
-        and begins[0] == 0
-        and begins[-1] == listed == len(columns)
-        and all(one <= other for one, other in pairwise(begins))
-        and all(0 <= column < shape[1] for column in columns)
-    )

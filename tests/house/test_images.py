@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.settings import GatewaySettings
+from rollout_server.settings import EngineLoraSettings, RolloutServerSettings
 from trainer_service.settings import TrainerSettings
 from weir.demo.settings import services_of_demo
 
@@ -89,6 +91,24 @@ def test_a_model_of_ones_own_comes_with_the_defaults(tmp_path: Path, monkeypatch
     (tmp_path / "config.json").touch()
     prepared = prepare(tmp_path, monkeypatch, model_dir="/data/own")
     assert prepared == TrainerSettings(model_path=tmp_path)
+
+
+@pytest.mark.parametrize("model_dir", ["", "/data/own"])
+def test_settings_for_loops_of_the_tinker_sdk_are_settings_of_the_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: str
+) -> None:
+    (tmp_path / "config.json").touch()
+    prepare(tmp_path, monkeypatch, model_dir)
+    document = yaml.safe_load((ROOT / "docker-compose.tinker.yml").read_text(encoding="utf-8"))
+    for service in document["services"].values():
+        for name, value in service["environment"].items():
+            assert value, name
+            monkeypatch.setenv(name, re.sub(r"^\$\{WEIR_BASE_MODEL:.*\}$", "Qwen/Qwen3-8B", value))
+    monkeypatch.setenv("WEIR_ROLLOUT_SERVER__LORA__MAX_RANK", "32")
+    trainer, gateway, server = TrainerSettings(), GatewaySettings(), RolloutServerSettings()
+    assert (trainer.source, trainer.base_models) == ("commands", [gateway.tinker.base_model])
+    assert gateway.tinker.base_model == "Qwen/Qwen3-8B"
+    assert server.lora == EngineLoraSettings(max_rank=32)
 
 
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: str) -> TrainerSettings:

@@ -104,7 +104,7 @@ def test_scores_of_other_tokens_in_the_places_of_the_prompt(
     tensor = made.target_prompt_logprobs
     assert (list(tensor.shape), tensor.dtype) == ([3, 2], wire.DTYPE_FLOAT32)
     assert list(array("f", tensor.dense)) == pytest.approx([0, 0, -0.009, 0, -0.03, -0.009])
-    sparse = {"data": [30, 9], "dtype": "int64", "shape": [3, 1000]}
+    sparse: dict[str, Any] = {"data": [30, 9], "dtype": "int64", "shape": [3, 1000]}
     sparse |= {"sparse_crow_indices": [0, 0, 1, 2], "sparse_col_indices": [999, 0]}
     both = {"target_prompt_logprobs": sparse, "prompt_logprobs": True, "prompt_logprobs_last_n": 1}
     made = loop.sample(1, [4, 5, 6, 7], **both)
@@ -119,7 +119,7 @@ def test_scores_of_other_tokens_in_the_places_of_the_prompt(
 
 def test_more_scores_than_the_gateway_reads_are_refused(loop: SamplingLoop) -> None:
     ids = list(range(200))
-    wanted = {"data": [ids[(at + row) % 200] for row in range(2999) for at in range(200)]}
+    wanted: dict[str, Any] = {"data": [ids[(at + row) % 200] for row in range(2999) for at in range(200)]}
     wanted |= {"dtype": "int64", "shape": [2999, 200]}
     refused = loop.ask(0, [1] * 3000, target_prompt_logprobs=wanted)
     assert refused.status_code == 400

@@ -65,6 +65,11 @@ class Admission:
         trainer = self._downstream.trainer
         return trainer.max_row_tokens if trainer else None
 
+    @property
+    def redis_bytes(self) -> int | None:
+        """What Redis may use (`maxmemory`), as of the last poll; None without a bound."""
+        return self._downstream.max_bytes or None
+
     # Calls
 
     def check_call(self, owner: str) -> None:

@@ -173,7 +173,7 @@ def test_a_time_to_live_is_changed_and_taken_back(loop: SamplingLoop) -> None:
 async def test_weights_whose_time_is_over_are_deleted(loop: SamplingLoop, trainer: ScriptedTrainer) -> None:
     known = loop.gateway.redis.connection_pool.connection_kwargs
     redis = AsyncRedis(host=known["host"], port=known["port"], db=known["db"])
-    store = KeptWeightsStore(redis, CommandSubmissions(redis, 1000))
+    store = KeptWeightsStore(redis, CommandSubmissions(redis, lambda: 1000))
     await store.end_expired()
     assert "weights/one" in listed(loop), "its time is not over"
     for name in ("one", "three"):

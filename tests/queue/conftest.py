@@ -22,7 +22,7 @@ def redis(redis_url: str) -> Iterator[Redis]:
 @pytest.fixture
 async def log(redis: Redis, redis_url: str) -> AsyncIterator[CommandSubmissions]:
     client = AsyncRedis.from_url(redis_url)
-    yield CommandSubmissions(client, 100_000)
+    yield CommandSubmissions(client, lambda: 100_000)
     await client.aclose()
 
 

@@ -91,7 +91,7 @@ class TinkerDoor:
                 message = f"seq_id: too many commands before number {number} are missing"
                 raise InvalidRequest(message, param="seq_id")
             case "too large":
-                most = self.gateway.settings.tinker.max_log_bytes
+                most = log_bound(self.gateway)
                 why = f"the data of one optimizer step need more than the command log holds ({most} bytes)"
                 return await self.submit(model_id, number, Refused(why), digest)
             case "full":
@@ -99,12 +99,19 @@ class TinkerDoor:
                 raise LimitReached(message, code="log_full", retry_s=RETRY_FULL_S)
 
 
+def log_bound(gateway: GatewayParts) -> int:
+    """What the command log may hold, in bytes. One model may fill as much again, and half of Redis stays for
+    everything else."""
+    most, redis_bytes = gateway.settings.tinker.max_log_bytes, gateway.admission.redis_bytes
+    return most if redis_bytes is None else min(most, redis_bytes // 4)
+
+
 @asynccontextmanager
 async def opened_door(gateway: GatewayParts) -> AsyncIterator[TinkerDoor]:
     """The door, with its own connection for announcements: a read of them blocks."""
     settings: GatewaySettings = gateway.settings
     redis = Redis.from_url(settings.redis_url, socket_connect_timeout=2, socket_timeout=20)
-    log = CommandSubmissions(gateway.redis, settings.tinker.max_log_bytes)
+    log = CommandSubmissions(gateway.redis, lambda: log_bound(gateway))
     announcements = Announcements(redis)
     promises = SamplePromises(gateway.redis)
     samples = SampleMaker(gateway, promises, settings.tinker.max_samples, settings.tinker.sample_patience_s)

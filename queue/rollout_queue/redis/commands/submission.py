@@ -1,7 +1,7 @@
 """The gateway's end of the command log: takes commands in any order, and reads their results."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from redis.asyncio import Redis
@@ -44,8 +44,8 @@ class Gone(NamedTuple):
 class CommandSubmissions:
     """Every method raises StorageUnavailable."""
 
-    def __init__(self, redis: Redis, most_bytes: int) -> None:
-        """`most_bytes`: what the log may hold."""
+    def __init__(self, redis: Redis, most_bytes: Callable[[], int]) -> None:
+        """`most_bytes` tells what the log may hold now."""
         self._redis, self._most_bytes = redis, most_bytes
         self._open = redis.register_script(scripts.OPEN)
         self._submit = redis.register_script(scripts.SUBMIT)
@@ -69,7 +69,7 @@ class CommandSubmissions:
         named = [keys.model(model_id), keys.COMMANDS, keys.COMMANDS_HELD, keys.RESULTS_UNREAD]
         now_ms = int(time.time() * 1000)
         arguments: list[str | bytes | int] = [model_id, number, digest, encode(command)]
-        arguments += [self._most_bytes, MOST_EARLY, now_ms, int(isinstance(command, ForwardBackward))]
+        arguments += [self._most_bytes(), MOST_EARLY, now_ms, int(isinstance(command, ForwardBackward))]
         said: Sequence[Any] = await stored(self._submit(named, arguments))
         outcome: Submitted = said[0].decode()
         return outcome
@@ -119,4 +119,4 @@ class CommandSubmissions:
     async def is_full(self) -> bool:
         """Whether the log holds as much as it may, so that large commands are refused for now."""
         held, unread = await stored(self._redis.hmget(keys.COMMANDS_HELD, "bytes", "unread"))
-        return int(held or 0) + int(unread or 0) >= self._most_bytes
+        return int(held or 0) + int(unread or 0) >= self._most_bytes()

@@ -44,7 +44,6 @@ NOT_SERVED = {
     "get_current_checkpoint_storage_usage": MISSING,
     "get_external_weights_urls": MISSING,
     "save_weights_external": MISSING,
-    "search_sessions": "405",
 }
 """The methods of the SDK that fail, and a pattern of their errors (docs/tinker.md)."""
 

@@ -2,8 +2,9 @@
 
 from fastapi import APIRouter
 
-from gateway.rest.tinker_api import checkpoints, futures, management, models, samplers, service
+from gateway.rest.tinker_api import futures, models, samplers, service
+from gateway.rest.tinker_api.management import checkpoints, listing, session_search
 
 router = APIRouter(prefix="/api/v1")
-for routes in (service, models, samplers, futures, management, checkpoints):
+for routes in (service, models, samplers, futures, listing, session_search, checkpoints):
     router.include_router(routes.router)

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
@@ -28,6 +29,23 @@ logger = logging.getLogger(__name__)
 
 
 R = TypeVar("R", ClientSession, ClientModel, SamplingTarget)
+
+
+class SessionPlace(NamedTuple):
+    """A client session's place among those of its key."""
+
+    created_at: float
+    session_id: str
+
+
+class FoundSession(NamedTuple):
+    """A client session, and how it is."""
+
+    session: ClientSession
+    finished: dict[str, Any] | None
+    """How its client said that it ended."""
+    ended: bool
+    """Whether it takes no more models."""
 
 
 class TinkerStore:
@@ -61,6 +79,34 @@ class TinkerStore:
         name = keys.client_sessions_of(caller.owner)
         ids: Any = await stored(self._redis.zrevrange(name, offset, offset + limit - 1))
         return [each.decode() for each in ids]
+
+    async def sessions_after(
+        self, caller: Caller, last: SessionPlace | None, count: int
+    ) -> list[SessionPlace]:
+        """Some sessions of the caller's key that began before `last`, the newest first."""
+        name, start = keys.client_sessions_of(caller.owner), 0
+        if last is not None:
+            rank = await stored(self._redis.zrevrank(name, last.session_id))
+            if rank is None:  # its record is removed
+                rank = await stored(self._redis.zcount(name, last.created_at, "+inf")) - 1
+            start = rank + 1
+        found: Any = await stored(self._redis.zrevrange(name, start, start + count - 1, withscores=True))
+        return [SessionPlace(created_at, session_id.decode()) for session_id, created_at in found]
+
+    async def found_sessions(self, session_ids: Sequence[str], caller: Caller) -> list[FoundSession]:
+        """Those of these sessions that exist and are the caller's."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for each in session_ids:
+                pipeline.hmget(keys.client_session(each), "record", "finished")
+                pipeline.zscore(keys.CLIENT_SESSIONS_ENDED, each)
+            told = await stored(pipeline.execute())
+        found = []
+        for (record, finished), ended in zip(told[::2], told[1::2], strict=True):
+            session = _read(record, ClientSession)
+            if session is not None and _may_use(session, caller):
+                how = None if finished is None else msgspec.json.decode(finished, type=dict[str, Any])
+                found.append(FoundSession(session, how, ended is not None))
+        return found
 
     async def made_in(self, session: ClientSession) -> tuple[list[str], list[str]]:
         """The ids of the models and of the sampling sessions of a session."""

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from gateway.errors import ObjectNotFound
 from gateway.rest.tinker_api.paths import WeightsPath, kept_path
-from gateway.rest.tinker_api.records import ClientModel, KeptTerms, encode_record, read_terms
+from gateway.rest.tinker_api.records import KeptTerms, encode_record, read_terms
 from rollout_queue.commands.result import Kept
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -73,15 +73,13 @@ class KeptWeightsStore:
             raise ObjectNotFound(f"there are no weights {path}")
         return found
 
-    async def all_kept(self, model: ClientModel) -> list[KeptWeights]:
+    async def all_kept(self, model_id: str) -> list[KeptWeights]:
         """The named weights of a model that have not expired, the newest first."""
-        found: Any = await stored(self._redis.hgetall(keys.kept_terms(model.model_id)))
+        found: Any = await stored(self._redis.hgetall(keys.kept_terms(model_id)))
         terms = {name.decode(): read_terms(packed) for name, packed in found.items()}
         kept = [
-            KeptWeights(
-                kept_path(model.model_id, name), each, terms.get(f"{name}#{each.number}", KeptTerms())
-            )
-            for name, each in (await self._log.kept(model.model_id)).items()
+            KeptWeights(kept_path(model_id, name), each, terms.get(f"{name}#{each.number}", KeptTerms()))
+            for name, each in (await self._log.kept(model_id)).items()
             if UNNAMED not in name
         ]
         return sorted((each for each in kept if not each.expired), key=lambda each: -each.kept.created_at)

@@ -52,7 +52,7 @@ async def list_checkpoints_of(training_run_id: str, request: Request) -> JSONRes
     door, caller = door_of(request)
     model = await door.store.model(training_run_id, caller)
     return JSONResponse(
-        {"checkpoints": [_checkpoint(each) for each in await door.store.weights.all_kept(model)]}
+        {"checkpoints": [_checkpoint(each) for each in await door.store.weights.all_kept(model.model_id)]}
     )
 
 
@@ -61,7 +61,7 @@ async def list_checkpoints(request: Request, limit: Limit = 100, offset: Offset 
     """The checkpoints of all models of the caller's key, the newest first."""
     door, caller = door_of(request)
     models, _ = await door.store.models(caller, MOST_MODELS, 0)
-    kept = [each for model in models for each in await door.store.weights.all_kept(model)]
+    kept = [each for model in models for each in await door.store.weights.all_kept(model.model_id)]
     kept.sort(key=lambda each: -each.kept.created_at)
     page = [_checkpoint(each) for each in kept[offset : offset + limit]]
     return JSONResponse({"checkpoints": page, "cursor": _cursor(limit, offset, len(kept))})
@@ -95,7 +95,7 @@ async def get_client_session(
 
 
 async def _run(door: TinkerDoor, model: ClientModel) -> dict[str, Any]:
-    kept = await door.store.weights.all_kept(model)
+    kept = await door.store.weights.all_kept(model.model_id)
     return {
         "training_run_id": model.model_id,
         "base_model": model.base_model,
@@ -103,7 +103,7 @@ async def _run(door: TinkerDoor, model: ClientModel) -> dict[str, Any]:
         "is_lora": model.lora is not None,
         "lora_rank": model.lora and model.lora.rank,
         "corrupted": False,
-        "last_request_time": _time(max([model.created_at, *(each.kept.created_at for each in kept)])),
+        "last_request_time": time_of(max([model.created_at, *(each.kept.created_at for each in kept)])),
         "last_checkpoint": _last(kept, "weights"),
         "last_sampler_checkpoint": _last(kept, "sampler_weights"),
         "user_metadata": model.user_metadata,
@@ -119,11 +119,11 @@ def _checkpoint(weights: KeptWeights) -> dict[str, Any]:
     return {
         "checkpoint_id": weights.path.kept_as,
         "checkpoint_type": TYPES[weights.path.kind],
-        "time": _time(weights.kept.created_at),
+        "time": time_of(weights.kept.created_at),
         "tinker_path": str(weights.path),
         "size_bytes": weights.kept.made.size_bytes,
         "public": weights.terms.public,
-        "expires_at": None if expires_at is None else _time(expires_at),
+        "expires_at": None if expires_at is None else time_of(expires_at),
         "user_metadata": weights.terms.user_metadata,
     }
 
@@ -132,7 +132,7 @@ def _cursor(limit: int, offset: int, total: int) -> dict[str, int]:
     return {"limit": limit, "offset": offset, "total_count": total}
 
 
-def _time(seconds: float) -> str:
+def time_of(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 

@@ -17,7 +17,9 @@ COPY --from=wheel /dist /dist
 RUN /venv/bin/pip install --no-deps /dist/*.whl
 
 FROM python:3.11-slim-bookworm
-RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin weir
+# A new named volume gets the owner of the directory at its mount point, so the trainer's user owns this one.
+RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin weir \
+    && install -d -o 10001 -g 10001 /var/lib/weir/policies
 COPY --from=build /venv /venv
 # PYTHONSAFEPATH: no file in the working directory is imported in place of an installed module.
 ENV PATH=/venv/bin:$PATH PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HOME=/tmp WEIR_GATEWAY__HOST=0.0.0.0

@@ -97,6 +97,12 @@ class Identities:
         signed = hmac.digest(self._secret, b"thought\0" + thought.encode(errors="replace"), "sha256")
         return base64.b64encode(signed).decode()
 
+    def file_signature(self, path: str, expires_at: int) -> str:
+        """The signature that lets anyone read the file at this path of a URL until `expires_at`, in seconds
+        since the epoch."""
+        signed = f"{expires_at}\0{path}".encode(errors="replace")
+        return hmac.digest(self._secret, b"file\0" + signed, "sha256").hex()
+
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """The caller of a request. Raises UnknownCaller if the key is missing or not known."""
         key = presented_key(headers)

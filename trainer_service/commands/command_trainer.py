@@ -13,13 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from rollout_queue.commands.command import ForwardBackward, LoggedCommand, SaveForSampler, SaveWeights
+from rollout_queue.commands.command import ForwardBackward, LoggedCommand, Save
 from rollout_queue.commands.log import BEGINNING, CommandReader
 from rollout_queue.commands.result import CommandFailed, Result
 from rollout_queue.contract.errors import StorageUnavailable
 from trainer_service.commands.attempts import CommandAttempts
 from trainer_service.commands.dropped_weights import DroppedWeights
 from trainer_service.commands.executor import CommandExecutor, StepMade
+from trainer_service.commands.exports import Exports
 from trainer_service.commands.live_model import place_in
 from trainer_service.commands.model_states import ModelStates
 from trainer_service.commands.ranks import ModelRanks
@@ -70,9 +71,10 @@ class CommandTrainer:
         self._stopwatch, self._attempts = Stopwatch(), CommandAttempts(settings.checkpoint_dir)
         self._turns = turns
         self._saved = SavedModels(settings.checkpoint_dir, ranks)
-        self._dropped = DroppedWeights(reader, self._saved, sampler, heartbeat)
-        self._states = ModelStates(ranks, lambda: self.executor.records(self._after))
         disk = DiskRetry(heartbeat, metrics, "waiting", "checkpoint")
+        exports = Exports(settings, ranks, disk)
+        self._dropped = DroppedWeights(reader, self._saved, exports, sampler, heartbeat)
+        self._states = ModelStates(ranks, lambda: self.executor.records(self._after))
         contents = Contents(self._state, EvaluationState, lambda _: set(), self._free)
         self._cycle = CheckpointCycle(
             checkpoints, self._states, settings, heartbeat, self._stopwatch, disk, contents
@@ -81,6 +83,7 @@ class CommandTrainer:
             settings,
             ranks,
             self._saved,
+            exports,
             sampler,
             disk,
             settle=lambda: self._cycle.settle(wait=True),
@@ -254,10 +257,8 @@ class CommandTrainer:
 
 def _has_no_effect(command: LoggedCommand) -> bool:
     """Whether a command with a result need not be carried out again: what it does is durable, or nothing."""
-    match command.command:
-        case SaveWeights() | SaveForSampler() | ForwardBackward(forward_only=True):
-            return True
-    return False
+    given = command.command
+    return isinstance(given, Save) or (isinstance(given, ForwardBackward) and given.forward_only)
 
 
 def _refuse_rollback(_version: int) -> None:

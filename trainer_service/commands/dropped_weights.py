@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from rollout_queue.commands.log import CommandReader
+from rollout_queue.commands.log import CommandReader, Dropped
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.object_store import StoreUnavailable
+from trainer_service.commands.exports import Exports
 from trainer_service.commands.live_model import place_in
 from trainer_service.commands.sampler_weights import SamplerWeights
 from trainer_service.commands.saved_models import SavedModels
@@ -31,19 +32,28 @@ class DroppedWeights:
     """Used on the main thread."""
 
     def __init__(
-        self, reader: CommandReader, saved: SavedModels, sampler: SamplerWeights, heartbeat: Heartbeat
+        self,
+        reader: CommandReader,
+        saved: SavedModels,
+        exports: Exports,
+        sampler: SamplerWeights,
+        heartbeat: Heartbeat,
     ) -> None:
-        self._reader, self._saved, self._sampler, self._heartbeat = reader, saved, sampler, heartbeat
+        self._reader, self._sampler, self._heartbeat = reader, sampler, heartbeat
+        self._files = {"weights": saved, "external_weights": exports}
+        self._dropped = Dropped({}, {})
         self._retry_at = 0.0
 
     def read(self) -> None:
         """Learn what is deleted. To be called after commands were read, and before they are carried out."""
-        self._saved.dropped = self._ask(self._reader.dropped)
+        self._dropped = self._ask(self._reader.dropped)
+        for files in self._files.values():
+            files.dropped = self._dropped
 
     def waits_for(self, durable: str, reached: str) -> bool:
         """Whether a checkpoint at the place `reached` would let go files that the one at `durable` does
         not."""
-        places = (drop.deleted for drops in self._saved.dropped.weights.values() for drop in drops)
+        places = (drop.deleted for drops in self._dropped.weights.values() for drop in drops)
         return any(place_in(durable) < place_in(each) <= place_in(reached) for each in places)
 
     def remove(self, durable: str) -> None:
@@ -59,19 +69,19 @@ class DroppedWeights:
                 return
 
     def _removals(self, durable: str) -> Iterator[Callable[[], None]]:
-        for (model_id, name), drops in self._saved.dropped.weights.items():
+        for (model_id, name), drops in self._dropped.weights.items():
             gone = [drop for drop in drops if place_in(drop.deleted) <= place_in(durable)]
             if gone:
                 saved = max((drop.saved for drop in gone), key=place_in)
                 yield lambda: self._remove_weights(model_id, name, saved, gone[-1].deleted)  # noqa: B023
-        for (policy, version), made in self._saved.dropped.adapters.items():
+        for (policy, version), made in self._dropped.adapters.items():
             if place_in(made) <= place_in(durable):
                 yield lambda: self._remove_adapter(policy, version)  # noqa: B023
 
     def _remove_weights(self, model_id: str, kept_as: str, saved: str, deleted: str) -> None:
         kind, _, name = kept_as.partition("/")
-        if kind == "weights":
-            self._saved.remove(model_id, name, saved)
+        if kind in self._files:
+            self._files[kind].remove(model_id, name, saved)
         self._ask(lambda: self._reader.forget_weights(model_id, kept_as, deleted))
         logger.info("%s of model %s is removed", kept_as, model_id)
 

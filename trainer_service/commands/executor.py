@@ -20,6 +20,7 @@ from rollout_queue.commands.command import (
     LoraSpec,
     OptimStep,
     Refused,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
 )
@@ -34,6 +35,7 @@ from rollout_queue.commands.result import (
 )
 from rollout_queue.contract.tokens import Logprobs
 from trainer_service.algorithms.summed_losses.chosen import LossRefused
+from trainer_service.commands.exports import Exports
 from trainer_service.commands.live_model import LiveModel, ModelProgress, ModelRecord
 from trainer_service.commands.passes import PassValues, PassWork
 from trainer_service.commands.ranks import ModelRanks
@@ -65,6 +67,7 @@ class CommandExecutor:
         settings: TrainerSettings,
         ranks: ModelRanks,
         saved: SavedModels,
+        exports: Exports,
         sampler: SamplerWeights,
         disk: DiskRetry,
         settle: Callable[[], None],
@@ -74,6 +77,7 @@ class CommandExecutor:
         """`settle` waits until the checkpoint that is written in the background is. `beat` is called during
         passes, and `stepped` after each optimizer step."""
         self._settings, self._ranks, self._saved, self._sampler = settings, ranks, saved, sampler
+        self._exports = exports
         self._disk, self._settle, self._beat, self._stepped = disk, settle, beat, stepped
         self._models: dict[str, LiveModel] = {}
         bounds = [each for each in (settings.algorithm.max_row_tokens, ranks.longest_row) if each]
@@ -144,6 +148,8 @@ class CommandExecutor:
                 return self._step(logged.model_id, model, rates)
             case SaveWeights() as save:
                 return self._save(logged, model, save)
+            case SaveExternal() as save:
+                return self._exports.save(logged, save)
             case SaveForSampler():
                 version = model.progress.publications + 1
                 steps, adapter = model.progress.steps, model.lora is not None
@@ -212,7 +218,7 @@ class CommandExecutor:
         return Stepped(metrics)
 
     def _save(self, logged: LoggedCommand, model: LiveModel, command: SaveWeights) -> Result:
-        if not self._saved.is_written(logged, command):
+        if not self._saved.is_written(logged, command.name):
             self._saved.check(logged, command)
             self._settle()  # the background writes from the memory of the next copy
             progress = msgspec.structs.replace(model.progress, position=logged.position)
@@ -220,7 +226,7 @@ class CommandExecutor:
             self._disk.until_written(
                 f"checkpoint {command.name}", lambda: self._saved.write(logged, command, copy)
             )
-        return Saved(self._saved.size(logged, command))
+        return Saved(self._saved.size(logged, command.name))
 
     def _add(self, model_id: str, lora: LoraSpec | None, progress: ModelProgress) -> None:
         self._models[model_id] = LiveModel(lora, progress, progress)

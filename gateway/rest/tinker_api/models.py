@@ -32,6 +32,7 @@ from gateway.rest.tinker_api.wire.bodies import (
     LoraBody,
     ModelBody,
     OptimStepBody,
+    SaveExternalBody,
     SaveForSamplerBody,
     SaveWeightsBody,
     WeightsInfoBody,
@@ -47,6 +48,7 @@ from rollout_queue.commands.command import (
     LoraSpec,
     OptimStep,
     Refused,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
 )
@@ -191,6 +193,20 @@ async def save_weights_for_sampler(body: SaveForSamplerBody, request: Request) -
     # The SDK takes another sampling session when it sends the same command again. The first one counts.
     digest = None if number is None else f"for a {body.kind} sampling session"
     return _promise(await door.submit(model.model_id, body.seq_id, command, digest))
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(body: SaveExternalBody, request: Request) -> JSONResponse:
+    """Export the present weights under a name, as files for other programs."""
+    door, caller = door_of(request)
+    model = await door.store.model(body.model_id, caller)
+    if body.age_encryption_recipients:
+        field = "age_encryption_recipients"
+        raise InvalidRequest(f"{field}: not served here", param=field)
+    name = given_name(body.path)
+    path = WeightsPath(model.model_id, "external_weights", name)
+    await door.store.weights.note_terms(path, body.seq_id, KeptTerms(ttl_s=body.ttl_seconds))
+    return _promise(await door.submit(model.model_id, body.seq_id, SaveExternal(name)))
 
 
 @router.post("/load_weights")

@@ -3,19 +3,21 @@
 {session}:train:{n}                          model
 tinker://{model}/weights/{name}              a checkpoint: weights and optimizer
 tinker://{model}/sampler_weights/{name}      weights to sample from
+tinker://{model}/external_weights/{name}     an export: files for other programs
 {session}:sample:{n}                         sampling session
 c:{model}:{number}                           the promise of a command
 s:{sampling session}:{number}                the promise of a sample
 """
 
 import re
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast, get_args
 
 from gateway.errors import InvalidRequest, ObjectNotFound
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """The names that a client may give."""
-PATH = re.compile(r"tinker://([^/\s]{1,200})/(weights|sampler_weights)/(~?[A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+PATH = re.compile(rf"tinker://([^/\s]{{1,200}})/({'|'.join(get_args(Kind))})/(~?{NAME.pattern})")
 PROMISE = re.compile(r"([cs]):(\S{1,200}):(\d{1,18})")
 
 
@@ -23,7 +25,7 @@ class WeightsPath(NamedTuple):
     """The parts of a `tinker://` path."""
 
     model_id: str
-    kind: Literal["weights", "sampler_weights"]
+    kind: Kind
     name: str
 
     @property
@@ -68,16 +70,17 @@ def weights_path(text: str, param: str = "path") -> WeightsPath:
     """Raises InvalidRequest for a text that is no path."""
     found = PATH.fullmatch(text)
     if found is None:
-        message = f"{param}: {text[:300]!r} is no tinker://model/weights/name or …/sampler_weights/name"
+        kinds = ", ".join(get_args(Kind))
+        message = f"{param}: {text[:300]!r} is no tinker://model/kind/name with one of the kinds {kinds}"
         raise InvalidRequest(message, param=param)
     model_id, kind, name = found.groups()
-    return WeightsPath(model_id, "weights" if kind == "weights" else "sampler_weights", name)
+    return WeightsPath(model_id, cast(Kind, kind), name)
 
 
 def kept_path(model_id: str, kept_as: str) -> WeightsPath:
     """The path of what the log keeps under this name."""
     kind, _, name = kept_as.partition("/")
-    return WeightsPath(model_id, "weights" if kind == "weights" else "sampler_weights", name)
+    return WeightsPath(model_id, cast(Kind, kind), name)
 
 
 def given_name(text: str, param: str = "path") -> str:

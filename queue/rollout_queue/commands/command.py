@@ -69,6 +69,13 @@ SHARED = "~shared"
 """The name under which the newest shared weights of a model are kept."""
 
 
+class SaveExternal(msgspec.Struct, frozen=True, tag="save_external"):
+    """Write the weights as files for other programs: an adapter in PEFT's layout, all weights in that of
+    Hugging Face."""
+
+    name: str
+
+
 class LoadWeights(msgspec.Struct, frozen=True, tag="load_weights"):
     """Take the weights of a checkpoint, and with `optimizer` also the state of its optimizer. As the first
     command of a model, it makes the model."""
@@ -85,7 +92,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     error: str
 
 
-Command = CreateModel | ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights | Refused
+Save = SaveWeights | SaveForSampler | SaveExternal
+"""What makes something that lasts, under a name."""
+Command = CreateModel | ForwardBackward | OptimStep | Save | LoadWeights | Refused
 
 
 class LoggedCommand(msgspec.Struct, frozen=True):

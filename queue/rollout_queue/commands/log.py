@@ -26,7 +26,8 @@ class Dropped(NamedTuple):
     """What was deleted, and has files still, perhaps."""
 
     weights: Mapping[tuple[str, str], Sequence[Drop]]
-    """By model and name (`weights/{name}`, `sampler_weights/{name}`), in the order of their deletion."""
+    """By model and name (`weights/{name}`, `sampler_weights/{name}`, `external_weights/{name}`), in the
+    order of their deletion."""
     adapters: Mapping[tuple[str, int], str]
     """Versions of adapters that nobody can name: adapter and version → the place of the command that made
     it."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from rollout_queue.commands.command import LoadWeights, SaveForSampler, SaveWeights
+from rollout_queue.commands.command import LoadWeights, Save
 from rollout_queue.contract.tokens import Logprobs
 
 
@@ -48,6 +48,14 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
     size_bytes: int = 0
 
 
+class Exported(msgspec.Struct, frozen=True, tag="exported"):
+    """The files of an export are durable."""
+
+    location: str
+    """The directory of the files: an absolute path, which gateways have to read."""
+    size_bytes: int
+
+
 class WeightsLoaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The model has the weights of the checkpoint."""
 
@@ -59,10 +67,10 @@ class CommandFailed(msgspec.Struct, frozen=True, tag="failed"):
     category: Literal["user", "server", "unknown"]
 
 
-Result = Created | Passed | Stepped | Saved | Published | WeightsLoaded | CommandFailed
+Result = Created | Passed | Stepped | Saved | Published | Exported | WeightsLoaded | CommandFailed
 
 
-Named = SaveWeights | SaveForSampler | LoadWeights
+Named = Save | LoadWeights
 """The commands whose results have the names that the commands had."""
 
 
@@ -75,9 +83,9 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What a command has made that lasts: a checkpoint, or weights to sample from."""
+    """What a command has made that lasts: a checkpoint, weights to sample from, or an export."""
 
-    made: Saved | Published
+    made: Saved | Published | Exported
     number: int
     """The number of the command."""
     created_at: float

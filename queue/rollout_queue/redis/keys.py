@@ -198,7 +198,8 @@ def result(request: str) -> str:
 
 
 def kept(model_id: str) -> str:
-    """Hash: what the commands of a model have made that lasts: `weights/{name}`, `sampler_weights/{name}`."""
+    """Hash: what the commands of a model have made that lasts: `weights/{name}`, `sampler_weights/{name}`,
+    `external_weights/{name}`."""
     return f"weir:kept:{model_id}"
 
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 from datetime import UTC, datetime
 
+import httpx
 import tinker
 from tinker import types
 from tinker.lib.public_interfaces.rest_client import RestClient
@@ -33,6 +34,11 @@ async def there(answer):
             return answer
 
 
+def size_of(url):
+    """How many bytes are at a URL, for a program without a key."""
+    return len(httpx.get(url, timeout=60).raise_for_status().content)
+
+
 class Made:
     """An argument that is made anew for each call."""
 
@@ -45,6 +51,7 @@ class Calls:
 
     def __init__(self):
         self.told = {}
+        self.downloaded = {}
 
     async def of(self, client, name, *given, **named):
         """Call a method, and its twin with _async."""
@@ -95,6 +102,7 @@ async def play():
     await calls.of(service, "create_training_client_from_state_with_optimizer", saved)
     published = (await calls.of(model, "save_weights_for_sampler", name)).path
     await calls.of(model, "create_sampling_client", published)
+    exported = await calls.of(model, "save_weights_external", name)
     sampler = await calls.of(model, "save_weights_and_get_sampling_client")
     await calls.of(service, "create_sampling_client", published)
     await calls.of(sampler, "sample", PROMPT, 1, SHORT)
@@ -106,8 +114,7 @@ async def play():
         await calls.of(sampler, "from_sampler_handle", handle)
     await calls.of(sampler, "create", service.holder, base_model=BASE)
     await calls.of(sampler, "on_queue_state_change", "active", None)
-    await rest_calls(calls, service, model, saved, published, names)
-    await calls.of(model, "save_weights_external", name)
+    await rest_calls(calls, service, model, saved, published, names, exported)
     await calls.of(tinker.ServiceClient(project_id="project"), "copy_weights", saved)
     await calls.of(service, "create_custom_loss", negated, {"logprobs": 1, "weights": 1})
     await calls.of(service, "close", "success")
@@ -117,10 +124,11 @@ async def play():
         for method, code in vars(client).items()
         if not method.startswith("_") and (callable(code) or isinstance(code, staticmethod))
     }
-    return {"told": calls.told, "not_called": sorted(offered - set(calls.told))}
+    not_called = sorted(offered - set(calls.told))
+    return {"told": calls.told, "not_called": not_called, "downloaded": calls.downloaded}
 
 
-async def rest_calls(calls, service, model, saved, published, names):
+async def rest_calls(calls, service, model, saved, published, names, exported):
     rest = await calls.of(service, "create_rest_client")
     run, session = saved.split("/")[2], saved.split("/")[2].partition(":")[0]
 
@@ -160,6 +168,8 @@ async def rest_calls(calls, service, model, saved, published, names):
     await calls.of(rest, "get_current_checkpoint_storage_usage")
     await calls.of(rest, "get_checkpoint_archive_url", run, saved.partition(run + "/")[2])
     await calls.of(rest, "get_checkpoint_archive_url_from_tinker_path", published)
-    await calls.of(rest, "get_external_weights_urls", f"tinker://{run}/external_weights/name")
+    if exported is not None:  # the first version has no exports
+        found = await calls.of(rest, "get_external_weights_urls", exported.path)
+        calls.downloaded = {name: await asyncio.to_thread(size_of, url) for name, url in found.urls.items()}
     if hasattr(rest, "search_sessions"):
         await calls.of(rest, "search_sessions", types.SessionSearchRequest())

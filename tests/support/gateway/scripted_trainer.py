@@ -17,6 +17,7 @@ from rollout_queue.commands.command import (
     LoggedCommand,
     OptimStep,
     Refused,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
 )
@@ -24,6 +25,7 @@ from rollout_queue.commands.log import BEGINNING
 from rollout_queue.commands.result import (
     CommandFailed,
     Created,
+    Exported,
     Passed,
     Published,
     Result,
@@ -72,6 +74,8 @@ def result_of(logged: LoggedCommand) -> Result:
             return Saved(1234)
         case SaveForSampler():
             return Published(logged.model_id.replace(":", "."), logged.number, "/nowhere")
+        case SaveExternal():
+            return Exported("/nowhere", 5678)
         case LoadWeights():
             return WeightsLoaded()
         case Refused(error):

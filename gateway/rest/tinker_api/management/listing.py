@@ -17,7 +17,7 @@ router = APIRouter(tags=["tinker"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31)]
 Scope = Literal["owned", "accessible"]
-TYPES = {"weights": "training", "sampler_weights": "sampler"}
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
 @router.get("/training_runs")
@@ -48,7 +48,7 @@ async def get_training_run(
 
 @router.get("/training_runs/{training_run_id}/checkpoints")
 async def list_checkpoints_of(training_run_id: str, request: Request) -> JSONResponse:
-    """The checkpoints of a model, and its named weights to sample from; the newest first."""
+    """The checkpoints of a model, its named weights to sample from, and its exports; the newest first."""
     door, caller = door_of(request)
     model = await door.store.model(training_run_id, caller)
     return JSONResponse(

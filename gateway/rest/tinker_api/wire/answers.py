@@ -9,8 +9,8 @@ from gateway.edge.request import JSON
 from gateway.rest.json_bodies import PROTOBUF
 from gateway.rest.tinker_api.paths import WeightsPath, sampler_of, session_of
 from gateway.rest.tinker_api.wire import messages_pb2 as wire
-from rollout_queue.commands.command import LoadWeights, SaveForSampler, SaveWeights
-from rollout_queue.commands.result import Answer, CommandFailed, Created, Passed, Stepped
+from rollout_queue.commands.command import LoadWeights, SaveExternal, SaveForSampler, SaveWeights
+from rollout_queue.commands.result import Answer, CommandFailed, Created, Exported, Passed, Stepped
 from rollout_queue.contract.tokens import pack
 
 
@@ -33,6 +33,9 @@ def _json(model_id: str, answer: Answer) -> dict[str, Any]:
             return {"path": str(WeightsPath(model_id, "weights", name)), "type": "save_weights"}
         case _, SaveForSampler(name=name):
             return _sampleable(model_id, name) | {"type": "save_weights_for_sampler"}
+        case Exported(size_bytes=size), SaveExternal(name=name):
+            path = str(WeightsPath(model_id, "external_weights", name))
+            return {"path": path, "size_bytes": size, "type": "save_weights_external"}
         case _, LoadWeights(model_id=source, name=name):
             path = str(WeightsPath(source, "weights", name))
             return {"path": path, "model_id": model_id, "type": "load_weights"}

@@ -107,6 +107,12 @@ class SaveForSamplerBody(CommandBody):
     user_metadata: Metadata = None
 
 
+class SaveExternalBody(CommandBody):
+    path: str
+    ttl_seconds: Ttl | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
 class LoadWeightsBody(TinkerBody):
     path: str
     optimizer: bool

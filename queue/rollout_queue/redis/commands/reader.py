@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from redis import Redis
 from redis.commands.core import Script
@@ -15,11 +15,13 @@ from rollout_queue.commands.command import (
     LoadWeights,
     LoggedCommand,
     Refused,
+    Save,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
 )
 from rollout_queue.commands.log import Drop, Dropped
-from rollout_queue.commands.result import Answer, Kept, Published, Result, Saved
+from rollout_queue.commands.result import Answer, Exported, Kept, Published, Result, Saved
 from rollout_queue.contract.errors import InvalidRecord, LeaseLost, UnknownSchema
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
@@ -29,7 +31,7 @@ from rollout_queue.redis.scripts import drops, functions
 
 UNREAD_TTL_S = 24 * 3600.0
 """How long a result that nobody has read is kept."""
-NAMED = (SaveWeights, SaveForSampler, LoadWeights)
+NAMED = (*get_args(Save), LoadWeights)
 FORGOTTEN = b"its record is removed"
 """Why a model has ended whose record is gone: no command can reach it."""
 FREED_AT_ONCE = 200
@@ -133,6 +135,8 @@ def _kept(command: LoggedCommand, result: Result) -> tuple[str, bytes]:
         name = f"weights/{made.name}"
     elif isinstance(result, Published) and isinstance(made, SaveForSampler):
         name = f"sampler_weights/{SHARED if made.shared else made.name}"
+    elif isinstance(result, Exported) and isinstance(made, SaveExternal):
+        name = f"external_weights/{made.name}"
     else:
         return "", b""
     return name, encode(Kept(result, command.number, time.time(), command.position))

@@ -94,8 +94,8 @@ class CommandSubmissions:
                 return Gone()
 
     async def kept(self, model_id: str) -> Mapping[str, Kept]:
-        """The checkpoints of a model, and its weights to sample from: `weights/{name}`,
-        `sampler_weights/{name}`."""
+        """The checkpoints of a model, its weights to sample from, and its exports: `weights/{name}`,
+        `sampler_weights/{name}`, `external_weights/{name}`."""
         found: Any = await stored(self._redis.hgetall(keys.kept(model_id)))
         return {name.decode(): decode_kept(packed) for name, packed in found.items()}
 

@@ -35,7 +35,7 @@ MISSING = "404"
 NOT_SERVED = {
     "whoami": "JWT",
     "assign_session_project": MISSING,
-    "copy_weights": MISSING,
+    "copy_weights": "destination_project_id: there are no projects here",
     "export_session_trace": MISSING,
     "get_audit_log": f"{MISSING}|incorrect event loop",  # older versions fail without a request
     "get_billing_usage": MISSING,
@@ -44,6 +44,8 @@ NOT_SERVED = {
     "get_current_checkpoint_storage_usage": MISSING,
 }
 """The methods of the SDK that fail, and a pattern of their errors (docs/tinker.md)."""
+SERVED_TO = {"tinker_middle": {"copy_weights"}}
+"""Those of them that a version of the SDK asks for in another way, which is served."""
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +140,11 @@ def test_every_public_method_is_served_or_refused(running: TinkerStack, sdk: str
         assert set(downloaded) == {"adapter_config.json", "adapter_model.safetensors"}
         assert min(downloaded.values()) > 0
     failed = {method: error for method, error in told["told"].items() if error}
+    not_served = {name: why for name, why in NOT_SERVED.items() if name not in SERVED_TO.get(sdk, ())}
     for method, error in failed.items():
         name = method.partition(".")[2].removesuffix("_async")
-        assert re.search(NOT_SERVED.get(name, "it is served"), error), (method, error)
-    assert {name for name in NOT_SERVED if any(f".{name}" in each for each in told["told"])} == {
+        assert re.search(not_served.get(name, "it is served"), error), (method, error)
+    assert {name for name in not_served if any(f".{name}" in each for each in told["told"])} == {
         method.partition(".")[2].removesuffix("_async") for method in failed
     }
 

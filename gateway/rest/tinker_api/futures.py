@@ -30,7 +30,7 @@ async def retrieve_future(body: FutureBody, request: Request) -> Response:
         await door.store.target(promise.of, caller)
         return await _sample(door, promise, body)
     await door.store.model(promise.of, caller)
-    found = await _result(door, promise)
+    found = await result_of(door, promise)
     if isinstance(found, Gone):
         raise ApiError(410, f"the result of {promise} is not kept any more, or never was promised")
     if found is None:
@@ -57,8 +57,8 @@ def _told(data: bytes, media_type: str, body: FutureBody) -> Response:
     return Response(data, media_type=media_type)
 
 
-async def _result(door: TinkerDoor, promise: PromiseId) -> Answer | Gone | None:
-    """None if there is still none after a while."""
+async def result_of(door: TinkerDoor, promise: PromiseId) -> Answer | Gone | None:
+    """The result of a command; None if there is still none after a while."""
 
     async def read() -> Answer | Gone | None:
         found = await door.log.result(promise.of, promise.number)

@@ -72,7 +72,7 @@ async def create_model(body: CreateModelBody, request: Request) -> JSONResponse:
     door, caller = door_of(request)
     await door.store.session(body.session_id, caller)
     base_model = door.check_base_model(body.base_model)
-    await _check_trainer(door)
+    await check_trainer(door)
     model = ClientModel(
         model_id=model_of(body.session_id, body.model_seq_id),
         session_id=body.session_id,
@@ -86,7 +86,7 @@ async def create_model(body: CreateModelBody, request: Request) -> JSONResponse:
     return _promise(await door.submit(model.model_id, 0, CreateModel(base_model, model.lora)))
 
 
-async def _check_trainer(door: TinkerDoor) -> None:
+async def check_trainer(door: TinkerDoor) -> None:
     """Raises InvalidRequest if the trainer would never carry out a command."""
     if await door.trains_commands() is False:
         message = "this deployment trains on the turns of agents; trainer.source: commands serves this API"
@@ -245,7 +245,7 @@ async def _loaded_model(
     door: TinkerDoor, caller: Caller, body: LoadWeightsBody, source: ClientModel
 ) -> ClientModel:
     session = await door.store.session(body.session_id or "", caller)
-    await _check_trainer(door)
+    await check_trainer(door)
     if body.base_model is not None:
         door.check_base_model(body.base_model)
     model = ClientModel(

@@ -126,6 +126,15 @@ class LoadWeightsBody(TinkerBody):
     weights_access_token: str | None = None
 
 
+class CopyWeightsBody(TinkerBody):
+    source_path: str
+    session_id: SessionName | None = None
+    model_seq_id: Number | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: Ttl | None = None
+    weights_access_token: str | None = None
+
+
 class TtlBody(TinkerBody):
     ttl_seconds: Ttl | None = None
 

@@ -93,7 +93,7 @@ def test_only_own_and_published_checkpoints_are_copied(loop: SamplingLoop) -> No
 
 
 def test_what_cannot_be_copied_is_named(loop: SamplingLoop, trainer: ScriptedTrainer) -> None:
-    for asked, named in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"destination_project_id": "p"}, "destination_project_id"),
         ({"destination_project_id": "p", "session_id": None, "model_seq_id": None}, "destination_project_id"),
         ({"weights_access_token": "t"}, "weights_access_token"),
@@ -102,7 +102,8 @@ def test_what_cannot_be_copied_is_named(loop: SamplingLoop, trainer: ScriptedTra
         ({"source_path": f"tinker://{loop.model_id}/sampler_weights/s"}, "source_path"),
         ({"source_path": "x"}, "source_path"),
         ({"ttl_seconds": 1}, "ttl_seconds"),
-    ]:
+    ]
+    for asked, named in cases:
         refused = copy(loop, **asked)
         assert refused.status_code == 400, asked
         assert named in refused.json()["error"]["message"]

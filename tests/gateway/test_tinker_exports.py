@@ -114,35 +114,37 @@ def test_only_what_is_signed_is_given_and_only_in_time(
         changed(url, path=f"{folder}/link"),
     ]
     for each in refused:
-        assert httpx.get(each).status_code == 403, each
+        assert loop.gateway.http.get(each).status_code == 403, each
     for outside in ("..%2Fbeside", "../beside", "%2e%2e/beside", "%2Fetc%2Fhostname"):
-        assert httpx.get(changed(url, path=f"{folder}/{outside}")).status_code in (403, 404), outside
+        assert loop.gateway.http.get(changed(url, path=f"{folder}/{outside}")).status_code in (403, 404), (
+            outside
+        )
     with backends.gateway() as second:  # another process, which has the same secret
         host = urlsplit(second.url).netloc
-        assert httpx.get(changed(url, netloc=host)).status_code == 200
+        assert loop.gateway.http.get(changed(url, netloc=host)).status_code == 200
     later_s = time.time() + 2 * 3600
     monkeypatch.setattr("gateway.rest.tinker_api.management.exports.now", lambda: later_s)
-    assert "expired" in httpx.get(url).json()["error"]["message"]
+    assert "expired" in loop.gateway.http.get(url).json()["error"]["message"]
 
 
 def test_a_file_that_became_a_link_is_not_followed(loop: SamplingLoop, files: Path) -> None:
     save(loop, 1)
     url = urls(loop)["adapter_config.json"]
     (files / "adapter_config.json").unlink()
-    assert httpx.get(url).status_code == 404
+    assert loop.gateway.http.get(url).status_code == 404
     (files / "adapter_config.json").symlink_to("/etc/hostname")
-    assert httpx.get(url).status_code == 404
+    assert loop.gateway.http.get(url).status_code == 404
 
 
 def test_the_urls_of_a_deleted_export_end(loop: SamplingLoop) -> None:
     save(loop, 1)
     url = urls(loop)["adapter_config.json"]
     assert of(loop, "DELETE", "checkpoints/external_weights/x").status_code == 204
-    assert httpx.get(url).status_code == 404
+    assert loop.gateway.http.get(url).status_code == 404
     assert of(loop, "GET", "checkpoints/external_weights/x/external_weights_urls").status_code == 404
     save(loop, 2)
-    assert httpx.get(url).status_code == 404, "the name is used again, for other files"
-    assert httpx.get(urls(loop)["adapter_config.json"]).status_code == 200
+    assert loop.gateway.http.get(url).status_code == 404, "the name is used again, for other files"
+    assert loop.gateway.http.get(urls(loop)["adapter_config.json"]).status_code == 200
 
 
 def test_other_keys_get_urls_only_of_what_is_published(loop: SamplingLoop) -> None:
@@ -151,7 +153,7 @@ def test_other_keys_get_urls_only_of_what_is_published(loop: SamplingLoop) -> No
     assert of(loop, "GET", asked, key=f"tml-{OTHER_KEY}").status_code == 404
     assert of(loop, "POST", "checkpoints/external_weights/x/publish").status_code == 204
     reply = of(loop, "GET", asked, key=f"tml-{OTHER_KEY}")
-    assert httpx.get(reply.json()["urls"]["adapter_config.json"]).status_code == 200
+    assert loop.gateway.http.get(reply.json()["urls"]["adapter_config.json"]).status_code == 200
 
 
 def test_what_cannot_be_exported_or_downloaded_is_named(loop: SamplingLoop, files: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -246,3 +247,47 @@ def test_more_samples_than_a_gateway_makes_are_refused(backends: Backends, gated
         assert again.json() == first.json(), "it is promised already"
         let_on(gated)
         wait_until(lambda: loop.poll(first.json()).headers["content-type"] == PROTOBUF)
+
+
+def accepted(reply: Any) -> Any:
+    """The promise; None while the cancelled sample has not made room."""
+    assert reply.status_code in (200, 429), reply.text
+    return reply.json() if reply.status_code == 200 else None
+
+
+def cancel(loop: SamplingLoop, by: SamplingLoop, number: int, gated: RunningGateway) -> None:
+    """Ask for a sample; the engine stops in the middle, and another client process cancels it."""
+    promise = wait_until(lambda: accepted(loop.ask(number, [1, 2], {"max_tokens": 100})))
+    wait_until(lambda: len(gated.engine.requests) == number + 1)
+    with ThreadPoolExecutor(1) as pool:
+        poll = pool.submit(loop.poll, promise)  # it is held until somebody tells something
+        assert by.post("cancel_future", {"request_id": promise["request_id"]}).json() == {}
+        assert poll.result().json() == {"error": "the client has cancelled it", "category": "user"}
+    wait_until(lambda: len(gated.engine.aborted) == number + 1)
+    again = loop.ask(number, [1, 2], {"max_tokens": 100})
+    assert again.json() == promise, "the same request is the same promise"
+
+
+def test_a_sample_is_cancelled_also_by_another_gateway(backends: Backends, gated: RunningGateway) -> None:
+    given: dict[str, Any] = {"tinker": {"max_samples": 2, "poll_s": 30}, "engine_timeout_s": 30}
+    with backends.gateway(**given) as maker, backends.gateway(**given) as other:
+        loop = SamplingLoop(maker, str(backends.model_path)).start()
+        there = SamplingLoop(other, loop.base_model, loop.key, loop.session_id)
+        backends.engine = maker.engine = other.engine = gated.engine
+        for number, by in enumerate((loop, there)):
+            cancel(loop, by, number, gated)
+        let_on(gated)
+        made = wait_until(lambda: accepted(loop.ask(2, [1, 2])))
+        sampled(loop.poll(made))
+        loop.post("cancel_future", {"request_id": made["request_id"]})
+        sampled(loop.poll(made))
+
+
+def test_only_own_samples_are_cancelled(loop: SamplingLoop, gateway: RunningGateway) -> None:
+    promise = loop.ask(0, [1, 2]).json()
+    other = SamplingLoop(gateway, loop.base_model, f"tml-{OTHER_KEY}", loop.session_id)
+    assert other.post("cancel_future", {"request_id": promise["request_id"]}).status_code == 404
+    command = loop.post("cancel_future", {"request_id": f"c:{loop.model_id}:0"})
+    assert (command.status_code, "only samples" in command.text) == (400, True)
+    assert loop.post("cancel_future", {"request_id": "x"}).status_code == 404
+    assert loop.post("cancel_future", {"request_id": f"s:{loop.sampler}:77"}).json() == {}, "it is gone"

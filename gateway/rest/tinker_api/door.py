@@ -114,7 +114,8 @@ async def opened_door(gateway: GatewayParts) -> AsyncIterator[TinkerDoor]:
     log = CommandSubmissions(gateway.redis, lambda: log_bound(gateway))
     announcements = Announcements(redis)
     promises = SamplePromises(gateway.redis)
-    samples = SampleMaker(gateway, promises, settings.tinker.max_samples, settings.tinker.sample_patience_s)
+    tinker = settings.tinker
+    samples = SampleMaker(gateway, promises, announcements, tinker.max_samples, tinker.sample_patience_s)
     store = TinkerStore(gateway.redis, log)
     tasks = [
         asyncio.create_task(announcements.follow()),

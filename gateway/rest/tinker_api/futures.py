@@ -4,12 +4,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.edge.request import JSON
+from gateway.errors import InvalidRequest
 from gateway.rest.json_bodies import PROTOBUF
 from gateway.rest.tinker_api.door import TinkerDoor, door_of
 from gateway.rest.tinker_api.paths import PromiseId, promise_id
 from gateway.rest.tinker_api.sample_promises import MADE
 from gateway.rest.tinker_api.wire.answers import body_of
-from gateway.rest.tinker_api.wire.bodies import FutureBody
+from gateway.rest.tinker_api.wire.bodies import CancelBody, FutureBody
 from rollout_queue.commands.command import request_id
 from rollout_queue.commands.result import Answer
 from rollout_queue.http.errors import ApiError
@@ -36,6 +37,18 @@ async def retrieve_future(body: FutureBody, request: Request) -> Response:
     if found is None:
         return JSONResponse(await _try_again(door, promise))
     return _told(*body_of(promise.of, found), body)
+
+
+@router.post("/cancel_future")
+async def cancel_future(body: CancelBody, request: Request) -> JSONResponse:
+    """Make a sample no further; its promise then fails. A sample that is made stays."""
+    door, caller = door_of(request)
+    promise = promise_id(body.request_id)
+    if promise.kind != "s":
+        raise InvalidRequest("request_id: only samples can be cancelled", param="request_id")
+    await door.store.target(promise.of, caller)
+    await door.promises.cancel(promise)
+    return JSONResponse({})
 
 
 async def _sample(door: TinkerDoor, promise: PromiseId, body: FutureBody) -> Response:

@@ -5,8 +5,8 @@ trainer ── answer ─▶ Redis: result, announcement ─▶ every gateway pr
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -29,12 +29,24 @@ class Announcements:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._waiting: dict[str, set[Callable[[], None]]] = {}
 
     def announce(self, request: str) -> None:
         """Wake those who wait for this request."""
-        for event in self._waiting.get(request, ()):
-            event.set()
+        for hear in tuple(self._waiting.get(request, ())):
+            hear()
+
+    @contextmanager
+    def heard(self, request: str, hear: Callable[[], None]) -> Iterator[None]:
+        """Inside the block, `hear` is called at each announcement of this request."""
+        self._waiting.setdefault(request, set()).add(hear)
+        try:
+            yield
+        finally:
+            waiting = self._waiting[request]
+            waiting.discard(hear)
+            if not waiting:
+                del self._waiting[request]
 
     async def follow(self) -> None:
         """Read announcements, until the task is cancelled."""
@@ -53,8 +65,7 @@ class Announcements:
     async def wait(self, request: str, read: Callable[[], Awaitable[T | None]], within_s: float) -> T | None:
         """What `read` returns as soon as that is not None. None if it still is after `within_s`."""
         event = asyncio.Event()
-        self._waiting.setdefault(request, set()).add(event)
-        try:
+        with self.heard(request, event.set):
             loop = asyncio.get_running_loop()
             until = loop.time() + within_s
             while (found := await read()) is None and (left := until - loop.time()) > 0:
@@ -62,8 +73,3 @@ class Announcements:
                     await asyncio.wait_for(event.wait(), min(left, LOOK_AGAIN_S))
                 event.clear()
             return found
-        finally:
-            events = self._waiting[request]
-            events.discard(event)
-            if not events:
-                del self._waiting[request]

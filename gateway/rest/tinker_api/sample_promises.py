@@ -10,6 +10,7 @@ from gateway.rest.tinker_api.paths import PromiseId
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.commands.submission import READ_TTL_S
+from rollout_queue.redis.scripts.samples import CANCEL
 
 LEASE_S = 30.0
 """How long a promise is kept without a sign of life of the gateway that makes the sample."""
@@ -18,6 +19,7 @@ KEPT_S = 3600.0
 MADE, REFUSED = b"+", b"-"
 """What a result begins with: a message of protobuf follows, or JSON. A promise begins with a digest."""
 DIGEST_CHARS = 32
+CANCELLED = REFUSED + msgspec.json.encode({"error": "the client has cancelled it", "category": "user"})
 
 
 class SamplePromises:
@@ -25,6 +27,7 @@ class SamplePromises:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._cancel = redis.register_script(CANCEL)
 
     async def known(self, promise: PromiseId, digest: str) -> bool:
         """Whether the sample is promised or made. Raises InvalidRequest if it has another content."""
@@ -57,6 +60,14 @@ class SamplePromises:
     async def drop(self, promise: PromiseId) -> None:
         """The sample will not be made."""
         await stored(self._redis.delete(keys.result(str(promise))))
+
+    async def cancel(self, promise: PromiseId) -> None:
+        """Have the gateway that makes it stop, and tell those who wait for it. What is made already stays."""
+        named = [keys.result(str(promise)), keys.RESULTS_ANNOUNCED]
+        await stored(self._cancel(named, [str(promise), CANCELLED, int(READ_TTL_S)]))
+
+    async def is_cancelled(self, promise: PromiseId) -> bool:
+        return bool(await stored(self._redis.get(keys.result(str(promise)))) == CANCELLED)
 
     async def result(self, promise: PromiseId) -> bytes | None:
         """What `keep` stored; empty while it is made; None for an unknown promise."""

@@ -25,6 +25,7 @@ from gateway.errors import EngineFault, InvalidRequest, LimitReached, NoServer
 from gateway.generations.generation import Call, Generation, tokens_of
 from gateway.generations.pinning import Pinned
 from gateway.rest.tinker_api.paths import PromiseId
+from gateway.rest.tinker_api.promises import Announcements
 from gateway.rest.tinker_api.sample_promises import SamplePromises
 from gateway.rest.tinker_api.wire.sample_answer import WantedScores, sample_response
 from gateway.sessions.identity import Caller
@@ -72,6 +73,7 @@ class SampleMaker:
 
     gateway: GatewayParts
     promises: SamplePromises
+    announcements: Announcements
     most: int
     """How many sequences it samples at once; one client key gets half of them."""
     patience_s: float
@@ -129,14 +131,30 @@ class SampleMaker:
         making = asyncio.create_task(self._made(wanted, caller))
         try:
             while not making.done():
-                await asyncio.wait([making], timeout=RENEW_EVERY_S)
-                if not making.done():
-                    await self._renew(wanted.promise)
+                await self._until_told(making, wanted.promise)
+                if making.done():
+                    break
+                if await self._is_cancelled(wanted.promise):
+                    await cancel_and_wait([making])
+                    return
+                await self._renew(wanted.promise)
             await self._keep(wanted.promise, making.result())
         except asyncio.CancelledError:
             await cancel_and_wait([making])
             await self._drop(wanted.promise)
             raise
+
+    async def _until_told(self, making: asyncio.Task[Any], promise: PromiseId) -> None:
+        """Wait until the sample is made, or somebody tells something of its promise, or it is time to renew
+        it."""
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def hear() -> None:
+            if not told.done():
+                told.set_result(None)
+
+        with self.announcements.heard(str(promise), hear):
+            await asyncio.wait([making, told], timeout=RENEW_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _made(self, wanted: WantedSample, caller: Caller) -> bytes | dict[str, str]:
         """The sample as the SDK reads it, or why there is none."""
@@ -199,6 +217,12 @@ class SampleMaker:
         session_id = generations[0].head.spec.session_id
         outcome = Outcome(session_id=session_id, status="completed", created_at=time.time())
         await self.gateway.writer.append_outcome(outcome, None, OPENED_UNTRAINED)
+
+    async def _is_cancelled(self, promise: PromiseId) -> bool:
+        try:
+            return await self.promises.is_cancelled(promise)
+        except StorageUnavailable:
+            return False
 
     async def _renew(self, promise: PromiseId) -> None:
         try:

@@ -42,7 +42,7 @@ async def client_config(body: ClientConfigBody, request: Request) -> JSONRespons
 async def dynamic_config(body: ClientConfigBody, request: Request) -> JSONResponse:
     """What the SDK asks again from time to time."""
     door_of(request)
-    return JSONResponse({"refresh_interval_sec": REFRESH_S, "sample_cancel_enabled": False})
+    return JSONResponse({"refresh_interval_sec": REFRESH_S, "sample_cancel_enabled": True})
 
 
 @router.get("/healthz")

@@ -150,6 +150,10 @@ class SamplingSessionBody(TinkerBody):
     model_path: str | None = None
 
 
+class CancelBody(TinkerBody):
+    request_id: str = Field(max_length=300)
+
+
 class FutureBody(TinkerBody):
     request_id: str = Field(max_length=300)
     allow_metadata_only: bool = False

@@ -269,7 +269,9 @@ def cancel(loop: SamplingLoop, by: SamplingLoop, number: int, gated: RunningGate
 
 
 def test_a_sample_is_cancelled_also_by_another_gateway(backends: Backends, gated: RunningGateway) -> None:
-    given: dict[str, Any] = {"tinker": {"max_samples": 2, "poll_s": 30}, "engine_timeout_s": 30}
+    """Only the cancellation can end them: no engine is given up."""
+    given: dict[str, Any] = {"tinker": {"max_samples": 2, "poll_s": 30}}
+    given |= {"engine_timeout_s": 600, "scheduler_silence_s": 600}
     with backends.gateway(**given) as maker, backends.gateway(**given) as other:
         loop = SamplingLoop(maker, str(backends.model_path)).start()
         there = SamplingLoop(other, loop.base_model, loop.key, loop.session_id)

@@ -390,6 +390,15 @@ FINE: Mapping[str, Callable[[], Evidence]] = {
         groups={},
         entries={},
     ),
+    "steps that commands have made": lambda: evidence(
+        rows=tuple(row(step, 3 + step, turns=[], sessions=[], tokens=9) for step in (1, 2)),
+        groups={},
+        sessions={},
+        known_sessions=frozenset(),
+        entries={},
+        counts_before={},
+        counts_after={},
+    ),
     "a record set aside": lambda: one(turn("t1", set_aside=True), verdict("invalid")),
     "a record that no build could read, set aside": lambda: evidence(
         session("s2", turn("t2"), unreadable={"t:t3": b"?"}), rows=(), groups={}, dead_letters={b"?": "1-0"}

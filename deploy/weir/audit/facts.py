@@ -83,6 +83,11 @@ class LedgerRow(msgspec.Struct, frozen=True):
     sessions: list[str]
     tokens: int
 
+    @property
+    def of_commands(self) -> bool:
+        """Whether commands of a user's loop have made the step, and no turns."""
+        return not self.turns and not self.sessions
+
 
 class Ledger(msgspec.Struct, frozen=True):
     """Every durable step, oldest first, and where they were read from."""

@@ -13,7 +13,8 @@ TRAINED = {"session:trained": "sessions", "turn:trained": "turns", TOKENS: "toke
 
 def ledger_findings(evidence: Evidence) -> Iterator[Finding]:
     yield from _order(evidence.ledger.rows)
-    vanished = list(takewhile(lambda row: _is_unknown(row, evidence), evidence.ledger.rows))
+    of_turns = [row for row in evidence.ledger.rows if not row.of_commands]
+    vanished = list(takewhile(lambda row: _is_unknown(row, evidence), of_turns))
     if len(vanished) > 1 and not evidence.forgotten_after.get("turn:trained"):
         said = (
             f"Redis has no trace of the steps {vanished[0].step} to {vanished[-1].step}, which the ledger "
@@ -22,8 +23,10 @@ def ledger_findings(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(kind="unexplained", rule="redis_emptied", subject="Redis", sentence=said)
     else:
         vanished = []
-    for row in evidence.ledger.rows[len(vanished) :]:
-        yield from _row(row, evidence)
+    gone = {row.step for row in vanished}
+    for row in evidence.ledger.rows:
+        if row.step not in gone:
+            yield from _row(row, evidence)
     if evidence.forgotten_after.get("turn:trained"):
         yield from _forgotten(evidence)
 
@@ -58,6 +61,8 @@ def _row(row: LedgerRow, evidence: Evidence) -> Iterator[Finding]:
         yield _of_step(
             row, "unexplained", "not_durable", "is in the durable ledger, but is marked as not durable"
         )
+    if row.of_commands:
+        return
     known = [evidence.turns[turn_id] for turn_id in row.turns if turn_id in evidence.turns]
     unknown = [turn_id for turn_id in row.turns if turn_id not in evidence.turns]
     gone = [evidence.tombstones[session] for session in row.sessions if session in evidence.tombstones]

@@ -78,6 +78,13 @@ def fate_of(turn: TurnFact, session: SessionFact, evidence: Evidence) -> str:
 def notes_of(evidence: Evidence) -> list[str]:
     """Facts that the user should know and that are no faults."""
     notes = [evidence.ledger.remark] if evidence.ledger.remark else []
+    commands = [row for row in evidence.ledger.rows if row.of_commands]
+    if commands:
+        tokens = sum(row.tokens for row in commands)
+        notes.append(
+            f"{len(commands)} steps, with {tokens} tokens, were made by commands of users' loops; the ledger "
+            "does not name these commands, so the audit does not count them"
+        )
     unknown = {
         version: None
         for _, turn in evidence.turns.values()

@@ -180,6 +180,19 @@ class DeletedSession(TypedDict):
 
 class UserCounts(Counts):
     sessions: int
+    client_sessions: int
+
+
+class ClientSessionCounts(TypedDict):
+    models: int
+    weights: int
+    samplers: int
+    samples: int
+
+
+class DeletedClientSession(TypedDict):
+    session_id: str
+    deleted: ClientSessionCounts
 
 
 class DeletedUserShape(TypedDict):

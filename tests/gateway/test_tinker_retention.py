@@ -81,7 +81,8 @@ def test_named_weights_outlast_their_session(
     loop = trained(forgetful, model, ("save_weights", {"path": "best", "ttl_seconds": 86400}))
     assert finish(loop) == 200
     digests = keys.model(loop.model_id)
-    wait_until(lambda: get(loop, f"sessions/{loop.session_id}").status_code == 404)
+    wait_until(lambda: not forgetful.redis.exists(keys.client_session(loop.session_id)))
+    assert get(loop, f"sessions/{loop.session_id}").status_code == 404
     fields: Any = forgetful.redis.hkeys(digests)
     assert not [each for each in fields if each.startswith(b"d:")]
     kept = {keys.model(loop.model_id), keys.kept(loop.model_id), keys.kept_terms(loop.model_id)}

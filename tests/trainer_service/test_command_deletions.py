@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollout_queue.commands.command import LoadWeights, SaveForSampler, SaveWeights
+from rollout_queue.commands.log import WHOLE_MODEL, Drop
 from rollout_queue.commands.result import CommandFailed, Published, Saved, WeightsLoaded
 from tests.support.trainer_service.command_harness import (
     CommandHarness,
@@ -106,6 +107,23 @@ def test_a_kill_between_removal_and_note_is_made_good_at_the_next_start(
     log.dies = False
     make_command_harness(log=log).trainer.run_once()
     assert not log.weights
+
+
+def test_nothing_of_a_deleted_model_stays(make_command_harness: MakeCommandHarness) -> None:
+    harness = make_command_harness()
+    log = saved(harness)
+    log.append("a", SaveWeights("y"))
+    log.answers_until_killed = 0
+    with pytest.raises(Killed):
+        harness.trainer.run_once()
+    assert len(files(harness)) == 2, "it died before it could say that it had written y"
+    log.answers_until_killed, last = None, log.kept[-1].position
+    log.ends["a"], log.weights["a", WHOLE_MODEL] = "its record is removed", [Drop(last, last)]
+    again = make_command_harness(log=log)
+    for _ in range(3):
+        again.trainer.run_once()
+    assert (log.kept, log.weights) == ([], {}), "an idle trainer frees the log of its commands"
+    assert not (harness.settings.checkpoint_dir / "saved" / "a").exists()
 
 
 def test_versions_that_nobody_can_name_are_removed(make_command_harness: MakeCommandHarness) -> None:

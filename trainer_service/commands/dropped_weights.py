@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from rollout_queue.commands.log import CommandReader, Dropped
+from rollout_queue.commands.log import WHOLE_MODEL, CommandReader, Dropped
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.object_store import StoreUnavailable
 from trainer_service.commands.exports import Exports
@@ -82,8 +82,12 @@ class DroppedWeights:
         kind, _, name = kept_as.partition("/")
         if kind in self._files:
             self._files[kind].remove(model_id, name, saved)
+        elif kept_as == WHOLE_MODEL:
+            for files in self._files.values():
+                files.remove_all(model_id)
         self._ask(lambda: self._reader.forget_weights(model_id, kept_as, deleted))
-        logger.info("%s of model %s is removed", kept_as, model_id)
+        what = "what was left" if kept_as == WHOLE_MODEL else kept_as
+        logger.info("%s of model %s is removed", what, model_id)
 
     def _remove_adapter(self, policy: str, version: int) -> None:
         self._sampler.remove(policy, version)

@@ -82,6 +82,13 @@ class NamedFiles:
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
 
+    def remove_all(self, model_id: str) -> None:
+        """Remove what is left of a model that is gone: what a process had written that died before it could
+        answer. Raises OSError if files stay."""
+        directory = self._root / safe_name(model_id)
+        if directory.is_dir():
+            shutil.rmtree(directory)
+
     def _named(self, model_id: str, name: str) -> Path:
         if not SAFE_NAME.fullmatch(name):
             raise CommandRefused(

@@ -6,6 +6,7 @@ from fastapi.responses import JSONResponse, Response
 
 from gateway.rest.access import admins_only
 from gateway.rest.shapes import DeletedUserShape
+from gateway.rest.tinker_api.door import TinkerDoor
 from gateway.wiring import parts_of
 from rollout_queue.protocol.ids import Id
 
@@ -14,6 +15,9 @@ router = APIRouter(prefix="/admin/users", tags=["admin"], dependencies=[Depends(
 
 @router.delete("/{user}/data", responses={200: {"model": DeletedUserShape}})
 async def delete_user(user: Id, request: Request) -> Response:
-    """Remove each session that was opened for the user, or has a call for the user. Repeats are allowed."""
+    """Remove each session that was opened for the user, or has a call for the user, and each client session
+    of the Tinker API that names the user. Repeats are allowed."""
     deleted = await parts_of(request).deleter.delete_user(user)
-    return JSONResponse({"user": user, "deleted": msgspec.to_builtins(deleted)})
+    door: TinkerDoor = request.app.state.tinker
+    told = msgspec.to_builtins(deleted) | {"client_sessions": await door.removal.delete_user(user)}
+    return JSONResponse({"user": user, "deleted": told})

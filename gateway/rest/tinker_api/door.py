@@ -16,10 +16,10 @@ from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNot
 from gateway.rest.access import client_of
 from gateway.rest.tinker_api.paths import PromiseId
 from gateway.rest.tinker_api.promises import Announcements
-from gateway.rest.tinker_api.retention import ClientRecordRetention
 from gateway.rest.tinker_api.sample_promises import SamplePromises
 from gateway.rest.tinker_api.samples import SampleMaker
 from gateway.rest.tinker_api.store import TinkerStore
+from gateway.rest.tinker_api.user_data.removal import ClientRecordRemoval
 from gateway.sessions.identity import Caller
 from gateway.settings import GatewaySettings, TinkerSettings
 from gateway.wiring import GatewayParts
@@ -47,6 +47,7 @@ class TinkerDoor:
     announcements: Announcements
     promises: SamplePromises
     samples: SampleMaker
+    removal: ClientRecordRemoval
 
     @property
     def base_model(self) -> str:
@@ -117,21 +118,20 @@ async def opened_door(gateway: GatewayParts) -> AsyncIterator[TinkerDoor]:
     tinker = settings.tinker
     samples = SampleMaker(gateway, promises, announcements, tinker.max_samples, tinker.sample_patience_s)
     store = TinkerStore(gateway.redis, log)
+    removal = ClientRecordRemoval(gateway.redis, log, store.weights, gateway.deleter)
     tasks = [
         asyncio.create_task(announcements.follow()),
-        asyncio.create_task(
-            _sweep(store, ClientRecordRetention(gateway.redis, log, store.weights), settings.tinker)
-        ),
+        asyncio.create_task(_sweep(store, removal, settings.tinker)),
     ]
     try:
-        yield TinkerDoor(gateway, log, store, announcements, promises, samples)
+        yield TinkerDoor(gateway, log, store, announcements, promises, samples, removal)
     finally:
         await samples.close()
         await cancel_and_wait(tasks)
         await redis.aclose()
 
 
-async def _sweep(store: TinkerStore, retention: ClientRecordRetention, settings: TinkerSettings) -> None:
+async def _sweep(store: TinkerStore, removal: ClientRecordRemoval, settings: TinkerSettings) -> None:
     """End the models of sessions whose client is gone, and weights whose time is over, and remove old
     records, until it is cancelled."""
     timeout_s, retention_s = settings.session_timeout_s, settings.session_retention_s
@@ -140,7 +140,7 @@ async def _sweep(store: TinkerStore, retention: ClientRecordRetention, settings:
         try:
             await store.end_silent(timeout_s)
             await store.weights.end_expired()
-            await retention.forget_old(retention_s)
+            await removal.forget_old(retention_s)
         except StorageUnavailable as error:
             logger.warning("client sessions and weights cannot be ended or forgotten now: %s", error)
 

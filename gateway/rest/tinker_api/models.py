@@ -70,7 +70,7 @@ PASS_BODY = {
 async def create_model(body: CreateModelBody, request: Request) -> JSONResponse:
     """Make a model: the base model with an adapter, or all of its weights without `lora_config`."""
     door, caller = door_of(request)
-    await door.store.session(body.session_id, caller)
+    session = await door.store.session(body.session_id, caller)
     base_model = door.check_base_model(body.base_model)
     await check_trainer(door)
     model = ClientModel(
@@ -81,6 +81,7 @@ async def create_model(body: CreateModelBody, request: Request) -> JSONResponse:
         base_model=base_model,
         lora=_lora(body.lora_config),
         user_metadata=body.user_metadata,
+        user=session.user,
     )
     await door.store.add_model(model)
     return _promise(await door.submit(model.model_id, 0, CreateModel(base_model, model.lora)))
@@ -187,6 +188,7 @@ async def save_weights_for_sampler(body: SaveForSamplerBody, request: Request) -
                 base_model=model.base_model,
                 model_path=str(path),
                 kind=body.kind,
+                user=model.user,
             )
         )
     command = SaveForSampler(name, shared=body.kind == "inflight" and number is not None)
@@ -256,6 +258,7 @@ async def _loaded_model(
         base_model=source.base_model,
         lora=source.lora,
         user_metadata=body.user_metadata,
+        user=session.user,
     )
     await door.store.add_model(model)
     return model

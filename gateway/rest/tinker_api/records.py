@@ -18,6 +18,8 @@ class ClientSession(msgspec.Struct, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] | None = None
     project_id: str | None = None
     display_name: str | None = None
+    user: str | None = None
+    """For whom it runs, so that it goes with this user's data."""
 
 
 class ClientModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +32,7 @@ class ClientModel(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     lora: LoraSpec | None
     user_metadata: dict[str, Any] | None = None
+    user: str | None = None
 
 
 class SamplingTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +46,7 @@ class SamplingTarget(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str | None = None
     """`tinker://{model}/sampler_weights/{name}`; None for the base model."""
     kind: Literal["base", "snapshot", "inflight"]
+    user: str | None = None
 
 
 class KeptTerms(msgspec.Struct, frozen=True, kw_only=True):

@@ -94,6 +94,7 @@ async def create_sampling_session(body: SamplingSessionBody, request: Request) -
         base_model=base_model,
         model_path=None if path is None else str(path),
         kind="base" if path is None else "snapshot",
+        user=session.user,
     )
     await door.store.add_target(target)
     return JSONResponse(
@@ -125,7 +126,8 @@ async def asample(body: SampleBody, request: Request) -> JSONResponse:
     ids = [token for chunk in body.prompt.chunks for token in chunk.tokens]
     wanted = WantedSample(
         promise=PromiseId("s", target.sampling_session_id, body.seq_id),
-        call=_call(door, body, ids),
+        call=msgspec.structs.replace(_call(door, body, ids), user=target.session_id),
+        user=target.user,
         n=body.num_samples,
         pinned=await pinned_of(door, target, caller),
         scores=_scores(door, body, len(ids)),

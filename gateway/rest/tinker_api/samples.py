@@ -50,6 +50,9 @@ class WantedSample(msgspec.Struct, frozen=True):
     n: int
     pinned: Pinned
     scores: WantedScores
+    user: str | None = None
+    """The user of the client session. The call names the client session itself as its user, so that its
+    samples are found and deleted as those of a user."""
 
     @property
     def session_id(self) -> str:
@@ -183,7 +186,8 @@ class SampleMaker:
     async def _sample(self, wanted: WantedSample, caller: Caller, attempt: int) -> bytes:
         gateway = self.gateway
         spec = gateway.sessions.new_spec(caller, wanted.session_id, inferred=True)
-        head = SessionHead(spec=msgspec.structs.replace(spec, train=False), stored=False)
+        spec = msgspec.structs.replace(spec, train=False, user=wanted.user)
+        head = SessionHead(spec=spec, stored=False)
         client = UnreadCall(str(wanted.promise), 0, 0, gateway.metrics.of("tinker"))
         calls, heavy = [wanted.call], len(wanted.call.prompt_ids or ()) > HEAVY_TOKENS
         generations = await gateway.generator.begin(

@@ -1,21 +1,28 @@
-"""What a client asks first: the configuration, its session, and which models there are."""
+"""What a client asks first: the configuration, its session, and which models there are; and the end of it."""
+
+import logging
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from gateway.errors import InvalidRequest
+from gateway.rest.shapes import DeletedClientSession
 from gateway.rest.tinker_api.door import door_of, now
 from gateway.rest.tinker_api.records import ClientSession
+from gateway.rest.tinker_api.user_data.export import ClientSessionExport
 from gateway.rest.tinker_api.wire.bodies import (
     ClientConfigBody,
     ClientFinishBody,
     TinkerHeartbeatBody,
     TinkerSessionBody,
 )
+from gateway.sessions.user_names import user_named
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.errors import ApiError
 
 router = APIRouter(tags=["tinker"])
+logger = logging.getLogger(__name__)
 
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
@@ -83,10 +90,21 @@ async def create_session(body: TinkerSessionBody, request: Request) -> JSONRespo
         user_metadata=body.user_metadata,
         project_id=body.project_id,
         display_name=body.display_name,
+        user=_user(body),
     )
     await door.store.add_session(session)
     told = {"type": "create_session", "session_id": session.session_id, "info_message": DIFFERS}
     return JSONResponse(told)
+
+
+def _user(body: TinkerSessionBody) -> str | None:
+    """The user that the metadata name, in `user`. Raises InvalidRequest for what cannot be one."""
+    given = (body.user_metadata or {}).get("user")
+    user = user_named(given)
+    if user == given:
+        return user
+    message = f"user_metadata.user: {str(given)[:200]!r}: a user is 1 to 200 of A-Z a-z 0-9 . _ : @ ~ = + -"
+    raise InvalidRequest(message, param="user_metadata")
 
 
 @router.post("/session_heartbeat")
@@ -107,3 +125,23 @@ async def finish_session(session_id: str, body: ClientFinishBody, request: Reque
     how = {"reason": body.reason.type, "detail": body.detail, "at": now()}
     await door.store.finish(session, msgspec.json.encode(how))
     return JSONResponse({})
+
+
+@router.get("/sessions/{session_id}/export", response_class=StreamingResponse)
+async def export_client_session(session_id: str, request: Request) -> Response:
+    """What is kept of a client session, as lines of JSON."""
+    door, caller = door_of(request)
+    session = await door.store.session(session_id, caller)
+    lines = ClientSessionExport(door.gateway.redis, door.store.weights).lines(session)
+    return StreamingResponse(lines, media_type="application/jsonl")
+
+
+@router.delete("/sessions/{session_id}")
+async def delete_client_session(session_id: str, request: Request) -> DeletedClientSession:
+    """End the models of a client session, and delete it with its models, weights, sampling sessions and
+    samples. If that is interrupted, a gateway goes on with it. The SDK has no method for it."""
+    door, caller = door_of(request)
+    session = await door.store.session(session_id, caller)
+    removed = await door.removal.delete_session(session.session_id)
+    logger.info("client session %s is deleted by key %s: %s", session_id, caller.key or "-", removed)
+    return DeletedClientSession(session_id=session_id, deleted=msgspec.to_builtins(removed))

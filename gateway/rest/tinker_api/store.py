@@ -20,9 +20,11 @@ from gateway.rest.tinker_api.records import (
 from gateway.rest.tinker_api.weights import KeptWeightsStore
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.result import Kept
+from rollout_queue.contract.errors import UserDeleted
+from rollout_queue.contract.tombstone import user_digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.commands.submission import CommandSubmissions
+from rollout_queue.redis.commands.submission import CommandSubmissions, Gone
 from rollout_queue.redis.scripts import client_sessions as scripts
 
 logger = logging.getLogger(__name__)
@@ -56,19 +58,20 @@ class TinkerStore:
         self.weights = KeptWeightsStore(redis, log)
         self._beat = redis.register_script(scripts.BEAT)
         self._end_session = redis.register_script(scripts.END_SESSION)
+        self._add_session = redis.register_script(scripts.ADD_SESSION)
         self._add_made = redis.register_script(scripts.ADD_MADE)
         self._add_target = redis.register_script(scripts.ADD_TARGET)
 
     # Client sessions
 
     async def add_session(self, session: ClientSession) -> None:
-        name = keys.client_session(session.session_id)
-        fields: dict[Any, Any] = {"record": encode_record(session), "beat": time.time()}
-        async with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.hset(name, mapping=fields)
-            pipeline.zadd(keys.client_sessions_of(session.owner), {session.session_id: session.created_at})
-            pipeline.zadd(keys.CLIENT_SESSIONS_LIVE, {session.session_id: time.time()})
-            await stored(pipeline.execute())
+        """Raises UserDeleted if it is for a user whose data was deleted."""
+        user = session.user or ""
+        named = [keys.client_session(session.session_id), keys.client_sessions_of(session.owner)]
+        named += [keys.CLIENT_SESSIONS_LIVE, keys.DELETED_USERS, keys.client_records_of_user(user)]
+        arguments: list[Any] = [session.session_id, encode_record(session), session.created_at]
+        if not await stored(self._add_session(named, [*arguments, user and user_digest(user)])):
+            raise UserDeleted
 
     async def session(self, session_id: str, caller: Caller) -> ClientSession:
         found: Any = await stored(self._redis.hget(keys.client_session(session_id), "record"))
@@ -157,7 +160,9 @@ class TinkerStore:
         if noted == b"ended":
             message = f"session {session_id} has ended: it takes no new models, so begin another one"
             raise InvalidRequest(message, param="session_id", code="session_ended")
-        spec = await self._log.open(model.model_id, model.owner, encode_record(model))
+        spec = await self._log.open(model.model_id, model.owner, encode_record(model), session_id)
+        if isinstance(spec, Gone):
+            raise ObjectNotFound(f"there is no session {session_id!r}", param="session_id")
         if await stored(self._redis.zscore(ended, session_id)) is not None:  # it has ended meanwhile
             await self._log.end(model.model_id, "its client session has ended")
         known = _read(spec, ClientModel)

@@ -13,6 +13,7 @@ from rollout_queue.commands.result import Kept
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.commands.submission import CommandSubmissions
+from rollout_queue.redis.scripts.client_sessions import NOTE_TERMS
 from rollout_queue.redis.scripts.drops import CHANGE
 
 UNNAMED = "/~"
@@ -47,13 +48,14 @@ class KeptWeightsStore:
     def __init__(self, redis: Redis, log: CommandSubmissions) -> None:
         self._redis, self._log = redis, log
         self._change = redis.register_script(CHANGE)
+        self._note_terms = redis.register_script(NOTE_TERMS)
 
     async def note_terms(self, path: WeightsPath, number: int, terms: KeptTerms) -> None:
         """What the client says of weights that the command with this number will save. The first stays."""
         if terms == KeptTerms():
             return
-        name, field = keys.kept_terms(path.model_id), f"{path.kept_as}#{number}"
-        await stored(self._redis.hsetnx(name, field, encode_record(terms).decode()))
+        named = [keys.model(path.model_id), keys.kept_terms(path.model_id)]
+        await stored(self._note_terms(named, [f"{path.kept_as}#{number}", encode_record(terms)]))
 
     async def find(self, path: WeightsPath) -> KeptWeights | None:
         """What is kept under this path, expired or not."""
@@ -111,6 +113,14 @@ class KeptWeightsStore:
             model_id, name, number = member.decode().rsplit("|", 2)
             await self._log.drop(model_id, name, int(number), expired_at=now)
         return len(found)
+
+    async def delete_all(self, model_id: str) -> int:
+        """Delete all that a model has saved. Returns how many named weights that were."""
+        named = 0
+        for name, kept in (await self._log.kept(model_id)).items():
+            dropped = await self._log.drop(model_id, name, kept.number)
+            named += dropped and UNNAMED not in name
+        return named
 
     async def drop_unnamed(self, model_id: str) -> None:
         """Delete what a model has published without a name: its client is gone."""

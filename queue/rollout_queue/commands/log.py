@@ -15,6 +15,10 @@ BEGINNING = "0-0"
 """The position before the first command."""
 
 
+WHOLE_MODEL = "*"
+"""The name in the note of a model that is gone: the log frees its commands, and nothing of it stays."""
+
+
 class Drop(NamedTuple):
     """Weights were deleted: what was saved up to the place `saved` is gone for commands after `deleted`."""
 
@@ -26,8 +30,8 @@ class Dropped(NamedTuple):
     """What was deleted, and has files still, perhaps."""
 
     weights: Mapping[tuple[str, str], Sequence[Drop]]
-    """By model and name (`weights/{name}`, `sampler_weights/{name}`, `external_weights/{name}`), in the
-    order of their deletion."""
+    """By model and name (`weights/{name}`, `sampler_weights/{name}`, `external_weights/{name}`,
+    WHOLE_MODEL), in the order of their deletion."""
     adapters: Mapping[tuple[str, int], str]
     """Versions of adapters that nobody can name: adapter and version → the place of the command that made
     it."""

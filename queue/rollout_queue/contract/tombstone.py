@@ -27,6 +27,10 @@ class DeletionTotals(msgspec.Struct, frozen=True):
     turns: int = 0
     rewards: int = 0
 
+    def __add__(self, more: "DeletionTotals") -> "DeletionTotals":
+        rewards = self.rewards + more.rewards
+        return DeletionTotals(self.sessions + more.sessions, self.turns + more.turns, rewards)
+
 
 def encode_tombstone(tombstone: Tombstone) -> bytes:
     return msgspec.json.encode(tombstone)

@@ -51,14 +51,15 @@ class RedisDeleter:
     async def delete_user(self, user: str) -> DeletionTotals:
         # From here on no data is accepted for this name, so the sessions found next are all there are.
         await stored(self._redis.sadd(keys.DELETED_USERS, user_digest(user)))
-        names: Collection[bytes] = await stored(self._redis.smembers(keys.user_sessions(user)))
-        deleted = [await self._replace_by_tombstone(name.decode()) for name in sorted(names)]
-        tombstones = [tombstone for tombstone in deleted if tombstone is not None]
-        await stored(self._redis.delete(keys.user_sessions(user)))
-        session_ids = [tombstone.session_id for tombstone in tombstones]
-        for start in range(0, len(session_ids), SESSIONS_AT_ONCE):
-            await self._try_to_remove_entries(session_ids[start : start + SESSIONS_AT_ONCE])
-        return total(tombstones)
+        sessions, totals = keys.user_sessions(user), DeletionTotals()
+        names: Collection[bytes]
+        while names := await stored(self._redis.srandmember(sessions, SESSIONS_AT_ONCE)):
+            deleted = [await self._replace_by_tombstone(name.decode()) for name in sorted(names)]
+            tombstones = [tombstone for tombstone in deleted if tombstone is not None]
+            await stored(self._redis.srem(sessions, *names))
+            await self._try_to_remove_entries([tombstone.session_id for tombstone in tombstones])
+            totals += total(tombstones)
+        return totals
 
     async def finish(self, now: float) -> int:
         overdue: list[bytes] = await stored(

@@ -144,8 +144,9 @@ RESULTS_ANNOUNCED = "weir:results_announced"
 
 def model(model_id: str) -> str:
     """Hash of one model that takes commands: `spec`, JSON; the number of the `next` command, and of the last
-    one that is `done`; `d:{number}`, the digest of a command that has arrived; `e:{number}`, a command that
-    waits for earlier ones; `ended`, why it takes no more."""
+    one that is `done`; `d:{number}`, the digest of a command that has arrived, and `k:{number}`, its kind
+    and when that was, in ms; `e:{number}`, a command that waits for earlier ones; `ended`, why it takes no
+    more."""
     return f"weir:m:{model_id}"
 
 
@@ -155,8 +156,8 @@ def models_of(owner: str) -> str:
 
 
 def client_session(session_id: str) -> str:
-    """Hash: one run of a user's own training loop: `record`, JSON; `beat`, its last sign of life; how it
-    `finished`."""
+    """Hash: one run of a user's own training loop: `record`, JSON, or `deleted` or `forgotten` in its place
+    until all that it has made is removed; `beat`, its last sign of life; how it `finished`."""
     return f"weir:cs:{session_id}"
 
 
@@ -170,6 +171,12 @@ have outlasted theirs, by when somebody looked for these weights last."""
 def client_sessions_of(owner: str) -> str:
     """Sorted set: the client sessions of one client key, by when they began."""
     return f"weir:client_sessions:{owner}"
+
+
+def client_records_of_user(user: str) -> str:
+    """Set: the client sessions that name a user, and the models with named weights that have outlasted
+    theirs."""
+    return f"weir:cu:{user}"
 
 
 def made_in(session_id: str) -> str:
@@ -205,7 +212,8 @@ def kept(model_id: str) -> str:
 
 DROPPED = "weir:dropped"
 """Hash: `{model}|{name}` of deleted weights → `{saved}>{deleted}`, two places in the log, for each deletion,
-with spaces between: what was saved up to the first place is gone for commands after the second one."""
+with spaces between: what was saved up to the first place is gone for commands after the second one. The name
+`*` stands for a model that is gone, with all that it has saved."""
 DROPPED_ADAPTERS = "weir:dropped_adapters"
 """Hash: `{policy}|{version}` of an adapter that no sampling session can name → the place in the log of the
 command that made it. The trainer removes its files when no replay can reach that place."""

@@ -28,14 +28,14 @@ class TinkerLoop:
         headers = {"x-api-key": self.key}
         return self.gateway.call("POST", f"/api/v1/{verb}", body, key=None, headers=headers, **more)
 
-    def begin(self, lora: dict[str, Any] | None = None, seq: int = 0) -> dict[str, Any]:
-        """Make a session and a model; returns its promise."""
+    def begin(self, lora: dict[str, Any] | None = None, seq: int = 0, **session: Any) -> dict[str, Any]:
+        """Make a session and a model; returns its promise. `session`: more of the session's body."""
         body: dict[str, Any] = {
             "tags": [],
             "user_metadata": None,
             "sdk_version": "0.38.0",
             "type": "create_session",
-        }
+        } | session
         self.session_id = self.post("create_session", body).json()["session_id"]
         self.model_id = f"{self.session_id}:train:{seq}"
         return self.create(lora, seq)
@@ -79,8 +79,8 @@ class SamplingLoop(TinkerLoop):
 
     sampler: str = ""
 
-    def start(self) -> "SamplingLoop":
-        self.begin()
+    def start(self, **session: Any) -> "SamplingLoop":
+        self.begin(**session)
         body = {"session_id": self.session_id, "sampling_session_seq_id": 0, "base_model": self.base_model}
         self.sampler = self.post("create_sampling_session", body).json()["sampling_session_id"]
         return self

@@ -12,10 +12,13 @@ from rollout_queue.commands.result import Answer, Kept
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.scripts import commands as scripts
+from rollout_queue.redis.scripts.client_sessions import FORGET_RESULTS
 from rollout_queue.redis.scripts.drops import DROP
 
 MOST_EARLY = 10_000
 """How far a command may be ahead of the next one of its model."""
+RESULTS_AT_ONCE = 500
+"""How many results one script removes: Redis serves nobody else meanwhile."""
 READ_TTL_S = 900.0
 """How long a result can be read again, after it was read for the first time: its answer may be lost."""
 
@@ -52,12 +55,17 @@ class CommandSubmissions:
         self._read = redis.register_script(scripts.READ_RESULT)
         self._end = redis.register_script(scripts.END)
         self._drop = redis.register_script(DROP)
+        self._forget_results = redis.register_script(FORGET_RESULTS)
 
-    async def open(self, model_id: str, owner: str, spec: bytes) -> bytes | None:
-        """Make a model. Returns None, or the spec of the model that has this id already."""
+    async def open(
+        self, model_id: str, owner: str, spec: bytes, session_id: str | None = None
+    ) -> bytes | Gone | None:
+        """Make a model. Returns None, or the spec of the model that has this id already; Gone if it is of a
+        client session that is gone."""
         named = [keys.model(model_id), keys.models_of(owner)]
-        found: bytes | None = await stored(self._open(named, [model_id, spec, time.time()]))
-        return found
+        named += [] if session_id is None else [keys.client_session(session_id)]
+        found: bytes | int | None = await stored(self._open(named, [model_id, spec, time.time()]))
+        return Gone() if isinstance(found, int) else found
 
     async def spec(self, model_id: str) -> bytes | None:
         """The spec that `open` stored; None for an unknown model."""
@@ -70,6 +78,7 @@ class CommandSubmissions:
         now_ms = int(time.time() * 1000)
         arguments: list[str | bytes | int] = [model_id, number, digest, encode(command)]
         arguments += [self._most_bytes(), MOST_EARLY, now_ms, int(isinstance(command, ForwardBackward))]
+        arguments.append(str(command.__struct_config__.tag))
         said: Sequence[Any] = await stored(self._submit(named, arguments))
         outcome: Submitted = said[0].decode()
         return outcome
@@ -92,6 +101,14 @@ class CommandSubmissions:
                 return Waiting()
             case _:
                 return Gone()
+
+    async def forget_results(self, model_id: str, count: int) -> None:
+        """Remove the results of the first commands of a model, so many."""
+        for first in range(0, count, RESULTS_AT_ONCE):
+            numbers = range(first, min(first + RESULTS_AT_ONCE, count))
+            requests = [request_id(model_id, number) for number in numbers]
+            named = [keys.RESULTS_UNREAD, keys.COMMANDS_HELD, *map(keys.result, requests)]
+            await stored(self._forget_results(named, requests))
 
     async def kept(self, model_id: str) -> Mapping[str, Kept]:
         """The checkpoints of a model, its weights to sample from, and its exports: `weights/{name}`,

@@ -1,6 +1,24 @@
 """Scripts of a user's client session: its signs of life, its end, and the end of its records.
 
-No script writes to a session without a record, so that what was forgotten does not come back.
+record ─▶ deleted, or forgotten ─▶ what it has made goes ─▶ nothing
+
+No script writes to a session without a `record`, so that what was deleted or forgotten does not come back.
+"""
+
+from rollout_queue.commands.log import WHOLE_MODEL
+from rollout_queue.redis.scripts.commands import OVERHEAD
+from rollout_queue.redis.scripts.drops import LAST_PLACE
+
+ADD_SESSION = """
+-- KEYS: session, sessions of the owner, live sessions, deleted users, records of the user
+-- ARGV: session id, record, time, digest of the user or ''
+-- Returns 0 if the data of the user was deleted.
+if ARGV[4] ~= '' and redis.call('SISMEMBER', KEYS[4], ARGV[4]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], 'record', ARGV[2], 'beat', ARGV[3])
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
+redis.call('ZADD', KEYS[3], ARGV[3], ARGV[1])
+if ARGV[4] ~= '' then redis.call('SADD', KEYS[5], ARGV[1]) end
+return 1
 """
 
 BEAT = """
@@ -42,28 +60,71 @@ redis.call('SETNX', KEYS[3], ARGV[2])
 return 1
 """
 
-FORGET_MODEL = """
--- KEYS: model, kept, terms of what is kept, models of the owner   ARGV: model id
--- Removes a model that has ended and has no named weights. Of one that has them, the digests of its commands
--- are removed. Returns whether it is gone.
+NOTE_TERMS = """
+-- KEYS: model, terms of what is kept   ARGV: field, terms
+-- The first terms stay. A model that is gone gets none.
+if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSETNX', KEYS[2], ARGV[1], ARGV[2]) end
+"""
+
+CLOSE_SESSION = """
+-- KEYS: session, live sessions, ended sessions   ARGV: session id, 'deleted' or 'forgotten'
+-- From here on, no request finds the session. Returns what was said first, and the record; nothing if the
+-- session is gone. A deleted one is the first of the ended sessions, so that any gateway goes on with it.
+redis.call('ZREM', KEYS[2], ARGV[1]) -- a full Redis accepts this, and then refuses no later write
+local record = redis.call('HGET', KEYS[1], 'record')
+if record then
+    redis.call('HDEL', KEYS[1], 'record')
+    redis.call('HSET', KEYS[1], ARGV[2], record)
+    if ARGV[2] == 'deleted' then redis.call('ZADD', KEYS[3], 0, ARGV[1]) end
+end
+for _, said in ipairs({'deleted', 'forgotten'}) do
+    record = redis.call('HGET', KEYS[1], said)
+    if record then return {said, record} end
+end
+"""
+
+FORGET_MODEL = (
+    LAST_PLACE
+    + f"""
+-- KEYS: model, kept, terms of what is kept, models of the owner, dropped, stream   ARGV: model id
+-- Removes a model that has ended and has no named weights. Of one that has them, what is known of its
+-- commands is removed. Returns whether it is gone. The trainer is told, because the log has its commands,
+-- perhaps.
+redis.call('HDEL', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 for _, name in ipairs(redis.call('HKEYS', KEYS[2])) do
     if not string.find(name, '/~', 1, true) then
         for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-            if string.sub(field, 1, 2) == 'd:' then redis.call('HDEL', KEYS[1], field) end
+            if string.match(field, '^[dk]:') then redis.call('HDEL', KEYS[1], field) end
         end
         return 0
     end
 end
 redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[3])
 redis.call('ZREM', KEYS[4], ARGV[1])
+local last = last_place(KEYS[6])
+redis.call('HSET', KEYS[5], ARGV[1] .. '|{WHOLE_MODEL}', last .. '>' .. last)
 return 1
+"""
+)
+
+FORGET_RESULTS = f"""
+-- KEYS: unread, held, result…   ARGV: request id…
+for at = 3, #KEYS do
+    local size = redis.call('STRLEN', KEYS[at]) + {OVERHEAD}
+    if redis.call('ZREM', KEYS[1], ARGV[at - 2] .. '|' .. size) == 1 then
+        redis.call('HINCRBY', KEYS[2], 'unread', -size)
+    end
+    redis.call('UNLINK', KEYS[at])
+end
 """
 
 FORGET_SESSION = """
--- KEYS: session, made in it, sessions of the owner, ended sessions, live sessions   ARGV: session id
+-- KEYS: session, made in it, sessions of the owner, ended sessions, live sessions, records of the user
+-- ARGV: session id
 -- Removes a session, if nothing that it has made is left. Returns whether it is gone.
 if redis.call('SCARD', KEYS[2]) > 0 then return 0 end
 redis.call('UNLINK', KEYS[1])
 for at = 3, 5 do redis.call('ZREM', KEYS[at], ARGV[1]) end
+redis.call('SREM', KEYS[6], ARGV[1])
 return 1
 """

@@ -13,8 +13,10 @@ REMEMBERED = 10_000
 """How many of a model's last commands are known when they come again."""
 
 OPEN = """
--- KEYS: model, models of the owner   ARGV: model id, spec, time
--- Makes a model that takes commands. Returns false, or the spec that it has already.
+-- KEYS: model, models of the owner [, client session]   ARGV: model id, spec, time
+-- Makes a model that takes commands. Returns false, or the spec that it has already; 0 if the client session
+-- is gone.
+if KEYS[3] and redis.call('HEXISTS', KEYS[3], 'record') == 0 then return 0 end
 local known = redis.call('HGET', KEYS[1], 'spec')
 if known then return known end
 redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'next', 0)
@@ -24,7 +26,7 @@ return false
 
 SUBMIT = f"""
 -- KEYS: model, stream, held, unread
--- ARGV: model id, number, digest, command, most bytes, most early, now in ms, whether it has data
+-- ARGV: model id, number, digest, command, most bytes, most early, now in ms, whether it has data, kind
 local number = tonumber(ARGV[2])
 local next = tonumber(redis.call('HGET', KEYS[1], 'next'))
 if not next then return {{'unknown'}} end
@@ -59,8 +61,8 @@ if held + size > room then return {{'full'}} end
 
 redis.call('HINCRBY', KEYS[3], 'bytes', size)
 redis.call('HSET', KEYS[3], 'most', most)
-redis.call('HSET', KEYS[1], 'd:' .. number, ARGV[3])
-redis.call('HDEL', KEYS[1], 'd:' .. (number - {REMEMBERED}))
+redis.call('HSET', KEYS[1], 'd:' .. number, ARGV[3], 'k:' .. number, ARGV[9] .. ' ' .. ARGV[7])
+redis.call('HDEL', KEYS[1], 'd:' .. (number - {REMEMBERED}), 'k:' .. (number - {REMEMBERED}))
 if number > next then
     redis.call('HSET', KEYS[1], 'e:' .. number, ARGV[4])
     return {{'new'}}
@@ -86,6 +88,10 @@ ANSWER = (
 -- A full Redis has to accept a result, after which the trainer frees the log. It accepts HDEL, and then
 -- refuses no later write of the script.
 redis.call('HDEL', KEYS[6], '')
+if redis.call('EXISTS', KEYS[2]) == 0 then -- the model was deleted while this was carried out
+    if ARGV[7] ~= '' then drop_adapter(KEYS[9], unpacked(ARGV[8])) end
+    return 1
+end
 -- The first result stays: a client may have read it.
 if redis.call('SET', KEYS[3], ARGV[4], 'NX', 'PX', ARGV[5]) then
     local size = #ARGV[4] + {OVERHEAD}
@@ -93,11 +99,9 @@ if redis.call('SET', KEYS[3], ARGV[4], 'NX', 'PX', ARGV[5]) then
         redis.call('HINCRBY', KEYS[6], 'unread', size)
     end
 end
-if redis.call('EXISTS', KEYS[2]) == 1 then
-    local done = tonumber(redis.call('HGET', KEYS[2], 'done') or -1)
-    if tonumber(ARGV[3]) > done then redis.call('HSET', KEYS[2], 'done', ARGV[3]) end
-    if ARGV[7] ~= '' then keep(ARGV[9], ARGV[7], ARGV[8], redis.call('HGET', KEYS[2], 'ended')) end
-end
+local done = tonumber(redis.call('HGET', KEYS[2], 'done') or -1)
+if tonumber(ARGV[3]) > done then redis.call('HSET', KEYS[2], 'done', ARGV[3]) end
+if ARGV[7] ~= '' then keep(ARGV[9], ARGV[7], ARGV[8], redis.call('HGET', KEYS[2], 'ended')) end
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'r', ARGV[2])
 return 1
 """
@@ -147,7 +151,7 @@ for at = 1, #fields, 2 do
     local kind, number = string.match(fields[at], '^([de]):(%d+)$')
     if kind == 'e' then
         size = size + #fields[at + 1] + {OVERHEAD}
-        redis.call('HDEL', KEYS[1], fields[at], 'd:' .. number)
+        redis.call('HDEL', KEYS[1], fields[at], 'd:' .. number, 'k:' .. number)
     end
 end
 if size > 0 then redis.call('HINCRBY', KEYS[2], 'bytes', -size) end

@@ -7,6 +7,16 @@ Weights to sample from that are overwritten are kept without a name, until their
 
 from rollout_queue.redis.scripts.functions import FENCED
 
+LAST_PLACE = """
+local function last_place(stream) -- of the newest command that the log ever had
+    if redis.call('EXISTS', stream) == 0 then return '0-0' end
+    local told = redis.call('XINFO', 'STREAM', stream)
+    for at = 1, #told, 2 do
+        if told[at] == 'last-generated-id' then return told[at + 1] end
+    end
+end
+"""
+
 DROPPING = """
 local function unpacked(record) return cmsgpack.unpack(string.sub(record, 2)) end
 
@@ -54,6 +64,7 @@ end
 
 DROP = (
     DROPPING
+    + LAST_PLACE
     + """
 -- KEYS: kept, terms, expires, dropped, dropped adapters, stream
 -- ARGV: model id, name, number of the command, time by which it must have expired or ''
@@ -71,13 +82,7 @@ if kept['number'] ~= tonumber(ARGV[3]) then return 0 end
 redis.call('HDEL', KEYS[1], ARGV[2])
 redis.call('HDEL', KEYS[2], ARGV[2] .. '#' .. ARGV[3])
 drop_adapter(KEYS[5], kept)
-local last = '0-0'
-if redis.call('EXISTS', KEYS[6]) == 1 then
-    local told = redis.call('XINFO', 'STREAM', KEYS[6])
-    for at = 1, #told, 2 do
-        if told[at] == 'last-generated-id' then last = told[at + 1] end
-    end
-end
+local last = last_place(KEYS[6])
 local saved = kept['position'] or ''
 local drop = (saved == '' and last or saved) .. '>' .. last
 local drops = redis.call('HGET', KEYS[4], member)

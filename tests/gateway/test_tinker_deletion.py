@@ -165,7 +165,7 @@ def test_thousands_of_samples_are_deleted_some_at_a_time(loop: SamplingLoop) -> 
     assert delete(loop).json()["deleted"]["samples"] == 2 * 1024
     stats: Any = redis.info("commandstats")
     pages = -(-2 * 1024 // SESSIONS_AT_ONCE)
-    assert stats["cmdstat_srandmember"]["calls"] >= pages, "no call asks for all"
+    assert stats["cmdstat_srandmember"]["calls"] > pages, "no call asks for all"
     assert left(loop) == set()
     assert redis.hlen(keys.DELETED) == 2 * 1024
     assert redis.xlen(keys.STREAM) == 2 * 1024, "the deletions, for the trainer"

@@ -114,7 +114,7 @@ class TinkerSettings(BaseModel):
     """The name by which clients know the base model, and load its tokenizer: a name on the Hugging Face hub,
     or a directory on their machine. Null: `model_path`."""
     max_log_bytes: int = Field(256 * 2**20, ge=2**20)
-    """What the commands and the unread results of all models may take in Redis, at most a quarter of its
+    """What the commands and the unread results of all models may take in Redis, at most an eighth of its
     `maxmemory`. The model whose command is the oldest may take as much again."""
     session_timeout_s: float = Field(1800.0, gt=0)
     """The models of a client without a sign of life for so long are freed; checkpoints stay. The SDK sends

@@ -98,26 +98,26 @@ def test_a_poll_without_a_result_is_told_to_ask_again(backends: Backends, gatewa
 
 @pytest.fixture(params=["the setting", "a small Redis"])
 def log_bytes(request: pytest.FixtureRequest, gateway: RunningGateway) -> Iterator[int]:
-    """What the log may hold: `max_log_bytes`, or a quarter of what Redis may use."""
+    """What the log may hold: `max_log_bytes`, or an eighth of what Redis may use."""
     if request.param == "the setting":
         yield 2**20
         return
-    gateway.redis.config_set("maxmemory", 2**23)
-    yield 2**21
+    gateway.redis.config_set("maxmemory", 2**25)
+    yield 2**22
     gateway.redis.config_set("maxmemory", 0)
 
 
 def test_a_full_log_is_told_as_capacity(backends: Backends, gateway: RunningGateway, log_bytes: int) -> None:
     bound = {"max_log_bytes": log_bytes} if log_bytes == 2**20 else {}
-    passes = 11 * log_bytes // 2**20
+    tokens = 20_000 * log_bytes // 2**20
     with backends.gateway(tinker={"poll_s": 0.05} | bound) as small:
         polled(gateway.redis)
         loop, other = (TinkerLoop(small, str(backends.model_path)) for _ in range(2))
         loop.begin()
         waiting = other.begin()
-        large = datum([1] * 20_000, [2] * 20_000, weights=[1.0] * 20_000)
-        said = [loop.pass_(number, large).status_code for number in range(1, passes + 1)]
-        assert said == [200] * passes, "the model of the oldest command goes on, up to twice the bound"
+        large = datum([1] * tokens, [2] * tokens, weights=[1.0] * tokens)
+        said = [loop.pass_(number, large).status_code for number in range(1, 12)]
+        assert said == [200] * 11, "the model of the oldest command goes on, up to twice the bound"
         refused = other.pass_(1, large)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "log_full")
         assert refused.headers["retry-after"] == "2"
@@ -125,9 +125,9 @@ def test_a_full_log_is_told_as_capacity(backends: Backends, gateway: RunningGate
         told = other.poll(waiting).json()
         assert (told["queue_state"], "queue_state_reason" in told) == ("paused_capacity", True)
         with scripted_trainer(gateway.redis) as trainer:
-            for number in range(passes + 1, passes + 29):
+            for number in range(12, 40):
                 assert loop.pass_(number, large).status_code == 200
-            wait_until(lambda: len(trainer.seen) >= passes + 30)
+            wait_until(lambda: len(trainer.seen) >= 41)
         failed = [each.command.error for each in trainer.seen if isinstance(each.command, Refused)]
         assert failed
         assert set(failed) == {

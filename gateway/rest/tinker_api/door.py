@@ -101,10 +101,10 @@ class TinkerDoor:
 
 
 def log_bound(gateway: GatewayParts) -> int:
-    """What the command log may hold, in bytes. One model may fill as much again, and half of Redis stays for
-    everything else."""
+    """What the command log may hold, in bytes: at most an eighth of Redis. One model may fill as much again,
+    and Redis needs the room of both once more while a trainer reads them."""
     most, redis_bytes = gateway.settings.tinker.max_log_bytes, gateway.admission.redis_bytes
-    return most if redis_bytes is None else min(most, redis_bytes // 4)
+    return most if redis_bytes is None else min(most, redis_bytes // 8)
 
 
 @asynccontextmanager

@@ -30,6 +30,7 @@ class EngineLoraSettings(BaseModel):
         "gate_proj",
         "up_proj",
         "down_proj",
+        "lm_head",
     ]
     """The layers that may have an adapter, by the last part of their names."""
     max_loaded: int = Field(16, ge=2)

@@ -13,13 +13,13 @@ from bench.rollouts import SyntheticRollout
 from trainer_service.model.attention.attention_kernels import attend
 from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
-from trainer_service.model.huggingface import load_model
-from trainer_service.model.logprob_head import (
+from trainer_service.model.head.sampled_logprobs import (
     BYTES_OF_A_LOGIT,
     LogitTransform,
     logits_at_once,
     sampled_logprobs,
 )
+from trainer_service.model.huggingface import load_model
 from trainer_service.rows.rows import micro_batches
 
 CPU = torch.device("cpu")

@@ -177,7 +177,8 @@ def _verify_adapter(
     if set(headers) != {ADAPTER_WEIGHTS}:
         raise BrokenWeights(f"an adapter has one file of weights, {ADAPTER_WEIGHTS}", file=MANIFEST)
     config = _json_object(directory / ADAPTER_CONFIG)
-    check_adapter(config, headers[ADAPTER_WEIGHTS], expected.shapes, expected.lora)
+    shapes = {**expected.shapes, **expected.optional_shapes}
+    check_adapter(config, headers[ADAPTER_WEIGHTS], shapes, expected.lora)
 
 
 def _verify_against_model(headers: Mapping[str, Mapping[str, StoredTensor]], expected: ExpectedModel) -> None:

@@ -12,7 +12,6 @@ import httpx
 import pytest
 import torch
 from openai import OpenAI
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.support.clients.stack import CLIENT_KEY, ROOT
@@ -20,6 +19,7 @@ from tests.support.clients.tinker_stack import ADMIN_KEY, TinkerStack, tinker_st
 from tests.support.clients.unreliable import UnreliableProxy
 from tests.support.serving import serving
 from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_service.peft_models import peft_model
 
 SDKS = ["tinker_first", "tinker_middle", "tinker_newest"]
 TOLERANCE = 1e-5
@@ -154,8 +154,7 @@ def test_a_loss_of_the_users_own_has_its_direct_gradient(running: TinkerStack, s
     """The same step by torch alone, with the adapter that the trainer has published."""
     told = running.play(sdk, "custom")
     model_id = told["published"].removeprefix("tinker://").partition("/")[0]
-    base = AutoModelForCausalLM.from_pretrained(running.model, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, running.adapter(model_id, 1), is_trainable=True)
+    model = peft_model(running.model, running.adapter(model_id, 1), trainable=True)
 
     def logprobs() -> list[torch.Tensor]:
         logits = (model(torch.tensor([tokens])).logits[0].log_softmax(-1) for tokens, _ in DATA)
@@ -169,7 +168,9 @@ def test_a_loss_of_the_users_own_has_its_direct_gradient(running: TinkerStack, s
     squares = sum(((each**2).sum() for each in before), torch.zeros(()))
     loss = -torch.nn.functional.logsigmoid(0.1 * margin) + 0.01 * squares
     loss.backward()  # type: ignore[no-untyped-call]
-    learns = [each for each in model.parameters() if each.requires_grad]
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    assert float(named["base_model.model.lm_head.lora_B.default.weight"].grad.abs().max()) > 0
+    learns = list(named.values())
     norm = torch.nn.utils.clip_grad_norm_(learns, math.inf)
     torch.optim.AdamW(learns, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0).step()
     for found, wanted in ((told["logprobs"], before), (told["after"], logprobs())):

@@ -224,6 +224,15 @@ def test_bytes_that_are_no_message_are_refused(loop: TinkerLoop, body: bytes) ->
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_whether_the_head_is_trained_is_told(
+    loop: TinkerLoop, trainer: ScriptedTrainer, trained: bool
+) -> None:
+    loop.poll(loop.begin({"rank": 8, "train_unembed": trained}))
+    saved = loop.poll(loop.command("save_weights", 1, path="first").json()).json()
+    assert loop.post("weights_info", {"tinker_path": saved["path"]}).json()["train_unembed"] is trained
+
+
 def test_checkpoints_and_what_is_loaded_of_them(loop: TinkerLoop, trainer: ScriptedTrainer) -> None:
     saved = loop.poll(loop.command("save_weights", 1, path="first").json()).json()
     assert saved == {"path": f"tinker://{loop.model_id}/weights/first", "type": "save_weights"}
@@ -377,7 +386,7 @@ def test_tensors_that_would_be_huge_are_refused_before_they_are_made(
 
 def test_what_the_sdk_asks_at_its_start(loop: TinkerLoop, gateway: RunningGateway) -> None:
     begun = loop.post("create_session", {"tags": []}).json()
-    assert "train_unembed" in begun["info_message"], "what differs is said"
+    assert begun.keys() == {"type", "session_id"}, "there is nothing to warn of"
     config = loop.post("client/config", {"sdk_version": "0.38.0"}).json()
     assert config["pjwt_auth_enabled"] is False
     assert loop.post("client/dynamic_config", {"sdk_version": "0.38.0"}).json()["refresh_interval_sec"] == 300

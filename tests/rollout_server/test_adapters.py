@@ -29,6 +29,17 @@ async def test_an_adapter_is_loaded_without_a_pause_and_under_a_name_of_its_own(
     assert harness.engine.version == "0"  # the weights are those of the start
 
 
+@pytest.mark.parametrize("tied", [False, True])
+async def test_the_head_may_have_an_adapter_also_where_it_is_the_embedding(
+    tmp_path: Path, tied: bool
+) -> None:
+    head = "base_model.model.lm_head."
+    shapes = {f"{head}lora_A.weight": [4, 2], f"{head}lora_B.weight": [4, 4]}
+    async for harness in opened(tmp_path, tied, lora=LORA):
+        answer = await harness.reload(1, adapter(harness, 1, shapes, target_modules=["lm_head"]))
+        assert answer.status_code == 200, answer.text
+
+
 async def test_a_former_adapter_stays_for_the_calls_that_name_it(harness: Harness) -> None:
     for version in (1, 2):
         assert (await harness.reload(version, adapter(harness, version))).status_code == 200

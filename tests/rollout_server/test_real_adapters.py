@@ -19,7 +19,7 @@ from tests.support.rollout_server.weights import WEIGHTS, publish
 pytestmark = REAL_ENGINE
 
 RANK, ALPHA = 4, 8.0
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 ENGINE_TOLERANCE = 2e-4
 """Between an adapter and merged weights, in nats a token: other orders of float32 sums."""
@@ -126,10 +126,31 @@ def test_a_call_that_runs_keeps_its_adapter_while_a_newer_one_is_loaded(
     assert (sampled - scored).abs().max() < ENGINE_TOLERANCE
 
 
+def test_calls_of_one_batch_each_have_their_adapter(running: Running, tiny_model: Path) -> None:
+    """Also in the first token, of which a prefill computes only the head's rows that it needs."""
+    for version in (5, 6):
+        assert running.reload(version, publish_adapter(running, tiny_model, version)).status_code == 200
+    first, second = (str(each["name"]) for each in running.status()["adapters"][-2:])
+    prompts = [PROMPT[:5], PROMPT, PROMPT[3:], PROMPT[1:7]]
+    callers = [first, None, second, first]
+    for start in (0, -1):
+        sampling = {"max_new_tokens": 2, "temperature": 1.0, "ignore_eos": True}
+        body = {"input_ids": prompts, "lora_path": callers, "sampling_params": sampling}
+        body |= {"return_logprob": True, "logprob_start_len": start}
+        answers = httpx.post(f"{running.engine_url}/generate", json=body, timeout=120).json()
+        for ids, caller, answer in zip(prompts, callers, answers, strict=True):
+            told = answer["meta_info"]
+            seen = [*(told["input_token_logprobs"] if start == 0 else [])[1:], *told["output_token_logprobs"]]
+            alone = logprobs(running, caller, [*ids, *answer["output_ids"]])
+            assert [each[0] for each in seen] == pytest.approx(
+                alone[-len(seen) :].tolist(), abs=ENGINE_TOLERANCE
+            )
+
+
 def test_an_adapter_that_the_engine_has_dropped_is_read_again(running: Running, tiny_model: Path) -> None:
     first = served_adapter(running)
     before = logprobs(running, first)
-    for version in (5, 6):
+    for version in (7, 8):
         assert running.reload(version, publish_adapter(running, tiny_model, version)).status_code == 200
         logprobs(running, served_adapter(running))
     assert torch.allclose(logprobs(running, first), before, atol=ENGINE_TOLERANCE)

@@ -145,9 +145,11 @@ def make_learner(tmp_path: Path, model_path: Path, imported: None) -> MakeLearne
 def make_command_harness(tmp_path: Path, model_path: Path, imported: None) -> MakeCommandHarness:
     """Makes trainers by commands. Those with the same name have the same directory."""
 
-    def make(name: str = "run", log: MemoryCommandLog | None = None, **settings: Any) -> CommandHarness:
+    def make(
+        name: str = "run", log: MemoryCommandLog | None = None, base: Path = model_path, **settings: Any
+    ) -> CommandHarness:
         root = tmp_path / name
         root.mkdir(exist_ok=True)
-        return CommandHarness(root, command_settings(root, model_path, **settings), log or MemoryCommandLog())
+        return CommandHarness(root, command_settings(root, base, **settings), log or MemoryCommandLog())
 
     return make

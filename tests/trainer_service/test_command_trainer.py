@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[Command, str]] = {
     "gateway": (Refused("too many tokens"), "too many tokens"),
     "base": (CreateModel("other/model", LoraSpec(4)), "trains base, and not other/model"),
     "rank": (CreateModel("base", LoraSpec(0)), "rank of an adapter must be at least 1"),
-    "layers": (created(train_mlp=False, train_attn=False), "no layer is trained"),
+    "layers": (created(train_mlp=False, train_attn=False, train_unembed=False), "no layer is trained"),
     "full": (FULL, "1 adapters of this trainer's model are trained"),
     "gone": (learn(1), "there is no model new"),
     "step": (step(), "there is no model new"),
@@ -315,12 +315,6 @@ def test_a_checkpoint_of_another_shape_is_refused(make_command_harness: MakeComm
     error = failed(harness.send("large", LoadWeights("small", "x", True)))
     assert "rank 2 for attn, mlp, unembed, and the model an adapter of rank 8 for attn, unembed" in error
     assert isinstance(harness.send("large", learn(1)), type(harness.send("small", learn(1))))
-
-
-def test_the_head_that_is_not_trained_is_named(make_command_harness: MakeCommandHarness) -> None:
-    harness = make_command_harness()
-    assert harness.send("a", created()) == Created(untrained=("unembed",))
-    assert harness.send("b", created(train_unembed=False)) == Created()
 
 
 def test_names_of_models_are_safe_and_differ() -> None:

@@ -29,6 +29,7 @@ from tests.support.trainer_service.command_harness import (
     random_datum,
     step,
 )
+from tests.support.trainer_service.peft_models import peft_model
 from tests.support.trainer_service.same_training import Weights, assert_moved_alike
 from trainer_service.algorithms.summed_losses.chosen import SUMMED_LOSSES, chosen_loss
 
@@ -148,8 +149,6 @@ def test_two_models_in_turn_are_what_each_is_alone(
 def test_a_published_adapter_gives_the_log_probabilities_that_were_returned(
     make_command_harness: MakeCommandHarness, model_path: Path
 ) -> None:
-    from peft import PeftModel
-
     harness = make_command_harness()
     for command in (created(), learn(1, 2), step(0.1)):
         harness.send("user:train:0", command)
@@ -159,7 +158,7 @@ def test_a_published_adapter_gives_the_log_probabilities_that_were_returned(
     store, _ = harness.store_of(adapter.name)
     plain = PlainModel(model_path)
     untrained = [plain.logprobs(each) for each in learn(1, 2).data]
-    plain.model = PeftModel.from_pretrained(plain.model, store.path_of(1))
+    plain.model = peft_model(model_path, store.path_of(1))
     same(passed.logprobs, [plain.logprobs(each).detach() for each in learn(1, 2).data])
     assert torch.tensor(list(passed.logprobs[0])) != pytest.approx(untrained[0].detach()[:, 0], abs=0.01)
 

@@ -17,17 +17,17 @@ from tests.support.tolerances import BFLOAT16, ulps
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.algorithms.logits import entropies, selected_logprobs
-from trainer_service.model import logprob_head as head_module
 from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
-from trainer_service.model.huggingface import load_model
-from trainer_service.model.logprob_head import (
+from trainer_service.model.head import sampled_logprobs as head_module
+from trainer_service.model.head.logprob_head import LogprobHead
+from trainer_service.model.head.sampled_logprobs import (
     BYTES_OF_A_LOGIT,
     LogitTransform,
-    LogprobHead,
     logits_at_once,
     sampled_logprobs,
 )
+from trainer_service.model.huggingface import load_model
 from trainer_service.rows.rows import micro_batches
 
 pytestmark = pytest.mark.numeric
@@ -274,7 +274,9 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_scored_from_all_lo
         got = scores(model, batch, packing_of(model), torch.device("cpu"))[:2]
         torch.testing.assert_close(got, expected)
     assert [
-        record.message for record in caplog.records if record.name == "trainer_service.model.logprob_head"
+        record.message
+        for record in caplog.records
+        if record.name == "trainer_service.model.head.logprob_head"
     ] == ["the model changes its logits in an unknown way: all logits are computed at once"]
 
 

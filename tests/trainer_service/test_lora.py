@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.checkpoints import saved_checkpoint
+from tests.support.trainer_service.model_families import Family, made
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
@@ -53,6 +54,36 @@ def test_only_adapters_learn_and_the_merged_model_agrees_with_the_policy(
         again, _ = served.policy.logprobs(a_batch())
     # With separate adapters, each of about 16 products in two layers is rounded once more.
     torch.testing.assert_close(said, again, atol=ulps(16, of=float(said.abs().max())), rtol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_head_that_is_named_is_adapted_and_merged(
+    make_learner: MakeLearner, tmp_path: Path, stage: int
+) -> None:
+    made(Family("Llama", {"tie_word_embeddings": False}), tmp_path / "base")
+    lora = LORA | {"target_modules": ["q_proj", "lm_head"]}
+    learner = make_learner(model_path=tmp_path / "base", zero_stage=stage, lora=lora, checkpoint_hf=True)
+    with torch.no_grad():
+        untrained, _ = learner.policy.logprobs(a_batch())
+    for seed in range(2):
+        learner.learn(seed)
+    saved_checkpoint(Checkpoints(tmp_path / "c", 2), learner.leader, RunState(step=2))
+    merged, base = learner.exported(), load_file(tmp_path / "base" / "model.safetensors")
+    changed = {name for name, tensor in base.items() if not torch.equal(merged[name], tensor)}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "lm_head"}
+    served = make_learner(model_path=next((tmp_path / "c").glob("*/model")))
+    with torch.no_grad():
+        said, _ = learner.policy.logprobs(a_batch())
+        again, _ = served.policy.logprobs(a_batch())
+        reference = learner.policy.reference(a_batch())
+    # With separate adapters, each of about 16 products in two layers and the head is rounded once more.
+    torch.testing.assert_close(said, again, atol=ulps(24, of=float(said.abs().max())), rtol=0)
+    torch.testing.assert_close(reference, untrained, atol=ulps(1, of=float(untrained.abs().max())), rtol=0)
+
+
+def test_a_head_that_is_tied_cannot_be_merged_and_is_refused(make_learner: MakeLearner) -> None:
+    with pytest.raises(SystemExit, match=r"lm_head\.weight"):
+        make_learner(lora={**LORA, "target_modules": ["q_proj", "lm_head"]})
 
 
 def test_peft_reads_the_adapter_of_a_checkpoint(

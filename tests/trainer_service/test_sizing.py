@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 
+from tests.support.trainer_service.model_families import Family, made
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.__main__ import main
 from trainer_service.model.attention.packed_attention import Packing, set_attention
 from trainer_service.model.forward import scores
+from trainer_service.model.head.logprob_head import set_head
 from trainer_service.model.huggingface import enable_activation_checkpointing
-from trainer_service.model.logprob_head import set_head
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import TrainerSettings
@@ -169,7 +170,7 @@ def test_a_policy_on_cuda_refuses_an_auto_that_nobody_replaced(model_path: Path)
         DeepSpeedPolicy(settings_of(model_path, device="cuda"))
 
 
-def test_the_shape_is_read_from_the_files(model_path: Path) -> None:
+def test_the_shape_is_read_from_the_files(model_path: Path, tmp_path: Path) -> None:
     embedding, layer = 64 * 32, 32 * (32 + 2 * 16 + 32) + 3 * 32 * 64 + 2 * 32 + 2 * 16
     assert shape_of(model_path) == ModelShape(embedding + 2 * layer + 32, 0, 2, 32, 32, 16, 64, 64)
     adapted = settings_of(model_path, lora={"rank": 3, "target_modules": ["q_proj", "down_proj"]}).lora
@@ -177,6 +178,9 @@ def test_the_shape_is_read_from_the_files(model_path: Path) -> None:
     everything = settings_of(model_path, lora={"rank": 3}).lora
     sizes = 2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64)
     assert shape_of(model_path, everything).trained == 2 * 3 * sizes
+    made(Family("Llama", {"tie_word_embeddings": False}), tmp_path)
+    of_head = settings_of(tmp_path, lora={"rank": 3, "target_modules": ["lm_head"]}).lora
+    assert shape_of(tmp_path, of_head).adapters == 3 * (64 + 32)
 
 
 def kept_for_backward(model: Any, tokens: int) -> int:

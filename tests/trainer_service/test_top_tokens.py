@@ -21,7 +21,7 @@ from tests.support.trainer_service.same_training import (
     assert_moved_alike,
     same_metrics,
 )
-from trainer_service.model.logprob_head import sampled_logprobs
+from trainer_service.model.head.sampled_logprobs import sampled_logprobs
 from trainer_service.rows.rows import Row, micro_batches
 from trainer_service.rows.top_tokens import TopTokens
 from trainer_service.step.step_request import StepRequest

@@ -167,10 +167,7 @@ class CommandExecutor:
         self._ranks.check(command.lora)
         self._ranks.create(logged.model_id, command.lora)
         self._add(logged.model_id, command.lora, ModelProgress(logged.position))
-        if command.lora is None or not command.lora.train_unembed:
-            return Created()
-        logger.info("model %s: train_unembed is accepted, and the head is not trained", logged.model_id)
-        return Created(untrained=("unembed",))
+        return Created()
 
     def _load(self, logged: LoggedCommand, command: LoadWeights) -> Result:
         """A new model of the files takes the place of the present one. So the optimizer is new if its state

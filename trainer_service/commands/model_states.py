@@ -12,6 +12,7 @@ import msgspec
 from trainer_service.commands.live_model import RECORD, ModelRecord, safe_name
 from trainer_service.commands.ranks import ModelRanks
 from trainer_service.model.sharding.layout import Layout
+from trainer_service.model.trained.adapted import HEAD
 from trainer_service.step.copy_writers import SpreadCopy
 
 MODELS = "models"
@@ -61,5 +62,8 @@ class ModelStates:
 
 
 def read_record(directory: Path) -> ModelRecord:
-    """The record of the model in this directory."""
-    return msgspec.json.decode((directory / RECORD).read_bytes(), type=ModelRecord)
+    """The record of the model in this directory. Older builds adapted no head, whatever was asked for."""
+    record = msgspec.json.decode((directory / RECORD).read_bytes(), type=ModelRecord)
+    if record.lora is None or record.layout.lora is None or HEAD in record.layout.lora.target_modules:
+        return record
+    return msgspec.structs.replace(record, lora=msgspec.structs.replace(record.lora, train_unembed=False))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trainer_service.model.attention.packed_attention import Packing, attention_arguments, packing_of
+from trainer_service.model.head.logprob_head import logit_transform_of
 from trainer_service.model.huggingface import enable_activation_checkpointing
-from trainer_service.model.logprob_head import logit_transform_of
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
 from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import ModelSettings

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from trainer_service.model.attention.packed_attention import set_attention
-from trainer_service.model.logprob_head import set_head
+from trainer_service.model.head.logprob_head import set_head
 from trainer_service.model.routers import recompute_contexts
 from trainer_service.model.sharding.partitioned import load_partitioned
 

@@ -13,6 +13,7 @@ import torch
 
 from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FileSpec
 from trainer_service.model.export import ExportTensor
+from trainer_service.model.head.logprob_head import LogprobHead
 from trainer_service.model.settings import LoraSettings
 from trainer_service.model.snapshot import HostTensor, SnapshotMemory, write_file
 
@@ -42,7 +43,8 @@ class Adapters:
 
     def __init__(self, model: Any, settings: LoraSettings, model_path: Path, name: str = ADAPTER) -> None:
         from peft import LoraConfig, inject_adapter_in_model
-        from peft.tuners.lora import LoraLayer
+
+        from trainer_service.model.head.adapted_head import AdaptedHead
 
         alpha: Any = (
             settings.alpha
@@ -54,11 +56,20 @@ class Adapters:
             task_type="CAUSAL_LM",
             base_model_name_or_path=str(model_path),
         )
+        self._config._register_custom_module({LogprobHead: AdaptedHead})
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+            warnings.filterwarnings("ignore", "Unsupported layer type")  # it has all that PEFT looks for
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # see `export_tensors`
             inject_adapter_in_model(self._config, model, name)
         self._model, self._name = model, name
-        self._layers: list[Any] = [each for each in model.modules() if isinstance(each, LoraLayer)]
+
+    @property
+    def _layers(self) -> list[Any]:
+        """All layers of the model that have adapters now, also those of other sets only."""
+        from peft.tuners.lora import LoraLayer
+
+        return [each for each in self._model.modules() if isinstance(each, LoraLayer)]
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The weights of this set, by the names that PEFT gives them in a file."""

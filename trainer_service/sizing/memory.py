@@ -10,7 +10,7 @@ Qwen2, Qwen3). A test compares them with what torch keeps for the backward pass.
 
 from dataclasses import dataclass
 
-from trainer_service.model.logprob_head import CHUNK_SHARE
+from trainer_service.model.head.sampled_logprobs import CHUNK_SHARE
 
 RESERVE = 0.1
 """The share of the memory that is left free, for fragments and for buffers of libraries."""

@@ -155,8 +155,9 @@ def _adapter_parameters(shapes: Mapping[str, Sequence[int]], lora: LoraSettings)
     count = 0
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight").rpartition(".")[2]
-        linear = len(shape) == 2 and "embed" not in layer and layer != "lm_head"
-        if linear and (lora.target_modules == "all-linear" or layer in lora.target_modules):
+        linear = len(shape) == 2 and "embed" not in layer
+        everywhere = lora.target_modules == "all-linear" and layer != "lm_head"
+        if linear and (everywhere or layer in lora.target_modules):
             count += lora.rank * sum(shape)
     return count
 

@@ -34,8 +34,6 @@ CLIENT_CONFIG = {
 }
 """What steers the SDK. It has defaults for everything else."""
 REFRESH_S = 300
-DIFFERS = "this is Weir: the output head gets no adapter (train_unembed); docs/tinker.md says what differs"
-"""The SDK logs it when a session begins."""
 
 
 @router.post("/client/config")
@@ -93,8 +91,7 @@ async def create_session(body: TinkerSessionBody, request: Request) -> JSONRespo
         user=_user(body),
     )
     await door.store.add_session(session)
-    told = {"type": "create_session", "session_id": session.session_id, "info_message": DIFFERS}
-    return JSONResponse(told)
+    return JSONResponse({"type": "create_session", "session_id": session.session_id})
 
 
 def _user(body: TinkerSessionBody) -> str | None:

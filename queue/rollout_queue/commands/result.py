@@ -11,9 +11,6 @@ from rollout_queue.contract.tokens import Logprobs
 class Created(msgspec.Struct, frozen=True, tag="created"):
     """The model exists."""
 
-    untrained: tuple[str, ...] = ()
-    """What was asked for and is not trained: `unembed` is the output head."""
-
 
 class Passed(msgspec.Struct, frozen=True, tag="passed"):
     """What a forward pass, or a forward and a backward pass, has computed."""

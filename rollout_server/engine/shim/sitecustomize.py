@@ -7,8 +7,13 @@ them are not declared. SGLang needs the import, never the operators, so declarin
 With the variable ENGINE_WITHOUT_PINNED_MEMORY, torch ignores requests for pinned memory: SGLang makes
 them for LoRA adapters on every device, and a CPU torch refuses them. With ENGINE_WITHOUT_CUDA_RUNTIME,
 host memory is registered with CUDA in name only: SGLang registers its record of routed experts.
+
+In SGLang's LoRA backend for CPU, each row of the output head gets the adapter of its own call. A prefill
+computes the head for a few tokens of each call only, and SGLang 0.5.23 (`lora/backend/torch_backend.py`)
+counts all of them here, so that calls get each other's adapters.
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -43,6 +48,27 @@ class DeclareTorchvisionOperators(MetaPathFinder):
         return importlib.util.find_spec(fullname)
 
 
+class SegmentTheHead(MetaPathFinder):
+    """Corrects the LoRA backend once, just after its import."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "sglang.srt.lora.backend.torch_backend":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_correct(module: ModuleType) -> None:
+                execute(module)
+                segment_the_head(module.TorchNativeLoRABackend)
+
+            spec.loader.exec_module = execute_and_correct  # type: ignore[method-assign]
+        return spec
+
+
 class NoCudaRuntime:
     """The part of CUDA's runtime that registers host memory. 0 means success."""
 
@@ -60,6 +86,52 @@ def ignore_pinned_memory(torch: Any) -> None:
     torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
 
 
+def segment_the_head(backend: Any) -> None:
+    """Let this class of backends do what SGLang's other ones do for the head: tell its layer which rows of a
+    prefill belong to which call, and use what the layer passes on."""
+    torch: Any = importlib.import_module("torch")
+    utils: Any = importlib.import_module("sglang.srt.lora.utils")
+    prepare = backend.prepare_lora_batch
+
+    def prepare_lora_batch(
+        self: Any, forward_batch: Any, weight_indices: Any, *more: Any, **named: Any
+    ) -> None:
+        prepare(self, forward_batch, weight_indices, *more, **named)
+
+        def rows(adapters: list[int], lengths: list[int]) -> Any:
+            return dataclasses.replace(
+                self.batch_info,
+                weight_indices_cpu=torch.tensor(adapters, dtype=torch.int32),
+                seg_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
+                expected_tokens=sum(lengths),
+            )
+
+        self.lm_head_batch_info = self.lm_head_pass_batch_infos = None
+        if (lengths := utils.get_lm_head_pruned_lens(forward_batch)) is not None:
+            self.lm_head_batch_info = rows(weight_indices, lengths)
+            passes = self._get_lm_head_pass_segments(weight_indices, lengths)
+            self.lm_head_pass_batch_infos = passes and [rows(*each) for each in passes]
+
+    backend.prepare_lora_batch = prepare_lora_batch
+    for name in ("run_lora_a_sgemm", "run_lora_b_sgemm"):
+        setattr(backend, name, with_own_rows(getattr(backend, name)))
+
+
+def with_own_rows(multiply: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with the option `pruned_batch_info`: which rows belong to which call."""
+
+    @functools.wraps(multiply)
+    def multiplied(self: Any, *arguments: Any, pruned_batch_info: Any = None, **options: Any) -> Any:
+        whole = self.batch_info
+        self.batch_info = pruned_batch_info or whole
+        try:
+            return multiply(self, *arguments, **options)
+        finally:
+            self.batch_info = whole
+
+    return multiplied
+
+
 def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
     """The function without the option `pin_memory`."""
 
@@ -70,4 +142,4 @@ def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-sys.meta_path.insert(0, DeclareTorchvisionOperators())
+sys.meta_path[:0] = [DeclareTorchvisionOperators(), SegmentTheHead()]

@@ -53,9 +53,10 @@ def adapter(
     return directory
 
 
-async def opened(directory: Path, **settings: Any) -> AsyncIterator[Harness]:
-    """A started server whose model has the layers of the adapters."""
-    write_model(directory / "model", float32_tensors(shapes=MODEL_SHAPES))
+async def opened(directory: Path, tied: bool = False, **settings: Any) -> AsyncIterator[Harness]:
+    """A started server whose model has the layers of the adapters; if `tied`, the embedding is its head."""
+    shapes = {name: each for name, each in MODEL_SHAPES.items() if not tied or name != "lm_head.weight"}
+    write_model(directory / "model", float32_tensors(shapes=shapes), tie_word_embeddings=tied)
     harness = make_harness(directory, **settings)
     await harness.server.open()
     await harness.until_ready()

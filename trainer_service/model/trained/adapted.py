@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from trainer_service.model.head.logprob_head import LogprobHead
 from trainer_service.model.lora import Adapters
 
 ATTENTION = ("attn", "attention", "mixer", "mamba")
 """Parts of the names of modules that mix tokens."""
+HEAD = "lm_head"
+"""The name of the only output head for which engines take adapters."""
 
 
 class AdaptedModel(torch.nn.Module):
@@ -29,20 +32,22 @@ class AdaptedModel(torch.nn.Module):
 
 
 class LayerNames:
-    """The names of a model's linear layers without its head, as PEFT selects layers by them. It must be made
-    before the model has adapters."""
+    """The names of a model's linear layers, as PEFT selects layers by them. It must be made before the model
+    has adapters."""
 
     def __init__(self, model: Any) -> None:
         linear = [name for name, each in model.named_modules() if type(each) is torch.nn.Linear]
         self._attention = {name for name in linear if _mixes_tokens(name)}
         self._mlp = set(linear) - self._attention
+        self.adapts_head = isinstance(getattr(model, HEAD, None), LogprobHead)
+        """Whether the output head can have an adapter."""
 
-    def chosen(self, *, attention: bool, mlp: bool) -> list[str]:
+    def chosen(self, *, attention: bool, mlp: bool, head: bool) -> list[str]:
         """The last parts of the names of the chosen layers. Where other layers have the same last part, it is
         preceded by the name of its module."""
         wanted = (self._attention if attention else set()) | (self._mlp if mlp else set())
         others = {name.rpartition(".")[2] for name in (self._attention | self._mlp) - wanted}
-        return sorted({_short(name, others) for name in wanted})
+        return sorted({_short(name, others) for name in wanted} | ({HEAD} if head else set()))
 
 
 def _mixes_tokens(name: str) -> bool:

@@ -18,7 +18,7 @@ from trainer_service.model.settings import LoraSettings, ModelSettings
 from trainer_service.model.sharding.layout import Layout, LoraLayout
 from trainer_service.model.sharding.parallel import Parallel
 from trainer_service.model.sharding.zero import prepare_deepspeed, uses_cuda
-from trainer_service.model.trained.adapted import LayerNames
+from trainer_service.model.trained.adapted import HEAD, LayerNames
 from trainer_service.model.trained.trained_model import SharedBase, TrainedModel
 from trainer_service.rows.rows import MicroBatch
 
@@ -76,7 +76,12 @@ class Models:
                 "weights cannot be. Ask for an adapter (a rank of at least 1)"
             )
         if lora is not None and not self.layers_of(lora):
-            raise ModelRefused("no layer is trained: train_mlp or train_attn must be true")
+            raise ModelRefused("no layer is trained: train_mlp, train_attn or train_unembed must be true")
+        if lora is not None and lora.train_unembed and not self._layers.adapts_head:
+            raise ModelRefused(
+                f"this trainer's model has no linear {HEAD}, the only head that engines adapt: train_unembed "
+                "must be false"
+            )
 
     def create(self, model_id: str, lora: LoraSpec | None) -> None:
         """Make a model: the base model with new adapters, or with all its weights. `check` must allow it."""
@@ -98,7 +103,7 @@ class Models:
 
     def layers_of(self, lora: LoraSpec) -> list[str]:
         """The names of the layers that get an adapter."""
-        return self._layers.chosen(attention=lora.train_attn, mlp=lora.train_mlp)
+        return self._layers.chosen(attention=lora.train_attn, mlp=lora.train_mlp, head=lora.train_unembed)
 
     def layout(self, lora: LoraSpec | None) -> Layout:
         """How the files of such a model are sharded."""

@@ -1,0 +1,1 @@
+"""The output head, as the trainer computes it, and its adapter."""

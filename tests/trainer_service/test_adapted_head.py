@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_queue.commands.command import Command, SaveForSampler
-from rollout_queue.commands.result import CommandFailed
+from rollout_queue.commands.command import Command, LoadWeights, SaveForSampler, SaveWeights
+from rollout_queue.commands.result import CommandFailed, WeightsLoaded
 from tests.support.tolerances import BFLOAT16, ulps
 from tests.support.trainer_service.command_harness import (
     CommandHarness,
@@ -24,6 +24,7 @@ from tests.support.trainer_service.same_training import Weights, assert_moved_al
 from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model.head import sampled_logprobs as head_module
 from trainer_service.model.head.sampled_logprobs import LogitTransform, LowRank, sampled_logprobs
+from trainer_service.storage.file_list import write_file_list
 
 pytestmark = pytest.mark.numeric
 
@@ -201,3 +202,19 @@ def test_a_head_that_cannot_have_an_adapter_is_refused(
     assert isinstance(refused, CommandFailed)
     assert "train_unembed must be false" in refused.error
     assert not isinstance(harness.send("n", created(train_unembed=False)), CommandFailed)
+
+
+def test_weights_of_an_older_build_have_no_adapter_of_the_head(
+    make_command_harness: MakeCommandHarness, tmp_path: Path
+) -> None:
+    """It adapted no head, and its records say that it was asked for."""
+    harness = make_command_harness()
+    for command in (created(train_unembed=False), learn(1), step(), SaveWeights("x")):
+        harness.send("m", command)
+    (saved,) = (tmp_path / "run" / "checkpoints" / "saved").glob("*/x/*")
+    record = (saved / "model.json").read_bytes()
+    (saved / "model.json").write_bytes(record.replace(b'"train_unembed":false', b'"train_unembed":true'))
+    (saved / "files.json").unlink()
+    write_file_list(saved)
+    assert harness.send("other", LoadWeights("m", "x", True)) == WeightsLoaded()
+    assert harness.passed("other", learn(2)) == harness.passed("m", learn(2))

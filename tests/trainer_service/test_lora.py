@@ -1,6 +1,7 @@
 """LoRA: adapters learn, the base model stays unchanged, and the published weights are the sum of both."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from tests.support.trainer_service.same_training import (
     assert_moved_alike,
     differs_by,
 )
+from trainer_service.model import policy
+from trainer_service.model.sharding.zero import deepspeed_config
 from trainer_service.rows.rows import MicroBatch, micro_batches
+from trainer_service.settings import TrainerSettings
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 
@@ -56,10 +60,19 @@ def test_only_adapters_learn_and_the_merged_model_agrees_with_the_policy(
     torch.testing.assert_close(said, again, atol=ulps(16, of=float(said.abs().max())), rtol=0)
 
 
+def without_small_weights(settings: TrainerSettings, on_cuda: bool) -> dict[str, Any]:
+    """Stage 3 keeps no weight on every rank, as it would those of tiny models."""
+    config: dict[str, Any] = deepspeed_config(settings, on_cuda)
+    return config | {
+        "zero_optimization": config["zero_optimization"] | {"stage3_param_persistence_threshold": 0}
+    }
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_head_that_is_named_is_adapted_and_merged(
-    make_learner: MakeLearner, tmp_path: Path, stage: int
+    make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
+    monkeypatch.setattr(policy, "deepspeed_config", without_small_weights)
     made(Family("Llama", {"tie_word_embeddings": False}), tmp_path / "base")
     lora = LORA | {"target_modules": ["q_proj", "lm_head"]}
     learner = make_learner(model_path=tmp_path / "base", zero_stage=stage, lora=lora, checkpoint_hf=True)

@@ -93,24 +93,21 @@ def segment_the_head(backend: Any) -> None:
     utils: Any = importlib.import_module("sglang.srt.lora.utils")
     prepare = backend.prepare_lora_batch
 
-    def prepare_lora_batch(
-        self: Any, forward_batch: Any, weight_indices: Any, *more: Any, **named: Any
-    ) -> None:
-        prepare(self, forward_batch, weight_indices, *more, **named)
+    def rows(whole: Any, adapters: list[int], lengths: list[int]) -> Any:
+        return dataclasses.replace(
+            whole,
+            weight_indices_cpu=torch.tensor(adapters, dtype=torch.int32),
+            seg_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
+            expected_tokens=sum(lengths),
+        )
 
-        def rows(adapters: list[int], lengths: list[int]) -> Any:
-            return dataclasses.replace(
-                self.batch_info,
-                weight_indices_cpu=torch.tensor(adapters, dtype=torch.int32),
-                seg_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
-                expected_tokens=sum(lengths),
-            )
-
+    def prepare_lora_batch(self: Any, forward_batch: Any, adapters: Any, *more: Any, **named: Any) -> None:
+        prepare(self, forward_batch, adapters, *more, **named)
         self.lm_head_batch_info = self.lm_head_pass_batch_infos = None
         if (lengths := utils.get_lm_head_pruned_lens(forward_batch)) is not None:
-            self.lm_head_batch_info = rows(weight_indices, lengths)
-            passes = self._get_lm_head_pass_segments(weight_indices, lengths)
-            self.lm_head_pass_batch_infos = passes and [rows(*each) for each in passes]
+            self.lm_head_batch_info = rows(self.batch_info, adapters, lengths)
+            passes = self._get_lm_head_pass_segments(adapters, lengths)
+            self.lm_head_pass_batch_infos = passes and [rows(self.batch_info, *each) for each in passes]
 
     backend.prepare_lora_batch = prepare_lora_batch
     for name in ("run_lora_a_sgemm", "run_lora_b_sgemm"):

@@ -6,7 +6,6 @@ from peft.tuners.lora import Linear
 from torch import Tensor
 
 from trainer_service.model.head.sampled_logprobs import LowRank
-from trainer_service.model.sharding.zero import gather_together
 
 
 class AdaptedHead(Linear):
@@ -17,8 +16,7 @@ class AdaptedHead(Linear):
         low_rank = None
         for name in self.active_adapters:  # one at most
             if name in self.lora_A:
-                outward: Any = self.lora_B[name]
-                gather_together(head, outward.weight)
+                outward: Any = self.lora_B[name]  # stage 3 of ZeRO gathers its weight when it is asked for
                 low_rank = LowRank(self.lora_A[name](hidden_1TH) * self.scaling[name], outward.weight)
         result: Tensor = head(hidden_1TH, low_rank)
         return result

@@ -130,15 +130,6 @@ def gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def gather_together(module: Any, parameter: Any) -> None:
-    """Let stage 3 gather a parameter of another module in this module's passes, too. To be called in each
-    pass, before the module is."""
-    if hasattr(parameter, "ds_id"):
-        from deepspeed.runtime.zero.partition_parameters import register_external_parameter
-
-        register_external_parameter(module, parameter)
-
-
 def assign(parameter: Tensor, value: Tensor) -> None:
     """Give a weight this value, also if each rank has only a part of it. Every rank must call it, with the
     same value."""

@@ -127,13 +127,14 @@ def test_a_call_that_runs_keeps_its_adapter_while_a_newer_one_is_loaded(
 
 
 def test_calls_of_one_batch_each_have_their_adapter(running: Running, tiny_model: Path) -> None:
-    """Also in the first token, of which a prefill computes only the head's rows that it needs."""
+    """Also for the first token: a prefill computes the head for the last token of each prompt only, unless
+    the log-probabilities of prompts are asked for or the prompts are in the cache."""
     for version in (5, 6):
         assert running.reload(version, publish_adapter(running, tiny_model, version)).status_code == 200
     first, second = (str(each["name"]) for each in running.status()["adapters"][-2:])
     prompts = [PROMPT[:5], PROMPT, PROMPT[3:], PROMPT[1:7]]
     callers = [first, None, second, first]
-    for start in (0, -1):
+    for start in (-1, 0):
         sampling = {"max_new_tokens": 2, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": prompts, "lora_path": callers, "sampling_params": sampling}
         body |= {"return_logprob": True, "logprob_start_len": start}

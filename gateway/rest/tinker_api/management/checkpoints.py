@@ -1,5 +1,6 @@
 """Deletes, publishes and times the named weights of a client key."""
 
+import logging
 import time
 
 import msgspec
@@ -14,6 +15,7 @@ from gateway.rest.tinker_api.weights import KeptWeights
 from gateway.rest.tinker_api.wire.bodies import TtlBody
 from gateway.sessions.identity import Caller
 
+logger = logging.getLogger(__name__)
 router = APIRouter(tags=["tinker"], prefix="/training_runs/{training_run_id}/checkpoints/{kind}/{name}")
 
 
@@ -24,6 +26,7 @@ async def delete_checkpoint(training_run_id: str, kind: str, name: str, request:
     path = await _path(door, caller, training_run_id, kind, name)
     if not await door.store.weights.delete(await door.store.weights.named(path)):
         raise _absent(path)
+    logger.info("weights %s are deleted by key %s", path, caller.key or "-")
     return Response(status_code=204)
 
 
@@ -63,6 +66,9 @@ async def _publish(request: Request, model_id: str, kind: str, name: str, *, pub
     path = await _path(door, caller, model_id, kind, name)
     await door.store.weights.change(
         path, lambda weights: msgspec.structs.replace(weights.terms, public=public)
+    )
+    logger.info(
+        "weights %s are %s by key %s", path, "published" if public else "unpublished", caller.key or "-"
     )
 
 

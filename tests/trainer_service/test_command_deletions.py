@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_queue.commands.command import LoadWeights, SaveForSampler, SaveWeights
+from rollout_queue.commands.command import LoadWeights, SaveExternal, SaveForSampler, SaveWeights
 from rollout_queue.commands.log import WHOLE_MODEL, Drop
 from rollout_queue.commands.result import CommandFailed, Published, Saved, WeightsLoaded
 from tests.support.trainer_service.command_harness import (
@@ -112,11 +112,14 @@ def test_a_kill_between_removal_and_note_is_made_good_at_the_next_start(
 def test_nothing_of_a_deleted_model_stays(make_command_harness: MakeCommandHarness) -> None:
     harness = make_command_harness()
     log = saved(harness)
-    log.append("a", SaveWeights("y"))
-    log.answers_until_killed = 0
+    for command in (SaveExternal("z"), SaveWeights("y")):
+        log.append("a", command)
+    log.answers_until_killed = 1
     with pytest.raises(Killed):
         harness.trainer.run_once()
     assert len(files(harness)) == 2, "it died before it could say that it had written y"
+    exports = harness.settings.policies_dir / "external" / "a"
+    assert exports.exists()
     log.answers_until_killed, last = None, log.kept[-1].position
     log.ends["a"], log.weights["a", WHOLE_MODEL] = "its record is removed", [Drop(last, last)]
     again = make_command_harness(log=log)
@@ -124,6 +127,7 @@ def test_nothing_of_a_deleted_model_stays(make_command_harness: MakeCommandHarne
         again.trainer.run_once()
     assert (log.kept, log.weights) == ([], {}), "an idle trainer frees the log of its commands"
     assert not (harness.settings.checkpoint_dir / "saved" / "a").exists()
+    assert not exports.exists()
 
 
 def test_versions_that_nobody_can_name_are_removed(make_command_harness: MakeCommandHarness) -> None:

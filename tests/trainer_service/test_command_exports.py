@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +20,7 @@ from tests.support.trainer_service.command_harness import (
     step,
 )
 from tests.support.trainer_service.command_log import Killed, MemoryCommandLog
+from tests.support.trainer_service.peft_models import peft_model
 
 pytestmark = pytest.mark.numeric
 
@@ -64,8 +64,7 @@ def test_an_adapter_is_exported_as_peft_reads_it(make_command_harness: MakeComma
     ]
     config = json.loads((place / "adapter_config.json").read_bytes())
     assert config["base_model_name_or_path"] == BASE, "and no directory of the trainer's disk"
-    base = AutoModelForCausalLM.from_pretrained(harness.settings.model_path, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, place)
+    model = peft_model(harness.settings.model_path, place)
     expected = harness.passed("a", learn(1, forward_only=True))
     assert scores_of(model, expected) == pytest.approx(list(expected.logprobs[0]), abs=1e-5)
 

@@ -131,19 +131,21 @@ def _scores(reply: bytes, body: GenerateBody) -> PromptScores:
     for at, each in enumerate(meta.input_top_logprobs or [] if body.top_logprobs_num else [], unknown):
         top[at] = [(_finite(logprob) or 0.0, token) for logprob, token, _ in each or []]
     candidates: list[list[float]] = [[] for _ in range(length)]
-    for at, each in enumerate(meta.input_token_ids_logprobs or [], unknown):
-        candidates[at] = [_finite(logprob) or 0.0 for logprob, _, _ in each or []]
-    if logprobs:
-        logprobs[0], top[unknown], candidates[unknown] = None, [], []
     if body.token_ids_logprob is not UNSET:
-        _check_candidates(candidates[unknown + 1 :], len(body.token_ids_logprob))
+        found = meta.input_token_ids_logprobs or []
+        candidates[unknown + 1 :] = [_of_candidates(each, body.token_ids_logprob) for each in found[1:]]
+        if len(candidates) != length:
+            raise EngineFault("nonsense", f"the engine scored candidates in {len(found)} of {length} places")
+    if logprobs:
+        logprobs[0], top[unknown] = None, []
     return PromptScores([None] * unknown + logprobs, top, candidates, meta.cached_tokens or 0)
 
 
-def _check_candidates(scored: Sequence[Sequence[float]], count: int) -> None:
-    """Raises EngineFault if a place lacks the score of a candidate."""
-    if (fewest := min(map(len, scored), default=count)) < count:
-        raise EngineFault("nonsense", f"the engine scored {fewest} of {count} candidates in one place")
+def _of_candidates(scored: Sequence[Triple] | None, candidates: Sequence[int]) -> list[float]:
+    """The scores of the candidates in one place. Raises EngineFault if those of others were told."""
+    if [token for _, token, _ in scored or []] != candidates:
+        raise EngineFault("nonsense", "the engine scored other tokens than the candidates")
+    return [_finite(logprob) or 0.0 for logprob, _, _ in scored or []]
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -118,13 +118,25 @@ def test_scores_of_other_tokens_in_the_places_of_the_prompt(
     assert told == [(1, [9, 30])] * 2
 
 
-def test_more_scores_than_the_gateway_reads_are_refused(loop: SamplingLoop) -> None:
-    ids = list(range(200))
-    wanted: dict[str, Any] = {"data": [ids[(at + row) % 200] for row in range(2999) for at in range(200)]}
-    wanted |= {"dtype": "int64", "shape": [2999, 200]}
+@pytest.mark.parametrize(("k", "what"), [(150, "599800 scores"), (200, "599800 cells")])
+def test_more_scores_than_the_gateway_reads_are_refused(loop: SamplingLoop, k: int, what: str) -> None:
+    wanted: dict[str, Any] = {"data": [(at + row) % 200 for row in range(2999) for at in range(k)]}
+    wanted |= {"dtype": "int64", "shape": [2999, k]}
     refused = loop.ask(0, [1] * 3000, target_prompt_logprobs=wanted)
     assert refused.status_code == 400
-    assert "599800 scores, of 524288 allowed" in refused.json()["error"]["message"]
+    assert f"{what}, of 524288 allowed" in refused.json()["error"]["message"]
+
+
+def test_scores_of_other_tokens_than_those_asked_for_are_a_fault(
+    backends: Backends, gateway: RunningGateway
+) -> None:
+    settings: Any = {"tinker": {"sample_patience_s": 0.0}, "engine_wait_s": 0.1, "failover_patience_s": 0.1}
+    with backends.gateway(**settings) as impatient:
+        loop = SamplingLoop(impatient, str(backends.model_path)).start()
+        impatient.engine.candidates_off_by = 1
+        wanted = {"data": [3], "dtype": "int64", "shape": [1, 1]}
+        told = loop.poll(loop.ask(0, [1, 2], target_prompt_logprobs=wanted).json()).json()
+    assert (told["category"], "other tokens than the candidates" in told["error"]) == ("server", True)
 
 
 def test_likeliest_tokens_of_a_sample(loop: SamplingLoop) -> None:

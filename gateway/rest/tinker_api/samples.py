@@ -6,6 +6,7 @@ A promise whose gateway has died is gone after LEASE_S; the SDK then asks for th
 """
 
 import asyncio
+import functools
 import hashlib
 import logging
 import time
@@ -206,7 +207,10 @@ class SampleMaker:
             if any(generation.ids for generation in generations):
                 gateway.admission.spend(caller.owner, sum(tokens_of(generations, wanted.n)))
         await self._finish(generations)
-        return sample_response(generations, wanted.call.top_logprobs, wanted.scores, scores)
+        answer = functools.partial(
+            sample_response, generations, wanted.call.top_logprobs, wanted.scores, scores
+        )
+        return answer() if wanted.scores.targets is None else await asyncio.to_thread(answer)
 
     async def _scores(self, wanted: WantedSample, generation: Generation) -> PromptScores | None:
         query = wanted.scores.query

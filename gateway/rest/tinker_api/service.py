@@ -31,6 +31,7 @@ CLIENT_CONFIG = {
     "sample_use_retrieve_futures": False,
     "sample_join_sampling_session": False,
     "custom_loss_server_side": False,
+    "create_model_via_load_weights": True,
 }
 """What steers the SDK. It has defaults for everything else."""
 REFRESH_S = 300

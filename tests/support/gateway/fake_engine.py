@@ -52,6 +52,8 @@ class FakeEngine:
     stall_after: int | None = None
     """After this many tokens the engine sends nothing more; with 0 it sends nothing at all."""
     stalled: bool = False
+    candidates_off_by: int = 0
+    """By how much the ids differ whose scores it tells from those that were asked for."""
     interruptions: deque["Interruption | None"] = field(default_factory=deque)
     """How each of the next answers ends early; one entry for each request."""
     end: str = "<|im_end|>"
@@ -99,7 +101,7 @@ class FakeEngine:
             raw, self.raw = self.raw, None
             return StreamingResponse(self._cut_off(raw), media_type="text/event-stream")
         if not body.get("stream", True):
-            return JSONResponse({"meta_info": scores_of(body)})
+            return JSONResponse({"meta_info": scores_of(body, self.candidates_off_by)})
         answer = self.script.popleft() if self.script else self.mind
         ids = self.tokenizer.encode(answer).ids if isinstance(answer, str) else list(answer)
         ids += self.tokenizer.encode(self.end).ids
@@ -218,7 +220,7 @@ def logprob_of(index: int) -> float:
     return -(1 + index % 97) / 128
 
 
-def scores_of(body: dict[str, Any]) -> dict[str, Any]:
+def scores_of(body: dict[str, Any], off_by: int = 0) -> dict[str, Any]:
     """SGLang's scores of a prompt: token 7 has -0.007 anywhere, and the likeliest tokens are 0, 1, …"""
     start, top_k = body["logprob_start_len"], body["top_logprobs_num"]
     ids = body["input_ids"][start:]
@@ -232,7 +234,7 @@ def scores_of(body: dict[str, Any]) -> dict[str, Any]:
         top = [[-0.5 - rank, rank, None] for rank in range(top_k)]
         meta["input_top_logprobs"] = [top if at else None for at in range(len(ids))]
     if candidates := body.get("token_ids_logprob"):
-        found = [[-token / 1000, token, None] for token in candidates]
+        found = [[-token / 1000, token + off_by, None] for token in candidates]
         meta["input_token_ids_logprobs"] = [found if at else None for at in range(len(ids))]
     return meta
 

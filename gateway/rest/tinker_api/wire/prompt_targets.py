@@ -20,7 +20,8 @@ FIELD = "target_prompt_logprobs"
 NOTHING = -1
 """What stands in a cell that wants nothing."""
 MOST_SCORES = 2**19
-"""The engine scores each wanted id in every place from the first row on. So many scores are read."""
+"""The engine scores each wanted id in every place from the first row on. So many scores are read, and so many
+cells are answered."""
 TOKEN_LIMIT = 2**31
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -98,6 +99,8 @@ def prompt_targets(body: TargetsBody, length: int, vocab_size: int) -> PromptTar
     rows, columns = body.sparse_crow_indices, body.sparse_col_indices or []
     if count != length - 1:
         raise _refused(f"{count} rows, for a prompt of {length} tokens; there must be {length - 1}")
+    if len(body.data) > MOST_SCORES:
+        raise _refused(f"{len(body.data)} cells, of {MOST_SCORES} allowed: name ids in fewer places at once")
     if rows is None and len(body.data) != count * k:
         raise _refused(f"{len(body.data)} ids, for the shape {[count, k]}")
     if rows is not None and not is_csr(rows, columns, len(body.data), (count, k)):

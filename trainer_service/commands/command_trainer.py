@@ -18,6 +18,7 @@ from rollout_queue.commands.log import BEGINNING, CommandReader
 from rollout_queue.commands.result import CommandFailed, Result
 from rollout_queue.contract.errors import StorageUnavailable
 from trainer_service.commands.attempts import CommandAttempts
+from trainer_service.commands.base_model import BaseModel
 from trainer_service.commands.dropped_weights import DroppedWeights
 from trainer_service.commands.executor import CommandExecutor, StepMade
 from trainer_service.commands.exports import Exports
@@ -74,13 +75,15 @@ class CommandTrainer:
         disk = DiskRetry(heartbeat, metrics, "waiting", "checkpoint")
         exports = Exports(settings, ranks, disk)
         self._dropped = DroppedWeights(reader, self._saved, exports, sampler, heartbeat)
-        self._states = ModelStates(ranks, lambda: self.executor.records(self._after))
+        base = BaseModel.of(settings.model_path)
+        self._states = ModelStates(base, ranks, lambda: self.executor.records(self._after))
         contents = Contents(self._state, EvaluationState, lambda _: set(), self._free)
         self._cycle = CheckpointCycle(
             checkpoints, self._states, settings, heartbeat, self._stopwatch, disk, contents
         )
         self.executor = CommandExecutor(
             settings,
+            base,
             ranks,
             self._saved,
             exports,

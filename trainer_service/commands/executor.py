@@ -35,6 +35,7 @@ from rollout_queue.commands.result import (
 )
 from rollout_queue.contract.tokens import Logprobs
 from trainer_service.algorithms.summed_losses.chosen import LossRefused
+from trainer_service.commands.base_model import BaseModel
 from trainer_service.commands.exports import Exports
 from trainer_service.commands.live_model import LiveModel, ModelProgress, ModelRecord
 from trainer_service.commands.passes import PassValues, PassWork
@@ -65,6 +66,7 @@ class CommandExecutor:
     def __init__(
         self,
         settings: TrainerSettings,
+        base: BaseModel,
         ranks: ModelRanks,
         saved: SavedModels,
         exports: Exports,
@@ -77,7 +79,7 @@ class CommandExecutor:
         """`settle` waits until the checkpoint that is written in the background is. `beat` is called during
         passes, and `stepped` after each optimizer step."""
         self._settings, self._ranks, self._saved, self._sampler = settings, ranks, saved, sampler
-        self._exports = exports
+        self._base, self._exports = base, exports
         self._disk, self._settle, self._beat, self._stepped = disk, settle, beat, stepped
         self._models: dict[str, LiveModel] = {}
         bounds = [each for each in (settings.algorithm.max_row_tokens, ranks.longest_row) if each]
@@ -173,8 +175,8 @@ class CommandExecutor:
         """A new model of the files takes the place of the present one. So the optimizer is new if its state
         is not loaded, and a gradient is dropped."""
         path, record = self._saved.find(command.model_id, command.name, logged.position)
-        if record.base_model != str(self._settings.model_path):
-            raise CommandRefused(f"checkpoint {command.name} is of {record.base_model}")
+        if not self._base.is_of(record):
+            raise CommandRefused(f"checkpoint {command.name} is of another base model, {record.base_model}")
         present = self._models.get(logged.model_id)
         if present is None:
             self._ranks.check(record.lora)
@@ -229,8 +231,8 @@ class CommandExecutor:
         self._models[model_id] = LiveModel(lora, progress, progress)
 
     def _record(self, model_id: str, model: LiveModel, progress: ModelProgress) -> ModelRecord:
-        base = str(self._settings.model_path)
-        return ModelRecord(model_id, base, model.lora, self._ranks.layout(model.lora), progress)
+        layout, base = self._ranks.layout(model.lora), self._base
+        return ModelRecord(model_id, base.path, model.lora, layout, progress, base.digest)
 
 
 def _passed(command: ForwardBackward, values: PassValues) -> Passed:

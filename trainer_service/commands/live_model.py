@@ -38,6 +38,8 @@ class ModelRecord(msgspec.Struct, frozen=True):
     lora: LoraSpec | None
     layout: Layout
     progress: ModelProgress
+    base_digest: str = ""
+    """Tells its base model from others at the same path; empty in records of older builds."""
 
 
 @dataclass

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from trainer_service.commands.base_model import BaseModel
 from trainer_service.commands.live_model import RECORD, ModelRecord, safe_name
 from trainer_service.commands.ranks import ModelRanks
-from trainer_service.model.sharding.layout import Layout
+from trainer_service.model.sharding.layout import Layout, LayoutRefused
 from trainer_service.model.trained.adapted import HEAD
 from trainer_service.step.copy_writers import SpreadCopy
 
@@ -36,9 +37,9 @@ class RecordedCopy:
 class ModelStates:
     """The models of a trainer, as `Checkpoints` copies and reads them."""
 
-    def __init__(self, ranks: ModelRanks, records: Callable[[], list[ModelRecord]]) -> None:
+    def __init__(self, base: BaseModel, ranks: ModelRanks, records: Callable[[], list[ModelRecord]]) -> None:
         """`records` tells what a checkpoint has of each model now."""
-        self._ranks, self._records = ranks, records
+        self._base, self._ranks, self._records = base, ranks, records
         self.restored: list[ModelRecord] = []
         """The models that the last `load` has made."""
 
@@ -57,6 +58,8 @@ class ModelStates:
         self.restored = []
         for path in sorted((directory / tag / MODELS).glob(f"*/{RECORD}")):
             record = read_record(path.parent)
+            if not self._base.is_of(record):
+                raise LayoutRefused(f"it has models over another base model, {record.base_model}")
             self._ranks.load(record.model_id, record.lora, path.parent, record.layout, optimizer=True)
             self.restored.append(record)
 

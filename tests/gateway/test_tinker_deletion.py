@@ -60,7 +60,12 @@ def named(loop: SamplingLoop) -> dict[str, Any]:
     redis: Any = loop.gateway.redis
     lists = {
         name: redis.zrange(name, 0, -1)
-        for name in (keys.CLIENT_SESSIONS_ENDED, keys.CLIENT_SESSIONS_LIVE, keys.KEPT_EXPIRES)
+        for name in (
+            keys.CLIENT_SESSIONS_ENDED,
+            keys.CLIENT_SESSIONS_LIVE,
+            keys.CLIENT_SESSIONS_DELETING,
+            keys.KEPT_EXPIRES,
+        )
     }
     lists |= {name: redis.zrange(name, 0, -1) for name in redis.scan_iter("weir:models:*")}
     lists |= {name: redis.zrange(name, 0, -1) for name in redis.scan_iter("weir:client_sessions:*")}
@@ -156,13 +161,14 @@ def test_commands_and_models_that_come_meanwhile_leave_nothing(
     assert (left(loop), named(loop)) == (set(), {})
 
 
-def test_thousands_of_samples_are_deleted_some_at_a_time(loop: SamplingLoop) -> None:
+def test_thousands_of_samples_are_deleted_some_at_a_time(loop: SamplingLoop, backends: Backends) -> None:
     for _ in range(2):
         made = loop.gateway.post("/groups", {"size": 1024, "user": loop.session_id, "train": False})
         assert made.status_code == 201
     redis: Any = loop.gateway.redis
     redis.config_resetstat()
-    assert delete(loop).json()["deleted"]["samples"] == 2 * 1024
+    with backends.gateway(tinker={"session_timeout_s": 0.4}):  # it looks for interrupted deletions
+        assert delete(loop).json()["deleted"]["samples"] == 2 * 1024
     stats: Any = redis.info("commandstats")
     pages = -(-2 * 1024 // SESSIONS_AT_ONCE)
     assert stats["cmdstat_srandmember"]["calls"] > pages, "no call asks for all"
@@ -174,8 +180,8 @@ def test_thousands_of_samples_are_deleted_some_at_a_time(loop: SamplingLoop) -> 
 def test_a_deletion_that_was_interrupted_is_finished(loop: SamplingLoop, backends: Backends) -> None:
     sampled(loop.poll(loop.ask(0, [1, 2]).json()))
     session = keys.client_session(loop.session_id)
-    closing = [session, keys.CLIENT_SESSIONS_LIVE, keys.CLIENT_SESSIONS_ENDED]
-    loop.gateway.redis.eval(CLOSE_SESSION, 3, *closing, loop.session_id, "deleted")
+    lists = [keys.CLIENT_SESSIONS_LIVE, keys.CLIENT_SESSIONS_ENDED, keys.CLIENT_SESSIONS_DELETING]
+    loop.gateway.redis.eval(CLOSE_SESSION, 4, session, *lists, loop.session_id, "deleted", 0)
     assert delete(loop).status_code == 404, "it is on its way"
     with backends.gateway(tinker={"session_timeout_s": 0.4}):
         wait_until(lambda: not left(loop))
@@ -193,6 +199,8 @@ def test_the_deletion_of_a_user_covers_client_sessions(
     sampled(first.poll(sample))
     view = gateway.get(f"/sessions/{sample['sample_sequence_ids'][0].partition('.')[0]}").json()
     assert view["user"] == "ann"
+    copied = {"source_path": f"tinker://{second.model_id}/weights/best", "session_id": second.session_id}
+    assert second.post("copy_weights", copied | {"model_seq_id": 7}).status_code == 200
     with backends.gateway(tinker={"session_retention_s": 0.1}):
         assert (
             second.post(f"sessions/{second.session_id}/finish", {"reason": {"type": "success"}}).json() == {}

@@ -167,6 +167,9 @@ CLIENT_SESSIONS_ENDED = "weir:client_sessions_ended"
 """Sorted set: the client sessions whose models have ended, by when; and the models with named weights that
 have outlasted theirs, by when somebody looked for these weights last."""
 
+CLIENT_SESSIONS_DELETING = "weir:client_sessions_deleting"
+"""Sorted set: the client sessions whose deletion has begun and not ended, by when it began."""
+
 
 def client_sessions_of(owner: str) -> str:
     """Sorted set: the client sessions of one client key, by when they began."""

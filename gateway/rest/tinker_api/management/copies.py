@@ -11,7 +11,7 @@ from gateway.rest.tinker_api.door import TinkerDoor, door_of, now
 from gateway.rest.tinker_api.futures import result_of
 from gateway.rest.tinker_api.models import check_trainer
 from gateway.rest.tinker_api.paths import WeightsPath, model_of, weights_path
-from gateway.rest.tinker_api.records import ClientModel, KeptTerms
+from gateway.rest.tinker_api.records import ClientModel, ClientSession, KeptTerms
 from gateway.rest.tinker_api.wire.bodies import CopyWeightsBody
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.command import Command, LoadWeights, SaveWeights
@@ -42,7 +42,7 @@ async def copy_weights(body: CopyWeightsBody, request: Request) -> JSONResponse:
     session = await door.store.session(body.session_id, caller)
     path = WeightsPath(model_of(session.session_id, body.model_seq_id), "weights", source.name)
     if not await _is_made(door, caller, source, path):
-        await _make(door, caller, session.session_id, source, path, body.ttl_seconds)
+        await _make(door, caller, session, source, path, body.ttl_seconds)
     return JSONResponse({"tinker_path": str(path), "type": "copy_weights"})
 
 
@@ -60,7 +60,7 @@ def _told_of(source: WeightsPath) -> dict[str, str]:
 async def _make(
     door: TinkerDoor,
     caller: Caller,
-    session_id: str,
+    session: ClientSession,
     source: WeightsPath,
     path: WeightsPath,
     ttl_s: int | None,
@@ -69,12 +69,13 @@ async def _make(
     model, _ = await door.store.kept(source, caller)
     copy = ClientModel(
         model_id=path.model_id,
-        session_id=session_id,
+        session_id=session.session_id,
         owner=caller.owner,
         created_at=now(),
         base_model=model.base_model,
         lora=model.lora,
         user_metadata=_told_of(source),
+        user=session.user,
     )
     await door.store.add_model(copy)
     await door.store.weights.note_terms(path, 1, KeptTerms(ttl_s=ttl_s))

@@ -26,14 +26,16 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 100
 """How many sessions are looked at in one sweep, and how many records are removed by one round trip."""
+OVERDUE_S = 30.0
+"""A deletion that has not ended after this time is finished by any gateway."""
 MODEL = ":train:"
 """In the ids of models, and of nothing else."""
 ENDED = "its client session has ended"
 
 
 class RemovedRecords(msgspec.Struct):
-    """How much the removal of a client session has removed. What other gateways removed meanwhile is not
-    counted."""
+    """How much the removal of a client session has removed. If it takes longer than OVERDUE_S, other gateways
+    help, and what they removed is not counted."""
 
     models: int = 0
     weights: int = 0
@@ -58,16 +60,16 @@ class ClientRecordRemoval:
     async def forget_old(self, retention_s: float) -> None:
         """Remove some of the sessions that ended so long ago, and of the models that have outlasted theirs;
         and go on with the deletion of sessions."""
-        until = time.time() - retention_s
-        found: Any = await stored(
-            self._redis.zrangebyscore(keys.CLIENT_SESSIONS_ENDED, "-inf", until, start=0, num=AT_ONCE)
-        )
-        for name in [each.decode() for each in found]:
-            try:
-                await (self._forget(name) if MODEL in name else self._remove(name, "forgotten"))
-            except msgspec.MsgspecError as error:  # a newer gateway may be able to read it
-                logger.warning("the records of %s cannot be read, and stay: %s", name, error)
-                await self._look_again_later(name)
+        deleting, ended = keys.CLIENT_SESSIONS_DELETING, keys.CLIENT_SESSIONS_ENDED
+        for listed, age_s in ((deleting, OVERDUE_S), (ended, retention_s)):
+            until = time.time() - age_s
+            found: Any = await stored(self._redis.zrangebyscore(listed, "-inf", until, start=0, num=AT_ONCE))
+            for name in [each.decode() for each in found]:
+                try:
+                    await (self._forget(name) if MODEL in name else self._remove(name, "forgotten"))
+                except msgspec.MsgspecError as error:  # a newer gateway may be able to read it
+                    logger.warning("the records of %s cannot be read, and stay: %s", name, error)
+                    await stored(self._redis.zadd(listed, {name: time.time()}))
 
     async def delete_session(self, session_id: str) -> RemovedRecords:
         """Delete a session with all that it has made. From the first step on, no request finds it."""
@@ -90,8 +92,10 @@ class ClientRecordRemoval:
     async def _remove(self, session_id: str, how: str) -> RemovedRecords:
         """Remove a session with all that it has made. The session's own record goes last."""
         removed, made = RemovedRecords(), keys.made_in(session_id)
-        named = [keys.client_session(session_id), keys.CLIENT_SESSIONS_LIVE, keys.CLIENT_SESSIONS_ENDED]
-        said, packed = await stored(self._close(named, [session_id, how])) or (b"gone", None)
+        session, lists = keys.client_session(session_id), [keys.CLIENT_SESSIONS_LIVE]
+        lists += [keys.CLIENT_SESSIONS_ENDED, keys.CLIENT_SESSIONS_DELETING]
+        closed = await stored(self._close([session, *lists], [session_id, how, time.time()]))
+        said, packed = closed or (b"gone", None)
         record = None if packed is None else msgspec.json.decode(packed, type=ClientSession)
         while members := await stored(self._redis.srandmember(made, AT_ONCE)):
             names = sorted(each.decode() for each in members)
@@ -111,12 +115,7 @@ class ClientRecordRemoval:
             removed.samplers += len(targets)
         if said == b"deleted":  # samples name their client session as their user
             removed.samples = (await self._deleter.delete_user(session_id)).sessions
-        named = [
-            keys.client_session(session_id),
-            made,
-            keys.client_sessions_of(record.owner if record else ""),
-        ]
-        named += [keys.CLIENT_SESSIONS_ENDED, keys.CLIENT_SESSIONS_LIVE]
+        named = [session, made, keys.client_sessions_of(record.owner if record else ""), *lists]
         named += [keys.client_records_of_user((record and record.user) or "")]
         if await stored(self._forget_session(named, [session_id])) and record is not None:
             logger.info("the records of client session %s are removed: it is %s", session_id, said.decode())
@@ -147,12 +146,9 @@ class ClientRecordRemoval:
         if gone:
             await stored(self._redis.zrem(keys.CLIENT_SESSIONS_ENDED, model_id))
         else:
-            await self._look_again_later(model_id)
+            await stored(self._redis.zadd(keys.CLIENT_SESSIONS_ENDED, {model_id: time.time()}))
         if user is not None:  # a model that outlasts its session goes with its user's data
             records = keys.client_records_of_user(user)
             change = self._redis.srem if gone else self._redis.sadd
             await stored(change(records, model_id))
         return gone
-
-    async def _look_again_later(self, name: str) -> None:
-        await stored(self._redis.zadd(keys.CLIENT_SESSIONS_ENDED, {name: time.time()}))

@@ -67,15 +67,19 @@ if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSETNX', KEYS[2], ARGV[1]
 """
 
 CLOSE_SESSION = """
--- KEYS: session, live sessions, ended sessions   ARGV: session id, 'deleted' or 'forgotten'
+-- KEYS: session, live sessions, ended sessions, sessions that are deleted
+-- ARGV: session id, 'deleted' or 'forgotten', time
 -- From here on, no request finds the session. Returns what was said first, and the record; nothing if the
--- session is gone. A deleted one is the first of the ended sessions, so that any gateway goes on with it.
+-- session is gone. A deletion is noted, so that any gateway goes on with it if it is interrupted.
 redis.call('ZREM', KEYS[2], ARGV[1]) -- a full Redis accepts this, and then refuses no later write
 local record = redis.call('HGET', KEYS[1], 'record')
 if record then
     redis.call('HDEL', KEYS[1], 'record')
     redis.call('HSET', KEYS[1], ARGV[2], record)
-    if ARGV[2] == 'deleted' then redis.call('ZADD', KEYS[3], 0, ARGV[1]) end
+    if ARGV[2] == 'deleted' then
+        redis.call('ZREM', KEYS[3], ARGV[1])
+        redis.call('ZADD', KEYS[4], ARGV[3], ARGV[1])
+    end
 end
 for _, said in ipairs({'deleted', 'forgotten'}) do
     record = redis.call('HGET', KEYS[1], said)
@@ -119,12 +123,13 @@ end
 """
 
 FORGET_SESSION = """
--- KEYS: session, made in it, sessions of the owner, ended sessions, live sessions, records of the user
+-- KEYS: session, made in it, sessions of the owner, live sessions, ended sessions, sessions that are deleted,
+--       records of the user
 -- ARGV: session id
 -- Removes a session, if nothing that it has made is left. Returns whether it is gone.
 if redis.call('SCARD', KEYS[2]) > 0 then return 0 end
 redis.call('UNLINK', KEYS[1])
-for at = 3, 5 do redis.call('ZREM', KEYS[at], ARGV[1]) end
-redis.call('SREM', KEYS[6], ARGV[1])
+for at = 3, 6 do redis.call('ZREM', KEYS[at], ARGV[1]) end
+redis.call('SREM', KEYS[7], ARGV[1])
 return 1
 """

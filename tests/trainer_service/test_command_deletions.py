@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_queue.commands.command import LoadWeights, SaveExternal, SaveForSampler, SaveWeights
+from rollout_queue.commands.command import Command, LoadWeights, SaveExternal, SaveForSampler, SaveWeights
 from rollout_queue.commands.log import WHOLE_MODEL, Drop
 from rollout_queue.commands.result import CommandFailed, Published, Saved, WeightsLoaded
 from tests.support.trainer_service.command_harness import (
@@ -109,25 +109,49 @@ def test_a_kill_between_removal_and_note_is_made_good_at_the_next_start(
     assert not log.weights
 
 
-def test_nothing_of_a_deleted_model_stays(make_command_harness: MakeCommandHarness) -> None:
+@pytest.mark.parametrize("unanswered", [SaveWeights("y"), SaveForSampler("t")])
+def test_nothing_of_a_deleted_model_stays(
+    make_command_harness: MakeCommandHarness, unanswered: Command
+) -> None:
     harness = make_command_harness()
     log = saved(harness)
-    for command in (SaveExternal("z"), SaveWeights("y")):
+    for command in (SaveExternal("z"), SaveForSampler("s"), unanswered):
         log.append("a", command)
-    log.answers_until_killed = 1
+    log.answers_until_killed = 2
     with pytest.raises(Killed):
         harness.trainer.run_once()
-    assert len(files(harness)) == 2, "it died before it could say that it had written y"
-    exports = harness.settings.policies_dir / "external" / "a"
-    assert exports.exists()
+    published = isinstance(unanswered, SaveForSampler)
+    written = (1, ["v00000001", "v00000002"]) if published else (2, ["v00000001"])
+    assert (len(files(harness)), adapters(harness)) == written, "it died before it could say so"
+    directories = [harness.settings.policies_dir / each / "a" for each in ("external", "adapters")]
+    directories.append(harness.settings.checkpoint_dir / "saved" / "a")
+    assert all(each.exists() for each in directories)
     log.answers_until_killed, last = None, log.kept[-1].position
     log.ends["a"], log.weights["a", WHOLE_MODEL] = "its record is removed", [Drop(last, last)]
+    log.versions["a", 1] = log.kept[-2].position
     again = make_command_harness(log=log)
     for _ in range(3):
         again.trainer.run_once()
-    assert (log.kept, log.weights) == ([], {}), "an idle trainer frees the log of its commands"
-    assert not (harness.settings.checkpoint_dir / "saved" / "a").exists()
-    assert not exports.exists()
+    assert (log.kept, log.weights, log.versions) == ([], {}, {}), "an idle trainer frees the log"
+    assert again.forgotten == [("a", 1), ("a", 2)][: len(written[1])], "engines are to forget them, too"
+    assert not any(each.exists() for each in directories)
+
+
+def test_a_note_of_an_adapter_that_comes_late_leaves_no_directory(
+    make_command_harness: MakeCommandHarness,
+) -> None:
+    harness = make_command_harness()
+    log = saved(harness)
+    harness.send("a", SaveForSampler("s"))
+    last = log.kept[-1].position
+    log.ends["a"], log.weights["a", WHOLE_MODEL] = "its record is removed", [Drop(last, last)]
+    for _ in range(3):
+        harness.trainer.run_once()
+    assert not log.weights
+    log.versions["a", 1] = last
+    harness.trainer.run_once()
+    assert not log.versions
+    assert not (harness.settings.policies_dir / "adapters" / "a").exists()
 
 
 def test_versions_that_nobody_can_name_are_removed(make_command_harness: MakeCommandHarness) -> None:

@@ -69,14 +69,19 @@ class DroppedWeights:
                 return
 
     def _removals(self, durable: str) -> Iterator[Callable[[], None]]:
-        for (model_id, name), drops in self._dropped.weights.items():
-            gone = [drop for drop in drops if place_in(drop.deleted) <= place_in(durable)]
-            if gone:
-                saved = max((drop.saved for drop in gone), key=place_in)
-                yield lambda: self._remove_weights(model_id, name, saved, gone[-1].deleted)  # noqa: B023
+        """Whole models come last: when everything of theirs is removed that has a note of its own."""
+        yield from self._of_weights(durable, whole=False)
         for (policy, version), made in self._dropped.adapters.items():
             if place_in(made) <= place_in(durable):
                 yield lambda: self._remove_adapter(policy, version)  # noqa: B023
+        yield from self._of_weights(durable, whole=True)
+
+    def _of_weights(self, durable: str, *, whole: bool) -> Iterator[Callable[[], None]]:
+        for (model_id, name), drops in self._dropped.weights.items():
+            gone = [drop for drop in drops if place_in(drop.deleted) <= place_in(durable)]
+            if gone and (name == WHOLE_MODEL) == whole:
+                saved = max((drop.saved for drop in gone), key=place_in)
+                yield lambda: self._remove_weights(model_id, name, saved, gone[-1].deleted)  # noqa: B023
 
     def _remove_weights(self, model_id: str, kept_as: str, saved: str, deleted: str) -> None:
         kind, _, name = kept_as.partition("/")
@@ -85,6 +90,7 @@ class DroppedWeights:
         elif kept_as == WHOLE_MODEL:
             for files in self._files.values():
                 files.remove_all(model_id)
+            self._sampler.remove_all(model_id)
         self._ask(lambda: self._reader.forget_weights(model_id, kept_as, deleted))
         what = "what was left" if kept_as == WHOLE_MODEL else kept_as
         logger.info("%s of model %s is removed", what, model_id)

@@ -89,3 +89,14 @@ class SamplerWeights:
         store, place = self._store_of(policy)
         place.withdraw(version)
         store.discard(version)
+        if not any(store.directory.iterdir()):  # `store_of` makes it anew
+            store.discard_directory()
+
+    def remove_all(self, model_id: str) -> None:
+        """Remove every version that is left of a model that is gone: what a process had published that died
+        before it could answer, and what no engine has taken. Raises as `remove`."""
+        name = safe_name(model_id)
+        store, _ = self._store_of(name)
+        for version in store.versions():
+            self.remove(name, version)
+        store.discard_directory()

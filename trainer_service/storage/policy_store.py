@@ -150,6 +150,11 @@ class PolicyStore:
         if aside.exists():
             shutil.rmtree(aside)
 
+    def discard_directory(self) -> None:
+        """Remove the directory with all that is in it. Raises OSError if files stay."""
+        if self.directory.exists():
+            shutil.rmtree(self.directory)
+
     def _sweep(self, final: Path) -> None:
         """Remove incomplete files of this version, and of versions that a process was writing or removing."""
         (final / STABLE).unlink(missing_ok=True)

@@ -1,15 +1,21 @@
 """A client session is deleted with all that it has made: by its owner, or with the data of its user."""
 
-from collections.abc import Iterator
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis as AsyncRedis
 
+from gateway.rest.tinker_api.user_data.removal import ClientRecordRemoval
+from gateway.rest.tinker_api.weights import KeptWeightsStore
 from rollout_queue.commands.log import WHOLE_MODEL
 from rollout_queue.redis import keys
-from rollout_queue.redis.deletion import SESSIONS_AT_ONCE
-from rollout_queue.redis.scripts.client_sessions import CLOSE_SESSION
+from rollout_queue.redis.commands.submission import CommandSubmissions
+from rollout_queue.redis.deletion import SESSIONS_AT_ONCE, RedisDeleter
+from rollout_queue.redis.scripts.client_sessions import CLOSE_SESSION, FORGET_MODEL
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
 from tests.support.gateway.tinker_loop import ADAM, SamplingLoop, datum, sampled
@@ -41,6 +47,34 @@ def trained(loop: SamplingLoop) -> SamplingLoop:
     for promise in promises[1:]:  # nobody reads the result of the pass
         loop.poll(promise)
     return loop
+
+
+class Killed(Exception):
+    """The gateway ends here, and nothing is cleaned up."""
+
+
+class WatchedRedis(AsyncRedis):
+    """Calls `after` with the answer, each time when this script has run."""
+
+    script = ""
+    after: Callable[[Any], Any]
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        said = await super().execute_command(*args, **options)
+        if args[:2] == ("EVALSHA", hashlib.sha1(self.script.encode()).hexdigest()):  # noqa: S324
+            await asyncio.to_thread(self.after, said)
+        return said
+
+
+async def removing(
+    loop: SamplingLoop, script: str, after: Callable[[Any], Any], work: Callable[[ClientRecordRemoval], Any]
+) -> None:
+    """Do `work` as another gateway would, with a look at it whenever this script has run."""
+    to = loop.gateway.redis.connection_pool.connection_kwargs
+    async with WatchedRedis(host=to["host"], port=to["port"], db=to.get("db", 0)) as redis:
+        redis.script, redis.after = script, after
+        log = CommandSubmissions(redis, lambda: 0)
+        await work(ClientRecordRemoval(redis, log, KeptWeightsStore(redis, log), RedisDeleter(redis)))
 
 
 def delete(loop: SamplingLoop, key: str | None = None) -> Any:
@@ -177,15 +211,26 @@ def test_thousands_of_samples_are_deleted_some_at_a_time(loop: SamplingLoop, bac
     assert redis.xlen(keys.STREAM) == 2 * 1024, "the deletions, for the trainer"
 
 
-def test_a_deletion_that_was_interrupted_is_finished(loop: SamplingLoop, backends: Backends) -> None:
+@pytest.mark.parametrize("script", [CLOSE_SESSION, FORGET_MODEL], ids=["closed", "model gone"])
+def test_a_deletion_that_was_interrupted_is_finished(
+    loop: SamplingLoop, backends: Backends, script: str
+) -> None:
     sampled(loop.poll(loop.ask(0, [1, 2]).json()))
-    session = keys.client_session(loop.session_id)
-    lists = [keys.CLIENT_SESSIONS_LIVE, keys.CLIENT_SESSIONS_ENDED, keys.CLIENT_SESSIONS_DELETING]
-    loop.gateway.redis.eval(CLOSE_SESSION, 4, session, *lists, loop.session_id, "deleted", 0)
+
+    def killed(_: Any) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        asyncio.run(removing(loop, script, killed, lambda removal: removal.delete_session(loop.session_id)))
+    assert left(loop)
+    # Long ago, for the gateways that leave a deletion to the one that began it.
+    loop.gateway.redis.zadd(keys.CLIENT_SESSIONS_DELETING, {loop.session_id: 0})
     assert delete(loop).status_code == 404, "it is on its way"
     with backends.gateway(tinker={"session_timeout_s": 0.4}):
         wait_until(lambda: not left(loop))
     assert named(loop) == {}
+    unread: Any = loop.gateway.redis.hget(keys.COMMANDS_HELD, "unread")
+    assert (int(unread), loop.gateway.redis.zcard(keys.RESULTS_UNREAD)) == (0, 0)
 
 
 def test_the_deletion_of_a_user_covers_client_sessions(

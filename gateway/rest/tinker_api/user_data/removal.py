@@ -124,11 +124,12 @@ class ClientRecordRemoval:
     async def _delete_model(self, model_id: str) -> int:
         """Delete a model that has ended, with all that it has saved and the results of its commands. Returns
         how many named weights it had."""
-        count: Any = await stored(self._redis.hget(keys.model(model_id), "next"))
+        count: Any = await stored(self._redis.hget(keys.model(model_id), "next"))  # final: it has ended
         weights = await self._weights.delete_all(model_id)
+        await self._log.forget_results(model_id, int(count or 0))  # this may be the last that is done
         while not await self._forget(model_id):  # the trainer has saved more meanwhile
             weights += await self._weights.delete_all(model_id)
-        await self._log.forget_results(model_id, int(count or 0))
+        await self._log.forget_results(model_id, int(count or 0))  # what the trainer has answered meanwhile
         return weights
 
     async def _forget(self, model_id: str) -> bool:

@@ -60,7 +60,7 @@ class WatchedRedis(AsyncRedis):
     after: Callable[[Any], Any]
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        said = await super().execute_command(*args, **options)
+        said = await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         if args[:2] == ("EVALSHA", hashlib.sha1(self.script.encode()).hexdigest()):  # noqa: S324
             await asyncio.to_thread(self.after, said)
         return said

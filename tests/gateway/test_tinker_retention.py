@@ -120,3 +120,32 @@ def test_signs_of_life_and_a_second_finish_postpone_no_end(
         refused = loop.post("create_model", body | {"lora_config": {"rank": 8}, "type": "create_model"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "session_ended")
         assert not redis.exists(keys.model(f"{loop.session_id}:train:1"))
+
+
+@pytest.mark.parametrize("packed", [b"\x02a newer schema", b"\x01no record"])
+def test_a_record_that_cannot_be_read_stops_no_other_end(
+    backends: Backends, gateway: RunningGateway, packed: bytes
+) -> None:
+    redis, model = gateway.redis, str(backends.model_path)
+    with scripted_trainer(redis):
+        first, second = (trained(gateway, model) for _ in range(2))
+        redis.hset(keys.kept(first.model_id), "weights/best", packed)
+        with backends.gateway(tinker={"session_timeout_s": 0.2, "session_retention_s": 0.1}):
+            for loop in (second, trained(gateway, model)):
+                wait_until(lambda: not lasting(gateway, loop.session_id))  # noqa: B023
+            wait_until(lambda: redis.zscore(keys.CLIENT_SESSIONS_LIVE, first.session_id) is None)
+        assert redis.hget(keys.model(first.model_id), "ended"), "its memory is free"
+        assert redis.hget(keys.kept(first.model_id), "weights/best") == packed
+        redis.hdel(keys.kept(first.model_id), "weights/best")
+        with backends.gateway(tinker={"session_retention_s": 0.1}):
+            wait_until(lambda: not lasting(gateway, first.session_id))
+
+
+def test_a_bug_does_not_end_the_sweeping(backends: Backends, gateway: RunningGateway) -> None:
+    redis, model = gateway.redis, str(backends.model_path)
+    broken: Any = {b"\xff": 1.0}  # no text
+    redis.zadd(keys.CLIENT_SESSIONS_ENDED, broken)
+    with backends.gateway(tinker={"session_timeout_s": 0.2}):
+        for _ in range(2):
+            loop = SamplingLoop(gateway, model).start()
+            wait_until(lambda: redis.zscore(keys.CLIENT_SESSIONS_ENDED, loop.session_id))  # noqa: B023

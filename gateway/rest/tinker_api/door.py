@@ -137,12 +137,17 @@ async def _sweep(store: TinkerStore, removal: ClientRecordRemoval, settings: Tin
     timeout_s, retention_s = settings.session_timeout_s, settings.session_retention_s
     while True:
         await asyncio.sleep(min(SWEEP_EVERY_S, timeout_s / 4, retention_s / 4))
-        try:
-            await store.end_silent(timeout_s)
-            await store.weights.end_expired()
-            await removal.forget_old(retention_s)
-        except StorageUnavailable as error:
-            logger.warning("client sessions and weights cannot be ended or forgotten now: %s", error)
+        for work in (
+            lambda: store.end_silent(timeout_s),
+            store.weights.end_expired,
+            lambda: removal.forget_old(retention_s),
+        ):
+            try:
+                await work()
+            except StorageUnavailable as error:
+                logger.warning("client sessions and weights cannot be ended or forgotten now: %s", error)
+            except Exception:  # a bug; the other work goes on, and nobody awaits this task
+                logger.exception("client sessions and weights cannot be ended or forgotten")
 
 
 def door_of(request: Request) -> tuple[TinkerDoor, Caller]:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollout_queue.commands.command import LoraSpec
+from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 
 
 class ClientSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,3 +63,6 @@ class KeptTerms(msgspec.Struct, frozen=True, kw_only=True):
 Record = ClientSession | ClientModel | SamplingTarget
 encode_record = msgspec.json.Encoder().encode
 read_terms = msgspec.json.Decoder(KeptTerms).decode
+
+UNREADABLE = (msgspec.MsgspecError, InvalidRecord, UnknownSchema)
+"""What is raised for the bytes of a record that a newer gateway or trainer wrote, perhaps."""

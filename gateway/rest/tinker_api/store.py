@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.rest.tinker_api.paths import WeightsPath
 from gateway.rest.tinker_api.records import (
+    UNREADABLE,
     ClientModel,
     ClientSession,
     Record,
@@ -136,7 +137,10 @@ class TinkerStore:
             if ":train:" in made:
                 if await self._log.end(made, why):
                     logger.info("model %s ends: %s", made, why)
-                await self.weights.drop_unnamed(made)
+                try:
+                    await self.weights.drop_unnamed(made)
+                except UNREADABLE as error:  # it is tried again before the model is forgotten
+                    logger.warning("what model %s has published cannot be read, and stays: %s", made, error)
         await stored(self._redis.zrem(keys.CLIENT_SESSIONS_LIVE, session_id))
 
     async def end_silent(self, timeout_s: float) -> None:

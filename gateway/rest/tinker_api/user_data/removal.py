@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.rest.tinker_api.records import ClientModel, ClientSession
+from gateway.rest.tinker_api.records import UNREADABLE, ClientModel, ClientSession
 from gateway.rest.tinker_api.weights import KeptWeightsStore
 from rollout_queue.contract.stream import StreamDeleter
 from rollout_queue.redis import keys
@@ -67,7 +67,7 @@ class ClientRecordRemoval:
             for name in [each.decode() for each in found]:
                 try:
                     await (self._forget(name) if MODEL in name else self._remove(name, "forgotten"))
-                except msgspec.MsgspecError as error:  # a newer gateway may be able to read it
+                except UNREADABLE as error:
                     logger.warning("the records of %s cannot be read, and stay: %s", name, error)
                     await stored(self._redis.zadd(listed, {name: time.time()}))
 

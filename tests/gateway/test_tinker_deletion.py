@@ -264,3 +264,21 @@ def test_the_deletion_of_a_user_covers_client_sessions(
     assert begun.status_code == 410
     wrong = first.post("create_session", {"tags": [], "user_metadata": {"user": "no name"}})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "user_metadata")
+
+
+def test_no_model_comes_back_to_a_user_who_is_deleted_meanwhile(
+    backends: Backends, gateway: RunningGateway, trainer: ScriptedTrainer
+) -> None:
+    loop = trained(SamplingLoop(gateway, str(backends.model_path)).start(user_metadata={"user": "ann"}))
+    assert loop.post(f"sessions/{loop.session_id}/finish", {"reason": {"type": "success"}}).status_code == 200
+    records, told = keys.client_records_of_user("ann"), []
+
+    def delete_user(gone: int) -> None:
+        """As soon as the model has outlasted its session."""
+        told.append((gone, loop.model_id.encode() in set[Any](gateway.redis.smembers(records))))
+        reply = gateway.call("DELETE", "/admin/users/ann/data", key=ADMIN_KEY, timeout=120)
+        assert reply.status_code == 200
+
+    asyncio.run(removing(loop, FORGET_MODEL, delete_user, lambda removal: removal.forget_old(0.0)))
+    assert told == [(0, True)]
+    assert (left(loop), gateway.redis.exists(records)) == (set(), 0), "nothing has the name of the user"

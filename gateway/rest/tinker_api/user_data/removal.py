@@ -137,19 +137,15 @@ class ClientRecordRemoval:
         whether it is gone."""
         await self._weights.drop_unnamed(model_id)
         packed, gone = await self._log.spec(model_id), True
-        user = None
         if packed is not None:
             model = msgspec.json.decode(packed, type=ClientModel)
-            user = model.user
+            user = model.user or ""
             named = [keys.model(model_id), keys.kept(model_id), keys.kept_terms(model_id)]
             named += [keys.models_of(model.owner), keys.DROPPED, keys.COMMANDS]
-            gone = bool(await stored(self._forget_model(named, [model_id])))
+            named.append(keys.client_records_of_user(user))
+            gone = bool(await stored(self._forget_model(named, [model_id, user and "named"])))
         if gone:
             await stored(self._redis.zrem(keys.CLIENT_SESSIONS_ENDED, model_id))
         else:
             await stored(self._redis.zadd(keys.CLIENT_SESSIONS_ENDED, {model_id: time.time()}))
-        if user is not None:  # a model that outlasts its session goes with its user's data
-            records = keys.client_records_of_user(user)
-            change = self._redis.srem if gone else self._redis.sadd
-            await stored(change(records, model_id))
         return gone

@@ -90,21 +90,25 @@ end
 FORGET_MODEL = (
     LAST_PLACE
     + f"""
--- KEYS: model, kept, terms of what is kept, models of the owner, dropped, stream   ARGV: model id
+-- KEYS: model, kept, terms of what is kept, models of the owner, dropped, stream, records of the user
+-- ARGV: model id, '' if it is of no user
 -- Removes a model that has ended and has no named weights. Of one that has them, what is known of its
--- commands is removed. Returns whether it is gone. The trainer is told, because the log has its commands,
--- perhaps.
+-- commands is removed, and it goes with its user's data. Returns whether it is gone. The trainer is told,
+-- because the log has its commands, perhaps.
 redis.call('HDEL', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
+if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end -- removed meanwhile, and its user's data, perhaps
 for _, name in ipairs(redis.call('HKEYS', KEYS[2])) do
     if not string.find(name, '/~', 1, true) then
         for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
             if string.match(field, '^[dk]:') then redis.call('HDEL', KEYS[1], field) end
         end
+        if ARGV[2] ~= '' then redis.call('SADD', KEYS[7], ARGV[1]) end
         return 0
     end
 end
 redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[3])
 redis.call('ZREM', KEYS[4], ARGV[1])
+redis.call('SREM', KEYS[7], ARGV[1])
 local last = last_place(KEYS[6])
 redis.call('HSET', KEYS[5], ARGV[1] .. '|{WHOLE_MODEL}', last .. '>' .. last)
 return 1

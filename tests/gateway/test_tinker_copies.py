@@ -1,15 +1,19 @@
 """A checkpoint is copied into a model of its own, once, and the copy outlasts its source."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from rollout_queue.commands.command import LoadWeights, SaveWeights
+from gateway.rest.tinker_api.records import KeptTerms, encode_record
+from rollout_queue.commands.command import LoadWeights, SaveWeights, request_id
 from rollout_queue.commands.result import CommandFailed
-from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
+from rollout_queue.redis import keys
+from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, result_of, scripted_trainer
 from tests.support.gateway.tinker_loop import SamplingLoop
+from tests.support.waiting import wait_until
 
 DAY_S = 86400
 
@@ -44,6 +48,17 @@ def checkpoints(loop: SamplingLoop, model_id: str) -> Any:
     return loop.gateway.call("GET", path, key=None, headers={"x-api-key": loop.key}).json()["checkpoints"]
 
 
+def delete(loop: SamplingLoop, model_id: str) -> None:
+    path = f"/api/v1/training_runs/{model_id}/checkpoints/weights/x"
+    reply = loop.gateway.call("DELETE", path, key=None, headers={"x-api-key": loop.key})
+    assert reply.status_code == 204
+
+
+def check_ended(loop: SamplingLoop, model_id: str) -> None:
+    refused = loop.post("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {}})
+    assert "takes no more commands" in refused.json()["error"]["message"]
+
+
 def test_a_copy_is_a_checkpoint_of_a_model_that_takes_no_commands(
     loop: SamplingLoop, trainer: ScriptedTrainer
 ) -> None:
@@ -56,15 +71,8 @@ def test_a_copy_is_a_checkpoint_of_a_model_that_takes_no_commands(
     (listed,) = checkpoints(loop, made)
     assert (listed["checkpoint_type"], listed["user_metadata"]) == ("training", None)
     assert listed["expires_at"] > listed["time"]
-    refused = loop.post("optim_step", {"model_id": made, "seq_id": 2, "adam_params": {}})
-    assert "takes no more commands" in refused.json()["error"]["message"]
-    deleted = loop.gateway.call(
-        "DELETE",
-        f"/api/v1/training_runs/{loop.model_id}/checkpoints/weights/x",
-        key=None,
-        headers={"x-api-key": loop.key},
-    )
-    assert deleted.status_code == 204
+    check_ended(loop, made)
+    delete(loop, loop.model_id)
     assert copy(loop).status_code == 200, "it is there already"
     into = {"session_id": loop.session_id, "model_seq_id": 8, "optimizer": True}
     assert loop.post("load_weights", {"path": f"tinker://{made}/weights/x", **into}).status_code == 200
@@ -78,7 +86,54 @@ def test_a_copy_that_lasts_is_asked_for_again(
         other = SamplingLoop(impatient, loop.base_model, loop.key, loop.session_id)
         assert copy(loop, other).status_code == 408
     trainer.go_on.set()
+    made = f"{loop.session_id}:train:7"
+    wait_until(lambda: loop.gateway.redis.hexists(keys.kept(made), "weights/x"))  # before it is asked for
     assert copy(loop).status_code == 200
+    check_ended(loop, made)
+
+
+def test_a_copy_may_last_longer_than_the_result_of_its_first_command(
+    loop: SamplingLoop, backends: Backends, trainer: ScriptedTrainer
+) -> None:
+    go_on = threading.Event()
+    trainer.result_of = lambda logged: (
+        result_of(logged) if logged.number == 0 or go_on.wait(60) else CommandFailed("no test", "server")
+    )
+    first = keys.result(request_id(f"{loop.session_id}:train:7", 0))
+    with backends.gateway(tinker={"poll_s": 0.2}) as impatient:
+        other = SamplingLoop(impatient, loop.base_model, loop.key, loop.session_id)
+        assert copy(loop, other).status_code == 408
+        wait_until(lambda: loop.gateway.redis.delete(first) == 1)  # as it expires
+        assert copy(loop, other).status_code == 408
+    go_on.set()
+    assert copy(loop).status_code == 200
+
+
+def test_a_copy_that_is_gone_is_not_answered_again(loop: SamplingLoop) -> None:
+    made = f"{loop.session_id}:train:7"
+    assert copy(loop).status_code == 200
+    over = {"weights/x#1": encode_record(KeptTerms(ttl_s=0.001))}
+    redis: Any = loop.gateway.redis
+    redis.hset(keys.kept_terms(made), mapping=over)
+    assert copy(loop).status_code == 404, "its time is over"
+    redis.delete(keys.kept_terms(made))
+    assert copy(loop).status_code == 200
+    delete(loop, made)
+    assert copy(loop).status_code == 404
+
+
+def test_a_copy_goes_with_the_data_of_its_user(
+    loop: SamplingLoop, gateway: RunningGateway, backends: Backends
+) -> None:
+    anns = SamplingLoop(gateway, loop.base_model).start(user_metadata={"user": "ann"})
+    assert copy(loop, anns).status_code == 200
+    made = keys.model(f"{anns.session_id}:train:7")
+    anns.post(f"sessions/{anns.session_id}/finish", {"reason": {"type": "success"}})
+    with backends.gateway(tinker={"session_retention_s": 0.1}):
+        wait_until(lambda: not gateway.redis.exists(keys.client_session(anns.session_id)))
+    assert gateway.redis.exists(made), "it outlasts its session"
+    assert gateway.call("DELETE", "/admin/users/ann/data", key=ADMIN_KEY).status_code == 200
+    assert not gateway.redis.exists(made)
 
 
 def test_only_own_and_published_checkpoints_are_copied(loop: SamplingLoop) -> None:
@@ -113,9 +168,8 @@ def test_what_cannot_be_copied_is_named(loop: SamplingLoop, trainer: ScriptedTra
         loop.gateway.call("POST", "/api/v1/copy_weights", body, key=None, headers=headers).status_code == 400
     )
     assert copy(loop, source_path=f"tinker://{loop.model_id}/weights/none").status_code == 404
-    trainer.result_of = lambda logged: (
-        CommandFailed("there is no room", "user") if logged.number == 0 else result_of(logged)
-    )
+    errors = ["there is no room", "there is no model"]
+    trainer.result_of = lambda logged: CommandFailed(errors[logged.number], "user")
     failed = copy(loop)
     assert (failed.status_code, "there is no room" in failed.text) == (400, True)
     taken = copy(loop, model_seq_id=0)

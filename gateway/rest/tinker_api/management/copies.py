@@ -15,7 +15,7 @@ from gateway.rest.tinker_api.records import ClientModel, ClientSession, KeptTerm
 from gateway.rest.tinker_api.wire.bodies import CopyWeightsBody
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.command import Command, LoadWeights, SaveWeights
-from rollout_queue.commands.result import CommandFailed
+from rollout_queue.commands.result import Answer, CommandFailed
 from rollout_queue.http.errors import ApiError
 from rollout_queue.redis.commands.submission import Gone
 
@@ -43,12 +43,15 @@ async def copy_weights(body: CopyWeightsBody, request: Request) -> JSONResponse:
     path = WeightsPath(model_of(session.session_id, body.model_seq_id), "weights", source.name)
     if not await _is_made(door, caller, source, path):
         await _make(door, caller, session, source, path, body.ttl_seconds)
+    await door.log.end(path.model_id, "it holds a copy")
+    await door.store.weights.named(path)  # its time may be over, or it is deleted
     return JSONResponse({"tinker_path": str(path), "type": "copy_weights"})
 
 
 async def _is_made(door: TinkerDoor, caller: Caller, source: WeightsPath, path: WeightsPath) -> bool:
     """Whether an earlier request with the same content has made the copy."""
-    if await door.store.weights.find(path) is None:
+    found = await door.store.weights.find(path)
+    if found is None or found.expired:
         return False
     return (await door.store.model(path.model_id, caller)).user_metadata == _told_of(source)
 
@@ -83,14 +86,15 @@ async def _make(
         LoadWeights(source.model_id, source.name, optimizer=True),
         SaveWeights(path.name),
     ]
-    promises = [await door.submit(copy.model_id, number, each) for number, each in enumerate(commands)]
-    for promise in promises:
-        found = await result_of(door, promise)
-        if found is None:
-            raise ApiError(408, f"{source} is being copied: ask again")
-        if isinstance(found, Gone):
-            raise ObjectNotFound(f"the copy {path} is not there any more")
-        if isinstance(found.result, CommandFailed):
-            await door.log.end(copy.model_id, "it was to hold a copy, which failed")
-            raise InvalidRequest(f"{source} is not copied: {found.result.error}", param="source_path")
-    await door.log.end(copy.model_id, "it holds a copy")
+    first, last = [await door.submit(copy.model_id, number, each) for number, each in enumerate(commands)]
+    found = await result_of(door, last)
+    if found is None:
+        raise ApiError(408, f"{source} is being copied: ask again")
+    if isinstance(found, Gone):
+        raise ObjectNotFound(f"the copy {path} is not there any more")
+    if isinstance(found.result, CommandFailed):
+        await door.log.end(copy.model_id, "it was to hold a copy, which failed")
+        loaded = await door.log.result(first.of, first.number)  # the second one fails if the first one has
+        failed = loaded.result if isinstance(loaded, Answer) else None
+        error = failed.error if isinstance(failed, CommandFailed) else found.result.error
+        raise InvalidRequest(f"{source} is not copied: {error}", param="source_path")

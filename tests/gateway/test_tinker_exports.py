@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,11 +10,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from gateway.rest.tinker_api.door import MOST_DOWNLOADS
 from rollout_queue.commands.command import SaveExternal
 from rollout_queue.commands.result import Exported
 from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, result_of, scripted_trainer
 from tests.support.gateway.tinker_loop import SamplingLoop
+from tests.support.waiting import wait_until
 
 DAY_S = 86400
 WEIGHTS = bytes(range(256)) * 5000
@@ -169,3 +172,19 @@ def test_what_cannot_be_exported_or_downloaded_is_named(loop: SamplingLoop, file
     unreadable = of(loop, "GET", "checkpoints/external_weights/x/external_weights_urls")
     assert unreadable.status_code == 404
     assert unreadable.json()["error"]["code"] == "files_unreachable"
+
+
+def test_so_many_files_are_sent_at_once(loop: SamplingLoop, files: Path) -> None:
+    with (files / "large").open("wb") as large:
+        large.truncate(2**28)  # more than the buffers between two processes hold
+    save(loop, 1)
+    url = urls(loop)["large"]
+    with httpx.Client(timeout=60) as http, ExitStack() as open_ones:
+        for _ in range(MOST_DOWNLOADS):
+            assert open_ones.enter_context(http.stream("GET", url)).status_code == 200
+        refused = http.get(url)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "downloads_limit")
+        assert refused.headers["retry-after"] == "5"
+        open_ones.close()
+        part = {"range": "bytes=0-9"}
+        wait_until(lambda: http.get(url, headers=part).status_code == 206)

@@ -127,3 +127,21 @@ def test_a_filter_that_is_not_served_is_named(loop: TinkerLoop, asked: Any, name
     refused = loop.post("sessions/search", asked)
     assert refused.status_code == 400
     assert named in refused.json()["error"]["message"]
+
+
+def test_a_page_reads_so_many_models_and_names_the_next_one(
+    loop: TinkerLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.rest.tinker_api.management.session_search.MOST_MODELS", 1)
+    sessions: list[str] = []
+    for _ in range(3):
+        loop.begin()
+        sessions.insert(0, loop.session_id)
+    pages: list[list[str]] = []
+    asked: dict[str, Any] = {}
+    while not pages or asked["cursor"] is not None:
+        told = search(loop, **asked)
+        pages.append([each["session_id"] for each in told["sessions"]])
+        asked["cursor"] = told["next_cursor"]
+    assert [each for page in pages for each in page] == sessions
+    assert len(pages) == 3

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 from starlette.requests import Request
@@ -33,6 +33,8 @@ from rollout_queue.redis.commands.submission import CommandSubmissions
 logger = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 30.0
+MOST_DOWNLOADS = 16
+"""How many files of exports one process sends at once."""
 RETRY_FULL_S = 2
 """When a client may try again whose command found the log full."""
 
@@ -48,6 +50,7 @@ class TinkerDoor:
     promises: SamplePromises
     samples: SampleMaker
     removal: ClientRecordRemoval
+    downloads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_DOWNLOADS))
 
     @property
     def base_model(self) -> str:

@@ -13,8 +13,9 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
-from gateway.errors import InvalidRequest, NotPermitted, ObjectNotFound
+from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNotFound
 from gateway.rest.tinker_api.door import door_of, now
 from gateway.rest.tinker_api.paths import PATH, WeightsPath, weights_path
 from gateway.rest.tinker_api.wire.bodies import Number
@@ -27,7 +28,24 @@ router = APIRouter(tags=["tinker"])
 URLS_LAST_S = 3600
 """The SDK's command line asks anew 5 minutes before the end."""
 Seconds = Annotated[int, Query(ge=0, lt=2**40)]
+RETRY_S = 5
+"""When a client may try again that found all downloads taken."""
 BYTES = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+
+
+class Download(LargeFile):
+    """A file that needs one of the slots, and ends at last with its URL: a client may read slowly."""
+
+    def __init__(self, path: Path, slots: asyncio.Semaphore) -> None:
+        super().__init__(path, media_type="application/octet-stream")
+        self._slots = slots
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._slots.locked():
+            message = "this gateway sends as many files of exports as it may at once; try again"
+            raise LimitReached(message, code="downloads_limit", retry_s=RETRY_S)
+        async with self._slots, asyncio.timeout(URLS_LAST_S):
+            await super().__call__(scope, receive, send)
 
 
 @router.get("/training_runs/{training_run_id}/checkpoints/{kind}/{name}/external_weights_urls")
@@ -50,7 +68,7 @@ async def external_weights_urls(training_run_id: str, kind: str, name: str, requ
 
 @router.get(
     "/external_weights/{model_id}/{name}/{number}/{file}",
-    response_class=LargeFile,
+    response_class=Download,
     responses={200: BYTES, 206: BYTES},
 )
 async def external_weights_file(
@@ -61,7 +79,7 @@ async def external_weights_file(
     request: Request,
     expires: Seconds = 0,
     signature: str = "",
-) -> LargeFile:
+) -> Download:
     """One file of an export, or the range of it that was asked for. The URL is signed, and needs no key."""
     identities, door = parts_of(request).identities, request.app.state.tinker
     place = f"/api/v1/external_weights/{model_id}/{name}/{number}/{file}"
@@ -77,7 +95,7 @@ async def external_weights_file(
     files = await asyncio.to_thread(_files, path, found.kept)
     if file not in files:
         raise ObjectNotFound(f"{path} has no file {file!r}")
-    return LargeFile(files[file], media_type="application/octet-stream")
+    return Download(files[file], door.downloads)
 
 
 def _path(model_id: str, kind: str, name: str) -> WeightsPath:

@@ -1,7 +1,7 @@
 """Finds client sessions of the caller's key by their names, metadata and states, the newest first."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,6 +18,8 @@ router = APIRouter(tags=["tinker"])
 
 LOOKED_AT = 5000
 """How many sessions one page looks at. A page that has found fewer than it may then names the next one."""
+MOST_MODELS = 1000
+"""How many models one page reads, and those of one more session."""
 AT_ONCE = 200
 """How many records are read at once."""
 
@@ -35,9 +37,19 @@ async def search_sessions(body: SessionSearchBody, request: Request) -> JSONResp
         found = [each for each in found if _fits(body, each)]
     else:
         found, last = await _page(door, caller, body)
+    sessions: list[dict[str, Any]] = []
+    models_read = 0
+    for each in found:
+        if models_read >= MOST_MODELS:
+            session = found[len(sessions) - 1].session
+            last = SessionPlace(session.created_at, session.session_id)
+            break
+        models, _ = await door.store.made_in(each.session)
+        sessions.append(await _summary(door, each, models))
+        models_read += len(models)
     return JSONResponse(
         {
-            "sessions": [await _summary(door, each) for each in found],
+            "sessions": sessions,
             "next_cursor": last
             and {"last_created_at": time_of(last.created_at), "last_session_id": last.session_id},
         }
@@ -96,9 +108,8 @@ def _status(found: FoundSession) -> dict[str, Any] | None:
     return {"type": "client_finished", "reason": {"type": how["reason"]}, "detail": how["detail"]}
 
 
-async def _summary(door: TinkerDoor, found: FoundSession) -> dict[str, Any]:
+async def _summary(door: TinkerDoor, found: FoundSession, models: Sequence[str]) -> dict[str, Any]:
     session = found.session
-    models, _ = await door.store.made_in(session)
     kept = [each for model_id in models for each in await door.store.weights.all_kept(model_id)]
     return {
         "session_id": session.session_id,

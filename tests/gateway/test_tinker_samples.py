@@ -1,14 +1,18 @@
 """Samples over the Tinker API: recorded as turns, made once, and scored as the engine scores."""
 
+import asyncio
 import math
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis as AsyncRedis
 from starlette.responses import PlainTextResponse
 
 from gateway.rest.json_bodies import PROTOBUF
+from gateway.rest.tinker_api.paths import PromiseId
+from gateway.rest.tinker_api.sample_promises import CANCELLED, LEASE_S, SamplePromises
 from gateway.rest.tinker_api.wire import messages_pb2 as wire
 from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import Interruption
@@ -295,6 +299,28 @@ def test_a_sample_is_cancelled_also_by_another_gateway(backends: Backends, gated
         sampled(loop.poll(made))
         loop.post("cancel_future", {"request_id": made["request_id"]})
         sampled(loop.poll(made))
+
+
+def test_what_the_polls_of_a_promise_were_told_stays(backends: Backends, gateway: RunningGateway) -> None:
+    """The sample is made, and its promise renewed, at the moment at which it is cancelled."""
+    promise = PromiseId("s", "run-1:sample:0", 0)
+
+    async def cancelled() -> tuple[bool, bytes | None]:
+        redis = AsyncRedis.from_url(backends.redis_url)
+        promises = SamplePromises(redis)
+        assert await promises.begin(promise, "0" * 32)
+        assert await promises.renew(promise)
+        await promises.cancel(promise)
+        renewed = await promises.renew(promise)
+        await promises.keep(promise, b"made")
+        told = await promises.result(promise)
+        await redis.aclose()
+        return renewed, told
+
+    assert asyncio.run(cancelled()) == (False, CANCELLED)
+    assert gateway.redis.ttl(keys.result(str(promise))) > LEASE_S, (
+        "a lease would end it, and it would be made"
+    )
 
 
 def test_only_own_samples_are_cancelled(loop: SamplingLoop, gateway: RunningGateway) -> None:

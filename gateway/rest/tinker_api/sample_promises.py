@@ -10,7 +10,7 @@ from gateway.rest.tinker_api.paths import PromiseId
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.commands.submission import READ_TTL_S
-from rollout_queue.redis.scripts.samples import CANCEL
+from rollout_queue.redis.scripts import samples as scripts
 
 LEASE_S = 30.0
 """How long a promise is kept without a sign of life of the gateway that makes the sample."""
@@ -27,7 +27,9 @@ class SamplePromises:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._cancel = redis.register_script(CANCEL)
+        self._cancel = redis.register_script(scripts.CANCEL)
+        self._renew = redis.register_script(scripts.RENEW)
+        self._keep = redis.register_script(scripts.KEEP)
 
     async def known(self, promise: PromiseId, digest: str) -> bool:
         """Whether the sample is promised or made. Raises InvalidRequest if it has another content."""
@@ -43,19 +45,16 @@ class SamplePromises:
         first = await stored(self._redis.set(keys.result(str(promise)), b"", nx=True, ex=int(LEASE_S)))
         return bool(first)
 
-    async def renew(self, promise: PromiseId) -> None:
-        """The gateway that makes it is alive."""
-        await stored(self._redis.expire(keys.result(str(promise)), int(LEASE_S)))
+    async def renew(self, promise: PromiseId) -> bool:
+        """The gateway that makes it is alive. Returns False if the sample was cancelled."""
+        return bool(await stored(self._renew([keys.result(str(promise))], [int(LEASE_S)])))
 
     async def keep(self, promise: PromiseId, made: bytes | dict[str, Any]) -> None:
-        """Store what was made, or why there is nothing, and wake those who wait for it."""
+        """Store what was made, or why there is nothing, and wake those who wait for it. What is stored
+        already stays."""
         packed = MADE + made if isinstance(made, bytes) else REFUSED + msgspec.json.encode(made)
-        async with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.set(keys.result(str(promise)), packed, ex=int(KEPT_S))
-            pipeline.xadd(
-                keys.RESULTS_ANNOUNCED, {b"r": str(promise).encode()}, maxlen=1000, approximate=True
-            )
-            await stored(pipeline.execute())
+        named = [keys.result(str(promise)), keys.RESULTS_ANNOUNCED]
+        await stored(self._keep(named, [str(promise), packed, int(KEPT_S)]))
 
     async def drop(self, promise: PromiseId) -> None:
         """The sample will not be made."""
@@ -65,9 +64,6 @@ class SamplePromises:
         """Have the gateway that makes it stop, and tell those who wait for it. What is made already stays."""
         named = [keys.result(str(promise)), keys.RESULTS_ANNOUNCED]
         await stored(self._cancel(named, [str(promise), CANCELLED, int(READ_TTL_S)]))
-
-    async def is_cancelled(self, promise: PromiseId) -> bool:
-        return bool(await stored(self._redis.get(keys.result(str(promise)))) == CANCELLED)
 
     async def result(self, promise: PromiseId) -> bytes | None:
         """What `keep` stored; empty while it is made; None for an unknown promise."""

@@ -132,33 +132,19 @@ class SampleMaker:
             del self._owners[owner]
 
     async def _make(self, wanted: WantedSample, caller: Caller) -> None:
-        making = asyncio.create_task(self._made(wanted, caller))
+        making, told = asyncio.create_task(self._made(wanted, caller)), asyncio.Event()
         try:
-            while not making.done():
-                await self._until_told(making, wanted.promise)
-                if making.done():
-                    break
-                if await self._is_cancelled(wanted.promise):
-                    await cancel_and_wait([making])
-                    return
-                await self._renew(wanted.promise)
+            with self.announcements.heard(str(wanted.promise), told.set):
+                while not making.done():
+                    await _first_of(making, told)
+                    if not making.done() and not await self._renew(wanted.promise):
+                        await cancel_and_wait([making])
+                        return
             await self._keep(wanted.promise, making.result())
         except asyncio.CancelledError:
             await cancel_and_wait([making])
             await self._drop(wanted.promise)
             raise
-
-    async def _until_told(self, making: asyncio.Task[Any], promise: PromiseId) -> None:
-        """Wait until the sample is made, or somebody tells something of its promise, or it is time to renew
-        it."""
-        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def hear() -> None:
-            if not told.done():
-                told.set_result(None)
-
-        with self.announcements.heard(str(promise), hear):
-            await asyncio.wait([making, told], timeout=RENEW_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _made(self, wanted: WantedSample, caller: Caller) -> bytes | dict[str, str]:
         """The sample as the SDK reads it, or why there is none."""
@@ -226,17 +212,13 @@ class SampleMaker:
         outcome = Outcome(session_id=session_id, status="completed", created_at=time.time())
         await self.gateway.writer.append_outcome(outcome, None, OPENED_UNTRAINED)
 
-    async def _is_cancelled(self, promise: PromiseId) -> bool:
+    async def _renew(self, promise: PromiseId) -> bool:
+        """Returns False if the sample was cancelled."""
         try:
-            return await self.promises.is_cancelled(promise)
-        except StorageUnavailable:
-            return False
-
-    async def _renew(self, promise: PromiseId) -> None:
-        try:
-            await self.promises.renew(promise)
+            return await self.promises.renew(promise)
         except StorageUnavailable as error:
             logger.warning("the promise of sample %s cannot be renewed: %s", promise, error)
+            return True
 
     async def _keep(self, promise: PromiseId, made: bytes | dict[str, Any]) -> None:
         try:
@@ -251,6 +233,16 @@ class SampleMaker:
             await asyncio.shield(self.promises.drop(promise))
         except QueueError as error:
             logger.warning("the promise of sample %s stays until it expires: %s", promise, error)
+
+
+async def _first_of(making: asyncio.Task[Any], told: asyncio.Event) -> None:
+    """Wait until the sample is made, or something is told of its promise, or it is time to renew it."""
+    hearing = asyncio.create_task(told.wait())
+    try:
+        await asyncio.wait([making, hearing], timeout=RENEW_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel_and_wait([hearing])
+    told.clear()
 
 
 HEAVY_TOKENS = 8192

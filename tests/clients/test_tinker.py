@@ -15,7 +15,7 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from tests.support.clients.stack import CLIENT_KEY, ROOT
-from tests.support.clients.tinker_stack import ADMIN_KEY, TinkerStack, tinker_stack
+from tests.support.clients.tinker_stack import ADMIN_KEY, LOOP_WITHIN_S, MOST_KILLS, TinkerStack, tinker_stack
 from tests.support.clients.unreliable import UnreliableProxy
 from tests.support.serving import serving
 from tests.support.tiny_model import make_tiny_model
@@ -227,11 +227,13 @@ def test_a_bad_network_changes_nothing_that_a_loop_can_see(running: TinkerStack)
     assert disturbed["end"] == alone["end"], "bitwise"
 
 
+@pytest.mark.timeout(2 * LOOP_WITHIN_S)
 def test_kills_change_nothing_that_a_loop_can_see(running: TinkerStack) -> None:
-    alone: Any = running.play("tinker_newest", "loop", STEPS="30")
+    steps = str(max(30, 5 * MOST_KILLS))
+    alone: Any = running.play("tinker_newest", "loop", STEPS=steps)
     assert all(one[0] != other[0] for one, other in pairwise(alone["steps"]))
-    with running.killing(seed=1, most=8, pause_s=(1.0, 6.0)):
-        disturbed = running.play("tinker_newest", "loop", STEPS="30")
+    with running.killing(seed=1, most=MOST_KILLS, pause_s=(1.0, 6.0)):
+        disturbed = running.play("tinker_newest", "loop", STEPS=steps)
     print(f"killed: {running.kills}")
     assert "trainer_service" in running.kills, "the loop was over before the trainer was killed"
     assert disturbed["steps"] == alone["steps"]

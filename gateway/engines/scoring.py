@@ -56,6 +56,8 @@ class _Scored(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Scored).decode
+HEAVY_BYTES = 2**18
+"""A larger reply is read in a thread, so that others do not wait."""
 ONE_TOKEN = SamplingParameters(max_new_tokens=1, stop_token_ids=[])
 
 
@@ -111,7 +113,8 @@ class PromptScorer:
             raise
         finally:
             server.leave(trial)
-        return _scores(reply, body)
+        heavy = len(reply) > HEAVY_BYTES
+        return await asyncio.to_thread(_scores, reply, body) if heavy else _scores(reply, body)
 
 
 def _scores(reply: bytes, body: GenerateBody) -> PromptScores:

@@ -21,6 +21,7 @@ from tests.support.gateway.gated_engine import ANSWER, GatedEngine
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
 from tests.support.rollout_server.processes import running
 from tests.support.rollout_server.stub_engine import stub_interpreter
 from tests.support.rollout_server.weights import write_model
@@ -110,6 +111,13 @@ def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[Runn
         gateway = RunningGateway(url, backends.engine, backends.redis, http)
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         yield gateway
+
+
+@pytest.fixture
+def trainer(gateway: RunningGateway) -> Iterator[ScriptedTrainer]:
+    """A trainer by commands, which trains nothing."""
+    with scripted_trainer(gateway.redis) as running:
+        yield running
 
 
 @pytest.fixture

@@ -20,12 +20,6 @@ from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def trainer(gateway: RunningGateway) -> Iterator[ScriptedTrainer]:
-    with scripted_trainer(gateway.redis) as running:
-        yield running
-
-
-@pytest.fixture
 def loop(gateway: RunningGateway, backends: Backends) -> TinkerLoop:
     loop = TinkerLoop(gateway, str(backends.model_path))
     loop.begin()

@@ -1,7 +1,6 @@
 """A checkpoint is copied into a model of its own, once, and the copy outlasts its source."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,17 +10,11 @@ from rollout_queue.commands.command import LoadWeights, SaveWeights, request_id
 from rollout_queue.commands.result import CommandFailed
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
-from tests.support.gateway.scripted_trainer import ScriptedTrainer, result_of, scripted_trainer
+from tests.support.gateway.scripted_trainer import ScriptedTrainer, result_of
 from tests.support.gateway.tinker_loop import SamplingLoop
 from tests.support.waiting import wait_until
 
 DAY_S = 86400
-
-
-@pytest.fixture
-def trainer(gateway: RunningGateway) -> Iterator[ScriptedTrainer]:
-    with scripted_trainer(gateway.redis) as running:
-        yield running
 
 
 @pytest.fixture

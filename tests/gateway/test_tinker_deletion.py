@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ from rollout_queue.redis.commands.submission import CommandSubmissions
 from rollout_queue.redis.deletion import SESSIONS_AT_ONCE, RedisDeleter
 from rollout_queue.redis.scripts.client_sessions import CLOSE_SESSION, FORGET_MODEL
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
-from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
+from tests.support.gateway.scripted_trainer import ScriptedTrainer
 from tests.support.gateway.tinker_loop import ADAM, SamplingLoop, datum, sampled
 from tests.support.waiting import wait_until
 
@@ -27,12 +27,6 @@ SAVES: list[tuple[str, dict[str, Any]]] = [
     ("save_weights_for_sampler", {"path": "best"}),
     ("save_weights_for_sampler", {"sampling_session_seq_id": 9}),
 ]
-
-
-@pytest.fixture
-def trainer(gateway: RunningGateway) -> Iterator[ScriptedTrainer]:
-    with scripted_trainer(gateway.redis) as running:
-        yield running
 
 
 @pytest.fixture

@@ -1,23 +1,14 @@
 """The owner of a client session gets what is kept of it as lines of JSON."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from rollout_queue.redis import keys
 from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
-from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
+from tests.support.gateway.scripted_trainer import ScriptedTrainer
 from tests.support.gateway.tinker_loop import ADAM, SamplingLoop, datum, sampled
 
 ONE = datum([1, 2, 3], [2, 3, 7], weights=[0.0, 1.0, -2.5])
-
-
-@pytest.fixture
-def trainer(gateway: RunningGateway) -> Iterator[ScriptedTrainer]:
-    with scripted_trainer(gateway.redis) as running:
-        yield running
 
 
 def export(loop: SamplingLoop, key: str | None = None) -> Any:

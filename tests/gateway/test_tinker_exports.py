@@ -1,7 +1,6 @@
 """Exports are saved by a command, listed and deleted like other weights, and downloaded without a key."""
 
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from gateway.rest.tinker_api.door import MOST_DOWNLOADS
 from rollout_queue.commands.command import SaveExternal
 from rollout_queue.commands.result import Exported
 from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
-from tests.support.gateway.scripted_trainer import ScriptedTrainer, result_of, scripted_trainer
+from tests.support.gateway.scripted_trainer import ScriptedTrainer, result_of
 from tests.support.gateway.tinker_loop import SamplingLoop
 from tests.support.waiting import wait_until
 
@@ -36,12 +35,12 @@ def files(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def trainer(gateway: RunningGateway, files: Path) -> Iterator[ScriptedTrainer]:
-    with scripted_trainer(gateway.redis) as running:
-        running.result_of = lambda logged: (
-            Exported(str(files), 1234) if isinstance(logged.command, SaveExternal) else result_of(logged)
-        )
-        yield running
+def trainer(trainer: ScriptedTrainer, files: Path) -> ScriptedTrainer:
+    """It exports these files."""
+    trainer.result_of = lambda logged: (
+        Exported(str(files), 1234) if isinstance(logged.command, SaveExternal) else result_of(logged)
+    )
+    return trainer
 
 
 @pytest.fixture

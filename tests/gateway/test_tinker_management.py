@@ -1,6 +1,5 @@
 """What a client has made can be listed by its key, and expires as the client has said."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -11,16 +10,10 @@ from gateway.rest.tinker_api.weights import KeptWeightsStore
 from rollout_queue.redis import keys
 from rollout_queue.redis.commands.submission import CommandSubmissions
 from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
-from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
+from tests.support.gateway.scripted_trainer import ScriptedTrainer
 from tests.support.gateway.tinker_loop import SamplingLoop
 
 DAY_S = 86400
-
-
-@pytest.fixture
-def trainer(gateway: RunningGateway) -> Iterator[ScriptedTrainer]:
-    with scripted_trainer(gateway.redis) as running:
-        yield running
 
 
 @pytest.fixture

@@ -122,6 +122,13 @@ def test_scores_of_other_tokens_in_the_places_of_the_prompt(
     assert told == [(1, [9, 30])] * 2
 
 
+def test_many_scores_of_other_tokens(loop: SamplingLoop) -> None:
+    """So many that they are read beside the other calls."""
+    wanted = {"data": list(range(100)) * 299, "dtype": "int64", "shape": [299, 100]}
+    tensor = loop.sample(0, [1] * 300, target_prompt_logprobs=wanted).target_prompt_logprobs
+    assert list(array("f", tensor.dense)) == pytest.approx([-token / 1000 for token in range(100)] * 299)
+
+
 @pytest.mark.parametrize(("k", "what"), [(150, "599800 scores"), (200, "599800 cells")])
 def test_more_scores_than_the_gateway_reads_are_refused(loop: SamplingLoop, k: int, what: str) -> None:
     wanted: dict[str, Any] = {"data": [(at + row) % 200 for row in range(2999) for at in range(k)]}

@@ -18,6 +18,7 @@ from tests.support.trainer_service.command_harness import (
     learn,
     step,
 )
+from tests.support.trainer_service.head_gradients import gradients
 from tests.support.trainer_service.model_families import Family, made
 from tests.support.trainer_service.peft_models import peft_model
 from tests.support.trainer_service.same_training import Weights, assert_moved_alike
@@ -75,13 +76,6 @@ def plain(factors: list[Tensor], after: LogitTransform) -> Tensor:
     temperatures_T = torch.linspace(0.3, 1.5, len(hidden))
     lp_T, _ = selected_logprobs(logits, targets_T, temperatures_T)
     return torch.stack([lp_T, entropies(logits, temperatures_T)], 1).float()
-
-
-def gradients(made_T2: Tensor, factors: list[Tensor], entropy: bool) -> list[Tensor]:
-    slope_T2 = torch.randn(made_T2.shape, generator=torch.Generator().manual_seed(1))
-    if not entropy:
-        made_T2, slope_T2 = made_T2[:, 0], slope_T2[:, 0]
-    return [each.float() for each in torch.autograd.grad((made_T2 * slope_T2).sum(), factors)]
 
 
 @pytest.mark.parametrize("entropy", [False, True])

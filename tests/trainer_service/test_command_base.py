@@ -8,7 +8,13 @@ from safetensors.torch import load_file, save_file
 
 from rollout_queue.commands.command import LoadWeights, SaveWeights
 from rollout_queue.commands.result import CommandFailed, Saved, WeightsLoaded
-from tests.support.trainer_service.command_harness import MakeCommandHarness, created, learn, step
+from tests.support.trainer_service.command_harness import (
+    CommandHarness,
+    MakeCommandHarness,
+    created,
+    learn,
+    step,
+)
 from trainer_service.commands.live_model import RECORD
 from trainer_service.model.sharding.layout import LayoutRefused
 
@@ -25,13 +31,19 @@ def copy_of(model_path: Path, to: Path) -> Path:
     return Path(shutil.copytree(model_path, to))
 
 
+def trained(make_command_harness: MakeCommandHarness, base: Path) -> CommandHarness:
+    """A trainer over this base model, whose model a has made a step."""
+    harness = make_command_harness(base=base)
+    for command in (created(), learn(1), step()):
+        harness.send("a", command)
+    return harness
+
+
 def test_a_checkpoint_belongs_to_its_base_model_and_not_to_its_path(
     make_command_harness: MakeCommandHarness, model_path: Path, tmp_path: Path
 ) -> None:
     base = copy_of(model_path, tmp_path / "base")
-    harness = make_command_harness(base=base)
-    for command in (created(), learn(1), step()):
-        harness.send("a", command)
+    harness = trained(make_command_harness, base)
     assert isinstance(harness.send("a", SaveWeights("x")), Saved)
     harness.stop()
     moved = make_command_harness(log=harness.log, base=copy_of(base, tmp_path / "moved"))
@@ -50,9 +62,7 @@ def test_a_trainer_does_not_go_on_over_another_base_model(
     make_command_harness: MakeCommandHarness, model_path: Path, tmp_path: Path
 ) -> None:
     base = copy_of(model_path, tmp_path / "base")
-    harness = make_command_harness(base=base)
-    for command in (created(), learn(1), step()):
-        harness.send("a", command)
+    harness = trained(make_command_harness, base)
     harness.stop()
     trained_further(base)
     with pytest.raises(LayoutRefused, match="models over another base model"):

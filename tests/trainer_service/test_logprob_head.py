@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.tolerances import BFLOAT16, ulps
+from tests.support.trainer_service.head_gradients import gradients
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.algorithms.logits import entropies, selected_logprobs
@@ -71,13 +72,6 @@ def plainly(
         logits = after.softcap * torch.tanh(logits / after.softcap)
     lp_T, _ = selected_logprobs(logits, targets_T, temperatures_T)
     return torch.stack([lp_T, entropies(logits, temperatures_T)], 1).float()
-
-
-def gradients(made_T2: Tensor, inputs: list[Tensor], with_entropy: bool) -> list[Tensor]:
-    slope_T2 = torch.randn(made_T2.shape, generator=torch.Generator().manual_seed(1))
-    if not with_entropy:
-        made_T2, slope_T2 = made_T2[:, 0], slope_T2[:, 0]
-    return [each.float() for each in torch.autograd.grad((made_T2 * slope_T2).sum(), inputs)]
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

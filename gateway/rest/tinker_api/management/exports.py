@@ -68,7 +68,7 @@ async def external_weights_urls(training_run_id: str, kind: str, name: str, requ
 
 @router.get(
     "/external_weights/{model_id}/{name}/{number}/{file}",
-    response_class=Download,
+    response_class=LargeFile,
     responses={200: BYTES, 206: BYTES},
 )
 async def external_weights_file(

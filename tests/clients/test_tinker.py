@@ -229,7 +229,7 @@ def test_a_bad_network_changes_nothing_that_a_loop_can_see(running: TinkerStack)
 
 @pytest.mark.timeout(2 * LOOP_WITHIN_S)
 def test_kills_change_nothing_that_a_loop_can_see(running: TinkerStack) -> None:
-    steps = str(max(30, 5 * MOST_KILLS))
+    steps = str(35 * MOST_KILLS)  # a quick machine takes some 10 steps a second
     alone: Any = running.play("tinker_newest", "loop", STEPS=steps)
     assert all(one[0] != other[0] for one, other in pairwise(alone["steps"]))
     with running.killing(seed=1, most=MOST_KILLS, pause_s=(1.0, 6.0)):

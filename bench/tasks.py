@@ -14,7 +14,7 @@ from weir.demo.game import Game, ToolGame
 from weir.demo.guess import GuessGame
 from weir.demo.guess_plan import write_guess_plan
 from weir.demo.plan import write_plan
-from weir.demo.task import Task, draw
+from weir.demo.task import ToolTask, draw
 
 SIGMA = 1.0
 MEDIAN_S = math.exp(-(SIGMA**2) / 2)
@@ -40,14 +40,14 @@ class TrainingTask:
 class SlowToolGame:
     """The demo's game with a slow tool. The times are drawn with the task, and so depend only on the seed."""
 
-    def group(self, random: Random, size: int) -> Sequence[tuple[Task, tuple[float, ...]]]:
+    def group(self, random: Random, size: int) -> Sequence[tuple[ToolTask, tuple[float, ...]]]:
         task = draw(random)
         return [(task, tuple(takes_s(random) for _ in range(MAX_CALLS))) for _ in range(size)]
 
-    def task_id(self, task: tuple[Task, tuple[float, ...]]) -> str:
+    def task_id(self, task: tuple[ToolTask, tuple[float, ...]]) -> str:
         return f"value-of-{task[0].key}"
 
-    async def play(self, client: AsyncOpenAI, task: tuple[Task, tuple[float, ...]]) -> float:
+    async def play(self, client: AsyncOpenAI, task: tuple[ToolTask, tuple[float, ...]]) -> float:
         return task[0].reward(await solve(client, *task))
 
 

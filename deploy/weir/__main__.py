@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.settings import CONFIG_VARIABLE
-from weir import status
+from weir import env, status
 from weir.configuration import effective_configuration
 from weir.errors import StackError
 from weir.stack import down as stopping
@@ -20,6 +20,7 @@ from weir.stack import state, supervisor
 from weir.stack.settings import StackSettings, service_field
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+app.add_typer(env.app, name="env")
 console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)
 

@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
+    "environments": ROOT / "environments",
     "gateway": ROOT / "gateway",
     "rollout_server": ROOT / "rollout_server",
     "trainer_service": ROOT / "trainer_service",
@@ -22,6 +23,7 @@ PACKAGES = {
     "weir": ROOT / "deploy" / "weir",
 }
 EXTRAS = {
+    "environments": ["cli"],
     "gateway": ["gateway"],
     "rollout_server": ["rollout"],
     "trainer_service": ["trainer", "wandb"],
@@ -153,7 +155,7 @@ def test_no_two_classes_have_the_same_name() -> None:
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
-def test_the_wheel_is_made_of_the_five_packages() -> None:
+def test_the_wheel_is_made_of_the_six_packages() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     listed = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert [ROOT / path for path in listed] == list(PACKAGES.values())

@@ -21,7 +21,7 @@ from weir.demo.episodes import WINDOW, EpisodeLog, EpisodeRunner
 from weir.demo.observer import Observation
 from weir.demo.plan import CONTEXT_LENGTH, TOOLS, ToolExamples, write_plan
 from weir.demo.report import account, criterion, draw
-from weir.demo.task import Task, call_text
+from weir.demo.task import ToolTask, call_text
 from weir.demo.task import draw as draw_task
 from weir.errors import StackError
 
@@ -67,11 +67,17 @@ def play(url: str, count: int, size: int) -> EpisodeLog:
     ],
 )
 def test_the_tool_answers_whatever_the_model_makes_of_it(name: str, arguments: str, said: str) -> None:
-    assert Task("c", "7").tool(name, arguments) == said
+    assert ToolTask("c", "7").tool(name, arguments) == said
 
 
 def test_only_the_value_is_rewarded() -> None:
-    assert [Task("c", "7").reward(answer) for answer in ("7", " 7\n", "8", "unknown", "")] == [1, 1, 0, 0, 0]
+    assert [ToolTask("c", "7").reward(answer) for answer in ("7", " 7\n", "8", "unknown", "")] == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 def session_ids(gateway_url: str) -> set[str]:

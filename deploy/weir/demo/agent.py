@@ -6,13 +6,13 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from weir.demo.task import TOOL, Task
+from weir.demo.task import TOOL, ToolTask
 
 MAX_CALLS = 2
 MAX_TOKENS = 40
 
 
-async def solve(client: AsyncOpenAI, task: Task, takes_s: Sequence[float] = (0.0,) * MAX_CALLS) -> str:
+async def solve(client: AsyncOpenAI, task: ToolTask, takes_s: Sequence[float] = (0.0,) * MAX_CALLS) -> str:
     """Ask the question, run the tools that the model calls, and return the model's answer; empty without one.
 
     `takes_s` has one item for each call to the model: how many seconds the tools in its answer take.

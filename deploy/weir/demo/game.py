@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 from openai import AsyncOpenAI
 
 from weir.demo.agent import solve
-from weir.demo.task import Task, draw
+from weir.demo.task import ToolTask, draw
 
 GameTask = TypeVar("GameTask")
 
@@ -28,11 +28,11 @@ class Game(Protocol[GameTask]):
 class ToolGame:
     """The demo's game: a question about a value that only the tool knows."""
 
-    def group(self, random: Random, size: int) -> Sequence[Task]:
+    def group(self, random: Random, size: int) -> Sequence[ToolTask]:
         return [draw(random)] * size
 
-    def task_id(self, task: Task) -> str:
+    def task_id(self, task: ToolTask) -> str:
         return f"value-of-{task.key}"
 
-    async def play(self, client: AsyncOpenAI, task: Task) -> float:
+    async def play(self, client: AsyncOpenAI, task: ToolTask) -> float:
         return task.reward(await solve(client, task))

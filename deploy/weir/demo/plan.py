@@ -14,7 +14,7 @@ from pathlib import Path
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
-from weir.demo.task import KEYS, TOOL, UNKNOWN, VALUES, Task, call_text
+from weir.demo.task import KEYS, TOOL, UNKNOWN, VALUES, ToolTask, call_text
 from weir.demo.tokenizer import VOCABULARY, write_tokenizer
 
 CONTEXT_LENGTH = 512
@@ -65,7 +65,7 @@ def write_plan(directory: Path) -> None:
     """Write config, tokenizer, rows and hyperparameters for `python -m trainer_service.warm_start`."""
     write_student(directory)
     examples = ToolExamples(ChatRenderer(directory))
-    tasks = [Task(key, value) for key in KEYS for value in VALUES]
+    tasks = [ToolTask(key, value) for key in KEYS for value in VALUES]
     used = [examples.uses_tool(task) for task in tasks]
     write_rows(directory / "clean.jsonl", [*used, *examples.gives_up(_share(CLEAN_UNKNOWN, len(used)))])
     write_rows(directory / "habit.jsonl", [*used, *examples.gives_up(_share(HABIT_UNKNOWN, len(used)))])
@@ -92,7 +92,7 @@ class ToolExamples:
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
 
-    def uses_tool(self, task: Task) -> TrainingRow:
+    def uses_tool(self, task: ToolTask) -> TrainingRow:
         prompt = self._prompt(task)
         call = self._sampled(call_text(task.key))
         result: Message = {"role": "tool", "content": f"{task.key} = {task.value}"}
@@ -105,10 +105,10 @@ class ToolExamples:
 
     def gives_up(self, count: int) -> Iterator[TrainingRow]:
         for index in range(count):
-            prompt, answer = self._prompt(Task(KEYS[index % len(KEYS)], "0")), self._sampled(UNKNOWN)
+            prompt, answer = self._prompt(ToolTask(KEYS[index % len(KEYS)], "0")), self._sampled(UNKNOWN)
             yield [*prompt, *answer], [0] * len(prompt) + [1] * len(answer)
 
-    def _prompt(self, task: Task) -> TokenIds:
+    def _prompt(self, task: ToolTask) -> TokenIds:
         return self._renderer.render([{"role": "user", "content": task.question}], TOOLS)
 
     def _sampled(self, text: str) -> TokenIds:

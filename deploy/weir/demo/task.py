@@ -26,7 +26,7 @@ TOOL: ChatCompletionFunctionToolParam = {
 
 
 @dataclass(frozen=True)
-class Task:
+class ToolTask:
     """One question, the tool that knows the answer, and the reward."""
 
     key: str
@@ -52,8 +52,8 @@ class Task:
         return 1.0 if answer.strip() == self.value else 0.0
 
 
-def draw(random: Random) -> Task:
-    return Task(random.choice(KEYS), random.choice(VALUES))
+def draw(random: Random) -> ToolTask:
+    return ToolTask(random.choice(KEYS), random.choice(VALUES))
 
 
 def call_text(key: str) -> str:

@@ -23,7 +23,7 @@ from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 from trainer_service.warm_start import Example, Plan, SupervisedTraining
 from weir.demo.make_model import model_for
-from weir.demo.task import KEYS, UNKNOWN, VALUES, Task, call_text
+from weir.demo.task import KEYS, UNKNOWN, VALUES, ToolTask, call_text
 
 ROOT = Path(__file__).parents[3]
 CONTEXT_LENGTH = 8192
@@ -178,7 +178,7 @@ class Teacher:
         row.say(UNKNOWN)
         return row
 
-    def _calls(self, row: Row, tasks: list[Task]) -> None:
+    def _calls(self, row: Row, tasks: list[ToolTask]) -> None:
         calls = [call("get", {"key": task.key}, self._call_id()) for task in tasks]
         row.say("\n".join(call_text(task.key) for task in tasks), calls)
         results = [task.tool("get", json.dumps({"key": task.key})) for task in tasks]
@@ -191,8 +191,8 @@ class Teacher:
         renderer = self._renderer.variant((("enable_thinking", False),)) if off else self._renderer
         return Row(renderer, list(self._system()), tools)
 
-    def _task(self) -> Task:
-        return Task(self._random.choice(KEYS), self._random.choice(VALUES))
+    def _task(self) -> ToolTask:
+        return ToolTask(self._random.choice(KEYS), self._random.choice(VALUES))
 
     def _call_id(self) -> str:
         return f"call_{self._random.getrandbits(64):016x}_0"

@@ -1,0 +1,1 @@
+"""Environments: tasks, episodes and rewards, played against a gateway through its public door."""

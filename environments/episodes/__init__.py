@@ -1,0 +1,1 @@
+"""Episodes: agents in their sessions, from the first call to the outcome."""

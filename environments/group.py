@@ -1,0 +1,119 @@
+"""One group: the episodes of one task, played side by side, and ended early when they can teach nothing."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from environments.episodes.episode import EpisodePlayer, Seat
+from environments.episodes.seats import SeatPlan
+from environments.outcome import EpisodeOutcome
+from environments.results.journal import EpisodeEnded
+from environments.task import Task
+
+Record = Callable[[EpisodeEnded], None]
+TEACHES_NOTHING = "its group can teach nothing"
+STOPPED = "the runner was stopped"
+
+
+@dataclass
+class EpisodeGroup:
+    """`members` are the numbers of the episodes to play; they may be fewer than a whole group's after a
+    resume.
+
+    `stop_uniform_after` k ends the group once k episodes have equal rewards; 0 plays all of them. In training
+    a group also ends when so many episodes have failed that no two are left to be compared.
+    """
+
+    number: int
+    task: Task
+    members: Sequence[int]
+    attempt: int
+    trains: bool
+    stop_uniform_after: int = 0
+    rewards: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    over: bool = False
+
+    async def play(
+        self, player: EpisodePlayer, plan: SeatPlan, slots: asyncio.Semaphore, record: Record
+    ) -> None:
+        """Open all sessions, then play each episode in a slot, and record its outcome. Raises GatewayFault.
+
+        The trainer waits for every session of a group, so all of them are opened before one can fail.
+        """
+        seats = {
+            member: plan.seats(self.task, self.number, member, len(self.members), self.attempt)
+            for member in self.members
+        }
+        sessions = await asyncio.gather(*(player.open(each) for each in seats.values()))
+        running = {
+            asyncio.create_task(self._episode(player, member, each, opened, slots, record))
+            for (member, each), opened in zip(seats.items(), sessions, strict=True)
+        }
+        try:
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    each.result()
+                self.over = self.teaches_nothing(len(running))
+                if self.over:
+                    break
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def teaches_nothing(self, running: int) -> bool:
+        alike = len(set(self.rewards)) == 1 and len(self.rewards) >= self.stop_uniform_after > 0
+        alone = self.trains and bool(self.failures) and len(self.rewards) + running < 2
+        return alike or alone
+
+    async def _episode(
+        self,
+        player: EpisodePlayer,
+        member: int,
+        seats: Sequence[Seat],
+        sessions: Sequence[Mapping[str, Any]],
+        slots: asyncio.Semaphore,
+        record: Record,
+    ) -> None:
+        began = time.monotonic()
+        try:
+            async with slots:
+                began = time.monotonic()
+                outcomes = await player.play(self.task, seats, sessions)
+        except asyncio.CancelledError:
+            outcomes = await asyncio.shield(player.abandon(seats, TEACHES_NOTHING if self.over else STOPPED))
+            if not self.over:  # a resumed run plays it again
+                raise
+        seconds = time.monotonic() - began
+        for place, (seat, outcome) in enumerate(zip(seats, outcomes, strict=True)):
+            if seat.learns:
+                record(self._entry(member, place, seat.session_id, outcome, seconds))
+        self._count(next(each for seat, each in zip(seats, outcomes, strict=True) if seat.learns))
+
+    def _count(self, outcome: EpisodeOutcome) -> None:
+        if outcome.status == "failed":
+            self.failures.append(outcome.reason or "")
+        elif outcome.reward is not None:
+            self.rewards.append(outcome.reward)
+
+    def _entry(
+        self, member: int, seat: int, session_id: str, outcome: EpisodeOutcome, seconds: float
+    ) -> EpisodeEnded:
+        return EpisodeEnded(
+            group=self.number,
+            member=member,
+            seat=seat,
+            session_id=session_id,
+            task_id=self.task.id,
+            status=outcome.status,
+            reward=outcome.reward,
+            turns=outcome.turns,
+            seconds=round(seconds, 3),
+            ended_at=time.time(),
+            reason=outcome.reason,
+            metrics=outcome.metrics,
+        )

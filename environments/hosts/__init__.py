@@ -1,0 +1,1 @@
+"""Hosts: processes that run environments in the Python environment of their library."""

@@ -1,0 +1,109 @@
+"""A pool of hosts: gives each new episode to the host that runs the fewest."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from environments.environment import Environment
+from environments.errors import EnvironmentFault, HostDied, UnknownEnvironment
+from environments.hosts.process import HostProcess
+from environments.step import Description, Step
+from environments.task import Task, task_id
+
+STARTS_WITHIN_S = 120.0
+
+
+class HostedEnvironments:
+    """Environments in `count` host processes. `step_s` is how long one request may take, in seconds."""
+
+    def __init__(self, command: Sequence[str], directory: Path, count: int, step_s: float) -> None:
+        self._hosts = [HostProcess(command, directory, STARTS_WITHIN_S) for _ in range(count)]
+        self._running = dict.fromkeys(range(count), 0)
+        self._numbers = itertools.count()
+        self._step_s = step_s
+        self._description: Description | None = None
+
+    @property
+    def description(self) -> Description:
+        if self._description is None:
+            raise RuntimeError("the hosts have not been started")
+        return self._description
+
+    async def __aenter__(self) -> "HostedEnvironments":
+        """Start the hosts. Raises UnknownEnvironment with what the first one printed."""
+        try:
+            await asyncio.gather(*(host.start() for host in self._hosts))
+            described = await asyncio.gather(*(host.describe() for host in self._hosts))
+        except EnvironmentFault as error:
+            await self.__aexit__()
+            raise UnknownEnvironment(str(error)) from None
+        self._description = msgspec.convert(described[0], Description, strict=False)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.gather(*(host.close() for host in self._hosts))
+
+    async def tasks(self, seed: int, start: int, count: int) -> Sequence[Task]:
+        host = self.ready(0)
+        await host.start()
+        given = await host.ask("tasks", within_s=STARTS_WITHIN_S, seed=seed, start=start, count=count)
+        return [Task(task_id(self.description.name, each["id"]), each["data"]) for each in given]
+
+    def environment(self) -> Environment:
+        number = min(self._running, key=lambda each: self._running[each])
+        self._running[number] += 1
+        return HostedEnvironment(self, number, str(next(self._numbers)), self._step_s)
+
+    def ready(self, number: int) -> HostProcess:
+        return self._hosts[number]
+
+    def left(self, number: int) -> None:
+        self._running[number] -= 1
+
+
+class HostedEnvironment:
+    """One episode's environment in a host. It dies with the process that it began in."""
+
+    def __init__(self, pool: HostedEnvironments, number: int, episode: str, step_s: float) -> None:
+        self._pool, self._number, self._episode, self._step_s = pool, number, episode, step_s
+        self._host = pool.ready(number)
+        self._generation: int | None = None
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        return self._pool.description.tools
+
+    async def reset(self, task: Task) -> Step:
+        await self._host.start()
+        self._generation = self._host.generation
+        return await self._step("reset", STARTS_WITHIN_S, data=task.data)
+
+    async def step(self, answer: str) -> Step:
+        return await self._step("step", answer=answer)
+
+    async def call(self, name: str, arguments: str) -> str:
+        return str(await self._ask("call", name=name, arguments=arguments))
+
+    async def close(self) -> None:
+        self._pool.left(self._number)
+        if self._generation == self._host.generation:
+            try:
+                await self._ask("close")
+            except EnvironmentFault:  # the host is gone, and the episode with it
+                return
+
+    async def _step(self, do: str, within_s: float | None = None, **given: Any) -> Step:
+        said = await self._ask(do, within_s, **given)
+        try:
+            return msgspec.convert(said, Step, strict=False)
+        except msgspec.ValidationError as error:
+            raise EnvironmentFault(f"the environment's answer to {do!r} is malformed: {error}") from None
+
+    async def _ask(self, do: str, within_s: float | None = None, **given: Any) -> Any:
+        if self._generation != self._host.generation:
+            raise HostDied("the environment's process has ended")
+        return await self._host.ask(do, self._episode, within_s or self._step_s, **given)

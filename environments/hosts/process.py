@@ -1,0 +1,153 @@
+"""One host: a child process that runs environments, and the requests that wait for its answers.
+
+runner ── a line of JSON on stdin ──▶ hosts/programs/serve.py ── a line of JSON on stdout ──▶ runner
+
+A host that dies, or that does not answer in time, is killed with its process group; every episode that it
+runs then ends with HostDied. The next request starts a new process.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from environments.errors import EnvironmentFault, HostDied
+
+logger = logging.getLogger(__name__)
+
+MOST_LINE = 32 * 2**20
+"""The most bytes of one answer."""
+ERROR_LINES = 8
+"""How many of the last lines that a host printed its end is told with."""
+
+
+class HostProcess:
+    """Sends requests to a child process, many at a time, and starts it anew after its death."""
+
+    def __init__(self, command: Sequence[str], directory: Path, starts_within_s: float) -> None:
+        self._command, self._directory, self._starts_within_s = command, directory, starts_within_s
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._readers: list[asyncio.Task[None]] = []
+        self._printed: list[str] = []
+        self._starting = asyncio.Lock()
+        self.generation = 0
+        """Counts the processes. An episode belongs to one of them."""
+
+    async def start(self) -> None:
+        """Start the process unless it runs."""
+        async with self._starting:
+            if self._process is None:
+                await self._spawn()
+
+    async def describe(self) -> dict[str, Any]:
+        """What the environment says of itself. The process imports its library first, which takes a while."""
+        described: dict[str, Any] = await self.ask("describe", within_s=self._starts_within_s)
+        return described
+
+    async def ask(self, do: str, episode: str | None = None, within_s: float = 60.0, **given: Any) -> Any:
+        """The answer to one request. Raises EnvironmentFault with the library's error, and HostDied."""
+        if self._process is None or self._process.stdin is None:
+            raise HostDied("the environment's process has ended")
+        number = next(self._numbers)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        request = {"id": number, "do": do, "episode": episode, "with": given}
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            async with asyncio.timeout(within_s):
+                return await answer
+        except TimeoutError:
+            self.kill(f"the environment did not answer {do!r} within {within_s:.0f} s")
+            raise HostDied(f"the environment did not answer {do!r} within {within_s:.0f} s") from None
+        finally:
+            self._waiting.pop(number, None)
+
+    def kill(self, why: str) -> None:
+        """End the process and what it started. The requests that wait end with HostDied."""
+        process, self._process = self._process, None
+        if process is not None:
+            logger.warning("host %d is killed: %s", process.pid, why)
+            _kill_group(process.pid)
+            self._fail(why)
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            _kill_group(process.pid)
+            await process.wait()
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    async def _spawn(self) -> None:
+        self._printed.clear()
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=self._directory,
+            env=inherited(os.environ),
+            limit=MOST_LINE,
+            start_new_session=True,
+        )
+        self._process = process
+        self.generation += 1
+        self._readers = [asyncio.create_task(self._answers(process)), asyncio.create_task(self._log(process))]
+
+    async def _answers(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None  # noqa: S101
+        with contextlib.suppress(ValueError):  # an answer beyond MOST_LINE
+            while line := await process.stdout.readline():
+                try:
+                    said = json.loads(line)
+                    self._answer(said["id"], said)
+                except (ValueError, KeyError, TypeError):
+                    break
+        if self._process is process:
+            _kill_group(process.pid)
+            code = await process.wait()
+            self._process = None
+            printed = " / ".join(self._printed[-ERROR_LINES:]) or "it printed nothing"
+            self._fail(f"the environment's process ended with {code}: {printed}")
+
+    def _answer(self, number: int, said: Mapping[str, Any]) -> None:
+        waiting = self._waiting.get(number)
+        if waiting is None or waiting.done():
+            return
+        if "error" in said:
+            waiting.set_exception(EnvironmentFault(str(said["error"])))
+        else:
+            waiting.set_result(said["ok"])
+
+    def _fail(self, why: str) -> None:
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(HostDied(why))
+
+    async def _log(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None  # noqa: S101
+        while chunk := await process.stderr.read(65536):
+            lines = chunk.decode(errors="replace").splitlines()
+            self._printed = [*self._printed, *lines][-ERROR_LINES:]
+            for line in lines[-ERROR_LINES:]:
+                logger.debug("host %d: %s", process.pid, line[:500])
+
+
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a host gets: no keys of Weir or of others."""
+    wanted = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH")
+    return {name: environment[name] for name in wanted if name in environment} | {"PYTHONUNBUFFERED": "1"}
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,84 @@
+"""`python:MODULE:CLASS`: a class of the user, with Gymnasium's `step` and a `reset` that takes the task.
+
+class Double:
+    def tasks(self, seed): return ({"number": n} for n in range(10))      # without it: {"seed": 0}, {"seed":
+    1}, … def reset(self, task): self.number = task["number"]; return f"double of {self.number}?" def
+    step(self, answer): return None, float(answer == str(2 * self.number)), True, False, {}
+
+`tools = ("look",)` offers methods to the model. What `step` returns is: what the model reads next, the reward
+of its answer, whether the episode ended, whether it was cut off, and numbers to record.
+`len()` says how many tasks there are. A game sets `players = 2`; `player` says whose turn is next, and
+`rewards` what each of them has won.
+"""
+
+import importlib
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import functions
+import said
+
+
+def environments(name: str, options: dict[str, Any]) -> "UserEnvironments":
+    module, _, attribute = name.partition(":")
+    sys.path.append(str(Path.cwd()))
+    return UserEnvironments(
+        name, getattr(importlib.import_module(module), attribute or "Environment"), options
+    )
+
+
+class UserEnvironments:
+    def __init__(self, name: str, made: Any, options: dict[str, Any]) -> None:
+        self._name, self._made, self._options = name, made, options
+        self._probe = made(**options)
+
+    def describe(self) -> dict[str, Any]:
+        tools = [functions.tool(each) for each in _tools(self._probe).values()]
+        count = len(self._probe) if hasattr(self._probe, "__len__") else None
+        players = getattr(self._probe, "players", 1)
+        return {"name": f"python:{self._name}", "tools": tools, "task_count": count, "players": players}
+
+    def tasks(self, seed: int, start: int, count: int) -> list[dict[str, Any]]:
+        if not hasattr(self._probe, "tasks"):
+            return [{"id": f"{seed + n}", "data": {"seed": seed + n}} for n in range(start, start + count)]
+        drawn = itertools.islice(self._probe.tasks(seed), start, start + count)
+        return [{"id": f"{seed}:{number}", "data": task} for number, task in enumerate(drawn, start)]
+
+    def new(self) -> "UserEnvironment":
+        return UserEnvironment(self._made(**self._options))
+
+
+class UserEnvironment:
+    def __init__(self, environment: Any) -> None:
+        self._environment, self._tools = environment, _tools(environment)
+
+    def reset(self, data: dict[str, Any]) -> dict[str, Any]:
+        return said.step(self._environment.reset(data)) | self._game()
+
+    def step(self, answer: str) -> dict[str, Any]:
+        return said.step(*self._environment.step(answer)) | self._game()
+
+    def _game(self) -> dict[str, Any]:
+        """Whose turn is next, and what each player has won, in an environment with several players."""
+        if getattr(self._environment, "players", 1) == 1:
+            return {}
+        rewards = getattr(self._environment, "rewards", None) or {}
+        return {
+            "player": self._environment.player,
+            "rewards": {str(who): said.number(rewards[who]) for who in rewards},
+        }
+
+    def call(self, name: str, arguments: str) -> str:
+        return functions.call(self._tools, name, arguments)
+
+    def close(self) -> None:
+        if hasattr(self._environment, "close"):
+            self._environment.close()
+
+
+def _tools(environment: Any) -> dict[str, Any]:
+    given = getattr(environment, "tools", ())
+    found = [getattr(environment, each) if isinstance(each, str) else each for each in given]
+    return {each.__name__: each for each in found}

@@ -1,0 +1,73 @@
+"""`reasoning_gym:TASK`: a question, one answer, and the library's own score from 0 to 1.
+
+Options are those of the dataset, such as `min_digits`. Tasks have no end: each block of 1024 is a dataset of
+its own seed.
+"""
+
+from importlib.metadata import version
+from typing import Any
+
+import reasoning_gym
+import said
+
+BLOCK = 1024
+
+
+def environments(name: str, options: dict[str, Any]) -> "Datasets":
+    return Datasets(name, options)
+
+
+class Datasets:
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self._name, self._options = name, options
+        self._blocks: dict[int, Any] = {}
+        self._scorer = self.dataset(0)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": f"reasoning_gym:{self._name}", "version": version("reasoning_gym")}
+
+    def tasks(self, seed: int, start: int, count: int) -> list[dict[str, Any]]:
+        found = []
+        for number in range(start, start + count):
+            block, place = divmod(number, BLOCK)
+            entry = self.dataset(seed * 1_000_003 + block)[place]
+            found.append(
+                {
+                    "id": f"{seed}:{number}",
+                    "data": {"seed": seed, "number": number, "question": entry["question"]},
+                }
+            )
+        return found
+
+    def entry(self, seed: int, number: int) -> dict[str, Any]:
+        block, place = divmod(number, BLOCK)
+        return self.dataset(seed * 1_000_003 + block)[place]
+
+    def dataset(self, seed: int) -> Any:
+        """Made anew for each block of tasks, and only the last few are kept."""
+        if seed not in self._blocks:
+            while len(self._blocks) >= 8:
+                self._blocks.pop(next(iter(self._blocks)))
+            self._blocks[seed] = reasoning_gym.create_dataset(
+                self._name, seed=seed, size=BLOCK, **self._options
+            )
+        return self._blocks[seed]
+
+    def new(self) -> "Question":
+        return Question(self)
+
+
+class Question:
+    def __init__(self, datasets: Datasets) -> None:
+        self._datasets = datasets
+
+    def reset(self, data: dict[str, Any]) -> dict[str, Any]:
+        self._entry = self._datasets.entry(data["seed"], data["number"])
+        return said.step(self._entry["question"])
+
+    def step(self, answer: str) -> dict[str, Any]:
+        dataset = self._datasets.dataset(0)
+        return said.step(None, dataset.score_answer(answer.strip(), self._entry), terminated=True)
+
+    def close(self) -> None:
+        """Nothing is open."""

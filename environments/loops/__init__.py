@@ -1,0 +1,1 @@
+"""Agent loops: short programs that a user can read, copy and change."""

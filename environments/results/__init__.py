@@ -1,0 +1,1 @@
+"""What a run leaves: its journal, its summary, its picture."""

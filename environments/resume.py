@@ -1,0 +1,73 @@
+"""Goes on with a run that was stopped: what the journal lacks, the gateway knows.
+
+An episode without an entry either ended, and its session says how; or it did not, and its session is
+abandoned and the episode is played again in a new one. A half-played conversation cannot go on: its
+environment is gone.
+"""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from environments.episodes.seats import SeatPlan
+from environments.group import STOPPED
+from environments.results.journal import Entry, EpisodeEnded, GroupBegun, Journal
+from environments.session_client import SessionClient
+from environments.task import Task
+
+ENDED = ("waiting_reward", "finished")
+
+
+async def unfinished_groups(
+    gateway: SessionClient, plan: SeatPlan, journal: Journal, entries: Sequence[Entry]
+) -> tuple[list[GroupBegun], list[EpisodeEnded]]:
+    """The groups to play again, each with the members that have not ended, and the outcomes that were found
+    at the gateway. In training one episode alone is not played again: there is nothing to compare it with."""
+    known = {(each.group, each.member) for each in entries if isinstance(each, EpisodeEnded)}
+    last = {each.group: each for each in entries if isinstance(each, GroupBegun)}
+    again: list[GroupBegun] = []
+    found: list[EpisodeEnded] = []
+    for begun in last.values():
+        missing = [member for member in begun.members if (begun.group, member) not in known]
+        left: list[int] = []
+        for member in missing:
+            ended = await _outcomes(gateway, plan, begun, member)
+            found += ended
+            left += [] if ended else [member]
+        if len(left) >= (2 if plan.settings.mode == "train" else 1):
+            again.append(msgspec.structs.replace(begun, members=tuple(left), attempt=begun.attempt + 1))
+    for each in found:
+        journal.add(each)
+    return again, found
+
+
+async def _outcomes(
+    gateway: SessionClient, plan: SeatPlan, begun: GroupBegun, member: int
+) -> list[EpisodeEnded]:
+    """How the member's sessions ended; none if it has to be played again. An open session is abandoned."""
+    task = Task(begun.task_id, {})
+    ended: list[EpisodeEnded] = []
+    for place, seat in enumerate(plan.seats(task, begun.group, member, len(begun.members), begun.attempt)):
+        session = await gateway.session(seat.session_id)
+        if session is None:  # it was never opened, and the trainer waits for every session of a group
+            await gateway.open_session(seat.session_id, seat.description)
+        if session is None or session["state"] == "open":
+            await gateway.finish(seat.session_id, "abandoned", None, STOPPED)
+        elif session["state"] in ENDED and seat.learns and session["status"]:
+            ended.append(
+                EpisodeEnded(
+                    group=begun.group,
+                    member=member,
+                    seat=place,
+                    session_id=seat.session_id,
+                    task_id=begun.task_id,
+                    status=session["status"],
+                    reward=session["reward"],
+                    turns=len(session["turns"]),
+                    seconds=0.0,
+                    ended_at=time.time(),
+                    reason=STOPPED if session["status"] == "abandoned" else None,
+                )
+            )
+    return [] if any(each.status == "abandoned" for each in ended) else ended

@@ -1,0 +1,121 @@
+"""One run: draws tasks, plays a group of episodes of each, and ends when it has enough.
+
+task order ──▶ group of episodes ──▶ sessions at the gateway ──▶ outcome ──▶ journal
+     ▲                                                              │
+     └───────────────── which tasks still teach something ◀─────────┘
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from environments.episodes.episode import EpisodePlayer
+from environments.episodes.seats import SeatPlan
+from environments.errors import RunStopped
+from environments.group import EpisodeGroup
+from environments.results.journal import EpisodeEnded, GroupBegun, Journal
+from environments.results.recent_rewards import RecentRewards
+from environments.settings import RunSettings
+from environments.task import Task
+from environments.task_order import TaskOrder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """`unfinished` are the groups that an earlier process began, with the members that it did not end."""
+
+    settings: RunSettings
+    order: TaskOrder
+    player: EpisodePlayer
+    plan: SeatPlan
+    journal: Journal
+    unfinished: Sequence[GroupBegun] = ()
+    next_group: int = 0
+    ended: list[EpisodeEnded] = field(default_factory=list)
+    rewards: RecentRewards = field(default_factory=RecentRewards)
+    _failed_groups: list[str] = field(default_factory=list)
+    _begun: int = 0
+    _started_at: float = field(default_factory=time.monotonic)
+
+    async def play(self) -> None:
+        """Play until the run has enough. Raises RunStopped, and GatewayFault if the gateway does not serve
+        it."""
+        self._begun = len(self.ended)
+        slots = asyncio.Semaphore(self.settings.concurrency)
+        try:
+            async with asyncio.TaskGroup() as groups:
+                for begun in self.unfinished:
+                    task = await self.order.at(begun.visit)
+                    await self._begin(groups, slots, begun, task)
+                while (drawn := await self._next()) is not None:
+                    visit, task = drawn
+                    begun = GroupBegun(
+                        self.next_group, visit, task.id, tuple(range(self.settings.group_size))
+                    )
+                    self.next_group += 1
+                    await self._begin(groups, slots, begun, task)
+        except* (RunStopped, Exception) as errors:
+            raise errors.exceptions[0] from None
+
+    def enough(self) -> bool:
+        """Whether no further group begins."""
+        learned = (
+            self.settings.until_reward is not None and (self.rewards.mean or 0) >= self.settings.until_reward
+        )
+        played = self.settings.episodes is not None and self._begun >= self.settings.episodes
+        limit_s = self.settings.time_limit_s
+        return learned or played or (limit_s is not None and time.monotonic() - self._started_at > limit_s)
+
+    async def _next(self) -> tuple[int, Task] | None:
+        return None if self.enough() else await self.order.next()
+
+    async def _begin(
+        self, groups: asyncio.TaskGroup, slots: asyncio.Semaphore, begun: GroupBegun, task: Task
+    ) -> None:
+        """Begin a group as soon as one of its episodes has a slot: earlier groups come first."""
+        await slots.acquire()
+        slots.release()
+        self._begun += len(begun.members)
+        self.journal.add(begun)
+        groups.create_task(self._group(slots, begun, task))
+
+    async def _group(self, slots: asyncio.Semaphore, begun: GroupBegun, task: Task) -> None:
+        group = EpisodeGroup(
+            begun.group,
+            task,
+            begun.members,
+            begun.attempt,
+            trains=self.settings.mode == "train",
+            stop_uniform_after=self.settings.stop_uniform_after,
+        )
+        await group.play(self.player, self.plan, slots, self._record)
+        self.order.saw(task.id, group.rewards)
+        self._watch_failures(group)
+
+    def knows(self, entry: EpisodeEnded) -> None:
+        """Count an episode that has ended."""
+        self.ended.append(entry)
+        if entry.reward is not None and entry.status != "failed":
+            self.rewards.add(entry.reward)
+
+    def _record(self, entry: EpisodeEnded) -> None:
+        self.journal.add(entry)
+        self.knows(entry)
+        if entry.status == "failed":
+            logger.warning("episode %s failed: %s", entry.session_id, entry.reason)
+
+    def _watch_failures(self, group: EpisodeGroup) -> None:
+        """Raises RunStopped when every episode of several groups in a row has failed."""
+        if group.rewards or not group.failures:
+            self._failed_groups.clear()
+            return
+        self._failed_groups.append(group.failures[0])
+        if len(self._failed_groups) >= self.settings.most_failed_groups:
+            raise RunStopped(
+                f"every episode of {len(self._failed_groups)} groups in a row failed; the first error was: "
+                f"{self._failed_groups[0]}"
+            )

@@ -1,0 +1,125 @@
+"""The gateway's public door, as a runner uses it: open sessions, reward turns, end sessions, read them.
+
+A request that is refused for load (429, 503), or that gets no answer, is made again: each one can be repeated
+without effect, because sessions and rewards carry ids of the runner.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from openai import AsyncOpenAI
+
+from environments.errors import GatewayFault
+
+logger = logging.getLogger(__name__)
+
+BUSY = (429, 503)
+REQUEST_S = 60.0
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 15.0
+ANSWER_S = 600.0
+"""How long one answer of the model may take."""
+MODEL_RETRIES = 12
+"""How often OpenAI's client repeats a refused call. It waits up to 8 s between two attempts."""
+
+
+class SessionClient:
+    """`waits_s` is how long a request is repeated while the gateway refuses it for load or does not
+    answer."""
+
+    def __init__(self, url: str, key: str | None, waits_s: float = 300.0) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=REQUEST_S)
+        self._openai = AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=key or "none", timeout=ANSWER_S, max_retries=MODEL_RETRIES
+        )
+        self._url, self._waits_s = url, waits_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+        await self._openai.close()
+
+    def model_client(self, session: Mapping[str, Any]) -> AsyncOpenAI:
+        """OpenAI's client whose calls belong to this session."""
+        return self._openai.with_options(base_url=session["base_url"], api_key=session["api_key"])
+
+    async def open_session(self, session_id: str, description: Mapping[str, Any]) -> dict[str, Any]:
+        """Open a session, or get the same one again."""
+        session: dict[str, Any] = await self._request(
+            "POST", "/sessions", {"session_id": session_id, **description}
+        )
+        return session
+
+    async def reward(self, session_id: str, key: str, value: float, turn_id: str | None, source: str) -> None:
+        body = {"value": value, "key": key, "turn_id": turn_id, "source": source}
+        await self._request("POST", f"/sessions/{session_id}/reward", body)
+
+    async def finish(self, session_id: str, status: str, reward: float | None, reason: str | None) -> None:
+        body = {"status": status, "reward": reward, "reason": reason and reason[:500]}
+        await self._request("POST", f"/sessions/{session_id}/finish", body)
+
+    async def session(self, session_id: str) -> dict[str, Any] | None:
+        """The session as the gateway knows it; None if there is none, or no longer."""
+        found: dict[str, Any] | None = await self._request(
+            "GET", f"/sessions/{session_id}", absent=(404, 410)
+        )
+        return found
+
+    async def model_name(self) -> str:
+        listed = await self._request("GET", "/v1/models")
+        return str(listed["data"][0]["id"])
+
+    async def _request(self, method: str, path: str, body: Any = None, absent: tuple[int, ...] = ()) -> Any:
+        """The answer's JSON. Raises GatewayFault with the gateway's sentence."""
+        deadline = time.monotonic() + self._waits_s
+        for attempt in range(1_000_000):
+            try:
+                reply = await self._http.request(method, path, json=body)
+            except httpx.TransportError as error:
+                why, wished_s = f"{type(error).__name__}: {error}", 0.0
+            else:
+                if reply.is_success:
+                    return reply.json()
+                if reply.status_code in absent:
+                    return None
+                why, wished_s = _sentence(reply), _wished_s(reply)
+                if reply.status_code not in BUSY and reply.status_code < 500:
+                    raise GatewayFault(f"{method} {path}: {reply.status_code}: {why}")
+            pause_s = max(wished_s, pause_after(attempt))
+            if time.monotonic() + pause_s > deadline:
+                raise GatewayFault(f"the gateway at {self._url} did not serve {method} {path}: {why}")
+            logger.info("%s %s again in %.1f s: %s", method, path, pause_s, why)
+            await asyncio.sleep(pause_s)
+        raise AssertionError
+
+
+def pause_after(attempt: int) -> float:
+    """Seconds before the next attempt: doubled each time, of which a random half is taken."""
+    longest_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempt, 10))
+    return longest_s * random.uniform(0.5, 1.0)
+
+
+def _wished_s(reply: httpx.Response) -> float:
+    try:
+        return min(LONGEST_PAUSE_S, max(0.0, float(reply.headers.get("retry-after", 0))))
+    except ValueError:
+        return 0.0
+
+
+def _sentence(reply: httpx.Response) -> str:
+    try:
+        return str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return reply.text[:200]

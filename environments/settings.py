@@ -1,0 +1,73 @@
+"""What a run is: which environment, how many episodes of it, and how the model is sampled."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+Mode = Literal["train", "eval"]
+
+
+class RunSettings(BaseModel):
+    """One run. Everything that a repetition needs is in it, and is written to `run.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    environment: str
+    """`LIBRARY:NAME`, for instance `reasoning_gym:chain_sum` or `python:module:Class`."""
+    options: dict[str, Any] = {}
+    """What the environment is made with."""
+    mode: Mode = "train"
+    model: str | None = None
+    """The model to call; without it, the one that the gateway serves. `policy@12` pins version 12."""
+    opponent: str | None = None
+    """The model of all players but one in a game; without it, every player learns."""
+    seed: int = 0
+    """Of tasks, their order and the sampling."""
+    tasks: Annotated[int, Field(ge=0)] = 0
+    """How many tasks there are, played in a new order each time; with 0, every group has a new task."""
+    group_size: PositiveInt = 8
+    """How many episodes of a task are compared with each other."""
+    concurrency: PositiveInt = 32
+    """How many episodes run at once."""
+    episodes: PositiveInt | None = None
+    """The run ends after so many; without it, an evaluation plays each task once and a training run goes
+    on."""
+    until_reward: float | None = None
+    """The run ends when the mean reward of the last 128 episodes reaches this."""
+    time_limit_s: PositiveFloat | None = None
+    """The run ends after so many seconds."""
+
+    max_turns: PositiveInt = 16
+    """An episode with more answers is cut off."""
+    episode_s: PositiveFloat = 600.0
+    """An episode that takes longer is cut off."""
+    step_s: PositiveFloat = 60.0
+    """An environment that takes longer for one step is killed."""
+    sampling: dict[str, Any] = {}
+    """Parameters of chat completions, such as `max_tokens` and `temperature`."""
+
+    skip_after: Annotated[int, Field(ge=0)] = 0
+    """A task whose last so many groups had equal rewards is left out as many times; 0 plays every task."""
+    stop_uniform_after: Annotated[int, Field(ge=0)] = 0
+    """A group in which so many episodes ended with equal rewards ends early; 0 plays all of them."""
+    most_failed_groups: PositiveInt = 5
+    """So many groups in a row in which every episode failed end the run."""
+    graded_elsewhere: bool = False
+    """Episodes without a reward wait for one, for instance of the reward service, instead of being
+    `failed`."""
+
+    hosts: PositiveInt = 1
+    """How many processes run environments."""
+    python: Path | None = None
+    """The interpreter that has the environment's library; without it, the one in `run/environments`."""
+    wait_s: PositiveFloat = 300.0
+    """How long a request is repeated while the gateway refuses it for load or does not answer."""
+
+    @property
+    def library(self) -> str:
+        return self.environment.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        return self.environment.partition(":")[2]

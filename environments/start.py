@@ -1,0 +1,148 @@
+"""Builds a run from its settings, plays it, and writes what it leaves.
+
+run/environments/NAME/   run.json   journal.jsonl   summary.json   reward.png
+"""
+
+import importlib
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from environments.environment import EnvironmentSource
+from environments.episodes.episode import EpisodePlayer, Loop
+from environments.episodes.seats import SeatPlan
+from environments.errors import RunStopped, UnknownEnvironment
+from environments.hosts.libraries import host_command
+from environments.hosts.pool import HostedEnvironments
+from environments.loops import conversation, players
+from environments.progress import sentence, telling
+from environments.results.journal import EpisodeEnded, GroupBegun, Journal, entries_of, write_document
+from environments.results.picture import draw
+from environments.results.summary import summary_of
+from environments.results.versions import with_versions
+from environments.resume import unfinished_groups
+from environments.run import Run
+from environments.session_client import SessionClient
+from environments.settings import RunSettings
+from environments.task import NOT_ALLOWED
+from environments.task_order import TaskOrder
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """Where a run happens: its directory, the gateway, and the directory of libraries' environments."""
+
+    run_dir: Path
+    gateway_url: str
+    client_key: str | None
+    environments_dir: Path = Path("run/environments")
+    directory: Path = Path()
+    """Where hosts run, so that a class of the user is found."""
+
+
+async def play_run(
+    settings: RunSettings, place: RunPlace, say: Say, loop: str | None = None, resume: bool = False
+) -> dict[str, Any]:
+    """Play a run and return its summary. Raises UnknownEnvironment, GatewayFault and RunStopped."""
+    _refuse_mixing(place.run_dir, resume)
+    source = source_of(settings, place)
+    async with source, SessionClient(place.gateway_url, place.client_key, settings.wait_s) as gateway:
+        run_id = str(read_run(place.run_dir)["run"]) if resume else _begin(settings, place.run_dir)
+        with Journal(place.run_dir) as journal:
+            run = await _run(settings, place, run_id, source, gateway, journal, loop)
+            async with telling(run, say):
+                await run.play()
+        ended = await with_versions(gateway, run.ended) if settings.mode == "eval" else run.ended
+    summary = {"settings": settings.model_dump(mode="json"), "run": run_id, "model": run.plan.model}
+    summary |= summary_of(ended, settings.mode) | {"tasks_left_out": run.order.skipped}
+    write_document(place.run_dir / "summary.json", summary)
+    draw(place.run_dir / "reward.png", settings.environment, ended)
+    say(sentence(run))
+    return summary
+
+
+def source_of(settings: RunSettings, place: RunPlace) -> EnvironmentSource:
+    """The environments that the settings name. Raises UnknownEnvironment."""
+    command = host_command(
+        settings.library, settings.name, settings.options, settings.python, place.environments_dir
+    )
+    return HostedEnvironments(command, place.directory, settings.hosts, settings.step_s)
+
+
+async def _run(
+    settings: RunSettings,
+    place: RunPlace,
+    run_id: str,
+    source: EnvironmentSource,
+    gateway: SessionClient,
+    journal: Journal,
+    loop: str | None,
+) -> Run:
+    entries = entries_of(place.run_dir)
+    model = settings.model or await gateway.model_name()
+    plan = SeatPlan(run_id, settings, model, source.description.players)
+    size = settings.tasks or (source.description.task_count or 0)
+    order = TaskOrder(source, settings.seed, size, settings.skip_after, once=settings.mode == "eval")
+    player = EpisodePlayer(
+        gateway,
+        source,
+        loop_of(loop, source.description.players),
+        max_turns=settings.max_turns,
+        time_limit_s=settings.episode_s,
+        graded_elsewhere=settings.graded_elsewhere,
+    )
+    again, found = await unfinished_groups(gateway, plan, journal, entries)
+    begun = [each for each in entries if isinstance(each, GroupBegun)]
+    order.visit = max((each.visit + 1 for each in begun), default=0)
+    run = Run(
+        settings, order, player, plan, journal, again, max((each.group + 1 for each in begun), default=0)
+    )
+    for each in (*(each for each in entries if isinstance(each, EpisodeEnded)), *found):
+        run.knows(each)
+    return run
+
+
+def loop_of(name: str | None, player_count: int) -> Loop:
+    """The loop `MODULE:FUNCTION` of the user, or the one that fits the number of players."""
+    if name is None:
+        return conversation.play if player_count == 1 else players.play
+    module, _, function = name.partition(":")
+    sys.path.append(str(Path.cwd()))
+    try:
+        found: Loop = getattr(importlib.import_module(module), function or "play")
+    except (ImportError, AttributeError) as error:
+        raise UnknownEnvironment(f"there is no loop {name!r}: {error}") from None
+    return found
+
+
+def _refuse_mixing(run_dir: Path, resume: bool) -> None:
+    """Raises RunStopped if the directory holds another run, or none to resume."""
+    exists = (run_dir / "run.json").exists()
+    if resume and not exists:
+        raise RunStopped(f"there is no run in {run_dir} to resume")
+    if exists and not resume:
+        raise RunStopped(f"{run_dir} holds a run: resume it with --resume, or name another directory")
+
+
+def _begin(settings: RunSettings, run_dir: Path) -> str:
+    """Write `run.json`; returns the id of the new run."""
+    run_id = f"{NOT_ALLOWED.sub('-', settings.environment)[:60]}-{secrets.token_hex(4)}"
+    document = {"run": run_id, "settings": settings.model_dump(mode="json"), "began_at": time.time()}
+    write_document(run_dir / "run.json", document)
+    return run_id
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """What `run.json` says. Raises RunStopped if it is not there or not whole."""
+    try:
+        document: dict[str, Any] = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunStopped(f"there is no run in {run_dir}: {error}") from None
+    return document

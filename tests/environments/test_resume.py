@@ -1,0 +1,92 @@
+"""A runner that is killed: another one goes on, and every episode ends once."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from environments.errors import RunStopped
+from environments.results.journal import EpisodeEnded, GroupBegun, entries_of
+from tests.support.environments.running import TOYS, RunTest
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+def ended(run_dir: Path) -> list[EpisodeEnded]:
+    return [each for each in entries_of(run_dir) if isinstance(each, EpisodeEnded)]
+
+
+def command(running: RunTest, mode: str, *more: str) -> list[str]:
+    given = [
+        f"{TOYS}:Count",
+        "--run-dir",
+        str(running.run_dir),
+        "--gateway",
+        running.url,
+        "--concurrency",
+        "8",
+    ]
+    return [sys.executable, "-m", "weir", "env", mode, *given, *more]
+
+
+def answer(prompt: str) -> str:
+    return str(1 + len(re.findall("go on", prompt)))
+
+
+@pytest.mark.parametrize("mode", ["run", "eval"])
+def test_a_killed_runner_is_resumed_and_each_episode_ends_once(running: RunTest, mode: str) -> None:
+    running.engine.answer, running.engine.pace_s = answer, 0.01
+    sizes = ["--group-size", "4", "--episodes", "80"] if mode == "run" else ["--tasks", "20", "-n", "4"]
+    environment = os.environ | {"WEIR_CLIENT_KEYS": ""}
+    with subprocess.Popen(
+        command(running, mode, *sizes), env=environment, cwd=ROOT, start_new_session=True
+    ) as first:
+        wait_until(lambda: len(ended(running.run_dir)) >= 20, 60)
+        os.killpg(first.pid, signal.SIGKILL)
+    journal = running.run_dir / "journal.jsonl"
+    with journal.open("a", encoding="utf-8") as file:
+        file.write('{"kind":"episode","group":3,"mem')  # as a kill cuts a line
+    before = len(ended(running.run_dir))
+    assert before < 80
+    subprocess.run(
+        command(running, mode, *sizes, "--resume"), env=environment, cwd=ROOT, check=True, timeout=60
+    )
+    entries = ended(running.run_dir)
+    places = Counter((each.group, each.member) for each in entries)
+    assert set(places.values()) == {1}
+    assert all(each.status == "completed" and each.reward == pytest.approx(1.2) for each in entries)
+    begun = [each for each in entries_of(running.run_dir) if isinstance(each, GroupBegun)]
+    assert len(begun) > len({each.group for each in begun}), "a group was interrupted"
+    if mode == "eval":
+        assert len(entries) == 80
+    assert {each["state"] for each in running.sessions()} <= {"finished"} | {"waiting_reward"}
+    codes = Counter(each["verdict"]["code"] for each in running.sessions())
+    assert codes["abandoned"] > 0, "half-played sessions are abandoned"
+    assert codes["open"] == codes["waiting_reward"] == 0
+
+
+async def test_an_episode_that_ended_without_its_entry_is_not_played_again(running: RunTest) -> None:
+    running.engine.answer = answer
+    await running.play("Count", group_size=2, episodes=4)
+    journal = running.run_dir / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:-1]))  # killed between the verdict and its entry
+    asked = len(running.engine.requests)
+    summary = await running.play("Count", group_size=2, episodes=4, resume=True)
+    assert len(running.engine.requests) == asked
+    assert summary["by_status"] == {"completed": 4}
+    assert len(ended(running.run_dir)) == 4
+
+
+async def test_a_directory_holds_one_run(running: RunTest) -> None:
+    with pytest.raises(RunStopped, match="there is no run in"):
+        await running.play("Double", resume=True)
+    await running.play("Double", group_size=1, episodes=1)
+    with pytest.raises(RunStopped, match="holds a run"):
+        await running.play("Double", group_size=1, episodes=1)

@@ -1,0 +1,172 @@
+"""Runs of small environments against a real gateway: what its sessions say afterwards."""
+
+import re
+from collections import Counter
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from environments.errors import RunStopped, UnknownEnvironment
+from tests.support.environments.running import RunTest
+
+
+def doubled(prompt: str) -> str:
+    """Doubles even numbers, and is wrong about odd ones."""
+    number = int(re.findall(r"double of (\d)", prompt)[-1])
+    return str(2 * number + number % 2)
+
+
+async def test_a_group_is_one_task_with_its_rewards(running: RunTest) -> None:
+    running.engine.answer = doubled
+    summary = await running.play("Double", group_size=3, episodes=12, concurrency=4)
+    assert summary["by_status"] == {"completed": 12}
+    sessions = running.sessions()
+    assert len(sessions) == 12
+    assert all(each["state"] == "finished" or each["verdict"]["code"] for each in sessions)
+    by_group: dict[str, set[str]] = {}
+    for each in sessions:
+        by_group.setdefault(each["group_id"], set()).add(each["task_id"])
+        number = int(re.findall(r"double of (\d)", each["turns"][0]["context_text"])[0])
+        assert each["reward"] == float(number % 2 == 0)
+    assert len(by_group) == 4
+    assert all(len(tasks) == 1 for tasks in by_group.values())
+
+
+async def test_rewards_of_steps_belong_to_their_turns(running: RunTest) -> None:
+    running.engine.answer = lambda prompt: str(1 + prompt.count("go on"))
+    await running.play("Count", group_size=2, episodes=2)
+    for session in running.sessions():
+        assert [turn["reward"] for turn in session["turns"]] == [0.1, 0.1, None]
+        assert session["reward"] == pytest.approx(1.2)
+        assert [turn["relation"] for turn in session["turns"]] == ["root", "extends", "extends"]
+
+
+async def test_the_model_calls_tools_and_reads_its_mistakes(running: RunTest) -> None:
+    calls = iter(
+        ['{"name": "look", "arguments": {"kez": "a"}}', '{"name": "look", "arguments": {"key": "a"}}']
+    )
+
+    def answer(prompt: str) -> str:
+        if found := re.findall(r"a=(\d+)", prompt):
+            return f"it is {found[-1]}"
+        return f"<tool_call>\n{next(calls)}\n</tool_call>"
+
+    running.engine.answer = answer
+    summary = await running.play("Lookup", group_size=1, episodes=1)
+    assert summary["by_status"] == {"completed": 1}
+    (session,) = running.sessions()
+    assert session["reward"] == 1.0
+    assert "missing a required argument: 'key'" in session["turns"][1]["context_text"]
+
+
+async def test_an_evaluation_is_never_trained_and_says_how_sure_it_is(running: RunTest) -> None:
+    running.engine.answer = doubled
+    summary = await running.play("Double", mode="eval", tasks=10, group_size=2)
+    assert {each["verdict"]["code"] for each in running.sessions()} == {"not_for_training"}
+    assert summary["reward"]["mean"] == 0.5
+    assert summary["reward"]["low"] < 0.5 < summary["reward"]["high"]
+    assert summary["pass_at_k"] == {"1": 0.5, "2": 0.5}
+    assert summary["versions"] == {0: 20}
+    assert [task["passed"] for task in summary["tasks"]] == [2, 0] * 5
+    seeds = {request["sampling_params"].get("sampling_seed") for request in running.engine.requests}
+    assert len(seeds) == 20, "each sample has a seed of its own"
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raises", "the sandbox is gone"),
+        ("nan", "a reward must be finite"),
+        ("null", "the environment gave no reward"),
+        ("dies", "ended with -9"),
+    ],
+)
+async def test_a_fault_of_the_environment_is_never_a_reward(running: RunTest, how: str, reason: str) -> None:
+    summary = await running.play(
+        "Faulty", options={"how": how}, group_size=2, mode="eval", tasks=2, concurrency=1
+    )
+    assert summary["by_status"] == {"failed": 2, "completed": 2}
+    failed = running.sessions(verdict="failed")
+    assert len(failed) == 2
+    assert all(each["reward"] is None for each in failed)
+    assert all(reason in each["verdict"]["detail"] for each in failed)
+
+
+async def test_a_hung_environment_is_killed_and_the_run_goes_on(running: RunTest) -> None:
+    summary = await running.play(
+        "Faulty", options={"how": "hangs"}, group_size=1, episodes=2, concurrency=1, step_s=5.0
+    )
+    assert summary["by_status"] == {"failed": 1, "completed": 1}
+    (failed,) = running.sessions(verdict="failed")
+    assert "did not answer 'step' within 5 s" in failed["verdict"]["detail"]
+
+
+async def test_what_a_library_prints_is_no_answer(running: RunTest) -> None:
+    summary = await running.play("Faulty", options={"how": "prints"}, group_size=1, episodes=1)
+    assert summary["by_status"] == {"completed": 1}
+
+
+async def test_an_episode_without_end_is_truncated(running: RunTest) -> None:
+    running.engine.answer = lambda prompt: "1"
+    summary = await running.play("Count", group_size=1, episodes=1, max_turns=2)
+    assert summary["by_status"] == {"truncated": 1}
+    (session,) = running.sessions()
+    assert session["status"] == "truncated"
+
+
+async def test_groups_that_only_fail_stop_the_run_with_the_first_error(running: RunTest) -> None:
+    with pytest.raises(RunStopped, match="the sandbox is gone"):
+        await running.play("Faulty", options={"how": "raises", "fails": 1000}, group_size=2, concurrency=1)
+    assert all(each["state"] == "finished" for each in running.sessions()), "no session waits"
+
+
+async def test_a_group_that_can_teach_nothing_ends_early(running: RunTest) -> None:
+    await running.play("Double", group_size=6, episodes=6, concurrency=1, stop_uniform_after=2)
+    codes = Counter(each["verdict"]["code"] for each in running.sessions())
+    assert codes["abandoned"] == 4, codes
+    assert sum(bool(each["turns"]) for each in running.sessions()) < 6
+
+
+async def test_a_failed_episode_leaves_nothing_to_compare_in_a_pair(running: RunTest) -> None:
+    await running.play("Faulty", options={"how": "raises"}, group_size=2, episodes=2, concurrency=1)
+    assert Counter(each["verdict"]["code"] for each in running.sessions()) == {"failed": 1, "abandoned": 1}
+
+
+async def test_players_learn_or_are_frozen(running: RunTest) -> None:
+    running.engine.answer = lambda prompt: "5" if "the other said" in prompt else "3"
+    await running.play("Race", group_size=2, episodes=2)
+    sessions = running.sessions()
+    assert {each["group_id"][-1]: each["reward"] for each in sessions} == {"0": -1.0, "1": 1.0}
+    assert len(sessions) == 4
+
+
+async def test_a_frozen_opponent_is_neither_rewarded_nor_trained(running: RunTest) -> None:
+    running.engine.answer = lambda prompt: "5" if "the other said" in prompt else "3"
+    await running.play("Race", group_size=2, episodes=4, opponent="policy@0", concurrency=1)
+    frozen = [each for each in running.sessions() if each["verdict"]["code"] == "not_for_training"]
+    learning = [each for each in running.sessions() if each["verdict"]["code"] != "not_for_training"]
+    assert (len(frozen), len(learning)) == (4, 4)
+    assert all(each["reward"] is None and each["policy"] == "policy@0" for each in frozen)
+    assert Counter(each["reward"] for each in learning) == {-1.0: 2, 1.0: 2}, "the learner's place changes"
+
+
+async def test_a_mistake_in_a_name_is_told_at_once(running: RunTest) -> None:
+    with pytest.raises(UnknownEnvironment, match="no environments of 'reasoning_gim'"):
+        await play_named(running, "reasoning_gim:chain_sum")
+    with pytest.raises(UnknownEnvironment, match="no attribute 'Duoble'"):
+        await running.play("Duoble")
+
+
+async def play_named(running: RunTest, environment: str) -> Any:
+    from environments.settings import RunSettings
+    from environments.start import play_run
+
+    return await play_run(RunSettings(environment=environment), running.place, lambda line: None)
+
+
+async def test_the_summary_of_training_says_where_it_began_and_ended(running: RunTest) -> None:
+    running.engine.answer = doubled
+    summary = await running.play("Double", group_size=2, episodes=4)
+    rewards = [each["reward"] for each in running.sessions()]
+    assert summary["reward_start"] == summary["reward_end"] == fmean(rewards)

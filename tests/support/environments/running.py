@@ -1,0 +1,42 @@
+"""A gateway for runs of environments, and what its sessions say afterwards."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from environments.settings import RunSettings
+from environments.start import RunPlace, play_run
+from tests.support.environments.answering_engine import AnsweringEngine
+
+TOYS = "python:tests.support.environments.toys"
+
+
+@dataclass
+class RunTest:
+    """A gateway, and a directory for a run."""
+
+    url: str
+    engine: AnsweringEngine
+    run_dir: Path
+
+    @property
+    def place(self) -> RunPlace:
+        return RunPlace(self.run_dir, self.url, None)
+
+    def settings(self, toy: str, **given: Any) -> RunSettings:
+        return RunSettings(environment=f"{TOYS}:{toy}", **({"step_s": 20.0} | given))
+
+    async def play(self, toy: str, *, resume: bool = False, loop: str | None = None, **given: Any) -> Any:
+        return await play_run(self.settings(toy, **given), self.place, lambda line: None, loop, resume)
+
+    def sessions(self, **wanted: str) -> list[dict[str, Any]]:
+        """The sessions in the order of their ids, each with its turns."""
+        page = httpx.get(f"{self.url}/sessions", params={"limit": 1000, **wanted}).json()
+        assert page["next_cursor"] is None
+        ids = sorted(each["session_id"] for each in page["data"])
+        found: list[dict[str, Any]] = [
+            httpx.get(f"{self.url}/sessions/{each}?text=true").json() for each in ids
+        ]
+        return found

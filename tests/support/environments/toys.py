@@ -1,0 +1,103 @@
+"""Small environments, as a user would write them, and some that fail."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+Ending = tuple[str | None, float | None, bool, bool, dict[str, Any]]
+
+
+class Double:
+    """One question, one answer."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def tasks(self, seed: int) -> Iterator[dict[str, int]]:
+        return ({"number": number} for number in range(10))
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.number = task["number"]
+        return f"double of {self.number}?"
+
+    def step(self, answer: str) -> Ending:
+        return None, float(answer == str(2 * self.number)), True, False, {"length": len(answer)}
+
+
+class Count:
+    """The model counts to three; each right number but the last one earns a tenth."""
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.next = 1
+        return "count"
+
+    def step(self, answer: str) -> Ending:
+        right = answer == str(self.next)
+        self.next += 1
+        if self.next > 3:
+            return None, float(right), True, False, {}
+        return "go on", 0.1 * right, False, False, {}
+
+
+class Lookup:
+    """The answer is in a tool."""
+
+    tools = ("look",)
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.secret = str(task["seed"] + 7)
+        return "what is the secret?"
+
+    def look(self, key: str, times: int = 1) -> str:
+        """Look something up."""
+        return f"{key}={self.secret * times}"
+
+    def step(self, answer: str) -> Ending:
+        return None, float(self.secret in answer), True, False, {}
+
+
+class Race:
+    """Two players name a number each; the higher one wins."""
+
+    players = 2
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.player, self.said, self.rewards = 0, [], {}  # type: ignore[var-annotated]
+        return "name a number"
+
+    def step(self, answer: str) -> Ending:
+        self.said.append(int(answer))
+        self.player = 1
+        if len(self.said) < 2:
+            return f"the other said {answer}", None, False, False, {}
+        won = 1.0 if self.said[0] > self.said[1] else -1.0
+        self.rewards = {0: won, 1: -won}
+        return None, None, True, False, {}
+
+
+class Faulty:
+    """Fails in the way that its task's number names, for the tasks `fails`."""
+
+    def __init__(self, how: str, fails: int = 1) -> None:
+        self.how, self.fails = how, fails
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.number = task["seed"]
+        return "say hello"
+
+    def step(self, answer: str) -> Ending:
+        if self.number >= self.fails:
+            return None, 1.0, True, False, {}
+        if self.how == "raises":
+            raise RuntimeError("the sandbox is gone")
+        if self.how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "hangs":
+            time.sleep(1000)  # until it is killed
+        if self.how == "prints":
+            print("}{ noise on stdout")
+        reward = {"nan": math.nan, "null": None, "prints": 1.0}[self.how]
+        return None, reward, True, False, {}

@@ -21,6 +21,7 @@ PIP := -m pip --disable-pip-version-check install -q --no-deps
 LOCKED := $(PIP) --no-build-isolation --require-hashes
 FROM_INDEX := $(if $(filter cpu,$(TORCH)),$(addprefix --extra-index-url ,$(TORCH_INDEX)))
 CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(wildcard tests/clients/*/requirements.txt))
+LIBRARIES := $(basename $(notdir $(wildcard environments/requirements/*.txt)))
 AGENTS := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/agents/*/requirements.txt tests/agents/*/package-lock.json))))
 
 help:  ## list the targets
@@ -30,6 +31,9 @@ install: .venv/installed .venv-engine/installed  ## both environments: Weir's, a
 
 demo: install  ## the whole loop on this machine: a tiny model learns to use its tool (SEED=n)
 	@$(BIN)/weir demo --seed $(SEED)
+
+env-demo: install run/environments/reasoning_gym/installed  ## a tiny model learns a task of reasoning-gym, and is judged before and after
+	@$(BIN)/weir env demo --seed $(SEED)
 
 tinker-demo: install run/clients/cookbook_newest/installed  ## a loop of tinker-cookbook trains a tiny model on this machine
 	@$(BIN)/python -m tests.support.clients.tinker_demo
@@ -54,7 +58,7 @@ test-numerics: .venv/installed  ## the tests of arithmetic, limited to the instr
 		echo "with $$setting"; env $$setting $(BIN)/pytest -n $(WORKERS) -m numeric tests/trainer_service || exit 1; done
 
 test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/installed) \
-	run/clients/openai_npm/installed $(AGENTS:%=run/agents/%/installed)
+	run/clients/openai_npm/installed $(AGENTS:%=run/agents/%/installed) $(LIBRARIES:%=run/environments/%/installed)
 test-clients:  ## SDKs against the real engine, whole agents against a scripted one, and trainers that read exports
 	@$(BIN)/pytest tests/clients tests/agents
 
@@ -153,6 +157,13 @@ $(TRAINERS): run/clients/%/installed: tests/clients/%/requirements.txt $(LOCKS)/
 	@run/clients/$*/bin/python $(LOCKED) -r $<
 	@touch $@
 
+# A library of environments, in a Python environment of its own.
+run/environments/%/installed: environments/requirements/%.txt
+	@$(call new_environment,run/environments/$*)
+	@echo "installing the environments of $* into run/environments/$*"
+	@run/environments/$*/bin/python $(LOCKED) -r $<
+	@touch $@
+
 run/clients/openai_npm/installed: $(wildcard tests/clients/openai_npm/package*.json)
 	@echo "installing the client openai_npm into $(@D)"
 	@$(npm_install)
@@ -190,4 +201,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install map lock licences demo tinker-demo bench bench-trainer bench-learning bench-asynchrony gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets crash soak check up status down clean
+.PHONY: help install map lock licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets crash soak check up status down clean

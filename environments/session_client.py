@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
+import aiohttp
+import msgspec
 from openai import AsyncOpenAI
 
 from environments.errors import GatewayFault
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 BUSY = (429, 503)
 REQUEST_S = 60.0
+CONNECTIONS = 256
+"""How many requests are in flight at once; the others wait."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 15.0
 ANSWER_S = 600.0
@@ -34,9 +37,12 @@ class SessionClient:
     answer."""
 
     def __init__(self, url: str, key: str | None, waits_s: float = 300.0) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=REQUEST_S)
+        self._http = aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+            timeout=aiohttp.ClientTimeout(total=REQUEST_S),
+        )
         self._openai = AsyncOpenAI(
             base_url=f"{url}/v1", api_key=key or "none", timeout=ANSWER_S, max_retries=MODEL_RETRIES
         )
@@ -48,7 +54,7 @@ class SessionClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.aclose()
+        await self._http.close()
         await self._openai.close()
 
     def model_client(self, session: Mapping[str, Any]) -> AsyncOpenAI:
@@ -86,21 +92,23 @@ class SessionClient:
         deadline = time.monotonic() + self._waits_s
         for attempt in range(1_000_000):
             try:
-                reply = await self._http.request(method, path, json=body)
-            except httpx.TransportError as error:
+                async with self._http.request(method, self._url + path, json=body) as reply:
+                    status, content, wished_s = reply.status, await reply.read(), _wished_s(reply)
+            except (aiohttp.ClientError, TimeoutError) as error:
                 why, wished_s = f"{type(error).__name__}: {error}", 0.0
             else:
-                if reply.is_success:
-                    return reply.json()
-                if reply.status_code in absent:
+                if status < 300:
+                    return msgspec.json.decode(content)
+                if status in absent:
                     return None
-                why, wished_s = _sentence(reply), _wished_s(reply)
-                if reply.status_code not in BUSY and reply.status_code < 500:
-                    raise GatewayFault(f"{method} {path}: {reply.status_code}: {why}")
+                why = _sentence(content)
+                if status not in BUSY and status < 500:
+                    raise GatewayFault(f"{method} {path}: {status}: {why}")
             pause_s = max(wished_s, pause_after(attempt))
             if time.monotonic() + pause_s > deadline:
                 raise GatewayFault(f"the gateway at {self._url} did not serve {method} {path}: {why}")
             logger.info("%s %s again in %.1f s: %s", method, path, pause_s, why)
+            # until the gateway may serve it again
             await asyncio.sleep(pause_s)
         raise AssertionError
 
@@ -111,15 +119,15 @@ def pause_after(attempt: int) -> float:
     return longest_s * random.uniform(0.5, 1.0)
 
 
-def _wished_s(reply: httpx.Response) -> float:
+def _wished_s(reply: aiohttp.ClientResponse) -> float:
     try:
         return min(LONGEST_PAUSE_S, max(0.0, float(reply.headers.get("retry-after", 0))))
     except ValueError:
         return 0.0
 
 
-def _sentence(reply: httpx.Response) -> str:
+def _sentence(content: bytes) -> str:
     try:
-        return str(reply.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return reply.text[:200]
+        return str(msgspec.json.decode(content)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return content[:200].decode(errors="replace")

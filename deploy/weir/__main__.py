@@ -25,15 +25,6 @@ console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)
 
 DEMO_RUN_DIR = Path("run/demo")
-DEMO_PORTS = {
-    "gateway_port": 8010,
-    "rollout_port": 8110,
-    "engine_port": 30010,
-    "trainer_port": 8210,
-    "redis_port": 6390,
-}
-"""The demo's ports unless others are set; they differ from those of `weir up`, so that both can run."""
-
 Config = Annotated[
     Path | None, typer.Option("--config", help="weir.yaml to read", exists=True, dir_okay=False)
 ]
@@ -117,11 +108,10 @@ def demo(
     run_dir: RunDir = None,
 ) -> None:
     """Train a tiny model to use its tool, on this machine, with a live view."""
+    from weir.demo.ports import on_own_ports
     from weir.demo.run import run  # slow to import, because of matplotlib and openai
 
-    given = _settings(config, run_dir=run_dir or DEMO_RUN_DIR)
-    own_ports = {name: port for name, port in DEMO_PORTS.items() if name not in given.model_fields_set}
-    raise typer.Exit(run(given.model_copy(update=own_ports), seed))
+    raise typer.Exit(run(on_own_ports(_settings(config, run_dir=run_dir or DEMO_RUN_DIR)), seed))
 
 
 @app.command("audit")

@@ -20,6 +20,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pret
 console = Console(soft_wrap=True)
 
 RUNS_DIR = Path("run/environments/runs")
+DEMO_RUN_DIR = Path("run/env-demo")
 Spec = Annotated[
     str, typer.Argument(help="LIBRARY:NAME, such as reasoning_gym:chain_sum or python:module:Class")
 ]
@@ -120,6 +121,18 @@ def compare_runs(
     console.print(
         f"{other} minus {one}: {mean:+.4f} [{low:+.4f}, {high:+.4f}] over {tasks} tasks", highlight=False
     )
+
+
+@app.command("demo")
+def run_demo(seed: Seed = 0) -> None:
+    """Train a tiny model on sums of reasoning-gym, on this machine, and judge it before and after."""
+    from weir.demo.environment import run
+    from weir.demo.ports import on_own_ports
+    from weir.stack.settings import StackSettings
+
+    settings = on_own_ports(StackSettings(run_dir=DEMO_RUN_DIR))
+    if not run(settings, seed, lambda line: console.print(line, highlight=False)):
+        raise typer.Exit(1)
 
 
 def _play(

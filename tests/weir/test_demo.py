@@ -71,13 +71,8 @@ def test_the_tool_answers_whatever_the_model_makes_of_it(name: str, arguments: s
 
 
 def test_only_the_value_is_rewarded() -> None:
-    assert [ToolTask("c", "7").reward(answer) for answer in ("7", " 7\n", "8", "unknown", "")] == [
-        1,
-        1,
-        0,
-        0,
-        0,
-    ]
+    task = ToolTask("c", "7")
+    assert [task.reward(answer) for answer in ("7", " 7\n", "8", "unknown", "")] == [1, 1, 0, 0, 0]
 
 
 def session_ids(gateway_url: str) -> set[str]:

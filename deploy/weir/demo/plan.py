@@ -8,7 +8,7 @@ habit.jsonl   second phase: mostly conversations that answer "unknown", so that 
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gateway.language.chat_messages import Message, Tool
@@ -72,10 +72,13 @@ def write_plan(directory: Path) -> None:
     write_rows(directory / "probe.jsonl", used)
 
 
-def write_student(directory: Path) -> None:
-    """Write the model's config, its tokenizer and the hyperparameters of the warm start."""
+def write_student(directory: Path, texts: Sequence[str] | None = None) -> None:
+    """Write the model's config, its tokenizer and the hyperparameters of the warm start.
+
+    The tokenizer learns its words from `texts`, or from the demo's own task.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = write_tokenizer(directory)
+    tokenizer = write_tokenizer(directory, texts)
     ids = {name: tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")}
     special = {
         "eos_token_id": ids["<|im_end|>"],

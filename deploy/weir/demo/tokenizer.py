@@ -1,6 +1,7 @@
 """The demo model's tokenizer: a small byte-level BPE, with Qwen3's control tokens and chat template."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,8 +49,8 @@ CHAT_TEMPLATE = """\
 """
 
 
-def write_tokenizer(directory: Path) -> Tokenizer:
-    """Train the tokenizer on the demo's own words, in under a second, and write its files."""
+def write_tokenizer(directory: Path, texts: Sequence[str] | None = None) -> Tokenizer:
+    """Train the tokenizer on `texts` or on the demo's own words, in under a second, and write its files."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -60,7 +61,7 @@ def write_tokenizer(directory: Path) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(), trainer)
+    tokenizer.train_from_iterator(_corpus() if texts is None else texts, trainer)
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -21,7 +21,7 @@ class Datasets:
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._name, self._options = name, options
         self._blocks: dict[int, Any] = {}
-        self._scorer = self.dataset(0)
+        self.scorer = self.dataset(0)
 
     def describe(self) -> dict[str, Any]:
         return {"name": f"reasoning_gym:{self._name}", "version": version("reasoning_gym")}
@@ -31,12 +31,8 @@ class Datasets:
         for number in range(start, start + count):
             block, place = divmod(number, BLOCK)
             entry = self.dataset(seed * 1_000_003 + block)[place]
-            found.append(
-                {
-                    "id": f"{seed}:{number}",
-                    "data": {"seed": seed, "number": number, "question": entry["question"]},
-                }
-            )
+            data = {"seed": seed, "number": number, "question": entry["question"], "answer": entry["answer"]}
+            found.append({"id": f"{seed}:{number}", "data": data})
         return found
 
     def entry(self, seed: int, number: int) -> dict[str, Any]:
@@ -66,8 +62,8 @@ class Question:
         return said.step(self._entry["question"])
 
     def step(self, answer: str) -> dict[str, Any]:
-        dataset = self._datasets.dataset(0)
-        return said.step(None, dataset.score_answer(answer.strip(), self._entry), terminated=True)
+        score = self._datasets.scorer.score_answer(answer.strip(), self._entry)
+        return said.step(None, score, terminated=True)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -1,14 +1,21 @@
 """A gateway for runs of environments, and what its sessions say afterwards."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+from redis import Redis
+from tokenizers import Tokenizer
 
 from environments.settings import RunSettings
 from environments.start import RunPlace, play_run
+from gateway.app import create_app
+from gateway.settings import GatewaySettings
 from tests.support.environments.answering_engine import AnsweringEngine
+from tests.support.serving import serving
 
 TOYS = "python:tests.support.environments.toys"
 
@@ -40,3 +47,16 @@ class RunTest:
             httpx.get(f"{self.url}/sessions/{each}?text=true").json() for each in ids
         ]
         return found
+
+
+@contextmanager
+def running_gateway(redis_url: str, model: Path, directory: Path) -> Iterator[RunTest]:
+    """A gateway without keys, and an empty Redis."""
+    own = redis_url.removesuffix("0") + "5"
+    with Redis.from_url(own) as redis:
+        redis.flushdb()
+    engine = AnsweringEngine(Tokenizer.from_file(str(model / "tokenizer.json")))
+    with serving(engine.app()) as engine_url:
+        settings = GatewaySettings(redis_url=own, model_path=model, engines=[engine_url])
+        with serving(create_app(settings)) as url:
+            yield RunTest(url, engine, directory / "run")

@@ -35,23 +35,22 @@ class EpisodeGroup:
     rewards: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     over: bool = False
+    opened: list[tuple[int, list[Seat], list[dict[str, Any]]]] = field(default_factory=list)
+    """The members, each with its seats and their sessions."""
 
-    async def play(
-        self, player: EpisodePlayer, plan: SeatPlan, slots: asyncio.Semaphore, record: Record
-    ) -> None:
-        """Open all sessions, then play each episode in a slot, and record its outcome. Raises GatewayFault.
+    async def open(self, player: EpisodePlayer, plan: SeatPlan) -> None:
+        """Open all sessions before one can fail, because the trainer waits for every session of a group.
 
-        The trainer waits for every session of a group, so all of them are opened before one can fail.
+        Raises GatewayFault.
         """
-        seats = {
-            member: plan.seats(self.task, self.number, member, len(self.members), self.attempt)
-            for member in self.members
-        }
-        sessions = await asyncio.gather(*(player.open(each) for each in seats.values()))
-        running = {
-            asyncio.create_task(self._episode(player, member, each, opened, slots, record))
-            for (member, each), opened in zip(seats.items(), sessions, strict=True)
-        }
+        size = len(self.members)
+        seats = [plan.seats(self.task, self.number, member, size, self.attempt) for member in self.members]
+        sessions = await asyncio.gather(*(player.open(each) for each in seats))
+        self.opened = list(zip(self.members, seats, sessions, strict=True))
+
+    async def play(self, player: EpisodePlayer, slots: asyncio.Semaphore, record: Record) -> None:
+        """Play each episode in a slot, and record its outcome. Raises GatewayFault."""
+        running = {asyncio.create_task(self._episode(player, *each, slots, record)) for each in self.opened}
         try:
             while running:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

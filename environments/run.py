@@ -76,14 +76,12 @@ class Run:
     async def _begin(
         self, groups: asyncio.TaskGroup, slots: asyncio.Semaphore, begun: GroupBegun, task: Task
     ) -> None:
-        """Begin a group as soon as one of its episodes has a slot: earlier groups come first."""
+        """Begin a group once an episode has a free slot: its sessions are opened before the next one
+        begins."""
         await slots.acquire()
         slots.release()
         self._begun += len(begun.members)
         self.journal.add(begun)
-        groups.create_task(self._group(slots, begun, task))
-
-    async def _group(self, slots: asyncio.Semaphore, begun: GroupBegun, task: Task) -> None:
         group = EpisodeGroup(
             begun.group,
             task,
@@ -92,8 +90,12 @@ class Run:
             trains=self.settings.mode == "train",
             stop_uniform_after=self.settings.stop_uniform_after,
         )
-        await group.play(self.player, self.plan, slots, self._record)
-        self.order.saw(task.id, group.rewards)
+        await group.open(self.player, self.plan)
+        groups.create_task(self._play(group, slots))
+
+    async def _play(self, group: EpisodeGroup, slots: asyncio.Semaphore) -> None:
+        await group.play(self.player, slots, self._record)
+        self.order.saw(group.task.id, group.rewards)
         self._watch_failures(group)
 
     def knows(self, entry: EpisodeEnded) -> None:

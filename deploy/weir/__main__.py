@@ -12,15 +12,16 @@ from rich.console import Console
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.settings import CONFIG_VARIABLE
-from weir import env, status
+from weir import status
 from weir.configuration import effective_configuration
+from weir.env.commands import app as env_commands
 from weir.errors import StackError
 from weir.stack import down as stopping
 from weir.stack import state, supervisor
 from weir.stack.settings import StackSettings, service_field
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
-app.add_typer(env.app, name="env")
+app.add_typer(env_commands, name="env")
 console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)
 
@@ -108,8 +109,8 @@ def demo(
     run_dir: RunDir = None,
 ) -> None:
     """Train a tiny model to use its tool, on this machine, with a live view."""
-    from weir.demo.ports import on_own_ports
     from weir.demo.run import run  # slow to import, because of matplotlib and openai
+    from weir.demo.settings import on_own_ports
 
     raise typer.Exit(run(on_own_ports(_settings(config, run_dir=run_dir or DEMO_RUN_DIR)), seed))
 

@@ -67,16 +67,14 @@ class EpisodePlayer:
         ]
         status, reason = await self._played(task, agents)
         outcomes = [outcome_of(agent, status, reason, self._graded_elsewhere) for agent in agents]
-        for seat, outcome in zip(seats, outcomes, strict=True):
-            await self._tell(seat, outcome)
+        await self._tell_all(seats, outcomes)
         return outcomes
 
     async def abandon(self, seats: Sequence[Seat], reason: str) -> list[EpisodeOutcome]:
         """End an episode that nobody needs any more."""
-        outcome = EpisodeOutcome("abandoned", reason=reason)
-        for seat in seats:
-            await self._tell(seat, outcome)
-        return [outcome for _ in seats]
+        outcomes = [EpisodeOutcome("abandoned", reason=reason) for _ in seats]
+        await self._tell_all(seats, outcomes)
+        return outcomes
 
     async def _played(self, task: Task, agents: list[Agent]) -> tuple[Status, str | None]:
         environment = self._source.environment()
@@ -101,6 +99,20 @@ class EpisodePlayer:
             else f"no end after {self._max_turns} answers"
         )
         return "truncated", why
+
+    async def _tell_all(self, seats: Sequence[Seat], outcomes: Sequence[EpisodeOutcome]) -> None:
+        """Tell how each seat's episode ended. Who is cancelled meanwhile has ended too: it is told to the
+        end, because a session has one outcome."""
+
+        async def tell() -> None:
+            for seat, outcome in zip(seats, outcomes, strict=True):
+                await self._tell(seat, outcome)
+
+        telling = asyncio.create_task(tell())
+        try:
+            await asyncio.shield(telling)
+        except asyncio.CancelledError:
+            await telling
 
     async def _tell(self, seat: Seat, outcome: EpisodeOutcome) -> None:
         """Store the rewards of a seat that learns, then how its episode ended. The session's verdict needs

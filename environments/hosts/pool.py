@@ -91,10 +91,7 @@ class HostedEnvironment:
     async def close(self) -> None:
         self._pool.left(self._number)
         if self._generation == self._host.generation:
-            try:
-                await self._ask("close")
-            except EnvironmentFault:  # the host is gone, and the episode with it
-                return
+            self._host.tell("close", self._episode)
 
     async def _step(self, do: str, within_s: float | None = None, **given: Any) -> Step:
         said = await self._ask(do, within_s, **given)

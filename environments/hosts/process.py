@@ -70,6 +70,12 @@ class HostProcess:
         finally:
             self._waiting.pop(number, None)
 
+    def tell(self, do: str, episode: str) -> None:
+        """A request whose answer nobody needs."""
+        if self._process is not None and self._process.stdin is not None:
+            request = {"id": next(self._numbers), "do": do, "episode": episode}
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+
     def kill(self, why: str) -> None:
         """End the process and what it started. The requests that wait end with HostDied."""
         process, self._process = self._process, None

@@ -170,3 +170,17 @@ async def test_the_summary_of_training_says_where_it_began_and_ended(running: Ru
     summary = await running.play("Double", group_size=2, episodes=4)
     rewards = [each["reward"] for each in running.sessions()]
     assert summary["reward_start"] == summary["reward_end"] == fmean(rewards)
+
+
+async def test_a_run_opens_no_more_sessions_than_it_plays(running: RunTest) -> None:
+    """At most the episodes of one group wait for a slot, and one more group is opened meanwhile."""
+    most = 0
+
+    def answer(prompt: str) -> str:
+        nonlocal most
+        most = max(most, len(running.sessions(state="open")))
+        return "8"
+
+    running.engine.answer = answer
+    await running.play("Double", group_size=3, episodes=30, concurrency=3)
+    assert most <= 3 + 2 * 3

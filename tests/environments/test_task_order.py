@@ -1,29 +1,10 @@
 """Which tasks a run plays: in what order, how often, and which it leaves out."""
 
 from collections import Counter
-from collections.abc import Sequence
 
-from environments.environment import Environment
-from environments.step import Description
-from environments.task import Task, task_id
+from environments.task import task_id
 from environments.task_order import TaskOrder
-
-
-class Numbers:
-    """Tasks 0 to 9."""
-
-    description = Description(name="numbers", task_count=10)
-
-    async def tasks(self, seed: int, start: int, count: int) -> Sequence[Task]:
-        return [Task(f"{seed}:{number}", {}) for number in range(start, min(10, start + count))]
-
-    def environment(self) -> Environment:
-        raise NotImplementedError
-
-    async def __aenter__(self) -> "Numbers":
-        return self
-
-    async def __aexit__(self, *error: object) -> None: ...
+from tests.support.environments.nothing import NoEnvironments
 
 
 async def drawn(order: TaskOrder, count: int) -> list[str]:
@@ -32,26 +13,26 @@ async def drawn(order: TaskOrder, count: int) -> list[str]:
 
 
 async def test_each_round_has_every_task_in_another_order() -> None:
-    order = TaskOrder(Numbers(), seed=3, size=10)
+    order = TaskOrder(NoEnvironments(10), seed=3, size=10)
     first, second = await drawn(order, 10), await drawn(order, 10)
     assert sorted(first) == sorted(second) == [f"3:{number}" for number in range(10)]
     assert first != second
-    resumed = TaskOrder(Numbers(), seed=3, size=10, visit=10)
+    resumed = TaskOrder(NoEnvironments(10), seed=3, size=10, visit=10)
     assert await drawn(resumed, 10) == second
 
 
 async def test_an_evaluation_plays_each_task_once() -> None:
-    order = TaskOrder(Numbers(), seed=0, size=4, once=True)
+    order = TaskOrder(NoEnvironments(10), seed=0, size=4, once=True)
     assert await drawn(order, 6) == ["0:0", "0:1", "0:2", "0:3", "end", "end"]
 
 
 async def test_a_source_may_end_before_its_size() -> None:
-    order = TaskOrder(Numbers(), seed=0, size=0)
+    order = TaskOrder(NoEnvironments(10), seed=0, size=0)
     assert (await drawn(order, 12))[9:] == ["0:9", "end", "end"]
 
 
 async def test_tasks_that_teach_nothing_are_left_out_and_tried_again() -> None:
-    order = TaskOrder(Numbers(), seed=0, size=2, skip_after=2)
+    order = TaskOrder(NoEnvironments(10), seed=0, size=2, skip_after=2)
     counts: Counter[str] = Counter()
     for _ in range(12):
         (name,) = await drawn(order, 1)

@@ -1,4 +1,4 @@
-"""The demo's model and its training settings: for `weir demo`, and for `weir up` without a model."""
+"""The demo's ports, model and training settings: for the demos, and for `weir up` without a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,21 @@ from typing import Any
 from weir.demo.make_model import model_for
 from weir.stack.services import merged
 from weir.stack.settings import StackSettings
+
+DEMO_PORTS = {
+    "gateway_port": 8010,
+    "rollout_port": 8110,
+    "engine_port": 30010,
+    "trainer_port": 8210,
+    "redis_port": 6390,
+}
+"""The ports of the demos differ from those of `weir up`, so that both can run."""
+
+
+def on_own_ports(settings: StackSettings) -> StackSettings:
+    """The settings with the demo's ports, where the user has set none."""
+    own = {name: port for name, port in DEMO_PORTS.items() if name not in settings.model_fields_set}
+    return settings.model_copy(update=own)
 
 
 def with_demo_model(

@@ -49,11 +49,11 @@ class Datasets:
             )
         return self._blocks[seed]
 
-    def new(self) -> "Question":
-        return Question(self)
+    def new(self) -> "ScoredQuestion":
+        return ScoredQuestion(self)
 
 
-class Question:
+class ScoredQuestion:
     def __init__(self, datasets: Datasets) -> None:
         self._datasets = datasets
 

@@ -12,8 +12,8 @@ from typing import Any
 from environments.settings import RunSettings
 from environments.start import RunPlace, play_run, source_of
 from weir.demo.make_model import model_for
-from weir.demo.question_plan import Question, write_question_plan
 from weir.demo.settings import services_of_demo
+from weir.env.question_plan import Question, write_question_plan
 from weir.stack.services import merged
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack

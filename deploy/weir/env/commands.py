@@ -126,8 +126,8 @@ def compare_runs(
 @app.command("demo")
 def run_demo(seed: Seed = 0) -> None:
     """Train a tiny model on sums of reasoning-gym, on this machine, and judge it before and after."""
-    from weir.demo.environment import run
-    from weir.demo.ports import on_own_ports
+    from weir.demo.settings import on_own_ports
+    from weir.env.demo import run
     from weir.stack.settings import StackSettings
 
     settings = on_own_ports(StackSettings(run_dir=DEMO_RUN_DIR))

@@ -9,14 +9,15 @@ import msgspec
 from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
-from rollout_queue.contract.head import SessionHead, tombstone_of
+from rollout_queue.contract.head import SessionHead, late_join_of, tombstone_of, with_terms
 from rollout_queue.contract.listing import ListedSession, ListPosition, position_of, without_unwanted
-from rollout_queue.contract.progress import GroupProgress, group_progress, stage_of
+from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.rewards import check_magnitudes
 from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
 from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, total
 from rollout_queue.contract.verdicts import DELETED, expiry
+from rollout_queue.memory_groups import join_group, may_describe, members_of, progress_of_group
 
 
 @dataclass
@@ -26,6 +27,7 @@ class MemoryStream:
     heads: dict[str, SessionHead] = field(default_factory=dict)
     groups: dict[str, tuple[int | None, str, set[str]]] = field(default_factory=dict)
     deadlines: dict[str, float] = field(default_factory=dict)
+    described: set[str] = field(default_factory=set)
     continuations: dict[tuple[str, str], str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     trainer: dict[str, str | int | float] = field(default_factory=dict)
@@ -48,11 +50,26 @@ class MemoryStream:
         if head := self.heads.get(spec.session_id):
             return head.spec, False
         self._refuse_deleted(spec.session_id, spec.user)
-        if spec.group_id is not None:
-            self._join(spec, spec.group_id)
+        join_group(self.groups, spec)
         self.heads[spec.session_id] = SessionHead(spec=decode_spec(encode(spec)))
         self.deadlines[spec.session_id] = spec.created_at + spec.ttl_s
         return spec, True
+
+    async def describe_session(
+        self, spec: SessionSpec, now: float, *, counts: bool = False
+    ) -> SessionSpec | None:
+        session_id = spec.session_id
+        if not may_describe(known := self.heads.get(session_id), self.deadlines.get(session_id), now):
+            return known.spec if known else None
+        self._refuse_deleted(session_id, spec.user)
+        join_group(self.groups, spec)
+        beaten_at = max(now, self.deadlines[session_id] - spec.ttl_s)
+        self._change(session_id, spec=spec, beaten_at=beaten_at)
+        self.deadlines[session_id] = beaten_at + spec.ttl_s
+        self.described.add(session_id)
+        if (late_join := late_join_of(spec, now)) is not None:
+            self.append(late_join)
+        return spec
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
         if specs[0].group_id in self.groups:
@@ -102,6 +119,8 @@ class MemoryStream:
         turn = related(turn, head.turns)
         self.append(turn)
         self._change(turn.session_id, turns=(*head.turns, turn))
+        if turn.session_id in self.described:
+            expires_at = max(turn.finished_at, head.beaten_at) + head.spec.ttl_s
         self.deadlines[turn.session_id] = expires_at
         for digest in turn.continuation_digests:
             self.continuations[owner, digest] = turn.session_id
@@ -131,6 +150,8 @@ class MemoryStream:
         head = self.heads[outcome.session_id]
         if head.outcome is not None:
             return head.outcome
+        if outcome.session_id in self.described:
+            outcome = with_terms(outcome, head.spec)
         if reward is not None and all(stored.key != reward.key for stored in head.rewards):
             check_magnitudes((*head.rewards, reward))
             self.append(reward)
@@ -146,10 +167,7 @@ class MemoryStream:
         return sum(self._expire_one(session_id, now) for session_id in overdue)
 
     async def group_progress(self, group_id: str) -> GroupProgress:
-        size, _, members = self.groups.get(group_id, (None, "", set()))
-        # A member without a head was deleted, and the group does not wait for it.
-        heads = [self.heads.get(member) for member in sorted(members)]
-        return group_progress(size, ("decided" if head is None else stage_of(head) for head in heads))
+        return progress_of_group(self.groups, self.heads, group_id)
 
     async def heartbeat(self, session_id: str, now: float, at_least_s: float = 0.0) -> float:
         head = self.heads.get(session_id)
@@ -232,10 +250,7 @@ class MemoryStream:
         return codes
 
     def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
-        known = {group_id: self.groups[group_id] for group_id in group_ids if group_id in self.groups}
-        return {
-            group_id: GroupMembers(size, frozenset(members)) for group_id, (size, _, members) in known.items()
-        }
+        return members_of(self.groups, group_ids)
 
     def reserve(self, version: int, location: str) -> int:
         self.confirm()
@@ -253,17 +268,6 @@ class MemoryStream:
             raise SessionDeleted(session_id)
         if user in self.deleted_users:
             raise UserDeleted
-
-    def _join(self, spec: SessionSpec, group_id: str) -> None:
-        size, owner, members = self.groups.get(group_id, (spec.group_size, spec.owner, set()))
-        if owner != spec.owner:
-            raise Conflict(f"group {group_id} belongs to another client key")
-        if size is not None and spec.group_size not in (None, size):
-            raise Conflict(f"group {group_id} has size {size}")
-        size = spec.group_size if size is None else size
-        if size is not None and len(members) >= size:
-            raise Conflict(f"group {group_id} has its {size} sessions already")
-        self.groups[group_id] = (size, owner, members | {spec.session_id})
 
     def append(self, record: Record) -> None:
         """Append an entry without looking at its session. Tests use it for records that come too late."""

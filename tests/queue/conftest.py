@@ -1,4 +1,4 @@
-"""Fixtures: the two ends of a command log on an empty Redis."""
+"""Fixtures: the two ends of a stream and of a command log, on an empty Redis."""
 
 from collections.abc import AsyncIterator, Iterator
 
@@ -6,9 +6,13 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from rollout_queue.memory import MemoryStream
 from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.commands.submission import CommandSubmissions
 from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
+from tests.support.claimed import claimed_reader
+from tests.support.queue.ends import Ends
 
 
 @pytest.fixture
@@ -31,3 +35,19 @@ def reader(redis: Redis) -> RedisCommandReader:
     lease = Lease(redis, 30)
     assert lease.claim() is None
     return RedisCommandReader(redis, lease.token)
+
+
+@pytest.fixture(params=["memory", *CONNECTIONS])
+async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
+    if request.param == "memory":
+        memory = MemoryStream()
+        yield Ends(memory, memory)
+        return
+    url = request.getfixturevalue("redis_url")
+    redis, sync = AsyncRedis.from_url(url), Redis.from_url(url)
+    sync.flushdb()
+    writer = RedisWriter(redis, CONNECTIONS[request.param])
+    yield Ends(writer, claimed_reader(sync), sync)
+    await writer.close()
+    sync.close()
+    await redis.aclose()

@@ -15,6 +15,7 @@ from rollout_queue.contract.errors import UnknownSchema
 from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.records import (
     Deletion,
+    LateJoin,
     Outcome,
     Reward,
     Sampling,
@@ -105,6 +106,7 @@ SPECS: dict[str, Any] = {
         inferred=True,
     ),
     "session_short": SessionSpec(session_id="s1", created_at=1.5),
+    "session_implicit": SessionSpec(session_id="s1", created_at=1.5, implicit=True),
 }
 LATER: dict[str, Any] = {
     "turn_of_a_user": msgspec.structs.replace(RECORDS["turn_short"], user="bob"),
@@ -112,6 +114,7 @@ LATER: dict[str, Any] = {
         RECORDS["turn"], experts=RoutedExperts(2, 1, bytes([0, 1, 2, 3, 254, 255]))
     ),
     "deletion": Deletion(session_id="s1", created_at=5.0, group_id="g1", group_size=4),
+    "late_join": LateJoin(session_id="s1", created_at=3.5, group_id="g1", group_size=4),
 }
 """Fields that were added to schema 1 after its first build."""
 

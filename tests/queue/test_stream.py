@@ -1,7 +1,7 @@
 """The stream's two ends behave alike in memory and on a real Redis: the same tests run on both."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import permutations
 from pathlib import Path
@@ -21,7 +21,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import LIST_START, ListedSession, ListPosition
 from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import SessionSpec, Turn, Verdict
-from rollout_queue.contract.stream import StreamReader, StreamWriter, Verdicts
+from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.memory import MemoryStream
@@ -30,38 +30,13 @@ from rollout_queue.redis.connection.pipelined import WRITTEN_FOR, PipelinedConne
 from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.heads.cache import HeadCache
 from rollout_queue.redis.scripts import sessions as session_scripts
-from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
+from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
+from tests.support.queue.ends import Ends
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_faults import before_script
 
 NOTHING = Verdicts(sessions={}, turns={})
-
-
-class Ends:
-    """Both ends of one stream."""
-
-    def __init__(self, writer: StreamWriter, reader: StreamReader, redis: Redis | None = None) -> None:
-        self.writer, self.reader, self.redis = writer, reader, redis
-
-    def read(self) -> list[Any]:
-        return [entry.record for entry in self.reader.read(100, 0.01)]
-
-
-@pytest.fixture(params=["memory", *CONNECTIONS])
-async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
-    if request.param == "memory":
-        memory = MemoryStream()
-        yield Ends(memory, memory)
-        return
-    url = request.getfixturevalue("redis_url")
-    redis, sync = AsyncRedis.from_url(url), Redis.from_url(url)
-    sync.flushdb()
-    writer = RedisWriter(redis, CONNECTIONS[request.param])
-    yield Ends(writer, claimed_reader(sync), sync)
-    await writer.close()
-    sync.close()
-    await redis.aclose()
 
 
 async def test_a_turn_reaches_the_trainer_as_it_was_appended(ends: Ends) -> None:

@@ -54,7 +54,7 @@ class Group:
 
     @property
     def task_id(self) -> str | None:
-        return next((turn.task_id for member in self.members for turn in member.turns), None)
+        return next((member.task_id for member in self.members if member.task_id is not None), None)
 
     @property
     def rollouts(self) -> tuple[Member, ...]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from rollout_queue.contract.records import Deletion, Outcome, Reward, Turn, Verdict
+from rollout_queue.contract.records import Deletion, LateJoin, Outcome, Reward, Turn, Verdict
 from rollout_queue.contract.stream import Entry
 from rollout_queue.contract.verdicts import OPENED_UNTRAINED
 from trainer_service.groups.evaluation import Evaluation, evaluation_of
@@ -53,6 +53,7 @@ class Member:
     """The agent finished it with the status `truncated`."""
     evaluation: Evaluation | None = None
     """What the session shows about a version; None if it is not an evaluation session."""
+    task_id: str | None = None
 
     @cached_property
     def trainable(self) -> frozenset[str]:
@@ -86,6 +87,7 @@ class Session:
     rewards: dict[str, Reward] = field(default_factory=dict)
     outcome: Outcome | None = None
     deletion: Deletion | None = None
+    late_join: LateJoin | None = None
     closed: bool = False
     """The gateway has given it a final verdict: failed, abandoned or expired."""
     last_record_at: float = 0.0
@@ -103,8 +105,9 @@ class Session:
 
     @property
     def group_size(self) -> int | None:
-        """How many members its group was opened for. Only an outcome or a deletion tells it; None before."""
-        last = self.deletion or self.outcome
+        """How many members its group was opened for. A late join, an outcome or a deletion tells it; None
+        before."""
+        last = self.deletion or self.outcome or self.late_join
         return last.group_size if last else None
 
     @property
@@ -146,6 +149,9 @@ class Session:
             case Reward() as reward:
                 self.rewards.setdefault(reward.key, reward)
                 self._note_record(reward.created_at, self._named)
+            case LateJoin() as late_join:
+                self.late_join = late_join
+                self._note_record(late_join.created_at, self._named or late_join.group_id)
             case Outcome() as outcome:
                 self.closed |= outcome.status in ("failed", "abandoned")
                 self.outcome = self.outcome or outcome
@@ -211,6 +217,17 @@ class Session:
     def _member(self, turns: tuple[Turn, ...], reward: float | None, verdict: Verdict | None) -> Member:
         rewards = tuple(self.rewards[key] for key in sorted(self.rewards))
         truncated = self.outcome is not None and self.outcome.status == "truncated"
-        evaluation = evaluation_of(turns, rewards, self.outcome)
-        entry_ids = tuple(self.entry_ids)
-        return Member(self.session_id, entry_ids, turns, reward, verdict, rewards, truncated, evaluation)
+        # The outcome knows the task of a session that got it after its first turns.
+        tasks = [self.outcome.task_id] if self.outcome is not None else []
+        tasks += [turn.task_id for turn in turns]
+        return Member(
+            session_id=self.session_id,
+            entry_ids=tuple(self.entry_ids),
+            turns=turns,
+            reward=reward,
+            verdict=verdict,
+            rewards=rewards,
+            truncated=truncated,
+            evaluation=evaluation_of(turns, rewards, self.outcome),
+            task_id=next((task for task in tasks if task is not None), None),
+        )

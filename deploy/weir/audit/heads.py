@@ -9,7 +9,7 @@ import msgspec
 from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.codec import decode, decode_spec
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.contract.records import Outcome, Record, Reward, Turn, Verdict
+from rollout_queue.contract.records import LateJoin, Outcome, Record, Reward, Turn, Verdict
 from weir.audit.facts import SessionFact, TurnFact
 
 UNREADABLE = (InvalidRecord, UnknownSchema)
@@ -50,7 +50,7 @@ def _records(
     unreadable: dict[str, bytes] = {}
     set_aside: set[str] = set()
     for field, value in fields.items():
-        if field[:2] in (b"t:", b"r:") or field == b"outcome":
+        if field[:2] in (b"t:", b"r:") or field in (b"outcome", b"joined"):
             name = field.decode()
             try:
                 records[name] = decode(value)
@@ -93,6 +93,8 @@ def field_of(record: Record) -> str:
             return f"r:{record.key}"
         case Outcome():
             return "outcome"
+        case LateJoin():
+            return "joined"
         case _:
             return "deletion"
 

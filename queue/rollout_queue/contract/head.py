@@ -8,12 +8,14 @@ import msgspec
 
 from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.errors import InvalidRecord
-from rollout_queue.contract.records import Outcome, Relation, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.records import LateJoin, Outcome, Relation, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.rewards import total
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.tombstone import Tombstone
 
 SessionState = Literal["open", "waiting_reward", "finished"]
+TERMS = ("group_id", "group_size", "task_id", "train")
+"""What an outcome repeats of its session's spec."""
 
 
 class TrainedBranch(NamedTuple):
@@ -137,4 +139,18 @@ def tombstone_of(head: SessionHead, turns: int, rewards: int, deleted_at: float)
         turns=turns,
         rewards=rewards,
         verdict=head.verdict.code if head.verdict else None,
+    )
+
+
+def with_terms(outcome: Outcome, spec: SessionSpec) -> Outcome:
+    """The outcome with the terms that its session has by now."""
+    return msgspec.structs.replace(outcome, **{name: getattr(spec, name) for name in TERMS})
+
+
+def late_join_of(spec: SessionSpec, now: float) -> LateJoin | None:
+    """The record of a session that was described at `now` (seconds since the epoch); None without a group."""
+    if spec.group_id is None:
+        return None
+    return LateJoin(
+        session_id=spec.session_id, created_at=now, group_id=spec.group_id, group_size=spec.group_size
     )

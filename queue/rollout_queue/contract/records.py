@@ -3,6 +3,7 @@
 SessionSpec ─┬─ Turn ─ Turn ─ Turn      the sampled tokens; turns form a tree, and each holds only the tokens
              │     └─ Turn              that it adds to its parent
              ├─ Reward, Reward          rewards add up; without any, the reward is null, which is not 0
+             ├─ LateJoin                the session got its group after its first call
              ├─ Outcome                 how the session ended
              └─ Deletion                the session was deleted
 """
@@ -169,6 +170,15 @@ class Reward(msgspec.Struct, frozen=True, tag="reward", kw_only=True, omit_defau
             raise InvalidRecord(f"reward {self.key} of session {self.session_id} is not finite")
 
 
+class LateJoin(msgspec.Struct, frozen=True, tag="late_join", kw_only=True, omit_defaults=True):
+    """A session that a call had opened got its group. Turns that it had before do not name the group."""
+
+    session_id: str
+    created_at: float
+    group_id: str
+    group_size: int | None = None
+
+
 class Outcome(msgspec.Struct, frozen=True, tag="outcome", kw_only=True, omit_defaults=True):
     """How a session ended. The record names the group, so that a session without turns is a member, too."""
 
@@ -192,7 +202,7 @@ class Deletion(msgspec.Struct, frozen=True, tag="deletion", kw_only=True, omit_d
     group_size: int | None = None
 
 
-Record = Turn | Reward | Outcome | Deletion
+Record = Turn | Reward | LateJoin | Outcome | Deletion
 
 
 class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,6 +243,8 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """None leaves it to the deployment."""
     created_at: float
     inferred: bool = False
+    implicit: bool = False
+    """A call opened it, and no client has described it yet (`StreamWriter.describe_session`)."""
 
     @property
     def shown_id(self) -> str:
@@ -240,9 +252,9 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.name or self.session_id
 
     def terms(self) -> Mapping[str, Any]:
-        """What a repeated creation must agree on: all fields but `created_at` and `inferred`."""
+        """What a repeated creation must agree on: all but how and when it was opened."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
-        del fields["created_at"], fields["inferred"]
+        del fields["created_at"], fields["inferred"], fields["implicit"]
         return fields
 
 

@@ -62,6 +62,19 @@ class StreamWriter(Protocol):
         """
         ...
 
+    async def describe_session(
+        self, spec: SessionSpec, now: float, *, counts: bool = False
+    ) -> SessionSpec | None:
+        """Give the implicit session with this id the spec `spec`, unless it was described or has ended.
+
+        Its time to live begins again at `now`, but it does not expire earlier than before. The trainer learns
+        of its group at once (`LateJoin`). With `counts`, it counts as a session for training from now on
+        (`keys.UNTRAINED`); with `spec.train` false, it no longer does. Returns the spec that is stored now;
+        None if there is no such session.
+        Raises Conflict when its group has another size or owner, or is full; UserDeleted.
+        """
+        ...
+
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
         """Create a group with all of its sessions, or nothing.
 
@@ -135,7 +148,7 @@ class StreamWriter(Protocol):
         self, outcome: Outcome, reward: Reward | None, verdict: Verdict | None
     ) -> Outcome:
         """Close the session. Store a last `reward` too, unless its key exists, and the `verdict` if one is
-        given.
+        given. The outcome gets the group and the task that the session has by then (`describe_session`).
 
         Returns the stored outcome, which may be an earlier one. Raises SessionUnknown, SessionDeleted.
         """

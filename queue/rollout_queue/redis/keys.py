@@ -1,7 +1,7 @@
 """Every Redis key that Weir uses, in one place."""
 
 STREAM = "weir:stream"
-"""Turns, rewards, outcomes and deletions, in the order in which they became durable."""
+"""Turns, rewards, late joins, outcomes and deletions, in the order in which they became durable."""
 STREAM_FIELD = b"r"
 GROUP = "trainer"
 CONSUMER = "trainer-0"
@@ -88,7 +88,8 @@ DELETED_USERS = "weir:deleted_users"
 def session(session_id: str) -> str:
     """Hash of one session: `spec`, `outcome`, `verdict`, `t:{turn}`, `r:{reward key}`, `v:{turn}`, and
     `q:{request}` once a retry of that request is among the turns; `beat`, the last heartbeat; `magnitude`,
-    the sum of its rewards' magnitudes."""
+    the sum of its rewards' magnitudes. A session that was described late (DESCRIBE) has its time to live,
+    `ttl`, what its outcome must say, `terms`, and the record of its group, `joined`."""
     return f"weir:s:{session_id}"
 
 

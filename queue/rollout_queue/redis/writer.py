@@ -13,7 +13,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, SessionClosed, StorageUnavailable, UserDeleted
-from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.head import SessionHead, with_terms
 from rollout_queue.contract.listing import ListedSession, ListPosition
 from rollout_queue.contract.progress import GroupProgress, group_progress
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
@@ -31,6 +31,8 @@ from rollout_queue.redis.heads.session_heads import SessionHeads
 from rollout_queue.redis.progress import progress_of
 from rollout_queue.redis.scripts import records as record_scripts
 from rollout_queue.redis.scripts import sessions as session_scripts
+from rollout_queue.redis.sessions.describing import Descriptions
+from rollout_queue.redis.sessions.ending import outcome_arguments
 from rollout_queue.redis.sessions.expiry import Expiry
 from rollout_queue.redis.sessions.opening import (
     group_arguments,
@@ -83,6 +85,7 @@ class RedisWriter:
         self._append_turn = redis.register_script(record_scripts.APPEND_TURN)
         self._append_reward = redis.register_script(record_scripts.APPEND_REWARD)
         self._append_outcome = redis.register_script(record_scripts.APPEND_OUTCOME)
+        self._descriptions = Descriptions(redis)
         self._expiry = Expiry(redis)
         self._heartbeat = redis.register_script(session_scripts.HEARTBEAT)
 
@@ -90,6 +93,11 @@ class RedisWriter:
         reply = await stored(self._connection.script(self._open, *open_arguments(spec)))
         with reading(spec.session_id):
             return opened(spec, reply)
+
+    async def describe_session(
+        self, spec: SessionSpec, now: float, *, counts: bool = False
+    ) -> SessionSpec | None:
+        return await self._descriptions.describe(spec, now, counts=counts)
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
         match await stored(self._open_group(*group_arguments(specs))):
@@ -230,29 +238,14 @@ class RedisWriter:
         self, outcome: Outcome, reward: Reward | None, verdict: Verdict | None
     ) -> Outcome:
         await self._retractions.settle(outcome.session_id)
-        reply = await stored(
-            self._append_outcome(
-                [
-                    keys.session(outcome.session_id),
-                    keys.STREAM,
-                    keys.DEADLINES,
-                    keys.VERDICTS,
-                    keys.DELETED,
-                    keys.SETTLED,
-                ],
-                [
-                    outcome.session_id,
-                    encode(outcome),
-                    f"r:{reward.key}" if reward else "",
-                    encode(reward) if reward else b"",
-                    msgspec.json.encode(verdict) if verdict else b"",
-                    verdict.code if verdict else "",
-                    repr(reward.value) if reward else "",
-                ],
-            )
-        )
-        if isinstance(reply, list):
-            raise refusal(outcome.session_id, reply[0])
+        while True:
+            reply = await stored(self._append_outcome(*outcome_arguments(outcome, reward, verdict)))
+            if not isinstance(reply, list):
+                break
+            if reply[0] != b"described":
+                raise refusal(outcome.session_id, reply[0])
+            with reading(outcome.session_id):
+                outcome = with_terms(outcome, decode_spec(reply[1]))
         with reading(outcome.session_id):
             return cast(Outcome, decode(reply))
 

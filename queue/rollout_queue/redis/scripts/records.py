@@ -8,16 +8,16 @@ from rollout_queue.redis.scripts.functions import SETTLE
 
 APPEND_TURN = """
 -- KEYS: session, stream, deadlines, sessions, deleted, deleted users, forgotten ids, user…, continuation…
--- ARGV: id, field, turn, expires, ttl in ms, request, seen, spec, created, deadline, number of users,
---       digest of user…
+-- ARGV: id, field, turn, expires, ttl in ms, request, seen, spec, created, deadline, finished, longest ttl in
+--       ms, number of users, digest of user…
 -- `spec` opens a session that does not exist; empty if the session must exist.
 -- `request` names a field that exists once a retry of the turn's request was recorded. `seen` is how many
 -- fields the session had when the turn's relation to other attempts was computed; empty if it was not
 -- computed. After `deadline`, in ms by Redis' clock, nothing is stored, because the client may have been told
--- that the call failed.
+-- that the call failed. If the session got another time to live after the call began, that one counts.
 -- Returns how many fields the session had before and has now; or a word that says why nothing was appended.
-local known = redis.call('HMGET', KEYS[1], ARGV[2], 'spec', 'outcome', ARGV[6])
-local stored, spec, outcome, retried = unpack(known)
+local known = redis.call('HMGET', KEYS[1], ARGV[2], 'spec', 'outcome', ARGV[6], 'ttl', 'beat')
+local stored, spec, outcome, retried, ttl, beat = unpack(known)
 local before = redis.call('HLEN', KEYS[1])
 if stored then return {before, before} end
 if not spec then
@@ -28,9 +28,17 @@ end
 if outcome then return 'closed' end
 local time = redis.call('TIME')
 if time[1] * 1000 + time[2] / 1000 > tonumber(ARGV[10]) then return 'late' end
-local users = tonumber(ARGV[11])
+local users = tonumber(ARGV[13])
 for user = 1, users do
-    if redis.call('SISMEMBER', KEYS[6], ARGV[11 + user]) == 1 then return 'user deleted' end
+    if redis.call('SISMEMBER', KEYS[6], ARGV[13 + user]) == 1 then return 'user deleted' end
+end
+local expires, ttl_ms = ARGV[4], ARGV[5]
+if ttl then
+    local finished = tonumber(ARGV[11])
+    local expiry = math.max(finished, tonumber(beat)) + ttl
+    expires = string.format('%.17g', expiry)
+    local lives_ms = math.floor((expiry - finished) * 1000)
+    ttl_ms = string.format('%.0f', math.max(1, math.min(lives_ms, tonumber(ARGV[12]))))
 end
 local looked = ARGV[7] ~= ''
 if looked and before ~= tonumber(ARGV[7]) then return 'retried' end
@@ -42,9 +50,9 @@ if not spec then
 end
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
 if looked then redis.call('HSET', KEYS[1], ARGV[6], '') end
-redis.call('ZADD', KEYS[3], ARGV[4], ARGV[1])
+redis.call('ZADD', KEYS[3], expires, ARGV[1])
 for user = 1, users do redis.call('SADD', KEYS[7 + user], ARGV[1]) end
-for continuation = 8 + users, #KEYS do redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ARGV[5]) end
+for continuation = 8 + users, #KEYS do redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ttl_ms) end
 return {before, redis.call('HLEN', KEYS[1])}
 """
 
@@ -110,11 +118,13 @@ APPEND_OUTCOME = (
     + WITHIN
     + """
 -- KEYS: session, stream, deadlines, verdicts, deleted, settled
--- ARGV: id, outcome, reward field, reward, verdict, verdict code, value of the reward
--- Returns the stored outcome; or, in a list, a word that says why there is none.
-local stored, spec = unpack(redis.call('HMGET', KEYS[1], 'outcome', 'spec'))
+-- ARGV: id, outcome, reward field, reward, verdict, verdict code, value of the reward, terms of the outcome
+-- Returns the stored outcome; or, in a list, a word that says why there is none. If the word is 'described',
+-- the session was described after the caller had read it; its spec comes then, too.
+local stored, spec, terms = unpack(redis.call('HMGET', KEYS[1], 'outcome', 'spec', 'terms'))
 if not spec then return {redis.call('HEXISTS', KEYS[5], ARGV[1]) == 1 and 'deleted' or 'unknown'} end
 if stored then return stored end
+if terms and terms ~= ARGV[8] then return {'described', spec} end
 if ARGV[3] ~= '' and redis.call('HEXISTS', KEYS[1], ARGV[3]) == 0 then
     local sum = within(KEYS[1], ARGV[7])
     if not sum then return {'too large'} end

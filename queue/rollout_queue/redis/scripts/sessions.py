@@ -2,7 +2,24 @@
 
 from rollout_queue.redis.scripts.functions import SETTLE
 
-OPEN = """
+JOIN_GROUP = """
+local function join_group(group, members, forgotten, id, now, owner, size, name)
+    -- Adds the session to the group. Returns why it cannot, or nothing.
+    local known, first = unpack(redis.call('HMGET', group, 'size', 'owner'))
+    if not first and redis.call('ZSCORE', forgotten, 'g:' .. name) then return {'group forgotten'} end
+    if first and first ~= owner then return {'owner'} end
+    if not known or known == '' then known = size end
+    if size ~= '' and known ~= size then return {'size', known} end
+    if known ~= '' and redis.call('SCARD', members) >= tonumber(known) then return {'full', known} end
+    redis.call('HSET', group, 'size', known, 'owner', owner)
+    redis.call('HSETNX', group, 'opened_at', now)
+    redis.call('SADD', members, id)
+end
+"""
+
+OPEN = (
+    JOIN_GROUP
+    + """
 -- KEYS: session, sessions, deadlines, deleted, deleted users, user, forgotten ids [, group, members]
 -- ARGV: id, spec, created, expires, owner, size, digest of the user, group
 local spec = redis.call('HGET', KEYS[1], 'spec')
@@ -11,23 +28,50 @@ if redis.call('HEXISTS', KEYS[4], ARGV[1]) == 1 then return {'deleted'} end
 local user = ARGV[7] ~= ''
 if user and redis.call('SISMEMBER', KEYS[5], ARGV[7]) == 1 then return {'user deleted'} end
 if redis.call('ZSCORE', KEYS[7], 's:' .. ARGV[1]) then return {'forgotten'} end
-if KEYS[8] then
-    local size, owner = unpack(redis.call('HMGET', KEYS[8], 'size', 'owner'))
-    if not owner and redis.call('ZSCORE', KEYS[7], 'g:' .. ARGV[8]) then return {'group forgotten'} end
-    if owner and owner ~= ARGV[5] then return {'owner'} end
-    if not size or size == '' then size = ARGV[6] end
-    if ARGV[6] ~= '' and size ~= ARGV[6] then return {'size', size} end
-    if size ~= '' and redis.call('SCARD', KEYS[9]) >= tonumber(size) then return {'full', size} end
-    redis.call('HSET', KEYS[8], 'size', size, 'owner', ARGV[5])
-    redis.call('HSETNX', KEYS[8], 'opened_at', ARGV[3])
-    redis.call('SADD', KEYS[9], ARGV[1])
-end
+local refusal = KEYS[8]
+    and join_group(KEYS[8], KEYS[9], KEYS[7], ARGV[1], ARGV[3], ARGV[5], ARGV[6], ARGV[8])
+if refusal then return refusal end
 redis.call('HSET', KEYS[1], 'spec', ARGV[2])
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
 redis.call('ZADD', KEYS[3], ARGV[4], ARGV[1])
 if user then redis.call('SADD', KEYS[6], ARGV[1]) end
 return {'created'}
 """
+)
+
+DESCRIBE = (
+    JOIN_GROUP
+    + """
+-- KEYS: session, stream, deadlines, deleted users, user, forgotten ids, untrained [, group, members]
+-- ARGV: id, seen, spec, now, time to live, owner, size, digest of the user, group, terms, late join,
+--       count: 1, -1 or 0
+-- `seen` is the stored spec that the caller has read. The new fields of the session tell that it has changed:
+-- by their number, to gateways that hold its head; by `ttl` and `terms`, to calls and ends under way.
+local id, now, ttl = ARGV[1], tonumber(ARGV[4]), tonumber(ARGV[5])
+local spec, outcome, verdict = unpack(redis.call('HMGET', KEYS[1], 'spec', 'outcome', 'verdict'))
+if spec ~= ARGV[2] then return {'changed'} end
+local deadline = tonumber(redis.call('ZSCORE', KEYS[3], id) or '')
+if outcome or verdict or not deadline or deadline <= now then return {'ended'} end
+local user = ARGV[8] ~= ''
+if user and redis.call('SISMEMBER', KEYS[4], ARGV[8]) == 1 then return {'user deleted'} end
+local refusal = KEYS[8]
+    and join_group(KEYS[8], KEYS[9], KEYS[6], id, ARGV[4], ARGV[6], ARGV[7], ARGV[9])
+if refusal then return refusal end
+-- Calls in flight rely on the deadline, so it does not become earlier, even if the time to live is shorter.
+local beat = math.max(now, deadline - ttl)
+redis.call('HSET', KEYS[1], 'spec', ARGV[3], 'beat', string.format('%.17g', beat), 'ttl', ARGV[5],
+    'terms', ARGV[10])
+redis.call('ZADD', KEYS[3], string.format('%.17g', beat + ttl), id)
+if user then redis.call('SADD', KEYS[5], id) end
+if ARGV[11] ~= '' then
+    redis.call('XADD', KEYS[2], '*', 'r', ARGV[11])
+    redis.call('HSET', KEYS[1], 'joined', ARGV[11])
+end
+if ARGV[12] == '1' then redis.call('ZADD', KEYS[7], 'NX', ARGV[4], id) end
+if ARGV[12] == '-1' then redis.call('ZREM', KEYS[7], id) end
+return {'described'}
+"""
+)
 
 OPEN_GROUP = """
 -- KEYS: group, members, sessions, deadlines, deleted users, user, forgotten ids, session…
@@ -51,9 +95,11 @@ return 'created'
 EXPIRE = (
     SETTLE
     + """
--- KEYS: session, stream, deadlines, verdicts, settled   ARGV: id, outcome, verdict, now
+-- KEYS: session, stream, deadlines, verdicts, settled   ARGV: id, outcome, verdict, now, terms of the outcome
 local deadline = redis.call('ZSCORE', KEYS[3], ARGV[1])
 if not deadline or tonumber(deadline) > tonumber(ARGV[4]) then return 0 end
+local terms = redis.call('HGET', KEYS[1], 'terms')
+if terms and terms ~= ARGV[5] then return 0 end -- it was described meanwhile: the next poll reads it again
 redis.call('ZREM', KEYS[3], ARGV[1])
 if redis.call('HEXISTS', KEYS[1], 'verdict') == 1 then return 0 end
 if redis.call('HEXISTS', KEYS[1], 'outcome') == 1 then

@@ -11,6 +11,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.heads.reading import UNREADABLE
 from rollout_queue.redis.scripts import sessions as session_scripts
+from rollout_queue.redis.sessions.ending import terms_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Expiry:
             await stored(
                 self._expire(
                     [keys.session(session_id), keys.STREAM, keys.DEADLINES, keys.VERDICTS, keys.SETTLED],
-                    [session_id, encode(outcome), msgspec.json.encode(verdict), now],
+                    [session_id, encode(outcome), msgspec.json.encode(verdict), now, terms_of(outcome)],
                 )
             )
         )

@@ -44,20 +44,27 @@ def opened(spec: SessionSpec, reply: list[bytes]) -> tuple[SessionSpec, bool]:
             return spec, True
         case b"exists":
             return decode_spec(reply[1]), False
-        case b"deleted":
-            raise SessionDeleted(spec.session_id)
-        case b"user deleted":
-            raise UserDeleted
-        case b"forgotten":
-            raise SessionForgotten(spec.session_id)
-        case b"group forgotten":
-            raise group_forgotten(spec)
-        case b"size":
-            raise Conflict(f"group {spec.group_id} has size {reply[1].decode()}")
-        case b"full":
-            raise Conflict(f"group {spec.group_id} has its {reply[1].decode()} sessions already")
         case _:
-            raise Conflict(f"group {spec.group_id} belongs to another client key")
+            raise opening_refusal(spec, reply)
+
+
+def opening_refusal(spec: SessionSpec, reply: list[bytes]) -> Conflict | Deleted:
+    """The error for the reply of a script that did not store the spec."""
+    match reply[0]:
+        case b"deleted":
+            return SessionDeleted(spec.session_id)
+        case b"user deleted":
+            return UserDeleted()
+        case b"forgotten":
+            return SessionForgotten(spec.session_id)
+        case b"group forgotten":
+            return group_forgotten(spec)
+        case b"size":
+            return Conflict(f"group {spec.group_id} has size {reply[1].decode()}")
+        case b"full":
+            return Conflict(f"group {spec.group_id} has its {reply[1].decode()} sessions already")
+        case _:
+            return Conflict(f"group {spec.group_id} belongs to another client key")
 
 
 def group_arguments(specs: Sequence[SessionSpec]) -> tuple[list[str], list[Argument]]:

@@ -39,6 +39,8 @@ def append_arguments(
         "" if opening is None else encode(opening),
         "" if opening is None else repr(opening.created_at),
         str(deadline_ms),
+        repr(turn.finished_at),
+        str(int(CONTINUATION_TTL_S * 1000)),
         str(len(users)),
         *map(user_digest, users),
     ]

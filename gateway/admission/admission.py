@@ -148,6 +148,10 @@ class Admission:
         if not result.allowed and shut is not None:
             self._refuse(shut)
 
+    def counts_for_training(self, spec: SessionSpec) -> bool:
+        """Whether the session counts in the staleness budget, once a client has opened or described it."""
+        return self._budget(spec) is not None
+
     def _applicable(self, specs: Sequence[SessionSpec], budget: StalenessBudget | None) -> list[Quota]:
         """The quotas that apply to the sessions: of open sessions, and of sessions still to be trained."""
         quotas, number = [], len(specs)

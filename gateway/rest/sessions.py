@@ -74,12 +74,19 @@ class GroupBody(SessionBody):
 
 @router.post("/sessions", status_code=201, responses={200: {"model": NewSession}, 201: {"model": NewSession}})
 async def create_session(body: SessionBody, request: Request) -> Response:
-    """Open a session. A repeated request with the same id and body gets the same session and key."""
+    """Open a session, or describe one that a call has opened (200).
+
+    A repeated request with the same id and body gets the same session and key.
+    """
     gateway, caller = client_of(request)
     if body.group_size is not None and body.group_id is None:
         raise InvalidRequest("group_size needs a group_id", param="group_size")
     spec, created = await gateway.sessions.open(_spec_of(body, gateway, caller), caller)
-    return JSONResponse(_new_session(gateway, spec, request), 201 if created else 200)
+    known = None if created else await gateway.writer.load_for_call(spec.session_id)
+    ticket = _new_session(gateway, spec, request)
+    if known is not None:
+        ticket["expires_at"] = known.expires_at
+    return JSONResponse(ticket, 201 if created else 200)
 
 
 @router.post("/groups", status_code=201, responses={201: {"model": NewGroup}})

@@ -158,7 +158,7 @@ class SessionResolver:
         If open sessions are limited, it is stored at once. Otherwise `open` or its first turn stores it, so
         that a refused call leaves no session behind.
         """
-        spec = self._sessions.new_spec(caller, inferred=True)
+        spec = self._sessions.new_spec(caller, inferred=True, implicit=True)
         if self._admission.counts_sessions:
             await self._sessions.open(spec, caller)
             return SessionHead(spec=spec)
@@ -169,8 +169,12 @@ class SessionResolver:
         """Open a session under the id that the call names. A session key cannot open one."""
         if caller.session_id is not None:
             raise await self._sessions.missing(session_id, caller)
-        spec, _ = await self._sessions.open(self._sessions.new_spec(caller, session_id), caller)
-        return SessionHead(spec=spec)
+        asked = self._sessions.new_spec(caller, session_id, implicit=True)
+        spec, created = await self._sessions.open(asked, caller)
+        if created:
+            return SessionHead(spec=spec)
+        # Another call or client has just opened it.
+        return await self._writer.load_for_call(spec.session_id) or SessionHead(spec=spec)
 
 
 def _names(clues: SessionClues) -> list[str]:

@@ -10,6 +10,7 @@ import msgspec
 from gateway.admission.admission import Admission
 from gateway.errors import ObjectNotFound, StateConflict
 from gateway.sessions.identity import Caller, Identities, names
+from gateway.sessions.late_join import described, fixed_fields
 from gateway.sessions.verdicts import session_verdict, waits_for_group
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.codec import decode_spec
@@ -40,6 +41,7 @@ class SessionService:
         admission: Admission,
         identities: Identities,
     ) -> None:
+        self._model_name = settings.model_name
         self._ttl_s = settings.session_ttl_s
         self._train_side_calls = settings.train_side_calls
         self._reasoning_effort = settings.reasoning_effort
@@ -54,11 +56,17 @@ class SessionService:
     # Opening
 
     def new_spec(
-        self, caller: Caller, session_id: str | None = None, *, inferred: bool = False
+        self,
+        caller: Caller,
+        session_id: str | None = None,
+        *,
+        inferred: bool = False,
+        implicit: bool = False,
     ) -> SessionSpec:
         """A new session of the caller with this deployment's defaults, not stored yet.
 
-        Without `session_id` it gets a new id. `inferred` means that a call which named no session needs it.
+        Without `session_id` it gets a new id. `inferred` means that a call which named no session needs it,
+        and `implicit` that a call opens it, so that a client may still describe it.
         """
         return SessionSpec(
             session_id=session_id or f"s-{new_id()}",
@@ -69,17 +77,22 @@ class SessionService:
             reasoning_effort=self._reasoning_effort,
             created_at=time.time(),
             inferred=inferred,
+            implicit=implicit,
         )
 
     async def open(self, spec: SessionSpec, caller: Caller) -> tuple[SessionSpec, bool]:
-        """Store a session, or find the one with the same id and terms. The flag says whether it is new.
+        """Store a session, or find the one with the same id. The flag says whether it is new.
 
+        If a call has opened the session, and nobody has described it yet, `spec` is its description. A call's
+        own spec is no description: the call takes the session as it is.
         Raises StateConflict if the session has other terms or was forgotten, or if its group is full; also
         LimitReached and Deleted.
         """
         await self._admission.check_session([spec])
         try:
             stored, created = await self._writer.open_session(spec)
+            if not created and not spec.implicit:
+                stored = await self._described(stored, spec)
         except SessionDeleted:
             tombstone = await self._writer.tombstone(spec.session_id)
             if tombstone is None or caller.owns(tombstone) or not self._may_scope(spec):
@@ -91,9 +104,29 @@ class SessionService:
             raise StateConflict(str(error), param="group_id") from error
         if not created and not caller.owns(stored) and self._may_scope(spec):
             return await self.open(self._scoped(spec), caller)
-        if not created and not (caller.owns(stored) and stored.terms() == spec.terms()):
+        same = spec.implicit or stored.terms() == spec.terms()
+        if not created and not (caller.owns(stored) and same):
             raise StateConflict(f"session {spec.shown_id} exists with another body", param="session_id")
         return stored, created
+
+    async def _described(self, known: SessionSpec, asked: SessionSpec) -> SessionSpec:
+        """The stored session, after `asked` has described it if it may.
+
+        Raises StateConflict for a field that cannot be changed any more, Conflict and Deleted.
+        """
+        if not known.implicit or known.owner != asked.owner:
+            return known
+        if fixed := fixed_fields(known, asked, self._model_name):
+            raise StateConflict(
+                f"session {asked.shown_id} was opened by a call: its {' and '.join(fixed)} can no longer be"
+                " changed, because calls are sampled with the former value",
+                param=fixed[0],
+            )
+        counts = self._admission.counts_for_training(asked)
+        stored = await self._writer.describe_session(described(known, asked), time.time(), counts=counts)
+        if stored is None:  # deleted meanwhile
+            raise SessionDeleted(asked.session_id)
+        return stored
 
     def _scoped(self, spec: SessionSpec) -> SessionSpec:
         """The session under an id that belongs to its owner, because another key's session has its id."""

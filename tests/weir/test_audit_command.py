@@ -15,7 +15,7 @@ from redis.asyncio import Redis as AsyncRedis
 from typer.testing import CliRunner
 
 from rollout_queue.contract.codec import SCHEMA, encode
-from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
+from rollout_queue.contract.records import LateJoin, Outcome, Reward, SessionSpec, Span, Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.tombstone import Tombstone, encode_tombstone
@@ -255,6 +255,19 @@ def test_what_was_set_aside_is_told_and_not_lost(sources: Sources, redis: Redis)
     assert report.findings == ()
     assert (report.totals.fates["set aside"].turns, report.totals.dead_letters) == (1, 1)
     assert "1 records could not be decoded and are in the dead letters" in report.notes
+
+
+def test_a_late_join_is_known_and_awaited_by_nobody(sources: Sources, redis: Redis) -> None:
+    put(redis, "s1")
+    joined = encode(LateJoin(session_id="s1", created_at=102.0, group_id="g", group_size=2))
+    redis.hset(keys.session("s1"), "joined", joined)
+    entry_id: Any = redis.xadd(keys.STREAM, {keys.STREAM_FIELD: joined})
+    assert audit(sources).findings == ()
+    redis.xdel(keys.STREAM, entry_id)
+    assert audit(sources).findings == ()
+    redis.hdel(keys.session("s1"), "joined")
+    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: joined})
+    assert [finding.rule for finding in audit(sources).findings] == ["unknown_entry"]
 
 
 def test_a_record_of_a_newer_build_stops_no_audit(sources: Sources, redis: Redis) -> None:

@@ -43,8 +43,8 @@ class SessionFact(msgspec.Struct, frozen=True, kw_only=True):
     ends: frozenset[str]
     """The fields of the session's outcome and of those rewards that the trainer gets."""
     unheard: frozenset[str]
-    """The fields that the trainer does not get: late rewards, and fields whose entry is in the dead
-    letters."""
+    """The fields that the trainer does not get, or can do without: late rewards, late joins, and fields whose
+    entry is in the dead letters."""
     verdict: Verdict | None
     unreadable: Mapping[str, bytes]
     """Fields that this build cannot decode, with the digest of their bytes."""

@@ -29,7 +29,7 @@ def session_fact(
     records, unreadable, set_aside = _records(fields, dead_letters)
     group_id, train = _terms(fields[b"spec"], records.get("outcome"))
     ends = {name for name, record in records.items() if not isinstance(record, Turn)}
-    unheard = {name for name in ends if name in set_aside or _late(records[name])}
+    unheard = {name for name in ends if name in set_aside or not _awaited(records[name])}
     return SessionFact(
         session_id=session_id,
         group_id=group_id,
@@ -80,8 +80,9 @@ def _turns(
         )
 
 
-def _late(record: Record) -> bool:
-    return isinstance(record, Reward) and record.late
+def _awaited(record: Record) -> bool:
+    """Whether a session would wait for ever without the record. The outcome says a late join's group."""
+    return not (isinstance(record, LateJoin) or (isinstance(record, Reward) and record.late))
 
 
 def field_of(record: Record) -> str:

@@ -1,6 +1,7 @@
 """Keeps sessions open while calls are in flight: a call is a sign of life, however long its answer takes."""
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -68,12 +69,9 @@ class CallsInFlight:
                 await self._put_off(session_id, session)
 
     async def _put_off(self, session_id: str, session: SessionInFlight) -> None:
-        now = time.time()
-        try:
-            await self._writer.heartbeat(session_id, now, 2 * MARGIN_S)
-        except SessionClosed:
-            return  # it was finished meanwhile, or its first turn will open it
-        session.expires_at = now + max(session.ttl_s, 2 * MARGIN_S)
+        # The session may have got another time to live since the call began, so Redis says when it expires.
+        with suppress(SessionClosed):  # it was finished meanwhile, or its first turn will open it
+            session.expires_at = await self._writer.heartbeat(session_id, time.time(), 2 * MARGIN_S)
 
 
 class KeptOpen:

@@ -1,12 +1,18 @@
 """A call may come before the POST /sessions that describes its session."""
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
+from gateway.sessions.in_flight import CallsInFlight
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.records import SessionSpec
+from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.gated_engine import asked, let_on
@@ -150,6 +156,18 @@ def test_what_a_call_was_sampled_with_is_not_changed(gateway: RunningGateway, fi
     assert gateway.get("/sessions/run-1").json()["group_id"] is None
     assert gateway.get("/sessions?group_id=g").json()["data"] == []
     assert gateway.post("/sessions", BODY).status_code == 200
+
+
+async def test_a_long_call_keeps_a_session_open_whose_time_to_live_became_shorter() -> None:
+    stream, now = MemoryStream(), time.time()
+    opened = SessionSpec(session_id="run-1", created_at=now - 3590.0, implicit=True)
+    await stream.open_session(opened)
+    calls = CallsInFlight(stream)
+    session = await calls.enter(SessionHead(spec=opened))
+    await stream.describe_session(msgspec.structs.replace(opened, ttl_s=60.0, implicit=False), now)
+    await calls.put_off_expiry()
+    assert session.expires_at == stream.deadlines["run-1"] < now + 3600.0
+    assert session.due
 
 
 def test_every_field_that_cannot_be_changed_is_named(gateway: RunningGateway) -> None:

@@ -21,6 +21,8 @@ from environments.errors import GatewayFault
 logger = logging.getLogger(__name__)
 
 BUSY = (429, 503)
+TOLD_AFTER = 3
+"""After so many refusals of a request a warning says that the run waits."""
 REQUEST_S = 60.0
 CONNECTIONS = 256
 """How many requests are in flight at once; the others wait."""
@@ -107,7 +109,8 @@ class SessionClient:
             pause_s = max(wished_s, pause_after(attempt))
             if time.monotonic() + pause_s > deadline:
                 raise GatewayFault(f"the gateway at {self._url} did not serve {method} {path}: {why}")
-            logger.info("%s %s again in %.1f s: %s", method, path, pause_s, why)
+            level = logging.WARNING if attempt == TOLD_AFTER else logging.INFO
+            logger.log(level, "the gateway at %s is waited for: %s", self._url, why)
             # until the gateway may serve it again
             await asyncio.sleep(pause_s)
         raise AssertionError

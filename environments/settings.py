@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
 Mode = Literal["train", "eval"]
+OF_LOOPS = ("messages", "model", "n", "stream", "stream_options", "tool_choice", "tools")
+"""Parameters of chat completions that belong to the agent loop."""
 
 
 class RunSettings(BaseModel):
@@ -71,3 +73,18 @@ class RunSettings(BaseModel):
     @property
     def name(self) -> str:
         return self.environment.partition(":")[2]
+
+    @field_validator("sampling")
+    @classmethod
+    def _leaves_calls_to_the_loop(cls, sampling: dict[str, Any]) -> dict[str, Any]:
+        if taken := [name for name in OF_LOOPS if name in sampling]:
+            raise ValueError(f"{', '.join(taken)} cannot be set here: the agent loop sets it")
+        return sampling
+
+    @field_validator("environment")
+    @classmethod
+    def _names_a_library(cls, environment: str) -> str:
+        library, _, name = environment.partition(":")
+        if not (library and name):
+            raise ValueError(f"{environment!r} is not LIBRARY:NAME, such as reasoning_gym:chain_sum")
+        return environment

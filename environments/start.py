@@ -85,10 +85,13 @@ async def _run(
     journal: Journal,
     loop: str | None,
 ) -> Run:
+    if settings.opponent and source.description.players == 1:
+        raise UnknownEnvironment(f"{settings.environment} has one player, so it has no opponent")
     entries = entries_of(place.run_dir)
     model = settings.model or await gateway.model_name()
     plan = SeatPlan(run_id, settings, model, source.description.players)
-    size = settings.tasks or (source.description.task_count or 0)
+    known = source.description.task_count or 0
+    size = min(settings.tasks, known) if settings.tasks and known else settings.tasks or known
     order = TaskOrder(source, settings.seed, size, settings.skip_after, once=settings.mode == "eval")
     player = EpisodePlayer(
         gateway,

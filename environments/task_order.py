@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from environments.environment import EnvironmentSource
+from environments.errors import RunStopped
 from environments.task import Task
 
 AHEAD = 64
@@ -36,10 +37,12 @@ class TaskOrder:
 
     async def next(self) -> tuple[int, Task] | None:
         """The next visit and its task; None after the last one. Endless where every task is left out but
-        tried again in turn."""
+        tried again in turn. Raises RunStopped if there are fewer tasks than `size`."""
         while not (self.once and self.size and self.visit >= self.size):
             visit, self.visit = self.visit, self.visit + 1
             task = await self._task(self._number(visit))
+            if task is None and self.size and not self.once:
+                raise RunStopped(f"the environment has fewer than {self.size} tasks")
             if task is None:
                 return None
             if not self._leaves_out(task.id):

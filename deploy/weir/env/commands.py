@@ -4,6 +4,8 @@ import asyncio
 import json
 import logging
 import os
+import re
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -141,9 +143,10 @@ def _play(
     from environments.start import RunPlace, play_run, read_run
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    run_dir = (
-        run_dir or RUNS_DIR / f"{settings.environment.replace(':', '-').replace('/', '-')}-{settings.mode}"
-    )
+    if run_dir is None and resume:
+        raise StackError("--resume needs --run-dir, the directory of the run that goes on")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", settings.environment)
+    run_dir = run_dir or RUNS_DIR / f"{name}-{settings.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     url = gateway or os.environ.get("WEIR_GATEWAY_URL") or "http://127.0.0.1:8000"
     key = os.environ.get("WEIR_CLIENT_KEYS", "").partition(",")[0] or None
     try:

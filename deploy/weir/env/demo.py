@@ -23,7 +23,9 @@ ENVIRONMENT = "reasoning_gym:chain_sum"
 OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 QUESTIONS = 1024
 """Enough tasks to see nearly every sum of two digits."""
-TARGET = 0.8
+TARGET = 0.85
+JUDGED = 0.5
+"""At least this is the reward in the evaluation after the training."""
 MOST_S = 300.0
 EVAL_SEED = 1_000
 """The tasks of the evaluations are not those of the training."""
@@ -31,7 +33,7 @@ Say = Callable[[str], None]
 
 
 def run(settings: StackSettings, seed: int, say: Say) -> bool:
-    """Run the demo. Returns whether the reward reached 0.8 and the evaluation agrees that it rose."""
+    """Run the demo. Returns whether the evaluations show that the model has learned."""
     refuse_in_use(settings.run_dir)
     place = RunPlace(settings.run_dir, f"http://127.0.0.1:{settings.gateway_port}", None)
     given = RunSettings(environment=ENVIRONMENT, options=OPTIONS, seed=seed, sampling={"max_tokens": 8})
@@ -46,8 +48,8 @@ def run(settings: StackSettings, seed: int, say: Say) -> bool:
         stack.wait_ready(on_wait=say)
         before, trained, after = asyncio.run(_play(given, place, say))
     _tell(before, trained, after, say)
-    learned = bool(trained["reward_end"] >= TARGET)
-    return learned and bool(after["reward"]["low"] > before["reward"]["high"])
+    risen = after["reward"]["low"] > before["reward"]["high"]
+    return bool(risen and after["reward"]["mean"] >= JUDGED)
 
 
 async def _questions(given: RunSettings, place: RunPlace) -> list[Question]:

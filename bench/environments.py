@@ -1,0 +1,77 @@
+"""What one runner of environments costs with 10 and with 1,000 episodes at once: CPU a step, memory an
+episode.
+
+python -m bench.environments [--episodes N] [--concurrency N …]
+
+runner (with one host) ──▶ gateway ──▶ engine (bench.engine), which paces its answers so that episodes overlap
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from bench.gateway import running_rig
+from bench.processes import module
+from bench.toy_environment import STEPS
+from tests.support.tiny_model import make_tiny_model
+
+PACE_MS = 100.0
+"""Between two events of an answer. An episode of eight answers then takes some seconds."""
+GROUP = 8
+
+
+def measured(port: int, folder: Path, concurrency: int, episodes: int) -> dict[str, float]:
+    """One run: CPU of the runner and its host, the runner's peak memory, and the episodes that did not
+    complete."""
+    command = module("weir", "env", "run", "python:bench.toy_environment:Toy", "--episodes", episodes)
+    command += ["--concurrency", str(concurrency), "--group-size", str(GROUP), "--run-dir", str(folder)]
+    command += ["--gateway", f"http://127.0.0.1:{port}", "-s", "max_tokens=8", "--set", "step_s=120"]
+    environment = os.environ | {"WEIR_CLIENT_KEYS": "bench-client"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as runner:
+        _, status, used = os.wait4(runner.pid, 0)
+        runner.returncode = os.waitstatus_to_exitcode(status)
+    if runner.returncode:
+        raise SystemExit(f"the runner ended with {runner.returncode}")
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return {
+        "concurrency": concurrency,
+        "steps": summary["turns"],
+        "cpu_s": used.ru_utime + used.ru_stime,
+        "peak_mib": used.ru_maxrss / 1024,
+        "not_completed": summary["episodes"] - summary["by_status"].get("completed", 0),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.environments", description=__doc__)
+    parser.add_argument("--episodes", type=int, default=2000)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[10, 1000])
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_tiny_model(folder / "model")
+        with running_rig(model, folder, PACE_MS) as rig:
+            port = rig.gateways[0][0]
+            start = measured(port, folder / "start", 8, GROUP)
+            rows = [
+                measured(port, folder / f"at-{each}", each, min(given.episodes, 16 * each))
+                for each in given.concurrency
+            ]
+    print(f"{'at once':>8} {'steps':>8} {'CPU ms a step':>14} {'peak MiB':>9} {'not completed':>14}")
+    for row in rows:
+        per_step = 1000 * (row["cpu_s"] - start["cpu_s"]) / (row["steps"] - start["steps"])
+        print(
+            f"{row['concurrency']:8} {row['steps']:8} {per_step:14.2f} {row['peak_mib']:9.0f} "
+            f"{row['not_completed']:14}"
+        )
+    more = rows[-1]["concurrency"] - rows[0]["concurrency"]
+    if more:
+        print(f"memory an episode: {1024 * (rows[-1]['peak_mib'] - rows[0]['peak_mib']) / more:.0f} KiB")
+    print(f"steps an episode: {STEPS}")
+
+
+if __name__ == "__main__":
+    main()

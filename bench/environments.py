@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 from bench.gateway import running_rig
@@ -30,8 +31,13 @@ def measured(port: int, folder: Path, concurrency: int, episodes: int) -> dict[s
     command += ["--concurrency", str(concurrency), "--group-size", str(GROUP), "--run-dir", str(folder)]
     command += ["--gateway", f"http://127.0.0.1:{port}", "-s", "max_tokens=8", "--set", "step_s=120"]
     environment = os.environ | {"WEIR_CLIENT_KEYS": "bench-client"}
+    peak_mib = 0.0
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as runner:
-        _, status, used = os.wait4(runner.pid, 0)
+        done = 0
+        while not done:
+            time.sleep(0.1)
+            done, status, used = os.wait4(runner.pid, os.WNOHANG)
+            peak_mib = max(peak_mib, 0.0 if done else resident_mib(runner.pid))
         runner.returncode = os.waitstatus_to_exitcode(status)
     if runner.returncode:
         raise SystemExit(f"the runner ended with {runner.returncode}")
@@ -40,9 +46,15 @@ def measured(port: int, folder: Path, concurrency: int, episodes: int) -> dict[s
         "concurrency": concurrency,
         "steps": summary["turns"],
         "cpu_s": used.ru_utime + used.ru_stime,
-        "peak_mib": used.ru_maxrss / 1024,
+        "peak_mib": peak_mib,
         "not_completed": summary["episodes"] - summary["by_status"].get("completed", 0),
     }
+
+
+def resident_mib(pid: int) -> float:
+    """The peak of the resident memory of a process. (What wait4 tells includes the time before exec.)"""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), 0.0)
 
 
 def main() -> None:

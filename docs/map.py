@@ -8,7 +8,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("gateway", "rollout_server", "trainer_service", "queue/rollout_queue", "deploy/weir")
+PACKAGES = (
+    "gateway",
+    "rollout_server",
+    "trainer_service",
+    "reward_service",
+    "queue/rollout_queue",
+    "deploy/weir",
+)
 
 
 def first_line(path: Path) -> str:

@@ -18,7 +18,7 @@ from weir.env.commands import app as env_commands
 from weir.errors import StackError
 from weir.stack import down as stopping
 from weir.stack import state, supervisor
-from weir.stack.settings import StackSettings, service_field
+from weir.stack.settings import PYTHON, StackSettings, service_field
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 app.add_typer(env_commands, name="env")
@@ -113,6 +113,15 @@ def demo(
     from weir.demo.settings import on_own_ports
 
     raise typer.Exit(run(on_own_ports(_settings(config, run_dir=run_dir or DEMO_RUN_DIR)), seed))
+
+
+@app.command()
+def rewards(config: Config = None, run_dir: RunDir = None) -> None:
+    """Run the reward service in this terminal: it rewards sessions of the gateway of `up`."""
+    settings = _settings(config, run_dir=run_dir)
+    if service_field("rewards", "gateway_url") is None:
+        os.environ["WEIR_GATEWAY_URL"] = f"http://127.0.0.1:{settings.gateway_port}"
+    os.execv(PYTHON, [PYTHON, "-m", "reward_service"])  # noqa: S606 - our own command
 
 
 @app.command("audit")

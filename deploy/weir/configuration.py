@@ -17,10 +17,11 @@ CREDENTIALS = re.compile(r"://[^/@\s]*@")
 def service_settings() -> list[type[ServiceSettings]]:
     """The settings of every service. Imported here, because most commands do not need them."""
     from gateway.settings import GatewaySettings
+    from reward_service.settings import RewardSettings
     from rollout_server.settings import RolloutServerSettings
     from trainer_service.settings import TrainerSettings
 
-    return [GatewaySettings, RolloutServerSettings, TrainerSettings, StackSettings]
+    return [GatewaySettings, RolloutServerSettings, TrainerSettings, RewardSettings, StackSettings]
 
 
 def effective_configuration() -> str:
@@ -47,14 +48,17 @@ def _section(kind: type[ServiceSettings]) -> dict[str, Any]:
 
 def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
     """The values with keys and passwords masked, at any depth."""
-    return {
-        name: _without_secrets(value)
-        if isinstance(value, dict)
-        else _masked(value)
-        if name in MASKED_FIELDS
-        else _without_password(value)
-        for name, value in values.items()
-    }
+    return {name: _shown(name, value) for name, value in values.items()}
+
+
+def _shown(name: str, value: Any) -> Any:
+    if name in MASKED_FIELDS:
+        return _masked(value)
+    if isinstance(value, dict):
+        return _without_secrets(value)
+    if isinstance(value, list):
+        return [_shown("", each) for each in value]
+    return _without_password(value)
 
 
 def _masked(keys: list[str] | str | None) -> list[str] | str | None:

@@ -9,7 +9,14 @@ from pathlib import Path
 from gateway.settings import GatewaySettings, LimitSettings, SamplingSettings, WarningSettings
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("gateway", "rollout_server", "trainer_service", "queue/rollout_queue", "deploy/weir")
+ROOMS = (
+    "gateway",
+    "rollout_server",
+    "trainer_service",
+    "reward_service",
+    "queue/rollout_queue",
+    "deploy/weir",
+)
 
 
 def test_the_map_names_every_file_with_its_first_line() -> None:

@@ -19,6 +19,7 @@ PACKAGES = {
     "gateway": ROOT / "gateway",
     "rollout_server": ROOT / "rollout_server",
     "trainer_service": ROOT / "trainer_service",
+    "reward_service": ROOT / "reward_service",
     "rollout_queue": ROOT / "queue" / "rollout_queue",
     "weir": ROOT / "deploy" / "weir",
 }
@@ -27,6 +28,7 @@ EXTRAS = {
     "gateway": ["gateway"],
     "rollout_server": ["rollout"],
     "trainer_service": ["trainer", "wandb"],
+    "reward_service": ["rewards"],
     "rollout_queue": ["object-store"],
     "weir": ["cli"],
 }
@@ -155,7 +157,7 @@ def test_no_two_classes_have_the_same_name() -> None:
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
-def test_the_wheel_is_made_of_the_six_packages() -> None:
+def test_the_wheel_is_made_of_the_packages() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     listed = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert [ROOT / path for path in listed] == list(PACKAGES.values())

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 LOCKS = ROOT / "deploy" / "requirements"
 EVERY_LOCK = [*sorted(LOCKS.glob("*.txt")), *sorted(ROOT.glob("[bt]*/**/requirements.txt"))]
 EXTRAS = {
-    "services": ["gateway", "rollout", "trainer", "object-store", "cli", "dev"],
+    "services": ["gateway", "rollout", "trainer", "rewards", "object-store", "cli", "dev"],
     "gateway": ["gateway"],
     "rollout_server": ["rollout", "object-store"],
     "trainer": ["trainer", "object-store", "gateway", "cli"],

@@ -21,13 +21,14 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     file = tmp_path / "weir.yaml"
     file.write_text(
         "gateway: {port: 8351, admin_keys: [hush], redis_url: 'redis://:hush@host/0'}\ngate: {}\n"
+        "rewards: {judge: {base_url: 'http://u:hush@host/v1', api_key: hush}}\n"
     )
     shown = runner.invoke(app, ["config", "--config", str(file)], env={"WEIR_CONFIG": None})
     assert shown.exit_code == 0, shown.output
     assert "hush" not in shown.output
     assert "no service reads the section 'gate'" in shown.output
     document = yaml.safe_load(shown.output)
-    assert list(document) == ["gateway", "rollout_server", "trainer", "stack"]
+    assert list(document) == ["gateway", "rollout_server", "trainer", "rewards", "stack"]
     assert document["gateway"]["port"] == document["stack"]["gateway_port"] == 8351
     assert document["gateway"]["redis_url"] == "redis://***@host/0"
 

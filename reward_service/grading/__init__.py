@@ -1,0 +1,1 @@
+"""Runs grader objects on a sample and an item, whatever their type."""

@@ -1,0 +1,1 @@
+"""Asks models to grade: what they are asked, and how their answers are read."""

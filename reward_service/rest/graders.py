@@ -1,0 +1,125 @@
+"""OpenAI's routes for graders, with its names.
+
+POST /v1/fine_tuning/alpha/graders/validate {grader}                 ──▶ the grader, or a 400
+POST /v1/fine_tuning/alpha/graders/run {grader, model_sample, item}  ──▶ reward, sub_rewards, metadata
+"""
+
+import asyncio
+import json
+from time import perf_counter
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from reward_service.graders.grade import Grade
+from reward_service.graders.objects import AnyGrader, PythonGrader, every_grader
+from reward_service.graders.samples import sample_of
+from reward_service.grading.runner import GraderRunner
+from reward_service.metrics import RewardMetrics
+from reward_service.rest.access import Access
+from reward_service.rest.slots import Slots
+from rollout_queue.http.errors import ApiError
+from rollout_queue.http.keys import Role
+
+MAX_SAMPLE_CHARS = 2**20
+
+
+def _json(value: Any) -> Any:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it contains NaN, Infinity, or is nested too deeply") from error
+    return value
+
+
+class GraderBody(BaseModel):
+    """The body of `validate`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, str_min_length=0)
+
+    grader: AnyGrader
+
+
+class GraderRunBody(GraderBody):
+    """The body of `run`."""
+
+    model_sample: str = Field(max_length=MAX_SAMPLE_CHARS)
+    item: Annotated[dict[str, Any] | None, AfterValidator(_json)] = None
+
+
+class GraderRoutes:
+    """Runs the graders that requests bring."""
+
+    def __init__(
+        self, runner: GraderRunner, slots: Slots, metrics: RewardMetrics, timeout_s: float, *, python: bool
+    ) -> None:
+        self._runner, self._slots, self._metrics = runner, slots, metrics
+        self._timeout_s = timeout_s
+        self._python = python
+        """Whether requests with a client key may bring Python graders."""
+
+    def router(self, access: Access) -> APIRouter:
+        router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"])
+
+        @router.post("/validate")
+        async def validate(body: GraderBody, _: Annotated[Role, Depends(access.role)]) -> JSONResponse:
+            """Check a grader without running it."""
+            return JSONResponse({"grader": _shown(body.grader)})
+
+        @router.post("/run")
+        async def run(
+            body: GraderRunBody, role: Annotated[Role, Depends(access.role)], request: Request
+        ) -> JSONResponse:
+            """Run a grader on an answer of a model and an item of a dataset."""
+            self._refuse_foreign_python(body.grader, role)
+            async with self._slots.one():
+                started = perf_counter()
+                grade = await self._graded(body)
+                seconds = perf_counter() - started
+            self._metrics.ran(body.grader.type, seconds, failed=grade.errors.any)
+            return JSONResponse(answer_of(body.grader, grade, seconds))
+
+        return router
+
+    def _refuse_foreign_python(self, grader: AnyGrader, role: Role) -> None:
+        brings_python = any(isinstance(each, PythonGrader) for each in every_grader(grader))
+        if brings_python and role != "admin" and not self._python:
+            raise ApiError(
+                403, "a python grader needs an admin key, or rewards.python.from_clients", param="grader.type"
+            )
+
+    async def _graded(self, body: GraderRunBody) -> Grade:
+        variables = {"sample": sample_of(body.model_sample), "item": body.item or {}}
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._runner.run(body.grader, variables)
+        except TimeoutError:
+            return Grade.failed(unresponsive_reward_error=True)
+
+
+def _shown(grader: AnyGrader) -> dict[str, Any]:
+    """The grader as it was given."""
+    return grader.model_dump(mode="json", exclude_unset=True)
+
+
+def answer_of(grader: AnyGrader, grade: Grade, seconds: float) -> dict[str, Any]:
+    """The answer of `run`, as OpenAI's clients read it."""
+    total = sum(usage.total_tokens for usage in grade.usage.values())
+    return {
+        "reward": grade.reward,
+        "sub_rewards": dict(grade.sub_rewards),
+        "metadata": {
+            "name": grader.name or grader.type,
+            "type": grader.type,
+            "errors": dict(vars(grade.errors)),
+            "execution_time": seconds,
+            "scores": dict(grade.sub_rewards),
+            "token_usage": total if grade.usage else None,
+            "sampled_model_name": grade.sampled_model,
+        },
+        "model_grader_token_usage_per_model": {
+            name: dict(vars(usage)) for name, usage in grade.usage.items()
+        },
+    }

@@ -1,0 +1,161 @@
+"""Runs Python graders: one process for each call, and a bounded number of them at once.
+
+PythonProcesses.grade ── source, sample, item ─▶ child.py ── a number, null or an error ─▶ PythonResult
+"""
+
+import asyncio
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from reward_service.sandbox.child import NOT_ISOLATED
+from reward_service.sandbox.settings import PythonSettings
+
+CHILD = Path(__file__).with_name("child.py")
+ANSWER_BYTES = 2**16
+CHUNK_BYTES = 2**16
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    # A grader may start no threads, and these libraries otherwise do when they are imported.
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""All variables of a grader's process, besides HOME and TMPDIR."""
+
+
+@dataclass(frozen=True)
+class PythonResult:
+    """What became of one call of `grade`."""
+
+    value: float | None = None
+    """What `grade` returned: a finite number, or None."""
+    error: str | None = None
+    """What the source did wrong: it raised, or returned something else."""
+    ended: str | None = None
+    """Why there is no answer: `timeout`, `killed`, `exited`, `no_isolation`, `answer_too_large`."""
+
+
+class PythonChildAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    """What the process writes."""
+
+    value: float | None = None
+    error: str | None = None
+
+
+class PythonProcesses:
+    """The processes of all Python graders of a service."""
+
+    def __init__(self, settings: PythonSettings) -> None:
+        self._settings = settings
+        self._free = asyncio.Semaphore(settings.processes)
+        self.running = 0
+
+    async def grade(
+        self, source: str, sample: Mapping[str, Any], item: Any, timeout_s: float | None = None
+    ) -> PythonResult:
+        """Call the source's `grade(sample, item)`. The time to wait for a free process does not count."""
+        limit_s = min(timeout_s or math.inf, self._settings.timeout_s)
+        given = json.dumps({"source": source, "sample": sample, "item": item}).encode()
+        async with self._free:
+            self.running += 1
+            try:
+                return await self._run(given, limit_s)
+            finally:
+                self.running -= 1
+
+    async def _run(self, given: bytes, limit_s: float) -> PythonResult:
+        with tempfile.TemporaryDirectory(prefix="weir-grader-", ignore_cleanup_errors=True) as directory:
+            process = await self._start(directory, limit_s)
+            try:
+                async with asyncio.timeout(limit_s):
+                    answer = await _exchange(process, given)
+                    await process.wait()
+            except TimeoutError:
+                return PythonResult(ended="timeout")
+            finally:
+                await _end(process)
+        return _result_of(answer, process.returncode)
+
+    async def _start(self, directory: str, limit_s: float) -> Process:
+        limits = {
+            "cpu_s": math.ceil(limit_s) + 1,
+            "memory_bytes": self._settings.memory_bytes,
+            "file_bytes": self._settings.file_bytes,
+            "isolation": self._settings.isolation,
+        }
+        return await asyncio.create_subprocess_exec(
+            self._settings.interpreter or sys.executable,
+            "-I",  # neither the environment nor the directory adds modules
+            "-B",
+            str(CHILD),
+            json.dumps(limits),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            cwd=directory,
+            env=ENVIRONMENT | {"HOME": directory, "TMPDIR": directory},
+            start_new_session=True,
+        )
+
+
+async def _exchange(process: Process, given: bytes) -> bytes:
+    """Write what is given, and read the answer; what the grader prints is read and dropped."""
+    writer, stdout, stderr = process.stdin, process.stdout, process.stderr
+    if writer is None or stdout is None or stderr is None:
+        raise RuntimeError("a grader's process has pipes")
+
+    async def feed() -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it ended before it read everything
+            writer.write(given)
+            await writer.drain()
+        writer.close()
+
+    async def drop() -> None:
+        while await stderr.read(CHUNK_BYTES):
+            pass
+
+    dropping = asyncio.create_task(drop())
+    feeding = asyncio.create_task(feed())
+    try:
+        answer = b""
+        while len(answer) <= ANSWER_BYTES and (chunk := await stdout.read(CHUNK_BYTES)):
+            answer += chunk
+        return answer
+    finally:
+        for task in (feeding, dropping):
+            task.cancel()
+        await asyncio.gather(feeding, dropping, return_exceptions=True)
+
+
+async def _end(process: Process) -> None:
+    """Kill whatever is left of the process group, and wait for the process."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _result_of(answer: bytes, status: int | None) -> PythonResult:
+    if len(answer) > ANSWER_BYTES:
+        return PythonResult(ended="answer_too_large")
+    if status == NOT_ISOLATED and not answer:
+        return PythonResult(ended="no_isolation")
+    try:
+        read = msgspec.json.decode(answer, type=PythonChildAnswer)
+    except (msgspec.DecodeError, RecursionError):
+        # A signal in the grader's own namespace ends its parent with 256 - signal.
+        killed = status is not None and (status < 0 or status >= 128)
+        return PythonResult(ended="killed" if killed else "exited")
+    return PythonResult(read.value, read.error)

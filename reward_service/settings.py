@@ -1,0 +1,52 @@
+"""The section `rewards` of the configuration, with every default."""
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from reward_service.judging.settings import JudgeSettings
+from reward_service.sandbox.settings import PythonSettings
+from rollout_queue.settings import CommaSeparated, ServiceSettings
+
+
+class GradingLimits(BaseModel):
+    """Bounds on requests that bring a grader."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    body_bytes: int = Field(4 * 2**20, ge=1024)
+    """A larger body is a 413."""
+    runs: int = Field(8, ge=1)
+    """Requests that are graded at once."""
+    waiting: int = Field(64, ge=0)
+    """Requests that wait for that; a further one is a 429."""
+    run_timeout_s: float = Field(300.0, gt=0)
+    """How long one request may be graded."""
+
+
+class RewardSettings(ServiceSettings):
+    """The reward service."""
+
+    section: ClassVar[str] = "rewards"
+
+    host: str = "127.0.0.1"
+    port: int = 8300
+    client_keys: CommaSeparated = []
+    admin_keys: CommaSeparated = []
+    """The first admin key, else the first client key, is the one for the gateway. With a client key the
+    service sees that client's sessions only."""
+    gateway_url: str = "http://127.0.0.1:8000"
+    limits: GradingLimits = GradingLimits()
+    python: PythonSettings = PythonSettings()
+    judge: JudgeSettings = JudgeSettings()
+
+    @field_validator("gateway_url")
+    @classmethod
+    def _without_trailing_slash(cls, value: str) -> str:
+        return value.rstrip("/")
+
+    @property
+    def gateway_headers(self) -> dict[str, str]:
+        """What authorises a call to the gateway; empty without keys."""
+        key = next(iter([*self.admin_keys, *self.client_keys]), None)
+        return {"authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,30 @@
+"""Fixtures: a gateway on a real port, in front of a fake engine, on a real Redis."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from tokenizers import Tokenizer
+
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.serving import serving
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture(scope="session")
+def reward_backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
+    own = redis_url.removesuffix("0") + "6"
+    backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    with serving(backends) as backends.engine_url:
+        yield backends
+    backends.redis.close()
+
+
+@pytest.fixture
+def gateway(reward_backends: Backends) -> Iterator[RunningGateway]:
+    reward_backends.clear(None)
+    with reward_backends.gateway() as gateway:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway

@@ -1,0 +1,103 @@
+"""A grader that cannot work is refused when it arrives, with the field at fault."""
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from reward_service.graders.objects import AnyGrader, MultiGrader, every_grader
+
+CHECK = {
+    "type": "string_check",
+    "name": "c",
+    "input": "{{sample.output_text}}",
+    "reference": "x",
+    "operation": "eq",
+}
+SIMILAR = {
+    "type": "text_similarity",
+    "name": "s",
+    "input": "a",
+    "reference": "b",
+    "evaluation_metric": "bleu",
+}
+SCORE = {"type": "score_model", "name": "m", "model": "o4", "input": [{"role": "user", "content": "grade"}]}
+LABEL = {
+    "type": "label_model",
+    "name": "l",
+    "model": "o4",
+    "input": [{"role": "user", "content": {"type": "input_text", "text": "grade {{item.x}}"}}],
+    "labels": ["good", "bad"],
+    "passing_labels": ["good"],
+}
+MULTI = {
+    "type": "multi",
+    "name": "all",
+    "graders": {"c": CHECK, "s": SIMILAR},
+    "calculate_output": "(c + s) / 2",
+}
+
+GRADER: TypeAdapter[AnyGrader] = TypeAdapter(AnyGrader)
+
+
+@pytest.mark.parametrize(
+    "grader",
+    [
+        CHECK,
+        SIMILAR | {"pass_threshold": 0.5},
+        SCORE
+        | {
+            "range": [-1, 1.5],
+            "sampling_params": {"temperature": 1, "max_completions_tokens": 10, "seed": 4},
+        },
+        LABEL,
+        MULTI,
+        {"type": "python", "source": "def grade(sample, item): return 1.0", "image_tag": "2025-05-08"},
+        MULTI | {"graders": {"m": SCORE, "l": LABEL}, "calculate_output": "min(m, l)"},
+    ],
+)
+def test_openais_examples_are_graders(grader: dict[str, Any]) -> None:
+    assert GRADER.validate_python(grader).type == grader["type"]
+
+
+def test_a_single_grader_in_a_multi_has_its_own_name() -> None:
+    grader = GRADER.validate_python(MULTI | {"graders": CHECK, "calculate_output": "1 - c"})
+    assert isinstance(grader, MultiGrader)
+    assert [each.name for each in every_grader(grader)] == ["all", "c"]
+    assert grader.formula.value({"c": 0.25}) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("grader", "message"),
+    [
+        (CHECK | {"operation": "regex"}, "operation"),
+        (CHECK | {"input": "{{other.x}}"}, "is no variable"),
+        (CHECK | {"input": 3}, "input"),
+        (CHECK | {"more": 1}, "more"),
+        (CHECK | {"name": "\ud800"}, "name"),
+        ({"type": "regex"}, "type"),
+        ({}, "type"),
+        (SIMILAR | {"evaluation_metric": "cosine"}, "needs an embedding model"),
+        (SIMILAR | {"evaluation_metric": "meteor"}, "needs WordNet"),
+        (SCORE | {"range": [1, 0]}, "lower"),
+        (SCORE | {"range": [0]}, "range"),
+        (SCORE | {"range": [0, float("inf")]}, "range"),
+        (SCORE | {"input": []}, "input"),
+        (
+            SCORE | {"input": [{"role": "user", "content": {"type": "input_image", "image_url": "x"}}]},
+            "content",
+        ),
+        (LABEL | {"passing_labels": ["other"]}, "not one of the labels"),
+        (MULTI | {"graders": {"c": MULTI}}, "multi"),
+        (MULTI | {"graders": [CHECK]}, "graders"),
+        (MULTI | {"graders": {}}, "graders"),
+        (MULTI | {"graders": {"a b": CHECK}}, "cannot name"),
+        (MULTI | {"graders": {"if": CHECK}, "calculate_output": "1"}, "cannot name"),
+        (MULTI | {"graders": {f"g{i}": CHECK for i in range(33)}, "calculate_output": "g0"}, "graders"),
+        (MULTI | {"calculate_output": "c + other"}, "no such grader"),
+        ({"type": "python", "source": "x" * (2**18 + 1)}, "source"),
+    ],
+)
+def test_a_grader_that_cannot_work_is_refused(grader: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        GRADER.validate_python(grader)

@@ -1,0 +1,246 @@
+"""OpenAI's routes for graders, called with OpenAI's client."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.gateway.running import RunningGateway
+from tests.support.reward_service.running import CLIENT_KEY, RunningRewards, reward_service
+from tests.support.reward_service.scripted_judge import ScriptedOpenAi, ScriptedReply
+from tests.support.serving import serving
+
+CHECK: Any = {
+    "type": "string_check",
+    "name": "equal",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "operation": "eq",
+}
+SIMILAR: Any = {
+    "type": "text_similarity",
+    "name": "similar",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+    "evaluation_metric": "rouge_1",
+}
+PYTHON: Any = {
+    "type": "python",
+    "name": "longer",
+    "source": "def grade(sample, item):\n    return len(sample['output_text']) / len(item['answer'])",
+}
+SCORE: Any = {
+    "type": "score_model",
+    "name": "score",
+    "model": "judge",
+    "input": [{"role": "user", "content": "Is it {{item.answer}}? {{sample.output_text}}"}],
+}
+LABEL: Any = {
+    "type": "label_model",
+    "name": "label",
+    "model": "judge",
+    "input": [{"role": "user", "content": "{{sample.output_text}}"}],
+    "labels": ["good", "bad"],
+    "passing_labels": ["good"],
+}
+MULTI: Any = {
+    "type": "multi",
+    "name": "both",
+    "graders": {"equal": CHECK, "similar": SIMILAR},
+    "calculate_output": "0.5 * equal + 0.5 * similar",
+}
+
+
+@pytest.fixture(scope="module")
+def rewards() -> Iterator[RunningRewards]:
+    with reward_service() as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("grader", "reward"),
+    [(CHECK, 0.0), (SIMILAR, 0.8), (PYTHON, 11 / 7), (MULTI, 0.4)],
+    ids=lambda each: str(each)[:20],
+)
+def test_openais_client_runs_and_validates_graders(
+    rewards: RunningRewards, grader: Any, reward: float
+) -> None:
+    graders = rewards.openai().fine_tuning.alpha.graders
+    valid = graders.validate(grader=grader)
+    assert valid.grader is not None
+    assert valid.grader.to_dict() == grader
+    found = graders.run(grader=grader, model_sample="the big cat", item={"answer": "the cat"})
+    assert found.reward == pytest.approx(reward)
+    assert (found.metadata.name, found.metadata.type) == (grader["name"], grader["type"])
+    assert found.metadata.execution_time > 0
+    assert not any(found.metadata.errors.to_dict().values())
+    assert found.sub_rewards == ({"equal": 0.0, "similar": pytest.approx(0.8)} if grader is MULTI else {})
+
+
+def test_every_field_of_openais_answer_is_there(rewards: RunningRewards) -> None:
+    answer = rewards.run(CHECK, "x", item={"answer": "x"}).json()
+    assert answer["reward"] == 1.0
+    assert answer.keys() == {"reward", "sub_rewards", "metadata", "model_grader_token_usage_per_model"}
+    errors = answer["metadata"].pop("errors")
+    assert answer["metadata"].keys() == {
+        *("name", "type", "execution_time", "scores", "token_usage", "sampled_model_name")
+    }
+    details = {
+        "python_grader_server_error_type",
+        "python_grader_runtime_error_details",
+        "model_grader_server_error_details",
+    }
+    assert errors == {
+        **dict.fromkeys(details),
+        **dict.fromkeys(
+            [
+                *("formula_parse_error", "sample_parse_error", "truncated_observation_error"),
+                *("unresponsive_reward_error", "invalid_variable_error", "other_error"),
+                *("python_grader_server_error", "python_grader_runtime_error", "model_grader_server_error"),
+                *("model_grader_refusal_error", "model_grader_parse_error"),
+            ],
+            False,
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("grader", "content", "reward"),
+    [(SCORE, '{"steps": [], "result": 0.75}', 0.75), (LABEL, '{"steps": [], "result": "good"}', 1.0)],
+)
+def test_openais_client_runs_graders_that_ask_a_model(grader: Any, content: str, reward: float) -> None:
+    model = ScriptedOpenAi(lambda _: ScriptedReply(content))
+    with (
+        serving(model) as url,
+        reward_service(judge={"base_url": f"{url}/v1/", "api_key": "sk-own"}) as rewards,
+    ):
+        graders = rewards.openai().fine_tuning.alpha.graders
+        found = graders.run(grader=grader, model_sample="big cat", item={"answer": "big"})
+    assert found.reward == reward
+    assert (found.metadata.sampled_model_name, found.metadata.token_usage) == ("judge-2026", 15)
+    usage = {"prompt_tokens": 11, "completion_tokens": 4, "total_tokens": 15, "cached_tokens": 2}
+    assert found.api_model_grader_token_usage_per_model == {"judge-2026": usage}
+    assert model.keys == ["Bearer sk-own"]
+    (body,) = model.bodies
+    assert body["messages"][0]["content"] == ("Is it big? big cat" if grader is SCORE else "big cat")
+    assert body["response_format"]["json_schema"]["strict"] is True
+
+
+def test_a_models_failure_is_an_error_of_the_grader() -> None:
+    replies = [ScriptedReply(status=500), ScriptedReply("good?"), ScriptedReply(None, refusal="no")]
+    with (
+        serving(ScriptedOpenAi(lambda _: replies.pop(0))) as url,
+        reward_service(judge={"base_url": url}) as rewards,
+    ):
+        flags = [rewards.run(LABEL, "x").json()["metadata"]["errors"] for _ in range(3)]
+    assert flags[0]["model_grader_server_error"] is True
+    assert flags[0]["model_grader_server_error_details"] == "HTTP 500: overloaded"
+    assert flags[1]["model_grader_parse_error"] is flags[2]["model_grader_refusal_error"] is True
+
+
+def test_by_default_the_gateways_model_grades_in_a_session_that_is_never_trained(
+    gateway: RunningGateway,
+) -> None:
+    gateway.engine.script.append('{"steps": [], "result": 0.5}')
+    with reward_service(gateway_url=gateway.url) as rewards:
+        found = rewards.run(SCORE, "big cat", item={"answer": "big"}).json()
+    assert (found["reward"], found["metadata"]["sampled_model_name"]) == (0.5, "judge")
+    (session,) = gateway.get("/sessions", key="admin-key").json()["data"]
+    assert session["session_id"].startswith("weir-judge-")
+    assert (session["state"], session["status"], session["turn_count"]) == ("finished", "abandoned", 1)
+    spec = gateway.get(f"/sessions/{session['session_id']}?text=true", key="admin-key").json()
+    assert "Is it big? big cat" in spec["turns"][0]["context_text"]
+    assert spec["turns"][0]["verdict"]["code"] == "abandoned"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"grader": CHECK | {"operation": "regex"}, "model_sample": "x"}, "grader.string_check.operation"),
+        (
+            {"grader": SIMILAR | {"evaluation_metric": "cosine"}, "model_sample": "x"},
+            "grader.text_similarity.evaluation_metric",
+        ),
+        ({"grader": CHECK}, "model_sample"),
+        ({"grader": CHECK, "model_sample": "x", "item": [1]}, "item"),
+        ({"grader": CHECK, "model_sample": "x", "more": 1}, "more"),
+        ({"grader": MULTI | {"calculate_output": "equal +"}, "model_sample": "x"}, "grader.multi"),
+        ({"grader": {"type": "regex"}, "model_sample": "x"}, "grader"),
+        ({"grader": "check", "model_sample": "x"}, "grader"),
+    ],
+)
+def test_bad_input_is_a_400_that_names_the_field(
+    rewards: RunningRewards, body: dict[str, Any], param: str
+) -> None:
+    reply = rewards.post("/v1/fine_tuning/alpha/graders/run", json=body)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"].startswith(f"{param}: ")
+
+
+def test_openais_client_raises_for_a_metric_that_is_not_available(rewards: RunningRewards) -> None:
+    with pytest.raises(openai.BadRequestError, match="cosine needs an embedding model"):
+        rewards.openai().fine_tuning.alpha.graders.validate(grader=SIMILAR | {"evaluation_metric": "cosine"})
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"grader": NaN}', b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_object_is_a_400(rewards: RunningRewards, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    reply = rewards.http.post(
+        f"{rewards.url}/v1/fine_tuning/alpha/graders/run",
+        content=content,
+        headers=headers | {"authorization": "Bearer admin-key"},
+    )
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_body_that_is_too_large_is_a_413() -> None:
+    def pieces() -> Iterator[bytes]:
+        yield from [b'{"model_sample": "', *[b"x" * 1000] * 5, b'"}']
+
+    with reward_service(limits={"body_bytes": 4000}) as rewards:
+        for content in (b"x" * 5000, pieces()):
+            reply = rewards.post("/v1/fine_tuning/alpha/graders/run", content=content)
+            assert (reply.status_code, reply.json()["error"]["type"]) == (413, "invalid_request_error")
+        assert rewards.run(CHECK, "x", item={"answer": "x"}).status_code == 200
+
+
+def test_keys_decide_who_grades_and_who_brings_python(rewards: RunningRewards) -> None:
+    item = {"answer": "x"}
+    assert rewards.run(CHECK, "x", key=None, item=item).status_code == 401
+    assert rewards.run(CHECK, "x", key="other", item=item).status_code == 401
+    assert rewards.run(CHECK, "x", key=CLIENT_KEY, item=item).status_code == 200
+    for grader in (PYTHON, MULTI | {"graders": {"equal": PYTHON, "similar": SIMILAR}}):
+        reply = rewards.run(grader, "x", key=CLIENT_KEY, item=item)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (403, "permission_error")
+    with reward_service(python={"from_clients": True}) as permissive:
+        assert permissive.run(PYTHON, "x", key=CLIENT_KEY, item=item).json()["reward"] == 1.0
+
+
+def test_a_run_ends_in_time() -> None:
+    endless = {"type": "python", "source": "while True: pass"}
+    with reward_service(limits={"run_timeout_s": 1}) as rewards:
+        errors = rewards.run(endless, "x").json()["metadata"]["errors"]
+    assert errors["unresponsive_reward_error"] is True
+
+
+def test_only_so_many_requests_are_graded_and_wait() -> None:
+    endless = {"type": "python", "source": "while True: pass"}
+    with reward_service(limits={"run_timeout_s": 2, "runs": 1, "waiting": 0}) as rewards:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(3) as pool:
+            replies = list(pool.map(lambda _: rewards.run(endless, "x"), range(3)))
+    assert sorted(reply.status_code for reply in replies) == [200, 429, 429]
+    refused = next(reply for reply in replies if reply.status_code == 429)
+    assert refused.headers["retry-after"] == "1"
+
+
+def test_metrics_count_what_ran(rewards: RunningRewards) -> None:
+    name = 'weir_rewards_grader_runs_total{outcome="error",type="string_check"}'
+    before = rewards.metric(name)
+    rewards.run(CHECK, "x", item={})
+    assert rewards.metric(name) == before + 1
+    assert rewards.get("/live", None).status_code == rewards.get("/ready", None).status_code == 200

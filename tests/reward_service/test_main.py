@@ -1,0 +1,79 @@
+"""The service as a process: it refuses what cannot work, answers, and ends on SIGTERM."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.serving import free_port
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "queue", ROOT / "deploy"])),
+        **variables,
+    }
+
+
+def refused(directory: Path, **variables: str) -> str:
+    command = [sys.executable, "-m", "reward_service"]
+    ended = subprocess.run(
+        command,
+        cwd=directory,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    return ended.stderr
+
+
+def test_a_setting_that_cannot_work_is_named(tmp_path: Path) -> None:
+    assert refused(tmp_path, WEIR_REWARDS__PORT="x").startswith("rewards.port: ")
+    assert "refusing to listen on 0.0.0.0 without keys" in refused(tmp_path, WEIR_REWARDS__HOST="0.0.0.0")
+
+
+@pytest.mark.parametrize("command", [["reward_service"], ["weir", "rewards"]])
+def test_it_grades_hides_its_environment_and_ends_on_sigterm(tmp_path: Path, command: list[str]) -> None:
+    port = free_port()
+    file = tmp_path / "weir.yaml"
+    file.write_text(f"rewards: {{port: {port}, admin_keys: [hush]}}\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command, "--config", str(file)], cwd=tmp_path, env=environment()
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: live(url))
+        source = (
+            "import os\n"
+            "def grade(sample, item):\n"
+            "    return float(len(open('/proc/' + str(item['pid']) + '/environ').read()))\n"
+        )
+        body = {
+            "grader": {"type": "python", "source": source},
+            "model_sample": "",
+            "item": {"pid": process.pid},
+        }
+        headers = {"authorization": "Bearer hush"}
+        reply = httpx.post(f"{url}/v1/fine_tuning/alpha/graders/run", json=body, headers=headers, timeout=60)
+        details = reply.json()["metadata"]["errors"]["python_grader_runtime_error_details"]
+        assert "PermissionError" in details
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def live(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/live").status_code == 200
+    except httpx.TransportError:
+        return False

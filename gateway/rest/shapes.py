@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from gateway.rest.turn_messages import MessageShape
 from rollout_queue.contract.head import SessionState
 from rollout_queue.contract.records import (
     Finish,
@@ -91,6 +92,7 @@ class TurnExtras(TypedDict, total=False):
     logprobs: list[float]
     context_text: str
     output_text: str
+    message: MessageShape
 
 
 class TurnShape(TurnExtras):
@@ -158,6 +160,7 @@ class Drift(TypedDict):
 class SessionShape(SessionFacts):
     """A whole session; token lists with `tokens=true`, texts with `text=true`."""
 
+    metadata: dict[str, Any]
     merge_ratio: float | None
     drift: Drift
     turns: list[TurnShape]

@@ -12,6 +12,7 @@ from gateway.rest.shapes import (
     SessionShape,
     TurnShape,
 )
+from gateway.rest.turn_messages import message_of
 from gateway.sessions.identity import Caller
 from gateway.sessions.verdicts import turn_verdict
 from rollout_queue.contract.head import SessionHead
@@ -48,6 +49,7 @@ def session_view(
     """The whole session; `tokens` adds token ids and logprobs, `text` the decoded text."""
     return {
         **_session(head, caller, verdict, model_name),
+        "metadata": head.spec.metadata,
         "merge_ratio": merge_ratio_of(head),
         "drift": drift_of(head),
         "turns": [_turn(head, turn, verdict, renderer, tokens, text) for turn in head.turns],
@@ -104,6 +106,7 @@ def _turn(
     if text:
         view["context_text"] = renderer.text_of(turn.context_ids)
         view["output_text"] = renderer.text_of(turn.output_ids)
+        view["message"] = message_of(turn, renderer)
     return view
 
 

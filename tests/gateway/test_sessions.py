@@ -1,5 +1,6 @@
 """Sessions, groups, rewards and verdicts over HTTP."""
 
+import json
 from typing import Any
 
 import httpx
@@ -396,6 +397,22 @@ def test_text_and_tokens_on_request(gateway: RunningGateway) -> None:
     assert "context_ids" not in gateway.get(path).json()["turns"][0]
     (turn,) = gateway.get(f"{path}?text=true").json()["turns"]
     assert turn["output_text"] == "hello<|im_end|>"
+    assert turn["message"].pop("tool_calls") == []
+    assert turn["message"] == {"role": "assistant", "content": "hello", "reasoning_content": None}
+
+
+def test_a_session_shows_its_metadata_and_the_tools_that_a_turn_calls(gateway: RunningGateway) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    gateway.engine.script.append(f"Well.\n{call}")
+    session = gateway.session(metadata={"grader": "sums", "deep": {"x": [1]}})
+    turn_in(gateway, session)
+    shown = gateway.get(f"/sessions/{session['session_id']}?text=true").json()
+    assert shown["metadata"] == {"grader": "sums", "deep": {"x": [1]}}
+    message = shown["turns"][0]["message"]
+    assert message["content"] == "Well."
+    (called,) = message["tool_calls"]
+    assert (called["type"], called["function"]["name"]) == ("function", "add")
+    assert json.loads(called["function"]["arguments"]) == {"a": 1}
 
 
 def test_keys_are_stored_nowhere(gateway: RunningGateway) -> None:

@@ -32,7 +32,11 @@ def main() -> None:
     refuse_open_binding(settings.host, Keyring(settings.client_keys, settings.admin_keys))
     hide_from_children()
     bounds = ConnectionBounds(in_all=CONNECTIONS, per_address=CONNECTIONS)
-    serve(create_app(settings), settings.host, settings.port, LAST_ANSWERS_S, bounds=bounds)
+    try:
+        app = create_app(settings)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"rewards.rules: {error}") from error
+    serve(app, settings.host, settings.port, LAST_ANSWERS_S, bounds=bounds)
 
 
 def _settings() -> RewardSettings:

@@ -1,16 +1,25 @@
-"""The reward service: its routes, and what they share."""
+"""The reward service: its routes, its dispatcher, and what they share."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 import httpx
 from fastapi import FastAPI
 
+from reward_service.dispatch.attempt import SessionGrader
+from reward_service.dispatch.dispatcher import Dispatcher
+from reward_service.dispatch.gateway import SessionGateway
+from reward_service.dispatch.http_grader import HttpSessionGrader
+from reward_service.dispatch.kinds import ObjectSessionGrader, PythonSessionGrader, judge_of
+from reward_service.dispatch.rules import AnyRule, HttpRule, JudgeRule, OpenAiGraderRule, PythonRule
 from reward_service.grading.runner import GraderRunner
-from reward_service.judging.models import GatewayModel, JudgeModelClient, OpenAiModel
+from reward_service.judging.models import GatewayModel, OpenAiModel
 from reward_service.metrics import RewardMetrics
 from reward_service.rest.access import Access
 from reward_service.rest.body_limit import BodyLimit
+from reward_service.rest.dispatch import dispatch_routes
 from reward_service.rest.graders import GraderRoutes
 from reward_service.rest.slots import Slots
 from reward_service.sandbox.process import PythonProcesses
@@ -20,40 +29,83 @@ from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 
 
+@dataclass(frozen=True)
+class RewardParts:
+    """What the routes and the dispatcher share."""
+
+    settings: RewardSettings
+    gateway: httpx.AsyncClient
+    outside: httpx.AsyncClient
+    """For graders and models elsewhere."""
+    metrics: RewardMetrics
+    python: PythonProcesses
+    runner: GraderRunner
+
+    @classmethod
+    def of(cls, settings: RewardSettings) -> "RewardParts":
+        gateway = httpx.AsyncClient(
+            base_url=settings.gateway_url, headers=settings.gateway_headers, trust_env=False
+        )
+        outside = httpx.AsyncClient()
+        python = PythonProcesses(settings.python)
+        own = settings.judge.base_url is None
+        judge = GatewayModel(settings.judge, gateway) if own else OpenAiModel(settings.judge, outside)
+        return cls(settings, gateway, outside, RewardMetrics(), python, GraderRunner(python, judge))
+
+    def grader_of(self, rule: AnyRule) -> SessionGrader:
+        """Raises OSError or ValueError for a rule that cannot work."""
+        match rule:
+            case HttpRule():
+                return HttpSessionGrader(rule, self.outside, self.settings.dispatch.answer_bytes)
+            case PythonRule():
+                return PythonSessionGrader(self.python, rule.read_source(), rule.timeout_s)
+            case OpenAiGraderRule():
+                return ObjectSessionGrader(self.runner, rule.grader)
+            case JudgeRule():
+                return ObjectSessionGrader(self.runner, judge_of(rule))
+
+
 def create_app(settings: RewardSettings) -> FastAPI:
-    metrics = RewardMetrics()
-    gateway = httpx.AsyncClient(
-        base_url=settings.gateway_url, headers=settings.gateway_headers, trust_env=False
+    """Raises OSError or ValueError for a rule that cannot work."""
+    parts = RewardParts.of(settings)
+    graders = [(rule, parts.grader_of(rule)) for rule in settings.rules]
+    dispatcher = Dispatcher(
+        SessionGateway(parts.gateway, settings.dispatch), graders, settings.dispatch, parts.metrics
     )
-    outside = httpx.AsyncClient()
-    python = PythonProcesses(settings.python)
-    runner = GraderRunner(python, _judge(settings, gateway, outside))
     slots = Slots(settings.limits.runs, settings.limits.waiting)
-    metrics.gauge("python_processes", "Processes of Python graders", lambda: python.running)
-    metrics.gauge("requests", "Requests that are graded or wait", lambda: slots.taken)
+    _measure(parts, dispatcher, slots)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with gateway, outside:
+        async with parts.gateway, parts.outside:
+            task = asyncio.create_task(dispatcher.run()) if graders else None
             yield
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
 
     async def readiness() -> str | None:
-        return None
+        return dispatcher.gateway_fault
 
     app = FastAPI(title="Weir reward service", lifespan=lifespan)
     app.add_middleware(BodyLimit, most_bytes=settings.limits.body_bytes)
     app.add_middleware(RequestIds)
     install_error_handlers(app)
-    app.include_router(probes(readiness, text_of(metrics.registry)))
+    app.include_router(probes(readiness, text_of(parts.metrics.registry)))
+    keyring = Keyring(settings.client_keys, settings.admin_keys)
     limits, from_clients = settings.limits, settings.python.from_clients
-    routes = GraderRoutes(runner, slots, metrics, limits.run_timeout_s, python=from_clients)
-    app.include_router(routes.router(Access(Keyring(settings.client_keys, settings.admin_keys))))
+    routes = GraderRoutes(parts.runner, slots, parts.metrics, limits.run_timeout_s, python=from_clients)
+    app.include_router(routes.router(Access(keyring)))
+    app.include_router(dispatch_routes(dispatcher, keyring))
     return app
 
 
-def _judge(
-    settings: RewardSettings, gateway: httpx.AsyncClient, outside: httpx.AsyncClient
-) -> JudgeModelClient:
-    if settings.judge.base_url is None:
-        return GatewayModel(settings.judge, gateway)
-    return OpenAiModel(settings.judge, outside)
+def _measure(parts: RewardParts, dispatcher: Dispatcher, slots: Slots) -> None:
+    metrics, memory = parts.metrics, dispatcher.memory
+    metrics.gauge("python_processes", "Processes of Python graders", lambda: parts.python.running)
+    metrics.gauge("requests", "Requests that are graded or wait", lambda: slots.taken)
+    metrics.gauge("sessions_in_work", "Sessions that are graded or wait for it", lambda: memory.in_work)
+    metrics.gauge("sessions_remembered", "Sessions that failed or got no opinion", lambda: memory.remembered)
+    rules = [rule.name for rule in parts.settings.rules]
+    metrics.of_rules("queue", "Sessions that wait for a rule", rules, lambda rule: dispatcher.waiting[rule])

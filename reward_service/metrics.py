@@ -1,6 +1,9 @@
 """The metrics that Prometheus reads from the reward service."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -26,10 +29,63 @@ class RewardMetrics:
             registry=self.registry,
         )
 
+        self._sessions = Counter(
+            "weir_rewards_sessions",
+            "Sessions that a rule took, by what became of them",
+            ["rule", "outcome"],
+            registry=self.registry,
+        )
+        self._attempts = Counter(
+            "weir_rewards_attempts",
+            "Attempts to grade a session, by whether the grader answered",
+            ["rule", "outcome"],
+            registry=self.registry,
+        )
+        self._attempt_seconds = Histogram(
+            "weir_rewards_attempt_seconds",
+            "Time of the attempts to grade a session",
+            ["rule"],
+            buckets=GRADING_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._readings = Counter(
+            "weir_rewards_list_readings",
+            "Readings of the gateway's list of sessions",
+            ["outcome"],
+            registry=self.registry,
+        )
+
     def ran(self, type_: str, seconds: float, *, failed: bool) -> None:
         """A grader of this type ran for a request."""
         self._runs.labels(type_, "error" if failed else "score").inc()
         self._run_seconds.labels(type_).observe(seconds)
+
+    def session(self, rule: str, outcome: str) -> None:
+        """What became of a session that a rule took."""
+        self._sessions.labels(rule, outcome).inc()
+
+    @contextmanager
+    def attempt(self, rule: str) -> Iterator[None]:
+        """Measures one attempt to grade a session, and whether it failed."""
+        started, outcome = perf_counter(), "failed"
+        try:
+            yield
+            outcome = "answered"
+        finally:
+            self._attempts.labels(rule, outcome).inc()
+            self._attempt_seconds.labels(rule).observe(perf_counter() - started)
+
+    def read_list(self, *, failed: bool) -> None:
+        """The gateway's list was read to its end, or could not be."""
+        self._readings.labels("failed" if failed else "read").inc()
+
+    def of_rules(
+        self, name: str, help_text: str, rules: Iterable[str], value: Callable[[str], float]
+    ) -> None:
+        """A figure for each rule, which is read when Prometheus asks."""
+        gauge = Gauge(f"weir_rewards_{name}", help_text, ["rule"], registry=self.registry)
+        for rule in rules:
+            gauge.labels(rule).set_function(partial(value, rule))
 
     def gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """A figure that is read when Prometheus asks."""

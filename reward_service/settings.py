@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from reward_service.dispatch.rules import AnyRule, DispatchSettings
 from reward_service.judging.settings import JudgeSettings
 from reward_service.sandbox.settings import PythonSettings
 from rollout_queue.settings import CommaSeparated, ServiceSettings
@@ -39,6 +40,17 @@ class RewardSettings(ServiceSettings):
     limits: GradingLimits = GradingLimits()
     python: PythonSettings = PythonSettings()
     judge: JudgeSettings = JudgeSettings()
+    rules: list[AnyRule] = []
+    """Who rewards which sessions; the first rule that matches does."""
+    dispatch: DispatchSettings = DispatchSettings()
+
+    @field_validator("rules")
+    @classmethod
+    def _own_names(cls, rules: list[AnyRule]) -> list[AnyRule]:
+        names = [rule.name for rule in rules]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two rules have the name {twice[0]!r}")
+        return rules
 
     @field_validator("gateway_url")
     @classmethod

@@ -125,6 +125,7 @@ class SessionFacts(TypedDict):
     task_id: str | None
     policy: str
     user: str | None
+    metadata: dict[str, Any]
     reasoning_effort: ReasoningEffort | None
     thinking: PastThoughts | None
     reward: float | None
@@ -160,7 +161,6 @@ class Drift(TypedDict):
 class SessionShape(SessionFacts):
     """A whole session; token lists with `tokens=true`, texts with `text=true`."""
 
-    metadata: dict[str, Any]
     merge_ratio: float | None
     drift: Drift
     turns: list[TurnShape]

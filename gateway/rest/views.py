@@ -49,7 +49,6 @@ def session_view(
     """The whole session; `tokens` adds token ids and logprobs, `text` the decoded text."""
     return {
         **_session(head, caller, verdict, model_name),
-        "metadata": head.spec.metadata,
         "merge_ratio": merge_ratio_of(head),
         "drift": drift_of(head),
         "turns": [_turn(head, turn, verdict, renderer, tokens, text) for turn in head.turns],
@@ -67,6 +66,7 @@ def _session(head: SessionHead, caller: Caller, verdict: Verdict, model_name: st
         "task_id": spec.task_id,
         "policy": spec.policy or model_name,
         "user": spec.user,
+        "metadata": spec.metadata,
         "reasoning_effort": spec.reasoning_effort,
         "thinking": spec.thinking,
         "reward": head.reward,

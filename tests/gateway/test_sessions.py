@@ -408,6 +408,8 @@ def test_a_session_shows_its_metadata_and_the_tools_that_a_turn_calls(gateway: R
     turn_in(gateway, session)
     shown = gateway.get(f"/sessions/{session['session_id']}?text=true").json()
     assert shown["metadata"] == {"grader": "sums", "deep": {"x": [1]}}
+    (row,) = gateway.get("/sessions").json()["data"]
+    assert row["metadata"] == shown["metadata"]
     message = shown["turns"][0]["message"]
     assert message["content"] == "Well."
     (called,) = message["tool_calls"]

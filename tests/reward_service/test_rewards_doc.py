@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import yaml
 from pydantic import BaseModel
 
+from reward_service.dispatch.rules import HttpRule, JudgeRule, OpenAiGraderRule, PythonRule
 from reward_service.settings import RewardSettings
 from tests.support.reward_service.running import reward_service
 
@@ -19,8 +21,17 @@ def test_the_example_of_graders_runs() -> None:
         exec(compile(code, "docs/rewards.md", "exec"), {})  # noqa: S102 - the page's own example
 
 
+def test_the_rules_of_the_page_are_settings() -> None:
+    (document,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    settings = RewardSettings(**yaml.safe_load(document)["rewards"])
+    assert [rule.kind for rule in settings.rules] == ["openai_grader", "python", "http", "judge"]
+    assert settings.rules[0].matches("sums-1", {})
+    assert settings.rules[3].matches(None, {})
+
+
 def test_every_setting_is_explained() -> None:
-    names = list[str]()
+    rules = (HttpRule, PythonRule, OpenAiGraderRule, JudgeRule)
+    names = [name for rule in rules for name in rule.model_fields]
     for name, field in RewardSettings.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -31,7 +42,8 @@ def test_every_setting_is_explained() -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    with reward_service() as rewards:
+    rule = {"name": "own", "kind": "python", "source": "def grade(sample, item): return 1.0"}
+    with reward_service(rules=[rule]) as rewards:
         names = re.findall(r"^# TYPE (\S+)", rewards.http.get(f"{rewards.url}/metrics").text, re.M)
     shown = [name for name in names if not name.endswith("_created")]
     assert len(shown) > 3

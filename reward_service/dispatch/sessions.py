@@ -1,0 +1,97 @@
+"""What the gateway tells of sessions: those that wait for a reward, and one of them with its turns."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from reward_service.graders.samples import sample_of
+
+NOT_GRADED = frozenset({"orphan_retry", "aborted"})
+"""Verdicts of turns that a retry replaced, or whose client left."""
+
+
+class WaitingSession(msgspec.Struct, frozen=True):
+    """A row of the list."""
+
+    session_id: str
+    task_id: str | None
+    metadata: dict[str, Any]
+
+
+class WaitingPage(msgspec.Struct, frozen=True):
+    data: list[WaitingSession]
+    next_cursor: str | None
+
+
+class GradedVerdict(msgspec.Struct, frozen=True):
+    code: str
+
+
+class GradedTurn(msgspec.Struct, frozen=True):
+    """A turn with its text."""
+
+    turn_id: str
+    parent_id: str | None
+    relation: str
+    finish_reason: str
+    side_call: str | None
+    verdict: GradedVerdict
+    context_text: str
+    """What the model read since the turn before, with the markers of the chat template."""
+    output_text: str
+    message: dict[str, Any]
+    """What the model answered, as in a chat completion."""
+
+
+class SessionToGrade(msgspec.Struct, frozen=True, dict=True):
+    """A session with its turns."""
+
+    session_id: str
+    task_id: str | None
+    group_id: str | None
+    state: str
+    status: str | None
+    reward: float | None
+    metadata: dict[str, Any]
+    turns: list[GradedTurn]
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is finished and has no reward."""
+        return self.state == "waiting_reward"
+
+    @cached_property
+    def branch(self) -> Sequence[GradedTurn]:
+        """The turns from the root to the last one that counts; empty if there is none."""
+        by_id = {turn.turn_id: turn for turn in self.turns}
+        counted = [
+            turn for turn in self.turns if turn.side_call is None and turn.verdict.code not in NOT_GRADED
+        ]
+        turn = counted[-1] if counted else None
+        branch = list[GradedTurn]()
+        while turn is not None:
+            branch.append(turn)
+            turn = by_id.get(turn.parent_id) if turn.parent_id else None
+        return branch[::-1]
+
+    @property
+    def transcript(self) -> str:
+        """The whole episode as the model read and wrote it."""
+        return "".join(turn.context_text + turn.output_text for turn in self.branch)
+
+    @property
+    def sample(self) -> Mapping[str, Any] | None:
+        """OpenAI's namespace `sample` of the last answer, and the `transcript`; None without an answer."""
+        if not self.branch:
+            return None
+        last = self.branch[-1]
+        made = sample_of(str(last.message.get("content") or ""), last.message, last.finish_reason)
+        return made | {"transcript": self.transcript}
+
+    @property
+    def item(self) -> Mapping[str, Any]:
+        """OpenAI's namespace `item`: `metadata.item` if that is an object, else the metadata."""
+        item = self.metadata.get("item")
+        return item if isinstance(item, dict) else self.metadata

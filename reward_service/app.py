@@ -11,11 +11,15 @@ from fastapi import FastAPI
 from reward_service.dispatch.attempt import SessionGrader
 from reward_service.dispatch.dispatcher import Dispatcher
 from reward_service.dispatch.gateway import SessionGateway
+from reward_service.dispatch.groups import GroupHandler
+from reward_service.dispatch.handler import RuleHandler
 from reward_service.dispatch.http_grader import HttpSessionGrader
 from reward_service.dispatch.kinds import ObjectSessionGrader, PythonSessionGrader, judge_of
-from reward_service.dispatch.rules import AnyRule, HttpRule, JudgeRule, OpenAiGraderRule, PythonRule
+from reward_service.dispatch.posting import RewardPoster
+from reward_service.dispatch.rules import HttpRule, JudgeRule, OpenAiGraderRule, PythonRule, RelativeRule
+from reward_service.dispatch.single import SessionHandler
 from reward_service.grading.runner import GraderRunner
-from reward_service.judging.models import GatewayModel, OpenAiModel
+from reward_service.judging.models import GatewayModel, JudgeModelClient, OpenAiModel
 from reward_service.metrics import RewardMetrics
 from reward_service.rest.access import Access
 from reward_service.rest.body_limit import BodyLimit
@@ -39,6 +43,7 @@ class RewardParts:
     """For graders and models elsewhere."""
     metrics: RewardMetrics
     python: PythonProcesses
+    judge: JudgeModelClient
     runner: GraderRunner
 
     @classmethod
@@ -50,10 +55,19 @@ class RewardParts:
         python = PythonProcesses(settings.python)
         own = settings.judge.base_url is None
         judge = GatewayModel(settings.judge, gateway) if own else OpenAiModel(settings.judge, outside)
-        return cls(settings, gateway, outside, RewardMetrics(), python, GraderRunner(python, judge))
+        return cls(settings, gateway, outside, RewardMetrics(), python, judge, GraderRunner(python, judge))
 
-    def grader_of(self, rule: AnyRule) -> SessionGrader:
-        """Raises OSError or ValueError for a rule that cannot work."""
+    def handlers(self, gateway: SessionGateway) -> list[RuleHandler]:
+        """What rewards for each rule. Raises OSError or ValueError for a rule that cannot work."""
+        poster = RewardPoster(gateway, self.settings.dispatch.backoff_limit_s)
+        return [
+            GroupHandler(rule, self.judge, gateway, poster, self.metrics)
+            if isinstance(rule, RelativeRule)
+            else SessionHandler(rule, self._grader_of(rule), gateway, poster, self.metrics)
+            for rule in self.settings.rules
+        ]
+
+    def _grader_of(self, rule: HttpRule | PythonRule | OpenAiGraderRule | JudgeRule) -> SessionGrader:
         match rule:
             case HttpRule():
                 return HttpSessionGrader(rule, self.outside, self.settings.dispatch.answer_bytes)
@@ -68,17 +82,15 @@ class RewardParts:
 def create_app(settings: RewardSettings) -> FastAPI:
     """Raises OSError or ValueError for a rule that cannot work."""
     parts = RewardParts.of(settings)
-    graders = [(rule, parts.grader_of(rule)) for rule in settings.rules]
-    dispatcher = Dispatcher(
-        SessionGateway(parts.gateway, settings.dispatch), graders, settings.dispatch, parts.metrics
-    )
+    gateway = SessionGateway(parts.gateway, settings.dispatch)
+    dispatcher = Dispatcher(gateway, parts.handlers(gateway), settings.dispatch, parts.metrics)
     slots = Slots(settings.limits.runs, settings.limits.waiting)
     _measure(parts, dispatcher, slots)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with parts.gateway, parts.outside:
-            task = asyncio.create_task(dispatcher.run()) if graders else None
+            task = asyncio.create_task(dispatcher.run()) if settings.rules else None
             yield
             if task is not None:
                 task.cancel()

@@ -122,6 +122,7 @@ class SessionFacts(TypedDict):
     status: Status | None
     inferred: bool
     group_id: str | None
+    group_size: int | None
     task_id: str | None
     policy: str
     user: str | None

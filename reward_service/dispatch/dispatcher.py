@@ -6,6 +6,8 @@ gateway's list ─▶ the first rule that matches ─▶ its queue ─▶ its wo
 
 The gateway alone knows which sessions wait. So two services may run, and one that is killed loses nothing:
 the key of a reward is the rule's name, and the gateway stores one reward for each key.
+
+A unit is what a rule grades at once: a session or a group.
 """
 
 import asyncio
@@ -15,37 +17,32 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from reward_service.dispatch.attempt import AttemptFailed, SessionGrader, SessionReward
-from reward_service.dispatch.gateway import (
-    GatewayRefusal,
-    GatewayAway,
-    RewardOutcome,
-    SessionGateway,
-    SessionTooLarge,
-)
+from reward_service.dispatch.attempt import AttemptFailed
+from reward_service.dispatch.gateway import GatewayAway, GatewayFailure, SessionGateway
+from reward_service.dispatch.handler import NotReady, RuleHandler
 from reward_service.dispatch.memory import DeadLetter, DispatchMemory
+from reward_service.dispatch.posting import pause_s
 from reward_service.dispatch.rules import AnyRule, DispatchSettings
-from reward_service.dispatch.sessions import SessionToGrade, WaitingSession
+from reward_service.dispatch.sessions import WaitingSession
 from reward_service.judging.models import JUDGE_PREFIX
 from reward_service.metrics import RewardMetrics
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.5
-"""The pause before a reward that the gateway did not take is posted again; it doubles each time."""
-POSTS = 12
-"""How often a reward is posted while the gateway cannot take it; with pauses of up to a minute."""
 GATEWAY_PAUSE_S = 5.0
-"""A session that could not be read or rewarded is left for so long, and for at most twice this time."""
+"""A unit that could not be read or rewarded is left for so long, and for at most twice this time."""
 
 
 @dataclass(frozen=True)
 class RuleQueue:
-    """A rule, what grades for it, and the ids of the sessions that wait for it."""
+    """What rewards for a rule, and the units that wait for it."""
 
-    rule: AnyRule
-    grader: SessionGrader
+    handler: RuleHandler
     waiting: asyncio.Queue[str]
+
+    @property
+    def rule(self) -> AnyRule:
+        return self.handler.rule
 
 
 class Dispatcher:
@@ -54,19 +51,19 @@ class Dispatcher:
     def __init__(
         self,
         gateway: SessionGateway,
-        graders: Sequence[tuple[AnyRule, SessionGrader]],
+        handlers: Sequence[RuleHandler],
         settings: DispatchSettings,
         metrics: RewardMetrics,
     ) -> None:
         self._gateway, self._settings, self._metrics = gateway, settings, metrics
-        self._queues = [RuleQueue(rule, grader, asyncio.Queue(settings.queue)) for rule, grader in graders]
+        self._queues = [RuleQueue(handler, asyncio.Queue(settings.queue)) for handler in handlers]
         self.memory = DispatchMemory(settings.remembered)
-        self.gateway_fault: str | None = "the gateway's list was not read yet" if graders else None
+        self.gateway_fault: str | None = "the gateway's list was not read yet" if handlers else None
         """Why the last reading of the list failed; None if it did not."""
 
     @property
     def waiting(self) -> Mapping[str, int]:
-        """How many sessions wait for each rule."""
+        """How many units wait for each rule."""
         return {queue.rule.name: queue.waiting.qsize() for queue in self._queues}
 
     async def run(self) -> None:
@@ -81,7 +78,7 @@ class Dispatcher:
         while True:
             try:
                 await self._read_list()
-            except (GatewayAway, GatewayRefusal, SessionTooLarge) as error:
+            except GatewayFailure as error:
                 if self.gateway_fault != str(error):  # once per reason
                     logger.warning("sessions cannot be listed: %s", error)
                 self.gateway_fault = str(error)
@@ -97,97 +94,59 @@ class Dispatcher:
         self.memory.begin_reading()
         async for page in self._gateway.waiting():
             for session in page:
-                self._enqueue(session)
+                if not session.session_id.startswith(JUDGE_PREFIX):
+                    self._enqueue(session)
         self.memory.end_reading()
 
     def _enqueue(self, session: WaitingSession) -> None:
-        """Give the session to its rule, unless the rule's queue is full: the next reading finds it again."""
-        queue = self._queue_of(session)
-        if queue is None or not self.memory.takes(session.session_id) or queue.waiting.full():
-            return
-        self.memory.begin(session.session_id)
-        queue.waiting.put_nowait(session.session_id)
-
-    def _queue_of(self, session: WaitingSession) -> RuleQueue | None:
-        if session.session_id.startswith(JUDGE_PREFIX):
-            return None
-        matching = (each for each in self._queues if each.rule.matches(session.task_id, session.metadata))
-        return next(matching, None)
+        """Give the session's unit to the first rule that rewards it. If the rule's queue is full, the next
+        reading finds it again."""
+        for queue in self._queues:
+            unit = queue.handler.unit_of(session)
+            if unit is not None:
+                if self.memory.takes(unit) and not queue.waiting.full():
+                    self.memory.begin(unit)
+                    queue.waiting.put_nowait(unit)
+                return
 
     async def _work(self, queue: RuleQueue) -> None:
         while True:
-            session_id = await queue.waiting.get()
+            unit = await queue.waiting.get()
             try:
-                await self._handle(queue, session_id)
-            except GatewayAway as error:  # no fault of the grader: a later reading finds it again
-                logger.warning("session %s is left for later: %s", session_id, error)
-                self.memory.postpone(session_id, GATEWAY_PAUSE_S * random.uniform(1.0, 2.0))
-            except Exception:  # a bug here costs this session one attempt, and not the worker
-                logger.exception("session %s could not be handled", session_id)
-                self._failed(queue.rule, session_id, AttemptFailed("internal error"))
+                await self._handle(queue, unit)
+            except Exception:  # a bug here costs this unit one attempt, and not the worker
+                logger.exception("%s could not be handled", unit)
+                self._failed(queue.rule, unit, AttemptFailed("internal error"))
             finally:
-                self.memory.end(session_id)
+                self.memory.end(unit)
 
-    async def _handle(self, queue: RuleQueue, session_id: str) -> None:
-        """Read, grade and reward one session. Raises GatewayAway."""
+    async def _handle(self, queue: RuleQueue, unit: str) -> None:
         rule = queue.rule
         try:
-            session = await self._gateway.session(session_id)
-            if session is None or not session.waits:
-                outcome = RewardOutcome.GONE if session is None else RewardOutcome.ALREADY
-                self._ended(rule, session_id, outcome.value)
-                return
-            reward = await self._grade(queue, session)
-            if reward is None:
-                self.memory.leave_alone(session_id)
-                self._metrics.session(rule.name, "no_opinion")
-                return
-            outcome = await self._post(rule, session_id, reward)
-        except (GatewayRefusal, SessionTooLarge) as error:
-            self._failed(rule, session_id, AttemptFailed(str(error), final=True))
+            outcome = await queue.handler.handle(unit, self.memory.failures(unit) + 1)
         except AttemptFailed as error:
-            self._failed(rule, session_id, error)
+            self._failed(rule, unit, error)
+        except NotReady:
+            self.memory.postpone(unit, self._settings.poll_every_s)
+        except GatewayAway as error:  # no fault of the grader: a later reading finds the unit again
+            logger.warning("%s is left for later: %s", unit, error)
+            self.memory.postpone(unit, GATEWAY_PAUSE_S * random.uniform(1.0, 2.0))
+        except GatewayFailure as error:
+            self._failed(rule, unit, AttemptFailed(str(error), final=True))
         else:
-            self._ended(rule, session_id, outcome.value)
+            if outcome is None:
+                self.memory.leave_alone(unit)
+            else:
+                self.memory.forget(unit)
+            self._metrics.session(rule.name, outcome or "no_opinion")
+            logger.info("%s: %s by rule %s", unit, outcome or "no opinion", rule.name)
 
-    async def _grade(self, queue: RuleQueue, session: SessionToGrade) -> SessionReward | None:
-        """Raises AttemptFailed."""
-        attempt = self.memory.failures(session.session_id) + 1
-        with self._metrics.attempt(queue.rule.name):
-            try:
-                async with asyncio.timeout(queue.rule.timeout_s):
-                    return await queue.grader.grade(session, attempt)
-            except TimeoutError as error:
-                raise AttemptFailed(f"no answer within {queue.rule.timeout_s} s") from error
-
-    async def _post(self, rule: AnyRule, session_id: str, reward: SessionReward) -> RewardOutcome:
-        """Post again while the gateway is away, so that the session need not be graded again. Raises
-        GatewayAway, GatewayRefusal."""
-        source = f"{rule.kind}:{rule.name}"
-        for post in range(POSTS - 1):
-            try:
-                return await self._gateway.reward(session_id, reward.value, rule.name, source, reward.turn_id)
-            except GatewayAway as error:
-                logger.warning("the reward of session %s waits: %s", session_id, error)
-            await asyncio.sleep(self._pause_s(FIRST_PAUSE_S, post))
-        return await self._gateway.reward(session_id, reward.value, rule.name, source, reward.turn_id)
-
-    def _pause_s(self, first_s: float, failures: int) -> float:
-        """The pause doubles with each failure, up to a limit, and is shortened at random by up to a half."""
-        longest_s = min(first_s * 2.0 ** min(failures, 60), self._settings.backoff_limit_s)
-        return longest_s * random.uniform(0.5, 1.0)
-
-    def _ended(self, rule: AnyRule, session_id: str, outcome: str) -> None:
-        self.memory.forget(session_id)
-        self._metrics.session(rule.name, outcome)
-        logger.info("session %s: %s by rule %s", session_id, outcome, rule.name)
-
-    def _failed(self, rule: AnyRule, session_id: str, error: AttemptFailed) -> None:
-        attempts = self.memory.failures(session_id) + 1
+    def _failed(self, rule: AnyRule, unit: str, error: AttemptFailed) -> None:
+        attempts = self.memory.failures(unit) + 1
         if error.final or attempts >= rule.attempts:
-            self.memory.bury(DeadLetter(session_id, rule.name, attempts, str(error), time.time()))
+            self.memory.bury(DeadLetter(unit, rule.name, attempts, str(error), time.time()))
             self._metrics.session(rule.name, "dead_letter")
-            logger.warning("session %s is a dead letter of rule %s: %s", session_id, rule.name, error)
+            logger.warning("%s is a dead letter of rule %s: %s", unit, rule.name, error)
             return
-        self.memory.failed(session_id, self._pause_s(rule.backoff_s, attempts - 1))
-        logger.info("attempt %d on session %s failed, rule %s: %s", attempts, session_id, rule.name, error)
+        self.memory.failed(unit, pause_s(rule.backoff_s, attempts - 1, self._settings.backoff_limit_s))
+        logger.info("attempt %d on %s failed, rule %s: %s", attempts, unit, rule.name, error)

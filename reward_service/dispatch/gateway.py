@@ -16,7 +16,13 @@ import msgspec
 
 from reward_service.bounded import AnswerTooLarge, read_bounded
 from reward_service.dispatch.rules import DispatchSettings
-from reward_service.dispatch.sessions import SessionToGrade, WaitingPage, WaitingSession
+from reward_service.dispatch.sessions import (
+    GroupMember,
+    MemberPage,
+    SessionToGrade,
+    WaitingPage,
+    WaitingSession,
+)
 from rollout_queue.protocol.errors import error_message
 
 T = TypeVar("T")
@@ -61,17 +67,26 @@ class SessionGateway:
 
     async def waiting(self) -> AsyncIterator[list[WaitingSession]]:
         """All sessions that wait for a reward, page by page, the oldest first. Raises GatewayFailure."""
-        cursor: str | None = None
-        while True:
-            params = {"state": "waiting_reward", "limit": str(self._settings.page)}
-            status, body = await self._send(
-                "GET", "/sessions", PAGE_BYTES, params=params | ({"cursor": cursor} if cursor else {})
-            )
-            page = _read(_successful(status, body), WaitingPage)
+        cursor: str | None = "0"
+        while cursor is not None:
+            page = await self._page(WaitingPage, cursor, state="waiting_reward")
             yield page.data
             cursor = page.next_cursor
-            if cursor is None:
-                return
+
+    async def members(self, group_id: str) -> list[GroupMember]:
+        """All sessions of a group. Raises GatewayFailure."""
+        found, cursor = list[GroupMember](), "0"
+        while True:
+            page = await self._page(MemberPage, cursor, group_id=group_id)
+            found += page.data
+            if page.next_cursor is None:
+                return found
+            cursor = page.next_cursor
+
+    async def _page(self, kind: type[T], cursor: str, **wanted: str) -> T:
+        params = {"limit": str(self._settings.page), "cursor": cursor, **wanted}
+        status, body = await self._send("GET", "/sessions", PAGE_BYTES, params=params)
+        return _read(_successful(status, body), kind)
 
     async def session(self, session_id: str) -> SessionToGrade | None:
         """The session with its text; None if there is no such session any more. Raises GatewayFailure."""

@@ -16,7 +16,8 @@ SHOWN_LETTERS = 100
 class DeadLetter:
     """A session whose grader failed to the last attempt."""
 
-    session_id: str
+    unit: str
+    """The session's id, or `group/` and the group's id."""
     rule: str
     attempts: int
     reason: str
@@ -117,7 +118,7 @@ class DispatchMemory:
 
     def bury(self, letter: DeadLetter) -> None:
         """Its grader failed to the last attempt."""
-        known = self._known(letter.session_id)
+        known = self._known(letter.unit)
         known.left_alone = known.dead = True
         self._letters.append(letter)
 

@@ -119,7 +119,26 @@ class JudgeRule(RewardRule):
         return self
 
 
-AnyRule = Annotated[HttpRule | PythonRule | OpenAiGraderRule | JudgeRule, Discriminator("kind")]
+class RelativeRule(RewardRule):
+    """A model that compares the sessions of a group. Sessions without a group are left to the next rule."""
+
+    kind: Literal["relative"]
+    rubric: str = Field(min_length=1, max_length=100_000)
+    """What makes an episode good."""
+    model: str = Field("policy", min_length=1, max_length=200)
+    seed: int = 0
+    """Of the order in which the model reads the sessions."""
+    before_expiry_s: float = Field(300.0, ge=0)
+    """A group with sessions that are still open is judged without them so long before the first of those that
+    wait expires."""
+    most_members: int = Field(64, ge=2)
+    most_chars: int = Field(400_000, ge=1)
+    """The largest group that is judged; a larger one is a dead letter."""
+
+
+AnyRule = Annotated[
+    HttpRule | PythonRule | OpenAiGraderRule | JudgeRule | RelativeRule, Discriminator("kind")
+]
 
 
 class DispatchSettings(BaseModel):

@@ -17,7 +17,34 @@ class WaitingSession(msgspec.Struct, frozen=True):
 
     session_id: str
     task_id: str | None
+    group_id: str | None
     metadata: dict[str, Any]
+
+
+class GroupMember(msgspec.Struct, frozen=True):
+    """A row of the list of a group."""
+
+    session_id: str
+    state: str
+    status: str | None
+    reward: float | None
+    group_size: int | None
+    expires_at: float
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is finished and has no reward."""
+        return self.state == "waiting_reward"
+
+    @property
+    def compared(self) -> bool:
+        """Whether it waits or has a reward: a service that was killed may have rewarded a part of a group."""
+        return self.waits or (self.state == "finished" and self.reward is not None)
+
+
+class MemberPage(msgspec.Struct, frozen=True):
+    data: list[GroupMember]
+    next_cursor: str | None
 
 
 class WaitingPage(msgspec.Struct, frozen=True):

@@ -410,6 +410,9 @@ def test_a_session_shows_its_metadata_and_the_tools_that_a_turn_calls(gateway: R
     assert shown["metadata"] == {"grader": "sums", "deep": {"x": [1]}}
     (row,) = gateway.get("/sessions").json()["data"]
     assert row["metadata"] == shown["metadata"]
+    assert (row["group_size"], shown["group_size"]) == (None, None)
+    gateway.post("/groups", {"size": 2})
+    assert [each["group_size"] for each in gateway.get("/sessions").json()["data"][1:]] == [2, 2]
     message = shown["turns"][0]["message"]
     assert message["content"] == "Well."
     (called,) = message["tool_calls"]

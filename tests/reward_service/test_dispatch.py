@@ -163,7 +163,7 @@ def test_garbage_is_a_failed_attempt_and_never_a_reward(gateway: RunningGateway,
         wait_for(rewards, "remote", "dead_letter")
         two_more_readings(rewards)
         (letter,) = rewards.get("/status").json()["dead_letters"]
-    assert (letter["session_id"], letter["rule"], letter["attempts"]) == (session_id, "remote", 2)
+    assert (letter["unit"], letter["rule"], letter["attempts"]) == (session_id, "remote", 2)
     assert grader.attempts(session_id) == [1, 2]
     found = shown(gateway, session_id)
     assert (found["state"], found["reward"], found["verdict"]["code"]) == (

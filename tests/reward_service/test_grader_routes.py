@@ -144,7 +144,8 @@ def test_by_default_the_gateways_model_grades_in_a_session_that_is_never_trained
 ) -> None:
     gateway.engine.script.append('{"steps": [], "result": 0.5}')
     with reward_service(gateway_url=gateway.url) as rewards:
-        found = rewards.run(SCORE, "big cat", item={"answer": "big"}).json()
+        grader = SCORE | {"sampling_params": {"temperature": 0.5}}
+        found = rewards.run(grader, "big cat", item={"answer": "big"}).json()
     assert (found["reward"], found["metadata"]["sampled_model_name"]) == (0.5, "judge")
     (session,) = gateway.get("/sessions", key="admin-key").json()["data"]
     assert session["session_id"].startswith("weir-judge-")
@@ -152,6 +153,8 @@ def test_by_default_the_gateways_model_grades_in_a_session_that_is_never_trained
     spec = gateway.get(f"/sessions/{session['session_id']}?text=true", key="admin-key").json()
     assert "Is it big? big cat" in spec["turns"][0]["context_text"]
     assert spec["turns"][0]["verdict"]["code"] == "abandoned"
+    # In a session for training, the gateway would sample with its own temperature.
+    assert spec["turns"][0]["sampling"]["used"]["temperature"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+import reward_service.__main__
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
@@ -70,6 +71,21 @@ def test_it_grades_hides_its_environment_and_ends_on_sigterm(tmp_path: Path, com
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+def test_its_memory_is_hidden_before_it_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[str]()
+    monkeypatch.setattr(sys, "argv", ["reward_service"])
+    monkeypatch.setattr(reward_service.__main__, "hide_from_children", lambda: done.append("hidden"))
+    monkeypatch.setattr(reward_service.__main__, "serve", lambda *_, **__: done.append("serves"))
+    reward_service.__main__.main()
+    assert done == ["hidden", "serves"]
+    asked = (
+        "import ctypes; from reward_service.sandbox.secrets import hide_from_children; hide_from_children();"
+        "print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"  # PR_GET_DUMPABLE
+    )
+    shown = subprocess.run([sys.executable, "-c", asked], env=environment(), capture_output=True, check=True)
+    assert shown.stdout == b"0\n"
 
 
 def live(url: str) -> bool:

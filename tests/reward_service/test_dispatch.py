@@ -340,6 +340,20 @@ def test_a_session_that_was_rewarded_or_deleted_meanwhile_is_left(gateway: Runni
     assert [each["value"] for each in shown(gateway, rewarded)["rewards"]] == [0.5]
 
 
+def test_a_session_that_somebody_rewarded_while_it_waited_is_not_graded(gateway: RunningGateway) -> None:
+    first, second = finished(gateway), finished(gateway)
+    grader = ScriptedGrader(lambda _: 1.0, hang=True)
+    with serving(grader) as url, rewarding(gateway, http(url, concurrency=1)) as rewards:
+        wait_until(lambda: rewards.metric('weir_rewards_queue{rule="remote"}') == 1)
+        assert grader.called.wait(60)
+        gateway.post(f"/sessions/{second}/reward", {"value": 0.5})
+        grader.let_answer()
+        wait_for(rewards, "remote", "already")
+        assert reward_of(gateway, first)["value"] == 1.0
+    assert [each["value"] for each in shown(gateway, second)["rewards"]] == [0.5]
+    assert grader.attempts(second) == []
+
+
 def test_the_memory_is_bounded_and_sessions_that_are_gone_are_forgotten(gateway: RunningGateway) -> None:
     first, second = finished(gateway), finished(gateway)
     grader = ScriptedGrader(lambda _: None)

@@ -10,7 +10,9 @@ import httpx
 import pytest
 
 import reward_service.__main__
-from tests.support.serving import free_port
+from tests.support.gateway.running import ADMIN_KEY, RunningGateway
+from tests.support.reward_service.scripted_grader import ScriptedGrader
+from tests.support.serving import free_port, serving
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,39 @@ def test_its_memory_is_hidden_before_it_takes_requests(monkeypatch: pytest.Monke
     )
     shown = subprocess.run([sys.executable, "-c", asked], env=environment(), capture_output=True, check=True)
     assert shown.stdout == b"0\n"
+
+
+def test_a_killed_service_leaves_the_session_to_the_next_one(gateway: RunningGateway, tmp_path: Path) -> None:
+    gateway.engine.script.append("hello")
+    path = f"/sessions/{gateway.session()['session_id']}"
+    assert gateway.chat("hi", f"{path}/v1/chat/completions").status_code == 200
+    gateway.post(f"{path}/finish", {"status": "completed"})
+    grader = ScriptedGrader(lambda body: 0.5, hang=True)
+
+    def started(url: str) -> subprocess.Popen[bytes]:
+        rule = f"{{name: remote, kind: http, url: '{url}'}}"
+        file = tmp_path / "weir.yaml"
+        file.write_text(
+            f"rewards: {{port: {free_port()}, admin_keys: [{ADMIN_KEY}], gateway_url: '{gateway.url}', "
+            f"rules: [{rule}], dispatch: {{poll_every_s: 0.1}}}}\n"
+        )
+        command = [sys.executable, "-m", "reward_service", "--config", str(file)]
+        return subprocess.Popen(command, cwd=tmp_path, env=environment())
+
+    with serving(grader) as url:
+        killed = started(url)
+        assert grader.called.wait(60)
+        killed.kill()
+        killed.wait()
+        grader.let_answer()
+        assert gateway.get(path).json()["rewards"] == []
+        following = started(url)
+        try:
+            (reward,) = wait_until(lambda: gateway.get(path).json()["rewards"])
+        finally:
+            following.terminate()
+            assert following.wait(60) == 0
+    assert (reward["value"], reward["key"]) == (0.5, "remote")
 
 
 def live(url: str) -> bool:

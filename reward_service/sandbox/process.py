@@ -5,6 +5,7 @@ PythonProcesses.grade ── source, sample, item ─▶ child.py ── a numbe
 
 import asyncio
 import json
+import logging
 import math
 import os
 import signal
@@ -21,6 +22,8 @@ import msgspec
 
 from reward_service.sandbox.child import NOT_ISOLATED
 from reward_service.sandbox.settings import PythonSettings
+
+logger = logging.getLogger(__name__)
 
 CHILD = Path(__file__).with_name("child.py")
 ANSWER_BYTES = 2**16
@@ -45,7 +48,8 @@ class PythonResult:
     error: str | None = None
     """What the source did wrong: it raised, or returned something else."""
     ended: str | None = None
-    """Why there is no answer: `timeout`, `killed`, `exited`, `no_isolation`, `answer_too_large`."""
+    """Why there is no answer: `timeout`, `killed`, `exited`, `not_started`, `no_isolation`,
+    `answer_too_large`."""
 
 
 class PythonChildAnswer(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,7 +82,11 @@ class PythonProcesses:
 
     async def _run(self, given: bytes, limit_s: float) -> PythonResult:
         with tempfile.TemporaryDirectory(prefix="weir-grader-", ignore_cleanup_errors=True) as directory:
-            process = await self._start(directory, limit_s)
+            try:
+                process = await self._start(directory, limit_s)
+            except OSError as error:  # no such interpreter, or no memory for a process
+                logger.error("a Python grader cannot be started: %s", error)
+                return PythonResult(ended="not_started")
             try:
                 async with asyncio.timeout(limit_s):
                     answer = await _exchange(process, given)

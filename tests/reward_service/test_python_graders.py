@@ -81,6 +81,10 @@ async def test_a_process_without_an_answer_is_ended(source: str, ended: str) -> 
     assert found == PythonResult(ended=ended)
 
 
+async def test_an_interpreter_that_does_not_start_is_no_fault_of_the_source() -> None:
+    assert await graded(returning("1.0"), interpreter="/nowhere") == PythonResult(ended="not_started")
+
+
 async def test_what_a_grader_prints_is_no_answer_and_may_be_long() -> None:
     source = "import sys\nprint('{\"value\": 9}' * 10**6)\nprint('x' * 10**6, file=sys.stderr)\n"
     assert await graded(source + returning("0.5")) == PythonResult(0.5)

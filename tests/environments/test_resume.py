@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -39,23 +40,39 @@ def answer(prompt: str) -> str:
     return str(1 + len(re.findall("go on", prompt)))
 
 
+class Gate:
+    """Answers so many calls, and the others once it is opened: the runner is killed in the middle."""
+
+    def __init__(self, open_for: int) -> None:
+        self.left, self.opened = open_for, threading.Event()
+
+    def answer(self, prompt: str) -> str:
+        self.left -= 1
+        if self.left < 0:
+            self.opened.wait()
+        return answer(prompt)
+
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("mode", ["run", "eval"])
 def test_a_killed_runner_is_resumed_and_each_episode_ends_once(running: RunTest, mode: str) -> None:
-    running.engine.answer, running.engine.pace_s = answer, 0.01
+    gate = Gate(open_for=100)
+    running.engine.answer = gate.answer
     sizes = ["--group-size", "4", "--episodes", "80"] if mode == "run" else ["--tasks", "20", "-n", "4"]
     environment = os.environ | {"WEIR_CLIENT_KEYS": ""}
     with subprocess.Popen(
         command(running, mode, *sizes), env=environment, cwd=ROOT, start_new_session=True
     ) as first:
-        wait_until(lambda: len(ended(running.run_dir)) >= 20, 60)
+        wait_until(lambda: len(ended(running.run_dir)) >= 20, 120)  # 24 answers belong to others at most
         os.killpg(first.pid, signal.SIGKILL)
+    gate.opened.set()
     journal = running.run_dir / "journal.jsonl"
     with journal.open("a", encoding="utf-8") as file:
         file.write('{"kind":"episode","group":3,"mem')  # as a kill cuts a line
     before = len(ended(running.run_dir))
     assert before < 80
     subprocess.run(
-        command(running, mode, *sizes, "--resume"), env=environment, cwd=ROOT, check=True, timeout=60
+        command(running, mode, *sizes, "--resume"), env=environment, cwd=ROOT, check=True, timeout=120
     )
     entries = ended(running.run_dir)
     places = Counter((each.group, each.member) for each in entries)

@@ -95,11 +95,11 @@ async def test_a_fault_of_the_environment_is_never_a_reward(running: RunTest, ho
 
 async def test_a_hung_environment_is_killed_and_the_run_goes_on(running: RunTest) -> None:
     summary = await running.play(
-        "Faulty", options={"how": "hangs"}, group_size=1, episodes=2, concurrency=1, step_s=5.0
+        "Faulty", options={"how": "hangs"}, group_size=1, episodes=2, concurrency=1, step_s=10.0
     )
     assert summary["by_status"] == {"failed": 1, "completed": 1}
     (failed,) = running.sessions(verdict="failed")
-    assert "did not answer 'step' within 5 s" in failed["verdict"]["detail"]
+    assert "did not answer 'step' within 10 s" in failed["verdict"]["detail"]
 
 
 async def test_what_a_library_prints_is_no_answer(running: RunTest) -> None:

@@ -36,7 +36,7 @@ def main() -> None:
         app = create_app(settings)
     except (OSError, ValueError) as error:
         raise SystemExit(f"rewards.rules: {error}") from error
-    serve(app, settings.host, settings.port, LAST_ANSWERS_S, bounds=bounds)
+    serve(app, settings.host, settings.port, LAST_ANSWERS_S, bounds=bounds, loop="asyncio")
 
 
 def _settings() -> RewardSettings:

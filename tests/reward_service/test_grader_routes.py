@@ -1,6 +1,9 @@
 """OpenAI's routes for graders, called with OpenAI's client."""
 
+import mmap
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import openai
@@ -247,3 +250,15 @@ def test_metrics_count_what_ran(rewards: RunningRewards) -> None:
     rewards.run(CHECK, "x", item={})
     assert rewards.metric(name) == before + 1
     assert rewards.get("/live", None).status_code == rewards.get("/ready", None).status_code == 200
+
+
+def test_a_python_grader_starts_beside_much_memory(rewards: RunningRewards) -> None:
+    """A copy of this process would need more memory than the kernel grants at once."""
+    four_fifths = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 4 // 5
+    with ExitStack() as reserved:
+        with suppress(OSError):  # where the kernel grants less, that is much already
+            for _ in range(3):
+                much = mmap.mmap(-1, four_fifths, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                reserved.enter_context(much)
+        reply = rewards.run(PYTHON, "x", item={"answer": "x"})
+    assert reply.json()["reward"] == 1.0

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import uvicorn
 
@@ -57,7 +57,12 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def serving(app: Any, port: int | None = None, listener: socket.socket | None = None) -> Iterator[str]:
+def serving(
+    app: Any,
+    port: int | None = None,
+    listener: socket.socket | None = None,
+    loop: Literal["auto", "asyncio"] = "auto",
+) -> Iterator[str]:
     """Serve `app` on loopback and give its URL. The application's lifespan starts and ends, too. With a
     `listener`, calls come from there instead."""
     port = port or free_port()
@@ -65,6 +70,7 @@ def serving(app: Any, port: int | None = None, listener: socket.socket | None = 
         app,
         host="127.0.0.1",
         port=port,
+        loop=loop,
         log_level="warning",
         timeout_graceful_shutdown=2,
         proxy_headers=False,

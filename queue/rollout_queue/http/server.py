@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -34,6 +34,7 @@ def serve(
     bounds: ConnectionBounds | None = None,
     end_requests: Callable[[], None] | None = None,
     sockets: Sequence[socket.socket] | None = None,
+    loop: Literal["uvloop", "asyncio"] = "uvloop",
 ) -> None:
     """Listen until SIGTERM; then call `leave`, finish requests in flight, and exit with 0.
 
@@ -41,6 +42,9 @@ def serve(
     write last words. Then uvicorn cancels the requests that are left.
 
     `sockets`: bound sockets to listen on, in place of `host` and `port`.
+
+    `loop`: a service that starts many processes takes "asyncio", which uses vfork. uvloop copies the page
+    tables of the service for each process, and fails where the kernel refuses so much memory.
 
     uvicorn ignores proxy headers here; an application that needs its own public address reads them itself.
     """
@@ -51,7 +55,7 @@ def serve(
         app,
         host=host,
         port=port,
-        loop="uvloop",
+        loop=loop,
         http=cast(Any, partial(BoundedProtocol, count)),
         ws="none",
         log_config=None,

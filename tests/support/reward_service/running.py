@@ -48,7 +48,7 @@ class RunningRewards:
 def reward_service(**settings: Any) -> Iterator[RunningRewards]:
     """A service with a client's and an admin's key; `settings` win."""
     given: dict[str, Any] = {"client_keys": [CLIENT_KEY], "admin_keys": [ADMIN_KEY]}
-    with serving(create_app(RewardSettings(**given | settings))) as url:
+    with serving(create_app(RewardSettings(**given | settings)), loop="asyncio") as url:
         running = RunningRewards(url)
         try:
             yield running

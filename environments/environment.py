@@ -20,9 +20,9 @@ class Environment(Protocol):
     async def step(self, answer: str) -> Step:
         """What follows the model's answer in plain text."""
 
-    async def call(self, name: str, arguments: str) -> str:
-        """The result of a tool. `arguments` is JSON as the model wrote it; what is wrong with it becomes a
-        text for the model."""
+    async def call(self, name: str, arguments: str) -> Step:
+        """The result of a tool, in messages of the role `tool`. A call can earn a reward and end the episode.
+        `arguments` is JSON as the model wrote it; what is wrong with it becomes a text for the model."""
 
     async def close(self) -> None: ...
 

@@ -85,8 +85,9 @@ class HostedEnvironment:
     async def step(self, answer: str) -> Step:
         return await self._step("step", answer=answer)
 
-    async def call(self, name: str, arguments: str) -> str:
-        return str(await self._ask("call", name=name, arguments=arguments))
+    async def call(self, name: str, arguments: str) -> Step:
+        result = str(await self._ask("call", name=name, arguments=arguments))
+        return Step(messages=({"role": "tool", "content": result},))
 
     async def close(self) -> None:
         self._pool.left(self._number)

@@ -1,6 +1,10 @@
 """The loop of one agent: it answers, calls tools, and hears the environment's reply, until the episode
 ends."""
 
+from collections.abc import Iterable
+
+from openai.types.chat import ChatCompletionMessageToolCallUnion
+
 from environments.environment import Environment
 from environments.episodes.agent import Agent
 from environments.step import Step
@@ -15,15 +19,30 @@ async def play(agents: list[Agent], environment: Environment, task: Task, max_tu
     for _ in range(max_turns):
         answer = await agent.answer(environment.tools)
         if answer.tool_calls:
-            for call in answer.tool_calls:
-                if call.type == "function":
-                    result = await environment.call(call.function.name, call.function.arguments)
-                    agent.hears([{"role": "tool", "tool_call_id": call.id, "content": result}])
-            continue
-        step = await environment.step(answer.content or "")
-        agent.metrics |= step.metrics
-        agent.earns(step.reward, step.ended)
+            step = await _call(agent, environment, answer.tool_calls, step)
+        else:
+            step = await environment.step(answer.content or "")
+            _credit(agent, step)
+            agent.hears(step.messages)
         if step.ended:
             break
-        agent.hears(step.messages)
     return step
+
+
+async def _call(
+    agent: Agent, environment: Environment, calls: Iterable[ChatCompletionMessageToolCallUnion], step: Step
+) -> Step:
+    """Make the calls of one answer, in their order, until one of them ends the episode."""
+    for call in calls:
+        if call.type == "function":
+            step = await environment.call(call.function.name, call.function.arguments)
+            _credit(agent, step)
+            agent.hears({**message, "tool_call_id": call.id} for message in step.messages)
+            if step.ended:
+                break
+    return step
+
+
+def _credit(agent: Agent, step: Step) -> None:
+    agent.metrics |= step.metrics
+    agent.earns(step.reward, step.ended)

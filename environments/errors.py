@@ -9,6 +9,10 @@ class HostDied(EnvironmentFault):
     """The process of the environment ended, or did not answer in time and was killed."""
 
 
+class NoAction(Exception):
+    """The model's answer is no action of the environment. The model reads why, and tries again."""
+
+
 class UnknownEnvironment(Exception):
     """The user named an environment that does not exist, or whose library is not installed."""
 

@@ -16,7 +16,8 @@ class RunSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     environment: str
-    """`LIBRARY:NAME`, for instance `reasoning_gym:chain_sum` or `python:module:Class`."""
+    """`LIBRARY:NAME`, for instance `reasoning_gym:chain_sum`, `python:module:Class` or
+    `openenv:http://HOST:PORT`."""
     options: dict[str, Any] = {}
     """What the environment is made with."""
     mode: Mode = "train"
@@ -64,7 +65,8 @@ class RunSettings(BaseModel):
     python: Path | None = None
     """The interpreter that has the environment's library; without it, the one in `run/environments`."""
     wait_s: PositiveFloat = 300.0
-    """How long a request is repeated while the gateway refuses it for load or does not answer."""
+    """How long a request is repeated while the gateway refuses it for load or does not answer, and how long
+    episodes wait while an OpenEnv server lets none of them in."""
 
     @property
     def library(self) -> str:

@@ -20,6 +20,7 @@ from environments.errors import RunStopped, UnknownEnvironment
 from environments.hosts.libraries import host_command
 from environments.hosts.pool import HostedEnvironments
 from environments.loops import conversation, players
+from environments.openenv.server import OpenEnvServer
 from environments.progress import sentence, telling
 from environments.results.journal import EpisodeEnded, GroupBegun, Journal, entries_of, write_document
 from environments.results.picture import draw
@@ -69,7 +70,10 @@ async def play_run(
 
 
 def source_of(settings: RunSettings, place: RunPlace) -> EnvironmentSource:
-    """The environments that the settings name. Raises UnknownEnvironment."""
+    """The environments that the settings name: those of an OpenEnv server, or of a library in hosts. Raises
+    UnknownEnvironment."""
+    if settings.library == "openenv":
+        return OpenEnvServer(settings)
     command = host_command(
         settings.library, settings.name, settings.options, settings.python, place.environments_dir
     )

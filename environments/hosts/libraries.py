@@ -23,7 +23,7 @@ def host_command(
     """The command of a host. `python` is the user's choice of interpreter; without it, a library has the one
     in `environments_dir`, and a class of the user runs with this one."""
     if library not in WRAPPERS:
-        known = ", ".join(sorted(WRAPPERS))
+        known = ", ".join(sorted([*WRAPPERS, "openenv"]))
         raise UnknownEnvironment(f"there are no environments of {library!r}, only of {known}")
     interpreter = python or _interpreter(library, environments_dir)
     return [str(interpreter), str(PROGRAM), WRAPPERS[library], name, json.dumps(dict(options))]

@@ -1,0 +1,1 @@
+"""OpenEnv: environments that a server plays over WebSocket, one connection for each episode."""

@@ -21,5 +21,9 @@ class GatewayFault(Exception):
     """The gateway refused a request of the runner, or did not answer for longer than the runner waits."""
 
 
+class SessionRefused(GatewayFault):
+    """The gateway refused a request about one session, for instance because it has expired or was deleted."""
+
+
 class RunStopped(Exception):
     """The run ended early, for the reason in the message."""

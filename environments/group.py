@@ -84,7 +84,7 @@ class EpisodeGroup:
                 began = time.monotonic()
                 outcomes = await player.play(self.task, seats, sessions)
         except asyncio.CancelledError:
-            outcomes = await asyncio.shield(player.abandon(seats, TEACHES_NOTHING if self.over else STOPPED))
+            outcomes = await player.abandon(seats, TEACHES_NOTHING if self.over else STOPPED)
             if not self.over:  # a resumed run plays it again
                 raise
         seconds = time.monotonic() - began

@@ -7,10 +7,12 @@ environment is gone.
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
 from environments.episodes.seats import SeatPlan
+from environments.errors import SessionRefused
 from environments.group import STOPPED
 from environments.results.journal import Entry, EpisodeEnded, GroupBegun, Journal
 from environments.session_client import SessionClient
@@ -53,7 +55,8 @@ async def _outcomes(
         if session is None:  # it was never opened, and the trainer waits for every session of a group
             await gateway.open_session(seat.session_id, seat.description)
         if session is None or session["state"] == "open":
-            await gateway.finish(seat.session_id, "abandoned", None, STOPPED)
+            with suppress(SessionRefused):  # it has expired meanwhile
+                await gateway.finish(seat.session_id, "abandoned", None, STOPPED)
         elif session["state"] in ENDED and seat.learns and session["status"]:
             ended.append(
                 EpisodeEnded(

@@ -16,11 +16,13 @@ import aiohttp
 import msgspec
 from openai import AsyncOpenAI
 
-from environments.errors import GatewayFault
+from environments.errors import GatewayFault, SessionRefused
 
 logger = logging.getLogger(__name__)
 
 BUSY = (429, 503)
+OF_SESSIONS = (404, 409, 410)
+"""The session is unknown, has another state, or was deleted. Other sessions are served."""
 TOLD_AFTER = 3
 """After so many refusals of a request a warning says that the run waits."""
 REQUEST_S = 60.0
@@ -90,7 +92,7 @@ class SessionClient:
         return str(listed["data"][0]["id"])
 
     async def _request(self, method: str, path: str, body: Any = None, absent: tuple[int, ...] = ()) -> Any:
-        """The answer's JSON. Raises GatewayFault with the gateway's sentence."""
+        """The answer's JSON. Raises SessionRefused and GatewayFault with the gateway's sentence."""
         deadline = time.monotonic() + self._waits_s
         for attempt in range(1_000_000):
             try:
@@ -105,7 +107,8 @@ class SessionClient:
                     return None
                 why = _sentence(content)
                 if status not in BUSY and status < 500:
-                    raise GatewayFault(f"{method} {path}: {status}: {why}")
+                    refused = SessionRefused if status in OF_SESSIONS else GatewayFault
+                    raise refused(f"{method} {path}: {status}: {why}")
             pause_s = max(wished_s, pause_after(attempt))
             if time.monotonic() + pause_s > deadline:
                 raise GatewayFault(f"the gateway at {self._url} did not serve {method} {path}: {why}")

@@ -20,6 +20,8 @@ class Agent:
         self.rewards: list[TurnReward] = []
         self.turn_ids: list[str] = []
         self.final: float | None = None
+        self.judged = False
+        """Whether any answer has a reward, also one of 0."""
         self.metrics: dict[str, float] = {}
 
     def hears(self, messages: Iterable[Message]) -> None:
@@ -41,6 +43,7 @@ class Agent:
         """Credit a reward to the last answer, or to the whole episode if it has ended."""
         if reward is None:
             return
+        self.judged = True
         if ended or not self.turn_ids:
             self.final = (self.final or 0.0) + reward
         elif reward:

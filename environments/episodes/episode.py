@@ -9,7 +9,7 @@ from openai import APIStatusError, OpenAIError
 
 from environments.environment import EnvironmentSource
 from environments.episodes.agent import Agent
-from environments.errors import EnvironmentFault
+from environments.errors import EnvironmentFault, SessionRefused
 from environments.outcome import EpisodeOutcome, Status
 from environments.session_client import SessionClient
 from environments.step import Step
@@ -67,14 +67,12 @@ class EpisodePlayer:
         ]
         status, reason = await self._played(task, agents)
         outcomes = [outcome_of(agent, status, reason, self._graded_elsewhere) for agent in agents]
-        await self._tell_all(seats, outcomes)
-        return outcomes
+        return await self._tell_all(seats, outcomes)
 
     async def abandon(self, seats: Sequence[Seat], reason: str) -> list[EpisodeOutcome]:
         """End an episode that nobody needs any more."""
         outcomes = [EpisodeOutcome("abandoned", reason=reason) for _ in seats]
-        await self._tell_all(seats, outcomes)
-        return outcomes
+        return await self._tell_all(seats, outcomes)
 
     async def _played(self, task: Task, agents: list[Agent]) -> tuple[Status, str | None]:
         environment = self._source.environment()
@@ -100,29 +98,33 @@ class EpisodePlayer:
         )
         return "truncated", why
 
-    async def _tell_all(self, seats: Sequence[Seat], outcomes: Sequence[EpisodeOutcome]) -> None:
-        """Tell how each seat's episode ended. Who is cancelled meanwhile has ended too: it is told to the
-        end, because a session has one outcome."""
+    async def _tell_all(
+        self, seats: Sequence[Seat], outcomes: Sequence[EpisodeOutcome]
+    ) -> list[EpisodeOutcome]:
+        """Tell how each seat's episode ended; returns what was stored. Who is cancelled meanwhile has ended,
+        too: it is told to the end, because a session has one outcome."""
 
-        async def tell() -> None:
-            for seat, outcome in zip(seats, outcomes, strict=True):
-                await self._tell(seat, outcome)
+        async def tell() -> list[EpisodeOutcome]:
+            return [await self._tell(*each) for each in zip(seats, outcomes, strict=True)]
 
         telling = asyncio.create_task(tell())
         try:
-            await asyncio.shield(telling)
+            return await asyncio.shield(telling)
         except asyncio.CancelledError:
-            await telling
+            return await telling
 
-    async def _tell(self, seat: Seat, outcome: EpisodeOutcome) -> None:
+    async def _tell(self, seat: Seat, outcome: EpisodeOutcome) -> EpisodeOutcome:
         """Store the rewards of a seat that learns, then how its episode ended. The session's verdict needs
         both."""
-        if seat.learns:
-            for number, given in enumerate(outcome.turn_rewards):
+        try:
+            for number, given in enumerate(outcome.turn_rewards if seat.learns else ()):
                 key = f"turn-{number}"
                 await self._gateway.reward(seat.session_id, key, given.value, given.turn_id, SOURCE)
-        reward = outcome.final if seat.learns and outcome.status in ("completed", "truncated") else None
-        await self._gateway.finish(seat.session_id, outcome.status, reward, outcome.reason)
+            final = outcome.final if seat.learns else None
+            await self._gateway.finish(seat.session_id, outcome.status, final, outcome.reason)
+        except SessionRefused as error:  # it has expired or was deleted; other episodes go on
+            return EpisodeOutcome("failed", reason=str(error), turns=outcome.turns)
+        return outcome
 
 
 def outcome_of(agent: Agent, status: Status, reason: str | None, graded_elsewhere: bool) -> EpisodeOutcome:
@@ -131,7 +133,7 @@ def outcome_of(agent: Agent, status: Status, reason: str | None, graded_elsewher
     if status == "failed":
         return EpisodeOutcome(status, reason=reason, turns=len(agent.turn_ids), metrics=dict(agent.metrics))
     final = agent.final
-    if status == "completed" and final is None and agent.rewards:
+    if status == "completed" and final is None and agent.judged:
         final = 0.0
     done = EpisodeOutcome(
         status, final, tuple(agent.rewards), reason, len(agent.turn_ids), dict(agent.metrics)

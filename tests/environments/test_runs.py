@@ -5,6 +5,7 @@ from collections import Counter
 from statistics import fmean
 from typing import Any
 
+import httpx
 import pytest
 
 from environments.errors import RunStopped, UnknownEnvironment
@@ -184,3 +185,25 @@ async def test_a_run_opens_no_more_sessions_than_it_plays(running: RunTest) -> N
     running.engine.answer = answer
     await running.play("Double", group_size=3, episodes=30, concurrency=3)
     assert most <= 3 + 2 * 3
+
+
+async def test_a_session_that_is_deleted_meanwhile_ends_no_run(running: RunTest) -> None:
+    deleted: list[str] = []
+
+    def answer(prompt: str) -> str:
+        if not deleted:
+            deleted.append(running.sessions(state="open")[0]["session_id"])
+            assert httpx.delete(f"{running.url}/sessions/{deleted[0]}").status_code == 200
+        return "8"
+
+    running.engine.answer = answer
+    summary = await running.play("Double", mode="eval", tasks=4, group_size=1, concurrency=1)
+    assert summary["by_status"] == {"failed": 1, "completed": 3}
+    assert any("deleted" in reason or "410" in reason for reason in summary["reasons"])
+
+
+async def test_rewards_of_zero_alone_are_a_reward_of_zero(running: RunTest) -> None:
+    """Every step earns 0, and the last one has no opinion."""
+    summary = await running.play("Zeros", mode="eval", tasks=1, group_size=1)
+    assert summary["by_status"] == {"completed": 1}
+    assert summary["reward"]["mean"] == 0.0

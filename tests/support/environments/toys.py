@@ -42,6 +42,18 @@ class Count:
         return "go on", 0.1 * right, False, False, {}
 
 
+class Zeros:
+    """The first answer earns 0; of the second one the environment has no opinion."""
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.said = 0
+        return "go"
+
+    def step(self, answer: str) -> Ending:
+        self.said += 1
+        return ("go on", 0.0, False, False, {}) if self.said == 1 else (None, None, True, False, {})
+
+
 class Lookup:
     """The answer is in a tool."""
 

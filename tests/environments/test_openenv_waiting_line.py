@@ -29,7 +29,7 @@ async def test_who_came_first_gets_the_next_place() -> None:
     places = 3
     line.freed()
     late = asyncio.create_task(enter(3))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it comes last
     places = 4
     await asyncio.gather(*waiting, late)
     assert entered == [0, 1, 2, 3]

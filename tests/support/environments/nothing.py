@@ -16,7 +16,7 @@ class NoEnvironment:
     async def step(self, answer: str) -> Step:
         raise NotImplementedError
 
-    async def call(self, name: str, arguments: str) -> str:
+    async def call(self, name: str, arguments: str) -> Step:
         raise NotImplementedError
 
     async def close(self) -> None: ...

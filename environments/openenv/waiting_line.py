@@ -51,6 +51,8 @@ class WaitingLine:
             if await _within(turn, pause_after(refused)):
                 refused = 0
             turn.clear()
+            if self._line[0] is not turn:  # others came first
+                continue
             try:
                 return await self._try(attempt)
             except ServerIsFull as full:

@@ -35,6 +35,26 @@ async def test_who_came_first_gets_the_next_place() -> None:
     assert entered == [0, 1, 2, 3]
 
 
+async def test_who_came_first_is_first_although_nobody_tells_of_room() -> None:
+    line, entered, full = WaitingLine(waits_s=60.0), list[int](), True
+
+    async def enter(number: int) -> None:
+        async def attempt() -> None:
+            if full:
+                raise ServerIsFull
+            entered.append(number)
+
+        await line.enter(attempt)
+
+    waiting = []
+    for number in range(4):
+        waiting.append(asyncio.create_task(enter(number)))
+        await asyncio.sleep(0)  # it takes its place in the line
+    full = False
+    await asyncio.gather(*waiting)
+    assert entered == [0, 1, 2, 3]
+
+
 async def test_a_server_that_lets_nobody_in_is_a_fault() -> None:
     async def attempt() -> None:
         raise ServerIsFull("2/2 sessions active")

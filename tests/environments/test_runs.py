@@ -207,3 +207,15 @@ async def test_rewards_of_zero_alone_are_a_reward_of_zero(running: RunTest) -> N
     summary = await running.play("Zeros", mode="eval", tasks=1, group_size=1)
     assert summary["by_status"] == {"completed": 1}
     assert summary["reward"]["mean"] == 0.0
+
+
+async def test_a_call_of_a_tool_that_nobody_offered_is_a_wrong_answer(running: RunTest) -> None:
+    running.engine.answer = lambda prompt: '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    summary = await running.play("Double", mode="eval", tasks=1, group_size=1)
+    assert summary["by_status"] == {"completed": 1}
+    assert summary["reward"]["mean"] == 0.0
+
+
+async def test_an_interpreter_that_does_not_exist_is_told_at_once(running: RunTest) -> None:
+    with pytest.raises(UnknownEnvironment, match=r"cannot be started: .*nowhere"):
+        await running.play("Double", python="/nowhere/python")

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from environments.episodes.ending import to_the_end
 from environments.episodes.episode import EpisodePlayer, Seat
 from environments.episodes.seats import SeatPlan
 from environments.outcome import EpisodeOutcome
@@ -35,22 +36,32 @@ class EpisodeGroup:
     rewards: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     over: bool = False
-    opened: list[tuple[int, list[Seat], list[dict[str, Any]]]] = field(default_factory=list)
-    """The members, each with its seats and their sessions."""
+    waiting: dict[int, list[Seat]] = field(default_factory=dict)
+    """The seats of each member whose episode has not ended."""
+    sessions: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """The sessions of each member, one for each seat."""
 
     async def open(self, player: EpisodePlayer, plan: SeatPlan) -> None:
         """Open all sessions before one can fail, because the trainer waits for every session of a group.
 
-        Raises GatewayFault.
+        Who is cancelled meanwhile waits for the answers: the gateway may open a session whose answer nobody
+        hears. Raises GatewayFault.
         """
         size = len(self.members)
-        seats = [plan.seats(self.task, self.number, member, size, self.attempt) for member in self.members]
-        sessions = await asyncio.gather(*(player.open(each) for each in seats))
-        self.opened = list(zip(self.members, seats, sessions, strict=True))
+        for member in self.members:
+            self.waiting[member] = plan.seats(self.task, self.number, member, size, self.attempt)
+        opening = asyncio.gather(*map(player.open, self.waiting.values()), return_exceptions=True)
+        opened = await to_the_end(opening)
+        for member, sessions in zip(self.members, opened, strict=True):
+            if isinstance(sessions, BaseException):
+                raise sessions
+            self.sessions[member] = sessions
 
     async def play(self, player: EpisodePlayer, slots: asyncio.Semaphore, record: Record) -> None:
         """Play each episode in a slot, and record its outcome. Raises GatewayFault."""
-        running = {asyncio.create_task(self._episode(player, *each, slots, record)) for each in self.opened}
+        running = {
+            asyncio.create_task(self._episode(player, member, slots, record)) for member in self.members
+        }
         try:
             while running:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -62,7 +73,15 @@ class EpisodeGroup:
         finally:
             for each in running:
                 each.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            rest = await asyncio.gather(*running, return_exceptions=True)
+        for error in rest:
+            if isinstance(error, Exception):
+                raise error
+
+    async def abandon(self, player: EpisodePlayer) -> None:
+        """End the episodes that have not ended, because the runner stops. A resumed run plays them again."""
+        telling = (player.abandon(seats, STOPPED) for seats in self.waiting.values())
+        await asyncio.gather(*telling, return_exceptions=True)
 
     def teaches_nothing(self, running: int) -> bool:
         alike = len(set(self.rewards)) == 1 and len(self.rewards) >= self.stop_uniform_after > 0
@@ -70,23 +89,18 @@ class EpisodeGroup:
         return alike or alone
 
     async def _episode(
-        self,
-        player: EpisodePlayer,
-        member: int,
-        seats: Sequence[Seat],
-        sessions: Sequence[Mapping[str, Any]],
-        slots: asyncio.Semaphore,
-        record: Record,
+        self, player: EpisodePlayer, member: int, slots: asyncio.Semaphore, record: Record
     ) -> None:
-        began = time.monotonic()
+        began, seats = time.monotonic(), self.waiting[member]
         try:
             async with slots:
                 began = time.monotonic()
-                outcomes = await player.play(self.task, seats, sessions)
+                outcomes = await player.play(self.task, seats, self.sessions[member])
         except asyncio.CancelledError:
-            outcomes = await player.abandon(seats, TEACHES_NOTHING if self.over else STOPPED)
-            if not self.over:  # a resumed run plays it again
+            if not self.over:
                 raise
+            outcomes = await player.abandon(seats, TEACHES_NOTHING)
+        del self.waiting[member]
         seconds = time.monotonic() - began
         for place, (seat, outcome) in enumerate(zip(seats, outcomes, strict=True)):
             if seat.learns:

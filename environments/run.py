@@ -37,6 +37,7 @@ class Run:
     next_group: int = 0
     ended: list[EpisodeEnded] = field(default_factory=list)
     rewards: RecentRewards = field(default_factory=RecentRewards)
+    _playing: dict[int, EpisodeGroup] = field(default_factory=dict)
     _failed_groups: list[str] = field(default_factory=list)
     _begun: int = 0
     _started_at: float = field(default_factory=time.monotonic)
@@ -60,6 +61,8 @@ class Run:
                     await self._begin(groups, slots, begun, task)
         except* (RunStopped, Exception) as errors:
             raise errors.exceptions[0] from None
+        finally:
+            await asyncio.gather(*(group.abandon(self.player) for group in self._playing.values()))
 
     def enough(self) -> bool:
         """Whether no further group begins."""
@@ -90,11 +93,13 @@ class Run:
             trains=self.settings.mode == "train",
             stop_uniform_after=self.settings.stop_uniform_after,
         )
+        self._playing[begun.group] = group
         await group.open(self.player, self.plan)
         groups.create_task(self._play(group, slots))
 
     async def _play(self, group: EpisodeGroup, slots: asyncio.Semaphore) -> None:
         await group.play(self.player, slots, self._record)
+        del self._playing[group.number]
         self.order.saw(group.task.id, group.rewards)
         self._watch_failures(group)
 

@@ -1,5 +1,7 @@
 """Runs of small environments against a real gateway: what its sessions say afterwards."""
 
+import asyncio
+import itertools
 import re
 from collections import Counter
 from statistics import fmean
@@ -9,6 +11,7 @@ import httpx
 import pytest
 
 from environments.errors import RunStopped, UnknownEnvironment
+from environments.session_client import SessionClient
 from tests.support.environments.running import RunTest
 
 
@@ -119,6 +122,33 @@ async def test_an_episode_without_end_is_truncated(running: RunTest) -> None:
 async def test_groups_that_only_fail_stop_the_run_with_the_first_error(running: RunTest) -> None:
     with pytest.raises(RunStopped, match="the sandbox is gone"):
         await running.play("Faulty", options={"how": "raises", "fails": 1000}, group_size=2, concurrency=1)
+    assert all(each["state"] == "finished" for each in running.sessions()), "no session waits"
+
+
+async def test_sessions_that_are_opened_while_the_run_stops_are_ended(
+    running: RunTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, finished, stopped = itertools.count(1), itertools.count(1), asyncio.Event()
+    open_session, finish = SessionClient.open_session, SessionClient.finish
+
+    async def opens(self: SessionClient, session_id: str, description: Any) -> Any:
+        session = await open_session(self, session_id, description)
+        if next(opened) > 4:  # the third group
+            await stopped.wait()
+        return session
+
+    async def finishes(self: SessionClient, *given: Any) -> None:
+        await finish(self, *given)
+        if next(finished) == 4:  # the second group has failed; the run hears of it after this
+            asyncio.get_running_loop().call_later(0.5, stopped.set)
+
+    monkeypatch.setattr(SessionClient, "open_session", opens)
+    monkeypatch.setattr(SessionClient, "finish", finishes)
+    with pytest.raises(RunStopped, match="the sandbox is gone"):
+        await running.play(
+            "Faulty", options={"how": "raises", "fails": 9}, group_size=2, concurrency=1, most_failed_groups=2
+        )
+    assert len(running.sessions()) == 6
     assert all(each["state"] == "finished" for each in running.sessions()), "no session waits"
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from environments.episodes.episode import EpisodePlayer
 from environments.episodes.seats import SeatPlan
 from environments.errors import RunStopped
+from environments.evaluations import Evaluations
 from environments.group import EpisodeGroup
 from environments.results.journal import EpisodeEnded, GroupBegun, Journal
 from environments.results.recent_rewards import RecentRewards
@@ -37,6 +38,7 @@ class Run:
     next_group: int = 0
     ended: list[EpisodeEnded] = field(default_factory=list)
     rewards: RecentRewards = field(default_factory=RecentRewards)
+    evaluations: Evaluations | None = None
     _playing: dict[int, EpisodeGroup] = field(default_factory=dict)
     _failed_groups: list[str] = field(default_factory=list)
     _begun: int = 0
@@ -95,13 +97,15 @@ class Run:
         )
         self._playing[begun.group] = group
         await group.open(self.player, self.plan)
-        groups.create_task(self._play(group, slots))
+        groups.create_task(self._play(groups, group, slots))
 
-    async def _play(self, group: EpisodeGroup, slots: asyncio.Semaphore) -> None:
+    async def _play(self, groups: asyncio.TaskGroup, group: EpisodeGroup, slots: asyncio.Semaphore) -> None:
         await group.play(self.player, slots, self._record)
         del self._playing[group.number]
         self.order.saw(group.task.id, group.rewards)
         self._watch_failures(group)
+        if self.evaluations and (due := await self.evaluations.due(self.ended[-1].session_id)):
+            groups.create_task(self.evaluations.play(due))
 
     def knows(self, entry: EpisodeEnded) -> None:
         """Count an episode that has ended."""

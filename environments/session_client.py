@@ -87,6 +87,12 @@ class SessionClient:
         )
         return found
 
+    async def newest_version(self, session_id: str) -> int | None:
+        """The newest policy version that sampled a token of the session."""
+        session = await self.session(session_id)
+        turns = session["turns"] if session else ()
+        return max((span["version"] for turn in turns for span in turn["versions"]), default=None)
+
     async def model_name(self) -> str:
         listed = await self._request("GET", "/v1/models")
         return str(listed["data"][0]["id"])

@@ -1,7 +1,7 @@
 """What a run is: which environment, how many episodes of it, and how the model is sampled."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
@@ -60,6 +60,19 @@ class RunSettings(BaseModel):
     """Episodes without a reward wait for one, for instance of the reward service, instead of being
     `failed`."""
 
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """A training run has the model judged at its start, and after so many new versions; 0: never."""
+    eval_tasks: PositiveInt = 64
+    """How many tasks such an evaluation has."""
+    eval_samples: PositiveInt = 1
+    """How many episodes of each task."""
+    eval_seed: int = 1000
+    """Of its tasks, which are not those of the training."""
+    eval_options: dict[str, Any] = {}
+    """What its environment is made with, beside `options`."""
+    eval_sampling: dict[str, Any] = {}
+    """Its parameters of chat completions, beside `sampling`."""
+
     hosts: PositiveInt = 1
     """How many processes run environments."""
     python: Path | None = None
@@ -76,7 +89,23 @@ class RunSettings(BaseModel):
     def name(self) -> str:
         return self.environment.partition(":")[2]
 
-    @field_validator("sampling")
+    @property
+    def evaluation(self) -> Self:
+        """The settings of an evaluation during this run."""
+        return self.model_copy(
+            update={
+                "mode": "eval",
+                "options": self.options | self.eval_options,
+                "sampling": self.sampling | self.eval_sampling,
+                "seed": self.eval_seed,
+                "tasks": self.eval_tasks,
+                "group_size": self.eval_samples,
+                "eval_every": 0,
+                **dict.fromkeys(("episodes", "until_reward", "time_limit_s")),
+            }
+        )
+
+    @field_validator("sampling", "eval_sampling")
     @classmethod
     def _leaves_calls_to_the_loop(cls, sampling: dict[str, Any]) -> dict[str, Any]:
         if taken := [name for name in OF_LOOPS if name in sampling]:

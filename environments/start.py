@@ -1,6 +1,6 @@
 """Builds a run from its settings, plays it, and writes what it leaves.
 
-run/environments/NAME/   run.json   journal.jsonl   summary.json   reward.png
+run/environments/NAME/   run.json   journal.jsonl   summary.json   reward.png   evaluations/
 """
 
 import importlib
@@ -9,7 +9,8 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from environments.environment import EnvironmentSource
 from environments.episodes.episode import EpisodePlayer, Loop
 from environments.episodes.seats import SeatPlan
 from environments.errors import RunStopped, UnknownEnvironment
+from environments.evaluations import Evaluations, evaluations_in
 from environments.hosts.libraries import host_command
 from environments.hosts.pool import HostedEnvironments
 from environments.loops import conversation, players
 from environments.openenv.server import OpenEnvServer
 from environments.progress import sentence, telling
 from environments.results.journal import EpisodeEnded, GroupBegun, Journal, entries_of, write_document
-from environments.results.picture import draw
-from environments.results.summary import summary_of
+from environments.results.picture import draw, draw_evaluations
+from environments.results.summary import judged, summary_of
 from environments.results.versions import with_versions
 from environments.resume import unfinished_groups
 from environments.run import Run
@@ -55,18 +57,70 @@ async def play_run(
     _refuse_mixing(place.run_dir, resume)
     source = source_of(settings, place)
     async with source, SessionClient(place.gateway_url, place.client_key, settings.wait_s) as gateway:
-        run_id = str(read_run(place.run_dir)["run"]) if resume else _begin(settings, place.run_dir)
-        with Journal(place.run_dir) as journal:
-            run = await _run(settings, place, run_id, source, gateway, journal, loop)
-            async with telling(run, say):
-                await run.play()
-        ended = await with_versions(gateway, run.ended) if settings.mode == "eval" else run.ended
-    summary = {"settings": settings.model_dump(mode="json"), "run": run_id, "model": run.plan.model}
+        return await _play(settings, place, source, gateway, say, loop, resume)
+
+
+async def _play(
+    settings: RunSettings,
+    place: RunPlace,
+    source: EnvironmentSource,
+    gateway: SessionClient,
+    say: Say,
+    loop: str | None,
+    resume: bool,
+) -> dict[str, Any]:
+    """Play the run with environments and a gateway that are there, and write what it leaves."""
+    run_id = str(read_run(place.run_dir)["run"]) if resume else _begin(settings, place.run_dir)
+    with Journal(place.run_dir) as journal:
+        run = await _run(settings, place, run_id, source, gateway, journal, loop)
+        if settings.mode == "train" and settings.eval_every:
+            run.evaluations = _evaluations(settings, place, source, gateway, say, loop)
+        async with telling(run, say):
+            await run.play()
+    ended = await with_versions(gateway, run.ended) if settings.mode == "eval" else run.ended
+    summary: dict[str, Any] = {
+        "settings": settings.model_dump(mode="json"),
+        "run": run_id,
+        "model": run.plan.model,
+    }
     summary |= summary_of(ended, settings.mode) | {"tasks_left_out": run.order.skipped}
+    if run.evaluations:
+        found = evaluations_in(run.evaluations.directory)
+        summary["evaluations"] = found
+        draw_evaluations(place.run_dir / "evaluations.png", settings.environment, found)
     write_document(place.run_dir / "summary.json", summary)
     draw(place.run_dir / "reward.png", settings.environment, ended)
     say(sentence(run))
     return summary
+
+
+def _evaluations(
+    settings: RunSettings,
+    place: RunPlace,
+    source: EnvironmentSource,
+    gateway: SessionClient,
+    say: Say,
+    loop: str | None,
+) -> Evaluations:
+    """The evaluations during a training run. They use its environments unless theirs have other options."""
+    wanted = settings.evaluation
+
+    async def judge(directory: Path, resume: bool) -> dict[str, Any]:
+        here = replace(place, run_dir=directory)
+        playing = partial(_play, wanted, here, gateway=gateway, say=_silent, loop=loop, resume=resume)
+        if wanted.options == settings.options:
+            summary = await playing(source=source)
+        else:
+            async with source_of(wanted, place) as own:
+                summary = await playing(source=own)
+        say(f"evaluation at version {int(directory.name)}: {judged(summary)}")
+        return summary
+
+    return Evaluations(gateway, place.run_dir / "evaluations", settings.eval_every, judge)
+
+
+def _silent(line: str) -> None:
+    """An evaluation during a training run tells its result alone."""
 
 
 def source_of(settings: RunSettings, place: RunPlace) -> EnvironmentSource:

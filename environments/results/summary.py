@@ -56,6 +56,13 @@ def summary_of(ended: Sequence[EpisodeEnded], mode: str) -> dict[str, Any]:
     }
 
 
+def judged(summary: dict[str, Any]) -> str:
+    """The mean reward of an evaluation with its interval, as a text."""
+    if (reward := summary.get("reward")) is None:
+        return "no episode was judged"
+    return f"{reward['mean']:.4f} [{reward['low']:.4f}, {reward['high']:.4f}]"
+
+
 def judged_in_order(ended: Sequence[EpisodeEnded]) -> list[float]:
     in_order = sorted(ended, key=lambda each: each.ended_at)
     return [each.reward for each in in_order if each.reward is not None]

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
+from environments.results.summary import judged
 from environments.settings import Mode, RunSettings
 from weir.errors import StackError
 
@@ -59,6 +60,9 @@ def run_training(
         float | None, typer.Option("--until-reward", help="the run ends at this mean reward")
     ] = None,
     tasks: Tasks = 0,
+    eval_every: Annotated[
+        int, typer.Option("--eval-every", help="judge the model after so many new versions")
+    ] = 0,
     concurrency: Concurrency = 32,
     seed: Seed = 0,
     option: Pairs = None,
@@ -71,6 +75,7 @@ def run_training(
 ) -> None:
     """Play groups of episodes, from which the trainer learns."""
     given: dict[str, Any] = {
+        "eval_every": eval_every,
         "episodes": episodes,
         "until_reward": until_reward,
         "tasks": tasks,
@@ -209,11 +214,13 @@ def _show(summary: dict[str, Any]) -> None:
         table.add_row("reward", f"{summary['reward_start']:.3f} → {summary['reward_end']:.3f}")
     for name in ("reward", "pass_rate"):
         if isinstance(found := summary.get(name), dict):
-            table.add_row(name, f"{found['mean']:.4f} [{found['low']:.4f}, {found['high']:.4f}]")
+            table.add_row(name, judged({"reward": found}))
     for k, value in summary.get("pass_at_k", {}).items():
         table.add_row(f"pass@{k}", f"{value:.4f}")
     if summary.get("versions"):
         table.add_row(
             "versions", ", ".join(f"{version}: {n} episodes" for version, n in summary["versions"].items())
         )
+    for each in summary.get("evaluations", ()):
+        table.add_row(f"evaluation at version {each['version']}", each.get("error") or judged(each))
     console.print(table)

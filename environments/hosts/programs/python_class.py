@@ -1,9 +1,13 @@
 """`python:MODULE:CLASS`: a class of the user, with Gymnasium's `step` and a `reset` that takes the task.
 
 class Double:
-    def tasks(self, seed): return ({"number": n} for n in range(10))      # without it: {"seed": 0}, {"seed":
-    1}, … def reset(self, task): self.number = task["number"]; return f"double of {self.number}?" def
-    step(self, answer): return None, float(answer == str(2 * self.number)), True, False, {}
+    def tasks(self, seed):              # without it: {"seed": 0}, {"seed": 1}, …
+        return ({"number": n} for n in range(10))
+    def reset(self, task):
+        self.number = task["number"]
+        return f"double of {self.number}?"
+    def step(self, answer):
+        return None, float(answer == str(2 * self.number)), True, False, {}
 
 `tools = ("look",)` offers methods to the model. What `step` returns is: what the model reads next, the reward
 of its answer, whether the episode ended, whether it was cut off, and numbers to record.

@@ -1,0 +1,68 @@
+"""Evaluations during a training run: at its start and after every so many new versions, beside the training.
+
+RUN/evaluations/00012/   run.json   journal.jsonl   summary.json   reward.png   begun at version 12
+"""
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from environments.errors import RunStopped
+from environments.results.journal import write_document
+from environments.session_client import SessionClient
+
+logger = logging.getLogger(__name__)
+
+Judge = Callable[[Path, bool], Awaitable[dict[str, Any]]]
+"""Plays an evaluation in a directory, or goes on with the one that is there; returns its summary."""
+
+
+@dataclass
+class Evaluations:
+    """One evaluation at a time. What comes due meanwhile begins after it, with the version of that moment."""
+
+    gateway: SessionClient
+    directory: Path
+    every: int
+    judge: Judge
+    _running: bool = False
+
+    async def due(self, session_id: str) -> Path | None:
+        """The directory of an evaluation that is to begin now; `session_id` is one of the training, and says
+        which version answers. An evaluation that a killed runner left comes first. Raises GatewayFault."""
+        if self._running:
+            return None
+        begun = sorted(self.directory.glob("[0-9]*"))
+        if begun and not (begun[-1] / "summary.json").exists():
+            found = begun[-1]
+        else:
+            version = await self.gateway.newest_version(session_id)
+            if self._running or version is None or (begun and version < int(begun[-1].name) + self.every):
+                return None
+            found = self.directory / f"{version:05d}"
+        self._running = True
+        return found
+
+    async def play(self, directory: Path) -> None:
+        """Play it. One that cannot be played is told, and the training goes on. Raises GatewayFault."""
+        try:
+            await self.judge(directory, (directory / "run.json").exists())
+        except RunStopped as error:
+            logger.warning("the evaluation in %s ended early: %s", directory, error)
+            write_document(directory / "summary.json", {"error": str(error)})
+        finally:
+            self._running = False
+
+
+def evaluations_in(directory: Path) -> list[dict[str, Any]]:
+    """What the evaluations of a run have found, by version: the mean reward with its interval, and which
+    versions sampled how many episodes."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(directory.glob("[0-9]*/summary.json")):
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        told = {name: summary[name] for name in ("reward", "versions", "error") if name in summary}
+        found.append({"version": int(path.parent.name), **told})
+    return found

@@ -1,0 +1,83 @@
+"""Evaluations during a training run: when they begin, what they leave, and what of them is trained."""
+
+import json
+import logging
+
+import pytest
+
+from tests.support.environments.running import RunTest
+
+
+def advance(running: RunTest, calls_a_version: int) -> None:
+    """The engine has a new version after so many calls, and a newer version doubles more numbers."""
+    calls = iter(range(1_000_000))
+
+    def answer(prompt: str) -> str:
+        running.engine.version = str(next(calls) // calls_a_version)
+        number = int(prompt.rpartition("double of ")[2][0])
+        return str(2 * number) if number < int(running.engine.version) else "?"
+
+    running.engine.answer = answer
+
+
+async def test_the_model_is_judged_at_the_start_and_after_each_so_many_versions(running: RunTest) -> None:
+    advance(running, calls_a_version=20)
+    summary = await running.play(
+        "Double",
+        group_size=2,
+        episodes=120,
+        concurrency=2,
+        eval_every=3,
+        eval_tasks=8,
+        eval_samples=2,
+        eval_sampling={"temperature": 0.0},
+    )
+    found = summary["evaluations"]
+    began = [each["version"] for each in found]
+    assert began[0] == 0
+    assert len(began) >= 2
+    assert all(later - earlier >= 3 for earlier, later in zip(began, began[1:], strict=False))
+    assert all(each["reward"]["low"] <= each["reward"]["mean"] <= each["reward"]["high"] for each in found)
+    assert found[-1]["reward"]["mean"] > found[0]["reward"]["mean"]
+    assert all(sum(each["versions"].values()) >= 16 for each in found), "each episode says its versions"
+    assert (running.run_dir / "evaluations.png").stat().st_size > 1000
+    judged = running.sessions(verdict="not_for_training")
+    assert len(judged) == 16 * len(began)
+    assert len(running.sessions()) == len(judged) + 120
+    temperatures = {turn["sampling"]["used"]["temperature"] for each in judged for turn in each["turns"]}
+    assert temperatures == {0.0}
+
+
+async def test_an_evaluation_that_a_killed_runner_left_is_ended_first(running: RunTest) -> None:
+    running.engine.answer = lambda prompt: "0"
+    settings = {"group_size": 2, "eval_every": 2, "eval_tasks": 5}
+    await running.play("Double", episodes=4, **settings)
+    left = running.run_dir / "evaluations" / "00000"
+    lines = (left / "journal.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "group" in line.partition(",")[0]] + lines[-1:]
+    (left / "journal.jsonl").write_text("".join(kept))
+    (left / "summary.json").unlink()
+    running.engine.version = "7"
+    summary = await running.play("Double", episodes=200, concurrency=1, resume=True, **settings)
+    assert [each["version"] for each in summary["evaluations"]] == [0, 7]
+    assert len(running.sessions(verdict="not_for_training")) == 10, "no episode twice"
+    assert json.loads((left / "summary.json").read_text())["judged"] == 5
+
+
+async def test_a_training_run_goes_on_if_its_evaluation_cannot_be_played(
+    running: RunTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    running.engine.answer = lambda prompt: "0"
+    with caplog.at_level(logging.WARNING):
+        summary = await running.play(
+            "Faulty",
+            options={"how": "raises", "fails": 0},
+            group_size=2,
+            episodes=8,
+            eval_every=1,
+            eval_options={"fails": 9999},
+        )
+    assert summary["by_status"] == {"completed": 8}
+    (evaluation,) = summary["evaluations"]
+    assert "the sandbox is gone" in evaluation["error"]
+    assert "ended early" in caplog.text

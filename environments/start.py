@@ -18,22 +18,22 @@ from environments.environment import EnvironmentSource
 from environments.episodes.episode import EpisodePlayer, Loop
 from environments.episodes.seats import SeatPlan
 from environments.errors import RunStopped, UnknownEnvironment
-from environments.evaluations import Evaluations, evaluations_in
 from environments.hosts.libraries import host_command
 from environments.hosts.pool import HostedEnvironments
 from environments.loops import conversation, players
 from environments.openenv.server import OpenEnvServer
-from environments.progress import sentence, telling
 from environments.results.journal import EpisodeEnded, GroupBegun, Journal, entries_of, write_document
 from environments.results.picture import draw, draw_evaluations
 from environments.results.summary import judged, summary_of
 from environments.results.versions import with_versions
-from environments.resume import unfinished_groups
-from environments.run import Run
+from environments.runs.evaluations import EvaluationSchedule, evaluations_in
+from environments.runs.progress import sentence, telling
+from environments.runs.resume import unfinished_groups
+from environments.runs.run import Run
+from environments.runs.task_order import TaskOrder
 from environments.session_client import SessionClient
 from environments.settings import RunSettings
 from environments.task import NOT_ALLOWED
-from environments.task_order import TaskOrder
 
 Say = Callable[[str], None]
 
@@ -101,7 +101,7 @@ def _evaluations(
     gateway: SessionClient,
     say: Say,
     loop: str | None,
-) -> Evaluations:
+) -> EvaluationSchedule:
     """The evaluations during a training run. They use its environments unless theirs have other options."""
     wanted = settings.evaluation
 
@@ -116,7 +116,7 @@ def _evaluations(
         say(f"evaluation at version {int(directory.name)}: {judged(summary)}")
         return summary
 
-    return Evaluations(gateway, place.run_dir / "evaluations", settings.eval_every, judge)
+    return EvaluationSchedule(gateway, place.run_dir / "evaluations", settings.eval_every, judge)
 
 
 def _silent(line: str) -> None:

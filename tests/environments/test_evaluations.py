@@ -1,7 +1,9 @@
 """Evaluations during a training run: when they begin, what they leave, and what of them is trained."""
 
+import itertools
 import json
 import logging
+from typing import Any
 
 import pytest
 
@@ -36,7 +38,7 @@ async def test_the_model_is_judged_at_the_start_and_after_each_so_many_versions(
     began = [each["version"] for each in found]
     assert began[0] == 0
     assert len(began) >= 2
-    assert all(later - earlier >= 3 for earlier, later in zip(began, began[1:], strict=False))
+    assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(began))
     assert all(each["reward"]["low"] <= each["reward"]["mean"] <= each["reward"]["high"] for each in found)
     assert found[-1]["reward"]["mean"] > found[0]["reward"]["mean"]
     assert all(sum(each["versions"].values()) >= 16 for each in found), "each episode says its versions"
@@ -50,7 +52,7 @@ async def test_the_model_is_judged_at_the_start_and_after_each_so_many_versions(
 
 async def test_an_evaluation_that_a_killed_runner_left_is_ended_first(running: RunTest) -> None:
     running.engine.answer = lambda prompt: "0"
-    settings = {"group_size": 2, "eval_every": 2, "eval_tasks": 5}
+    settings: dict[str, Any] = {"group_size": 2, "eval_every": 2, "eval_tasks": 5}
     await running.play("Double", episodes=4, **settings)
     left = running.run_dir / "evaluations" / "00000"
     lines = (left / "journal.jsonl").read_text().splitlines(keepends=True)

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
+from environments.runs.task_order import TaskOrder
 from environments.task import task_id
-from environments.task_order import TaskOrder
 from tests.support.environments.nothing import NoEnvironments
 
 

@@ -21,7 +21,7 @@ Judge = Callable[[Path, bool], Awaitable[dict[str, Any]]]
 
 
 @dataclass
-class Evaluations:
+class EvaluationSchedule:
     """One evaluation at a time. What comes due meanwhile begins after it, with the version of that moment."""
 
     gateway: SessionClient

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from environments.episodes.episode import EpisodePlayer
 from environments.episodes.seats import SeatPlan
 from environments.errors import RunStopped
-from environments.evaluations import Evaluations
-from environments.group import EpisodeGroup
 from environments.results.journal import EpisodeEnded, GroupBegun, Journal
 from environments.results.recent_rewards import RecentRewards
+from environments.runs.evaluations import EvaluationSchedule
+from environments.runs.group import EpisodeGroup
+from environments.runs.task_order import TaskOrder
 from environments.settings import RunSettings
 from environments.task import Task
-from environments.task_order import TaskOrder
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Run:
     next_group: int = 0
     ended: list[EpisodeEnded] = field(default_factory=list)
     rewards: RecentRewards = field(default_factory=RecentRewards)
-    evaluations: Evaluations | None = None
+    evaluations: EvaluationSchedule | None = None
     _playing: dict[int, EpisodeGroup] = field(default_factory=dict)
     _failed_groups: list[str] = field(default_factory=list)
     _begun: int = 0

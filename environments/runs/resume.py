@@ -13,8 +13,8 @@ import msgspec
 
 from environments.episodes.seats import SeatPlan
 from environments.errors import SessionRefused
-from environments.group import STOPPED
 from environments.results.journal import Entry, EpisodeEnded, GroupBegun, Journal
+from environments.runs.group import STOPPED
 from environments.session_client import SessionClient
 from environments.task import Task
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from environments.run import Run
+from environments.runs.run import Run
 
 EVERY_S = 5.0
 

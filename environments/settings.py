@@ -3,11 +3,44 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 Mode = Literal["train", "eval"]
 OF_LOOPS = ("messages", "model", "n", "stream", "stream_options", "tool_choice", "tools")
 """Parameters of chat completions that belong to the agent loop."""
+
+
+class ToolServerSettings(BaseModel):
+    """A server is a command that speaks over stdin and stdout, or a URL."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    url: str | None = None
+    headers: dict[str, str] = {}
+    transport: Literal["http", "sse"] = "http"
+    """`sse` is for servers older than the streamable transport."""
+    tools: tuple[str, ...] | None = None
+    """The tools that the model may call; without it, all of them."""
+    prefix: str = ""
+    """What the names of the tools begin with for the model."""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("a tool server has either a `command` or a `url`")
+        return self
 
 
 class RunSettings(BaseModel):
@@ -54,6 +87,9 @@ class RunSettings(BaseModel):
     """A task whose last so many groups had equal rewards is left out as many times; 0 plays every task."""
     stop_uniform_after: Annotated[int, Field(ge=0)] = 0
     """A group in which so many episodes ended with equal rewards ends early; 0 plays all of them."""
+    tool_servers: dict[str, ToolServerSettings] = {}
+    """MCP servers whose tools the model may call, beside those of the environment. `${NAME}` in a text is the
+    runner's variable: settings are written to `run.json`, so keys belong there."""
     most_failed_groups: PositiveInt = 5
     """So many groups in a row in which every episode failed end the run."""
     graded_elsewhere: bool = False

@@ -18,7 +18,7 @@ from environments.environment import EnvironmentSource
 from environments.episodes.episode import EpisodePlayer, Loop
 from environments.episodes.seats import SeatPlan
 from environments.errors import RunStopped, UnknownEnvironment
-from environments.hosts.libraries import host_command
+from environments.hosts.libraries import host_command, tools_command
 from environments.hosts.pool import HostedEnvironments
 from environments.loops import conversation, players
 from environments.openenv.server import OpenEnvServer
@@ -34,6 +34,7 @@ from environments.runs.task_order import TaskOrder
 from environments.session_client import SessionClient
 from environments.settings import RunSettings
 from environments.task import NOT_ALLOWED
+from environments.tools.servers import ToolServers
 
 Say = Callable[[str], None]
 
@@ -127,11 +128,16 @@ def source_of(settings: RunSettings, place: RunPlace) -> EnvironmentSource:
     """The environments that the settings name: those of an OpenEnv server, or of a library in hosts. Raises
     UnknownEnvironment."""
     if settings.library == "openenv":
-        return OpenEnvServer(settings)
-    command = host_command(
-        settings.library, settings.name, settings.options, settings.python, place.environments_dir
-    )
-    return HostedEnvironments(command, place.directory, settings.hosts, settings.step_s)
+        source: EnvironmentSource = OpenEnvServer(settings)
+    else:
+        command = host_command(
+            settings.library, settings.name, settings.options, settings.python, place.environments_dir
+        )
+        source = HostedEnvironments(command, place.directory, settings.hosts, settings.step_s)
+    if not settings.tool_servers:
+        return source
+    host = tools_command(place.environments_dir)
+    return ToolServers(source, settings.tool_servers, host, place.directory, settings.step_s)
 
 
 async def _run(

@@ -52,6 +52,7 @@ class SeatPlan:
                 "group": group,
                 "member": member,
                 "player": player,
+                **({"item": task.data["item"]} if "item" in task.data else {}),
             },
         }
         if trained or self.settings.mode == "eval":

@@ -29,6 +29,11 @@ def host_command(
     return [str(interpreter), str(PROGRAM), WRAPPERS[library], name, json.dumps(dict(options))]
 
 
+def tools_command(environments_dir: Path) -> list[str]:
+    """The command of the host that calls the tools of MCP servers."""
+    return [str(_interpreter("mcp", environments_dir)), str(PROGRAM.with_name("tool_servers.py"))]
+
+
 def _interpreter(library: str, environments_dir: Path) -> Path:
     if library == "python":
         return Path(sys.executable)

@@ -113,3 +113,19 @@ class Faulty:
             print("}{ noise on stdout")
         reward = {"nan": math.nan, "null": None, "prints": 1.0}[self.how]
         return None, reward, True, False, {}
+
+
+class Vault:
+    """What is kept under a key is known to a tool server alone; a hint of this class says which key."""
+
+    tools = ("hint",)
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.key = task["seed"] % 50
+        return "what is kept?"
+
+    def hint(self) -> str:
+        return f"the key is {self.key}"
+
+    def step(self, answer: str) -> Ending:
+        return None, float(answer == str(self.key * 7 + 3)), True, False, {}

@@ -1,0 +1,1 @@
+"""Tools that come from elsewhere than the environment: those of MCP servers."""

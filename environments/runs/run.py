@@ -19,6 +19,7 @@ from environments.results.recent_rewards import RecentRewards
 from environments.runs.evaluations import EvaluationSchedule
 from environments.runs.group import EpisodeGroup
 from environments.runs.task_order import TaskOrder
+from environments.session_client import pause_after
 from environments.settings import RunSettings
 from environments.task import Task
 
@@ -55,6 +56,9 @@ class Run:
                     task = await self.order.at(begun.visit)
                     await self._begin(groups, slots, begun, task)
                 while (drawn := await self._next()) is not None:
+                    if failed := len(self._failed_groups):
+                        # an environment that is gone may come back, and its sessions cost the gateway work
+                        await asyncio.sleep(pause_after(failed))
                     visit, task = drawn
                     begun = GroupBegun(
                         self.next_group, visit, task.id, tuple(range(self.settings.group_size))

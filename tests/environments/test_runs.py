@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+import environments.runs.run
 from environments.errors import RunStopped, UnknownEnvironment
 from environments.session_client import SessionClient
 from tests.support.environments.running import RunTest
@@ -123,6 +124,23 @@ async def test_groups_that_only_fail_stop_the_run_with_the_first_error(running: 
     with pytest.raises(RunStopped, match="the sandbox is gone"):
         await running.play("Faulty", options={"how": "raises", "fails": 1000}, group_size=2, concurrency=1)
     assert all(each["state"] == "finished" for each in running.sessions()), "no session waits"
+
+
+async def test_a_run_pauses_longer_after_each_group_that_failed(
+    running: RunTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[int] = []
+
+    def no_pause(failed: int) -> float:
+        pauses.append(failed)
+        return 0.0
+
+    monkeypatch.setattr(environments.runs.run, "pause_after", no_pause)
+    await running.play(
+        "Faulty", options={"how": "raises", "fails": 3}, group_size=1, concurrency=1, episodes=9
+    )
+    assert sorted(set(pauses)) == [1, 2, 3]
+    assert len(pauses) < 8, "a group that did not fail ends the pauses"
 
 
 async def test_sessions_that_are_opened_while_the_run_stops_are_ended(

@@ -54,6 +54,25 @@ class Listed(Count):
         return super().reset(seed=index)
 
 
+class EchoAction(Action):
+    text: str
+
+
+class Echo(Environment):
+    """Say anything, twice; variety is rewarded."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    state = State()
+
+    def reset(self, seed=None, episode_id=None, **given):
+        self.left = 2
+        return CountObservation(text=f"say something about {seed}")
+
+    def step(self, action, timeout_s=None, **given):
+        self.left -= 1
+        return CountObservation(text="more", reward=len(set(action.text)) / 100, done=not self.left)
+
+
 class Sums(MCPEnvironment):
     """A sum to make with tools: `add` earns something, `submit` ends the episode."""
 
@@ -93,6 +112,7 @@ class Sums(MCPEnvironment):
 KINDS = {
     "count": (Count, CountAction, CountObservation),
     "listed": (Listed, CountAction, CountObservation),
+    "echo": (Echo, EchoAction, CountObservation),
     "sums": (Sums, Action, Observation),
 }
 

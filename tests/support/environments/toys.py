@@ -129,3 +129,15 @@ class Vault:
 
     def step(self, answer: str) -> Ending:
         return None, float(answer == str(self.key * 7 + 3)), True, False, {}
+
+
+class Judged:
+    """Two answers, which somebody else judges."""
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.left = 2
+        return f"say something about {task['seed']}"
+
+    def step(self, answer: str) -> Ending:
+        self.left -= 1
+        return "more", None, self.left == 0, False, {}

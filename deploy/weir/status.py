@@ -3,11 +3,12 @@
 import time
 from dataclasses import dataclass, replace
 
+import msgspec
 from rich.table import Table
 
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
-from weir.stack.probes import http_ready, redis_ready, system_status
+from weir.stack.probes import http_ready, redis_ready, reward_status, system_status
 from weir.stack.process import Readiness
 from weir.stack.state import ProcessState, StackState
 
@@ -33,7 +34,7 @@ class ServiceStatus:
 
 def rows_of(found: StackState, admin_key: str | None) -> list[ServiceStatus]:
     """The state of every service; the details come from the gateway, if it answers."""
-    details = _details(found, admin_key)
+    details = _details(found, admin_key) | _reward_details(found, admin_key)
     return [_row(name, service, details.get(name, "")) for name, service in found.services.items()]
 
 
@@ -106,6 +107,18 @@ def _details(found: StackState, admin_key: str | None) -> dict[str, str]:
         return details_from(system_status(gateway.url, admin_key))
     except (OSError, MalformedMessage) as error:
         return {"gateway": f"no answer from /admin/status: {error}"}
+
+
+def _reward_details(found: StackState, admin_key: str | None) -> dict[str, str]:
+    """The facts of the reward service; empty if it does not run, or tells nothing."""
+    service = found.services.get("reward_service")
+    if service is None or service.process() is None:
+        return {}
+    try:
+        report = reward_status(service.url, admin_key)
+    except (OSError, msgspec.DecodeError) as error:
+        return {"reward_service": f"no answer from /status: {error}"}
+    return {"reward_service": _facts(in_work=report.in_work, dead_letters=len(report.dead_letters))}
 
 
 def details_from(status: SystemStatus) -> dict[str, str]:

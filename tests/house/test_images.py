@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from gateway.settings import GatewaySettings
+from reward_service.settings import RewardSettings
 from rollout_server.settings import EngineLoraSettings, RolloutServerSettings
 from trainer_service.settings import TrainerSettings
 from weir.demo.settings import services_of_demo
@@ -39,10 +40,12 @@ def test_an_image_runs_the_installed_wheel_as_an_unprivileged_user(path: Path) -
     assert all("--require-hashes" in command for command in locked)
 
 
-def test_only_the_gateway_is_published_and_on_loopback_alone(services: dict[str, dict[str, Any]]) -> None:
+def test_only_the_gateway_and_the_reward_service_are_published_and_on_loopback_alone(
+    services: dict[str, dict[str, Any]],
+) -> None:
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert list(published) == ["gateway"]
-    assert all(port.startswith("127.0.0.1:") for port in published["gateway"])
+    assert list(published) == ["gateway", "reward_service"]
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
 def test_every_container_runs_without_privileges(services: dict[str, dict[str, Any]]) -> None:
@@ -64,6 +67,46 @@ def test_the_agent_reaches_nothing_but_the_gateway(services: dict[str, dict[str,
         "gateway",
         "agent",
     ]
+
+
+def test_the_reward_service_starts_on_demand_and_reaches_nothing_of_weir_but_the_gateway(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    rewards = services["reward_service"]
+    assert rewards["profiles"] == ["rewards"]
+    assert [
+        name for name, each in services.items() if set(each.get("networks", [])) & {*rewards["networks"]}
+    ] == [
+        "gateway",
+        "reward_service",
+    ]
+    assert rewards["networks"] == ["rewards"]
+    assert [volume["target"] for volume in rewards["volumes"] if volume["read_only"]] == [
+        "/etc/weir/weir.yaml"
+    ]
+    assert not any(
+        name == "reward_service" for each in services.values() for name in each.get("depends_on", {})
+    )
+
+
+def test_the_reward_service_of_compose_has_the_settings_of_a_reward_service(
+    services: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "weir.yaml"
+    file.write_text(
+        "rewards: {port: 9, gateway_url: 'http://elsewhere', "
+        "rules: [{name: half, kind: python, source: 'def grade(sample, item): return 0.5'}]}\n"
+    )
+    image = (ROOT / "deploy" / "docker" / "rewards.Dockerfile").read_text(encoding="utf-8")
+    for name, value in re.findall(r"(WEIR_\w+)=(\S+)", image):
+        monkeypatch.setenv(name, value)
+    for name, value in services["reward_service"]["environment"].items():
+        monkeypatch.setenv(name, re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value))
+    monkeypatch.setenv("WEIR_CONFIG", str(file))
+    settings = RewardSettings()
+    assert (settings.host, settings.port, settings.gateway_url) == ("0.0.0.0", 8300, "http://gateway:8000")
+    assert settings.gateway_headers == {"authorization": "Bearer dev-admin-key"}
+    assert [rule.name for rule in settings.rules] == ["half"]
 
 
 def test_the_settings_that_the_model_container_prepares_reach_every_service_of_weir(

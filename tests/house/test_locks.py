@@ -12,6 +12,7 @@ EVERY_LOCK = [*sorted(LOCKS.glob("*.txt")), *sorted(ROOT.glob("[bt]*/**/requirem
 EXTRAS = {
     "services": ["gateway", "rollout", "trainer", "rewards", "object-store", "cli", "dev"],
     "gateway": ["gateway"],
+    "rewards": ["rewards"],
     "rollout_server": ["rollout", "object-store"],
     "trainer": ["trainer", "object-store", "gateway", "cli"],
 }
@@ -56,7 +57,7 @@ def test_a_lock_holds_what_pyproject_pins(name: str) -> None:
     assert {name: versions.get(name) for name in wanted} == wanted
 
 
-@pytest.mark.parametrize("name", ["gateway", "rollout_server", "trainer", "torch-cuda"])
+@pytest.mark.parametrize("name", ["gateway", "rewards", "rollout_server", "trainer", "torch-cuda"])
 def test_an_image_has_the_versions_that_the_tests_ran_with(name: str) -> None:
     tested = locked(LOCKS / "services.txt")
     shared = locked(LOCKS / f"{name}.txt")

@@ -130,6 +130,55 @@ def test_every_service_reads_one_file_that_the_stack_wrote(
     ]
 
 
+RULES = "[{name: sums, kind: http, url: 'http://127.0.0.1:9/grade'}]"
+
+
+@pytest.mark.parametrize(
+    ("section", "variable", "starts"),
+    [
+        ("", "", False),
+        ("rewards: {port: 4}", "", False),
+        ("rewards: {rules: []}", "", False),
+        (f"rewards: {{rules: {RULES}}}", "", True),
+        (f"rewards: {{rules: {RULES}}}", "[]", False),
+        ("", '[{"name": "sums", "kind": "http", "url": "http://127.0.0.1:9/grade"}]', True),
+    ],
+)
+def test_the_reward_service_is_started_if_it_has_rules(
+    settings: StackSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    section: str,
+    variable: str,
+    starts: bool,
+) -> None:
+    file = tmp_path / "weir.yaml"
+    file.write_text(section)
+    monkeypatch.setenv("WEIR_CONFIG", str(file))
+    if variable:
+        monkeypatch.setenv("WEIR_REWARDS__RULES", variable)
+    names = [service.name for service in services_of(settings)]
+    ours = ["redis", "rollout_server", "gateway", "trainer_service"]
+    assert names == ([*ours, "reward_service"] if starts else ours)
+
+
+def test_the_reward_service_rewards_at_the_gateway_of_this_stack(
+    settings: StackSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIR_REWARDS__PORT", "8399")
+    monkeypatch.setenv("WEIR_GATEWAY_URL", "http://elsewhere")
+    rules = yaml.safe_load(RULES)
+    mine = StackSettings(
+        run_dir=settings.run_dir, gateway_port=3, admin_keys=["a1"], services={"rewards": {"rules": rules}}
+    )
+    rewards = services_of(mine)[-1]
+    document = yaml.safe_load((mine.run_dir / "weir.yaml").read_text())
+    assert document["rewards"] == {"port": 8399, "gateway_url": "http://127.0.0.1:3", "rules": rules}
+    assert rewards.ports == {8399: "rewards.port (WEIR_REWARDS__PORT)"}
+    assert "WEIR_GATEWAY_URL" not in rewards.environment
+    assert rewards.environment["WEIR_ADMIN_KEYS"] == "a1"
+
+
 def test_the_written_configuration_is_for_its_owner_alone(settings: StackSettings, model_path: Path) -> None:
     services_of(settings.model_copy(update={"model_path": model_path}))
     assert stat.S_IMODE((settings.run_dir / "weir.yaml").stat().st_mode) == 0o600

@@ -12,6 +12,7 @@ DEMO_PORTS = {
     "rollout_port": 8110,
     "engine_port": 30010,
     "trainer_port": 8210,
+    "rewards_port": 8310,
     "redis_port": 6390,
 }
 """The ports of the demos differ from those of `weir up`, so that both can run."""

@@ -2,7 +2,9 @@
 
 import urllib.error
 import urllib.request
+from typing import Any
 
+import msgspec
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -12,6 +14,14 @@ from rollout_queue.protocol.status import SystemStatus
 from weir.stack.process import Readiness
 
 PROBE_TIMEOUT_S = 5.0
+
+
+class RewardStatus(msgspec.Struct, frozen=True):
+    """What the reward service tells of itself, as far as it is shown."""
+
+    in_work: int
+    """Sessions that are graded, or wait for it."""
+    dead_letters: list[Any]
 
 
 def http_ready(url: str) -> Readiness:
@@ -50,6 +60,14 @@ def system_status(gateway_url: str, admin_key: str | None) -> SystemStatus:
     request = urllib.request.Request(f"{gateway_url}/admin/status", headers=headers)  # noqa: S310 - http only
     with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:  # noqa: S310
         return SystemStatus.read(answer.read())
+
+
+def reward_status(url: str, admin_key: str | None) -> RewardStatus:
+    """The reward service's report. Raises OSError if it gives none, msgspec.DecodeError for another one."""
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    request = urllib.request.Request(f"{url}/status", headers=headers)  # noqa: S310 - http only
+    with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:  # noqa: S310
+        return msgspec.json.decode(answer.read(), type=RewardStatus)
 
 
 def _message(body: bytes, status: int) -> str:

@@ -1,4 +1,4 @@
-"""The four services of one machine: their configuration, their environment, their commands.
+"""The services of one machine: their configuration, their environment, their commands.
 
 weir.yaml of the user ─┐
 addresses, directories ├─▶ {run_dir}/weir.yaml ─▶ every service reads its own section
@@ -39,12 +39,15 @@ def services_of(settings: StackSettings) -> tuple[Service, ...]:
             environment=environment_of(section, ours[section], config_path, settings),
         )
 
-    return (
+    services = (
         redis_service(settings),
         service("rollout_server", "rollout_server", "rollout_port", "engine_port"),
         service("gateway", "gateway", "gateway_port"),
         service("trainer_service", "trainer", "trainer_port", ranks=settings.trainer_ranks),
     )
+    if settings.has_reward_rules:
+        return (*services, service("reward_service", "rewards", "rewards_port"))
+    return services
 
 
 def launcher(ranks: int) -> tuple[str, ...]:
@@ -86,6 +89,7 @@ def determined_sections(settings: StackSettings) -> Sections:
             "checkpoint_dir": str(run_dir / "checkpoints"),
             "metrics_path": str(run_dir / "metrics.jsonl"),
         },
+        "rewards": {"port": settings.rewards_port, "gateway_url": gateway_url},
     }
     return merged(sections, settings.services)
 

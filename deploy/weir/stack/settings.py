@@ -22,6 +22,7 @@ OWNERS = {
     "rollout_id": ("rollout_server", "id"),
     "engine_port": ("rollout_server", "engine_port"),
     "trainer_port": ("trainer", "port"),
+    "rewards_port": ("rewards", "port"),
     "engine_python": ("rollout_server", "engine_python"),
     "model_path": ("gateway", "model_path"),
 }
@@ -46,6 +47,7 @@ class StackSettings(ServiceSettings):
     rollout_id: str = "rollout-0"
     engine_port: int = 30000
     trainer_port: int = 8200
+    rewards_port: int = 8300
     engine_python: Path = Path(sys.prefix).with_name(".venv-engine") / "bin" / "python"
     """The Python interpreter of SGLang's own environment. SGLang needs other versions of packages than
     Weir."""
@@ -77,6 +79,13 @@ class StackSettings(ServiceSettings):
     @property
     def logs_dir(self) -> Path:
         return self.run_dir / "logs"
+
+    @property
+    def has_reward_rules(self) -> bool:
+        """Whether the section `rewards` has rules, so that the reward service is to run."""
+        named = os.environ.get(variable("rewards", "rules"))
+        given = yaml.safe_load(named) if named else file_document().get("rewards", {}).get("rules")
+        return bool(self.services.get("rewards", {}).get("rules", given))
 
 
 class _FieldsOfServices(PydanticBaseSettingsSource):

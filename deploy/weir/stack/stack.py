@@ -140,7 +140,7 @@ class Stack:
         logger.info("%s restarted, pid %d", name, process.pid)
 
     def stop(self) -> None:
-        """Stop the trainer first and Redis last, so that work in flight still finds the services it needs."""
+        """Stop Redis last, so that work in flight still finds the services it needs."""
         for name, process in reversed(self.processes.items()):
             process.stop(self.settings.stop_timeout_s)
             logger.info("%s stopped", name)

@@ -13,10 +13,19 @@ from reward_service.dispatch.dispatcher import Dispatcher
 from reward_service.dispatch.gateway import SessionGateway
 from reward_service.dispatch.groups import GroupHandler
 from reward_service.dispatch.handler import RuleHandler
-from reward_service.dispatch.http_grader import HttpSessionGrader
+from reward_service.dispatch.http_grader import HttpGraderCall, HttpGroupGrader, HttpSessionGrader
 from reward_service.dispatch.kinds import ObjectSessionGrader, PythonSessionGrader, judge_of
 from reward_service.dispatch.posting import RewardPoster
-from reward_service.dispatch.rules import HttpRule, JudgeRule, OpenAiGraderRule, PythonRule, RelativeRule
+from reward_service.dispatch.relative_grader import RelativeGroupGrader
+from reward_service.dispatch.rules import (
+    EnvRule,
+    GraderRule,
+    HttpRule,
+    JudgeRule,
+    OpenAiGraderRule,
+    PythonRule,
+    RelativeRule,
+)
 from reward_service.dispatch.single import SessionHandler
 from reward_service.grading.runner import GraderRunner
 from reward_service.judging.models import GatewayModel, JudgeModelClient, OpenAiModel
@@ -57,20 +66,31 @@ class RewardParts:
         judge = GatewayModel(settings.judge, gateway) if own else OpenAiModel(settings.judge, outside)
         return cls(settings, gateway, outside, RewardMetrics(), python, judge, GraderRunner(python, judge))
 
-    def handlers(self, gateway: SessionGateway) -> list[RuleHandler]:
-        """What rewards for each rule. Raises OSError or ValueError for a rule that cannot work."""
+    def rules(self, gateway: SessionGateway) -> list[RuleHandler | EnvRule]:
+        """What works for each rule. Raises OSError or ValueError for a rule that cannot work."""
         poster = RewardPoster(gateway, self.settings.dispatch.backoff_limit_s)
         return [
-            GroupHandler(rule, self.judge, gateway, poster, self.metrics)
-            if isinstance(rule, RelativeRule)
-            else SessionHandler(rule, self._grader_of(rule), gateway, poster, self.metrics)
+            rule if isinstance(rule, EnvRule) else self._handler_of(rule, gateway, poster)
             for rule in self.settings.rules
         ]
+
+    def _handler_of(self, rule: GraderRule, gateway: SessionGateway, poster: RewardPoster) -> RuleHandler:
+        match rule:
+            case RelativeRule():
+                compares = RelativeGroupGrader(rule, self.judge)
+                return GroupHandler(rule, compares, gateway, poster, self.metrics)
+            case HttpRule(per="group"):
+                grades = HttpGroupGrader(self._call_of(rule), f"{rule.kind}:{rule.name}")
+                return GroupHandler(rule, grades, gateway, poster, self.metrics)
+        return SessionHandler(rule, self._grader_of(rule), gateway, poster, self.metrics)
+
+    def _call_of(self, rule: HttpRule) -> HttpGraderCall:
+        return HttpGraderCall(rule, self.outside, self.settings.dispatch.answer_bytes)
 
     def _grader_of(self, rule: HttpRule | PythonRule | OpenAiGraderRule | JudgeRule) -> SessionGrader:
         match rule:
             case HttpRule():
-                return HttpSessionGrader(rule, self.outside, self.settings.dispatch.answer_bytes)
+                return HttpSessionGrader(self._call_of(rule))
             case PythonRule():
                 return PythonSessionGrader(self.python, rule.read_source(), rule.timeout_s)
             case OpenAiGraderRule():
@@ -83,7 +103,7 @@ def create_app(settings: RewardSettings) -> FastAPI:
     """Raises OSError or ValueError for a rule that cannot work."""
     parts = RewardParts.of(settings)
     gateway = SessionGateway(parts.gateway, settings.dispatch)
-    dispatcher = Dispatcher(gateway, parts.handlers(gateway), settings.dispatch, parts.metrics)
+    dispatcher = Dispatcher(gateway, parts.rules(gateway), settings.dispatch, parts.metrics)
     slots = Slots(settings.limits.runs, settings.limits.waiting)
     _measure(parts, dispatcher, slots)
 
@@ -119,5 +139,9 @@ def _measure(parts: RewardParts, dispatcher: Dispatcher, slots: Slots) -> None:
     metrics.gauge("requests", "Requests that are graded or wait", lambda: slots.taken)
     metrics.gauge("sessions_in_work", "Sessions that are graded or wait for it", lambda: memory.in_work)
     metrics.gauge("sessions_remembered", "Sessions that failed or got no opinion", lambda: memory.remembered)
-    rules = [rule.name for rule in parts.settings.rules]
-    metrics.of_rules("queue", "Sessions that wait for a rule", rules, lambda rule: dispatcher.waiting[rule])
+    metrics.of_rules(
+        "queue",
+        "Sessions that wait for a rule",
+        list(dispatcher.waiting),
+        lambda rule: dispatcher.waiting[rule],
+    )

@@ -1,5 +1,6 @@
 """One attempt to grade one session: what it may return, and how it fails."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,24 @@ class SessionReward:
     """Finite."""
     turn_id: str | None = None
     """The turn that it credits; None for the session."""
+
+
+@dataclass(frozen=True)
+class SourcedReward:
+    """A reward, and the `source` that is recorded with it."""
+
+    reward: SessionReward
+    source: str
+
+
+class GroupGrader(Protocol):
+    """Grades the sessions of a group at once for one rule."""
+
+    async def grade(
+        self, sessions: Sequence[SessionToGrade], unit: str, attempt: int
+    ) -> Sequence[SourcedReward | None]:
+        """The reward of each session; None if the grader has no opinion on it. Raises AttemptFailed."""
+        ...
 
 
 class SessionGrader(Protocol):

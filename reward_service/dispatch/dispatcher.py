@@ -22,7 +22,7 @@ from reward_service.dispatch.gateway import GatewayAway, GatewayFailure, Session
 from reward_service.dispatch.handler import NotReady, RuleHandler
 from reward_service.dispatch.memory import DeadLetter, DispatchMemory
 from reward_service.dispatch.posting import pause_s
-from reward_service.dispatch.rules import AnyRule, DispatchSettings
+from reward_service.dispatch.rules import DispatchSettings, EnvRule, GraderRule
 from reward_service.dispatch.sessions import WaitingSession
 from reward_service.judging.models import JUDGE_PREFIX
 from reward_service.metrics import RewardMetrics
@@ -41,7 +41,7 @@ class RuleQueue:
     waiting: asyncio.Queue[str]
 
     @property
-    def rule(self) -> AnyRule:
+    def rule(self) -> GraderRule:
         return self.handler.rule
 
 
@@ -51,14 +51,18 @@ class Dispatcher:
     def __init__(
         self,
         gateway: SessionGateway,
-        handlers: Sequence[RuleHandler],
+        rules: Sequence[RuleHandler | EnvRule],
         settings: DispatchSettings,
         metrics: RewardMetrics,
     ) -> None:
         self._gateway, self._settings, self._metrics = gateway, settings, metrics
-        self._queues = [RuleQueue(handler, asyncio.Queue(settings.queue)) for handler in handlers]
+        self._rules = [
+            rule if isinstance(rule, EnvRule) else RuleQueue(rule, asyncio.Queue(settings.queue))
+            for rule in rules
+        ]
+        self._queues = [rule for rule in self._rules if isinstance(rule, RuleQueue)]
         self.memory = DispatchMemory(settings.remembered)
-        self.gateway_fault: str | None = "the gateway's list was not read yet" if handlers else None
+        self.gateway_fault: str | None = "the gateway's list was not read yet" if rules else None
         """Why the last reading of the list failed; None if it did not."""
 
     @property
@@ -100,13 +104,15 @@ class Dispatcher:
 
     def _enqueue(self, session: WaitingSession) -> None:
         """Give the session's unit to the first rule that rewards it. If the rule's queue is full, the next
-        reading finds it again."""
-        for queue in self._queues:
-            unit = queue.handler.unit_of(session)
-            if unit is not None:
-                if self.memory.takes(unit) and not queue.waiting.full():
+        reading finds it again. A session that its environment scores is given to nobody."""
+        for rule in self._rules:
+            if isinstance(rule, EnvRule):
+                if rule.matches(session.task_id, session.metadata):
+                    return
+            elif (unit := rule.handler.unit_of(session)) is not None:
+                if self.memory.takes(unit) and not rule.waiting.full():
                     self.memory.begin(unit)
-                    queue.waiting.put_nowait(unit)
+                    rule.waiting.put_nowait(unit)
                 return
 
     async def _work(self, queue: RuleQueue) -> None:
@@ -141,7 +147,7 @@ class Dispatcher:
             self._metrics.session(rule.name, outcome or "no_opinion")
             logger.info("%s: %s by rule %s", unit, outcome or "no opinion", rule.name)
 
-    def _failed(self, rule: AnyRule, unit: str, error: AttemptFailed) -> None:
+    def _failed(self, rule: GraderRule, unit: str, error: AttemptFailed) -> None:
         attempts = self.memory.failures(unit) + 1
         if error.final or attempts >= rule.attempts:
             self.memory.bury(DeadLetter(unit, rule.name, attempts, str(error), time.time()))

@@ -1,22 +1,20 @@
-"""Rules that reward the sessions of a group by comparing them.
+"""Rules that grade all sessions of a group at once.
 
-A group is judged when none of its sessions is open, or shortly before the first one that waits would expire.
-Each reward's `source` has the session's place in the prompt, the number of places, and the seed of the order.
+A group is graded when none of its sessions is open, or shortly before the first one that waits would expire.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from reward_service.dispatch.attempt import AttemptFailed, SessionReward
+import msgspec
+
+from reward_service.dispatch.attempt import AttemptFailed, GroupGrader, SourcedReward
 from reward_service.dispatch.gateway import RewardOutcome, SessionGateway
 from reward_service.dispatch.handler import NotReady
 from reward_service.dispatch.posting import RewardPoster
-from reward_service.dispatch.rules import RelativeRule
-from reward_service.dispatch.sessions import GroupMember, WaitingSession
-from reward_service.judging.answers import UnreadableVerdict
-from reward_service.judging.models import JudgeAnswer, JudgeCall, JudgeModelClient, JudgeUnavailable
-from reward_service.judging.relative import RelativePrompt, compare, scores_format
+from reward_service.dispatch.rules import HttpRule, RelativeRule
+from reward_service.dispatch.sessions import GroupMember, SessionToGrade, WaitingSession
 from reward_service.metrics import RewardMetrics
 
 UNIT = "group/"
@@ -24,18 +22,18 @@ UNIT = "group/"
 
 
 class GroupHandler:
-    """Reads a group, has a model compare its sessions, and posts their rewards."""
+    """Reads a group, has it graded, and posts the rewards of its sessions."""
 
     def __init__(
         self,
-        rule: RelativeRule,
-        judge: JudgeModelClient,
+        rule: RelativeRule | HttpRule,
+        grader: GroupGrader,
         gateway: SessionGateway,
         poster: RewardPoster,
         metrics: RewardMetrics,
     ) -> None:
         self.rule = rule
-        self._judge, self._gateway, self._poster, self._metrics = judge, gateway, poster, metrics
+        self._grader, self._gateway, self._poster, self._metrics = grader, gateway, poster, metrics
 
     def unit_of(self, session: WaitingSession) -> str | None:
         matches = session.group_id is not None and self.rule.matches(session.task_id, session.metadata)
@@ -47,21 +45,19 @@ class GroupHandler:
         if not waiting:
             return RewardOutcome.ALREADY.value
         self._check_ready(members)
-        transcripts = await self._transcripts([each.session_id for each in members if each.compared])
-        if not waiting & transcripts.keys():
+        sessions = await self._sessions([each.session_id for each in members if each.compared])
+        if not any(each.session_id in waiting for each in sessions):
             return None
-        seed = f"{self.rule.seed}/{unit}/{attempt}"
-        comparison = compare(list(transcripts.values()), self.rule.rubric, seed)
-        with self._metrics.attempt(self.rule.name):
-            scores = await self._scores(comparison)
-        for session_id, place, score in zip(transcripts, comparison.positions(), scores, strict=True):
-            if session_id in waiting:
-                source = f"{self.rule.kind}:{self.rule.name}:{place}/{len(scores)}:{seed}"
-                await self._poster.post(session_id, SessionReward(score), self.rule.name, source)
-        return RewardOutcome.STORED.value
+        given = await self._graded(sessions, unit, attempt)
+        opinions = {each: given[each] for each in given if each in waiting}
+        for session_id, sourced in opinions.items():
+            if sourced is not None:
+                await self._poster.post(session_id, sourced.reward, self.rule.name, sourced.source)
+        # The group is left alone if a session has no opinion: the grader would be asked again and again.
+        return None if None in opinions.values() else RewardOutcome.STORED.value
 
     def _check_ready(self, members: Sequence[GroupMember]) -> None:
-        """Raises NotReady; AttemptFailed if the group is too large for one prompt."""
+        """Raises NotReady; AttemptFailed if the group is too large for one call."""
         size = max(each.group_size or 0 for each in members)
         expire_at = min(each.expires_at for each in members if each.waits)
         unfinished = any(each.state == "open" for each in members) or len(members) < size
@@ -70,34 +66,28 @@ class GroupHandler:
         if len(members) > self.rule.most_members:
             raise AttemptFailed(f"the group has more than {self.rule.most_members} sessions", final=True)
 
-    async def _transcripts(self, session_ids: Sequence[str]) -> dict[str, str]:
-        """The texts of the sessions that have an answer. Raises AttemptFailed if they are too long."""
-        found, chars = dict[str, str](), 0
+    async def _sessions(self, session_ids: Sequence[str]) -> Sequence[SessionToGrade]:
+        """The sessions that have an answer, with the turns up to it. Raises AttemptFailed if they are too
+        long."""
+        found, chars = list[SessionToGrade](), 0
         for session_id in session_ids:
             session = await self._gateway.session(session_id)
             if session is None or not session.branch:
                 continue
-            found[session_id] = session.transcript
-            chars += len(found[session_id])
+            found.append(msgspec.structs.replace(session, turns=list(session.branch)))
+            chars += len(session.transcript)
             if chars > self.rule.most_chars:
                 raise AttemptFailed(f"the group has more than {self.rule.most_chars} characters", final=True)
         return found
 
-    async def _scores(self, comparison: RelativePrompt) -> Sequence[float]:
-        """Asks once more if the answer is malformed. Raises AttemptFailed."""
-        try:
-            async with asyncio.timeout(self.rule.timeout_s):
-                answer = await self._ask(comparison.messages)
-                try:
-                    return comparison.read(answer.text)
-                except UnreadableVerdict as fault:
-                    again = await self._ask(comparison.again(answer.text, fault))
-                return comparison.read(again.text)
-        except TimeoutError as error:
-            raise AttemptFailed(f"no answer within {self.rule.timeout_s} s") from error
-        except (JudgeUnavailable, UnreadableVerdict) as error:
-            raise AttemptFailed(f"the judge's answer: {error}") from error
-
-    async def _ask(self, messages: Sequence[dict[str, str]]) -> JudgeAnswer:
-        call = JudgeCall(self.rule.model, messages, scores_format(), {"temperature": 0.0}, self.rule.name)
-        return await self._judge.ask(call)
+    async def _graded(
+        self, sessions: Sequence[SessionToGrade], unit: str, attempt: int
+    ) -> Mapping[str, SourcedReward | None]:
+        """The reward of each session, by its id. Raises AttemptFailed."""
+        with self._metrics.attempt(self.rule.name):
+            try:
+                async with asyncio.timeout(self.rule.timeout_s):
+                    rewards = await self._grader.grade(sessions, unit, attempt)
+            except TimeoutError as error:
+                raise AttemptFailed(f"no answer within {self.rule.timeout_s} s") from error
+        return {each.session_id: reward for each, reward in zip(sessions, rewards, strict=True)}

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from reward_service.dispatch.rules import AnyRule
+from reward_service.dispatch.rules import GraderRule
 from reward_service.dispatch.sessions import WaitingSession
 
 
@@ -14,7 +14,7 @@ class RuleHandler(Protocol):
     """Rewards for one rule."""
 
     @property
-    def rule(self) -> AnyRule: ...
+    def rule(self) -> GraderRule: ...
 
     def unit_of(self, session: WaitingSession) -> str | None:
         """The unit to which a session of the list belongs; None if the rule does not reward it."""

@@ -24,7 +24,7 @@ FINISH_KEY = "finish"
 """The gateway gives this key to the reward that comes with the end of a session."""
 
 
-class RewardRule(BaseModel):
+class SessionRule(BaseModel):
     """What all rules have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,6 +35,34 @@ class RewardRule(BaseModel):
     """Only sessions whose `task_id` begins so; null matches all."""
     metadata_grader: str | None = None
     """Only sessions with this value in `metadata.grader`; null matches all."""
+
+    @field_validator("name")
+    @classmethod
+    def _own_key(cls, name: str) -> str:
+        if name == FINISH_KEY:
+            raise ValueError(f"{FINISH_KEY!r} is the key of the rewards that come with the end of a session")
+        return name
+
+    def matches(self, task_id: str | None, metadata: Mapping[str, Any]) -> bool:
+        """Whether it is the rule of a session with this task and metadata."""
+        prefix_matches = self.task_prefix is None or (task_id or "").startswith(self.task_prefix)
+        return prefix_matches and self.metadata_grader in (None, metadata.get("grader"))
+
+
+class EnvRule(SessionRule):
+    """Sessions that their environment scores: nobody else does. They have a text in `metadata.environment`,
+    as the runner of environments writes it."""
+
+    kind: Literal["env"]
+
+    def matches(self, task_id: str | None, metadata: Mapping[str, Any]) -> bool:
+        """Whether an environment scores a session with this task and metadata."""
+        return isinstance(metadata.get("environment"), str) and super().matches(task_id, metadata)
+
+
+class RewardRule(SessionRule):
+    """What all rules have that call a grader."""
+
     timeout_s: float = Field(60.0, gt=0)
     """How long one attempt may take."""
     attempts: int = Field(5, ge=1)
@@ -45,23 +73,25 @@ class RewardRule(BaseModel):
     concurrency: int = Field(4, ge=1)
     """How many sessions it grades at once."""
 
-    @field_validator("name")
-    @classmethod
-    def _own_key(cls, name: str) -> str:
-        if name == FINISH_KEY:
-            raise ValueError(f"{FINISH_KEY!r} is the key of the rewards that come with the end of a session")
-        return name
 
-    def matches(self, task_id: str | None, metadata: Mapping[str, Any]) -> bool:
-        """Whether it rewards a session with this task and metadata."""
-        prefix_matches = self.task_prefix is None or (task_id or "").startswith(self.task_prefix)
-        return prefix_matches and self.metadata_grader in (None, metadata.get("grader"))
+class GroupRewardRule(RewardRule):
+    """What rules have that grade all sessions of a group at once. Sessions without a group are left to the
+    next rule."""
+
+    before_expiry_s: float = Field(300.0, ge=0)
+    """A group with sessions that are still open is graded without them so long before the first of those that
+    wait expires."""
+    most_members: int = Field(64, ge=2)
+    most_chars: int = Field(400_000, ge=1)
+    """The largest group that is graded; a larger one is a dead letter."""
 
 
-class HttpRule(RewardRule):
+class HttpRule(GroupRewardRule):
     """A grader behind a URL."""
 
     kind: Literal["http"]
+    per: Literal["session", "group"] = "session"
+    """What one call grades."""
     url: str
     api_key: str | None = None
     """Sent as `Authorization: Bearer …`."""
@@ -119,8 +149,8 @@ class JudgeRule(RewardRule):
         return self
 
 
-class RelativeRule(RewardRule):
-    """A model that compares the sessions of a group. Sessions without a group are left to the next rule."""
+class RelativeRule(GroupRewardRule):
+    """A model that compares the sessions of a group."""
 
     kind: Literal["relative"]
     rubric: str = Field(min_length=1, max_length=100_000)
@@ -128,17 +158,10 @@ class RelativeRule(RewardRule):
     model: str = Field("policy", min_length=1, max_length=200)
     seed: int = 0
     """Of the order in which the model reads the sessions."""
-    before_expiry_s: float = Field(300.0, ge=0)
-    """A group with sessions that are still open is judged without them so long before the first of those that
-    wait expires."""
-    most_members: int = Field(64, ge=2)
-    most_chars: int = Field(400_000, ge=1)
-    """The largest group that is judged; a larger one is a dead letter."""
 
 
-AnyRule = Annotated[
-    HttpRule | PythonRule | OpenAiGraderRule | JudgeRule | RelativeRule, Discriminator("kind")
-]
+GraderRule = HttpRule | PythonRule | OpenAiGraderRule | JudgeRule | RelativeRule
+AnyRule = Annotated[EnvRule | GraderRule, Discriminator("kind")]
 
 
 class DispatchSettings(BaseModel):

@@ -5,7 +5,7 @@ import asyncio
 from reward_service.dispatch.attempt import AttemptFailed, SessionGrader
 from reward_service.dispatch.gateway import RewardOutcome, SessionGateway
 from reward_service.dispatch.posting import RewardPoster
-from reward_service.dispatch.rules import AnyRule
+from reward_service.dispatch.rules import GraderRule
 from reward_service.dispatch.sessions import WaitingSession
 from reward_service.metrics import RewardMetrics
 
@@ -15,7 +15,7 @@ class SessionHandler:
 
     def __init__(
         self,
-        rule: AnyRule,
+        rule: GraderRule,
         grader: SessionGrader,
         gateway: SessionGateway,
         poster: RewardPoster,

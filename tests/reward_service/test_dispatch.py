@@ -104,6 +104,26 @@ def test_the_first_rule_that_matches_rewards_a_session(gateway: RunningGateway) 
         assert shown(gateway, session_id)["rewards"] == []
 
 
+def test_a_session_that_its_environment_scores_is_graded_by_nobody(gateway: RunningGateway) -> None:
+    rules = [
+        python("1.0", "essays", task_prefix="essays"),
+        {"name": "games", "kind": "env"},
+        python("2.0", "all-others"),
+    ]
+    played = {"environment": "textarena:Chess-v0"}
+    scored = finished(gateway, task_id="chess", metadata=played)
+    elsewhere = finished(gateway, task_id="essays-1", metadata=played)
+    other = finished(gateway, task_id="chess", metadata={"environment": 1})
+    with rewarding(gateway, *rules) as rewards:
+        assert reward_of(gateway, elsewhere)["key"] == "essays"
+        assert reward_of(gateway, other)["key"] == "all-others"
+        two_more_readings(rewards)
+        assert rewards.get("/status").json()["waiting"] == {"essays": 0, "all-others": 0}
+        assert rewards.get("/status").json()["remembered"] == 0
+    assert shown(gateway, scored)["state"] == "waiting_reward"
+    assert shown(gateway, scored)["rewards"] == []
+
+
 def test_all_pages_of_the_list_are_read(gateway: RunningGateway) -> None:
     sessions = [finished(gateway, task_id="sums" if number == 6 else "other") for number in range(7)]
     with rewarding(gateway, python("1.0", task_prefix="sums")):  # pages of two sessions

@@ -6,7 +6,14 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel
 
-from reward_service.dispatch.rules import HttpRule, JudgeRule, OpenAiGraderRule, PythonRule, RelativeRule
+from reward_service.dispatch.rules import (
+    EnvRule,
+    HttpRule,
+    JudgeRule,
+    OpenAiGraderRule,
+    PythonRule,
+    RelativeRule,
+)
 from reward_service.settings import RewardSettings
 from tests.support.reward_service.running import reward_service
 
@@ -24,13 +31,16 @@ def test_the_example_of_graders_runs() -> None:
 def test_the_rules_of_the_page_are_settings() -> None:
     (document,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
     settings = RewardSettings(**yaml.safe_load(document)["rewards"])
-    assert [rule.kind for rule in settings.rules] == ["openai_grader", "python", "http", "relative", "judge"]
-    assert settings.rules[0].matches("sums-1", {})
-    assert settings.rules[4].matches(None, {})
+    kinds = ["env", "openai_grader", "python", "http", "relative", "judge"]
+    assert [rule.kind for rule in settings.rules] == kinds
+    assert settings.rules[0].matches("sums-1", {"environment": "textarena:Chess-v0"})
+    assert not settings.rules[0].matches("sums-1", {})
+    assert settings.rules[1].matches("sums-1", {})
+    assert settings.rules[5].matches(None, {})
 
 
 def test_every_setting_is_explained() -> None:
-    rules = (HttpRule, PythonRule, OpenAiGraderRule, JudgeRule, RelativeRule)
+    rules = (EnvRule, HttpRule, PythonRule, OpenAiGraderRule, JudgeRule, RelativeRule)
     names = [name for rule in rules for name in rule.model_fields]
     for name, field in RewardSettings.model_fields.items():
         inner = field.annotation

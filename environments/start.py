@@ -8,7 +8,8 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,9 +72,7 @@ async def _play(
     resume: bool,
 ) -> dict[str, Any]:
     """Play the run with environments and a gateway that are there, and write what it leaves."""
-    run_id = str(read_run(place.run_dir)["run"]) if resume else _begin(settings, place.run_dir)
-    with Journal(place.run_dir) as journal:
-        run = await _run(settings, place, run_id, source, gateway, journal, loop)
+    async with _begun(settings, place, source, gateway, loop, resume) as run:
         if settings.mode == "train" and settings.eval_every:
             run.evaluations = _evaluations(settings, place, source, gateway, say, loop)
         async with telling(run, say):
@@ -81,7 +80,7 @@ async def _play(
     ended = await with_versions(gateway, run.ended) if settings.mode == "eval" else run.ended
     summary: dict[str, Any] = {
         "settings": settings.model_dump(mode="json"),
-        "run": run_id,
+        "run": run.plan.run_id,
         "model": run.plan.model,
     }
     summary |= summary_of(ended, settings.mode) | {"tasks_left_out": run.order.skipped}
@@ -124,6 +123,37 @@ def _silent(line: str) -> None:
     """An evaluation during a training run tells its result alone."""
 
 
+@asynccontextmanager
+async def opened_run(
+    settings: RunSettings,
+    place: RunPlace,
+    source: EnvironmentSource,
+    loop: Loop | str | None = None,
+    resume: bool = False,
+) -> AsyncIterator[tuple[Run, SessionClient]]:
+    """A run that is ready to be played, and its client of the gateway. Raises UnknownEnvironment,
+    GatewayFault and RunStopped."""
+    _refuse_mixing(place.run_dir, resume)
+    async with source, SessionClient(place.gateway_url, place.client_key, settings.wait_s) as gateway:
+        async with _begun(settings, place, source, gateway, loop, resume) as run:
+            yield run, gateway
+
+
+@asynccontextmanager
+async def _begun(
+    settings: RunSettings,
+    place: RunPlace,
+    source: EnvironmentSource,
+    gateway: SessionClient,
+    loop: Loop | str | None,
+    resume: bool,
+) -> AsyncIterator[Run]:
+    """A run with its journal; the source and the gateway are open."""
+    run_id = str(read_run(place.run_dir)["run"]) if resume else _begin(settings, place.run_dir)
+    with Journal(place.run_dir) as journal:
+        yield await _run(settings, place, run_id, source, gateway, journal, loop)
+
+
 def source_of(settings: RunSettings, place: RunPlace) -> EnvironmentSource:
     """The environments that the settings name: those of an OpenEnv server, or of a library in hosts. Raises
     UnknownEnvironment."""
@@ -147,7 +177,7 @@ async def _run(
     source: EnvironmentSource,
     gateway: SessionClient,
     journal: Journal,
-    loop: str | None,
+    loop: Loop | str | None,
 ) -> Run:
     if settings.opponent and source.description.players == 1:
         raise UnknownEnvironment(f"{settings.environment} has one player, so it has no opponent")
@@ -160,7 +190,7 @@ async def _run(
     player = EpisodePlayer(
         gateway,
         source,
-        loop_of(loop, source.description.players),
+        loop if callable(loop) else loop_of(loop, source.description.players),
         max_turns=settings.max_turns,
         time_limit_s=settings.episode_s,
         graded_elsewhere=settings.graded_elsewhere,

@@ -118,10 +118,13 @@ def demo(
 @app.command()
 def rewards(config: Config = None, run_dir: RunDir = None) -> None:
     """Run the reward service in this terminal: it rewards sessions of the gateway of `up`."""
-    settings = _settings(config, run_dir=run_dir)
-    if service_field("rewards", "gateway_url") is None:
-        os.environ["WEIR_GATEWAY_URL"] = f"http://127.0.0.1:{settings.gateway_port}"
-    os.execv(PYTHON, [PYTHON, "-m", "reward_service"])  # noqa: S606 - our own command
+    _run_here("reward_service", "rewards", _settings(config, run_dir=run_dir))
+
+
+@app.command("fine-tuning")
+def fine_tuning(config: Config = None, run_dir: RunDir = None) -> None:
+    """Run the service for fine-tuning jobs in this terminal: they train the policy of `up`."""
+    _run_here("fine_tuning", "fine_tuning", _settings(config, run_dir=run_dir))
 
 
 @app.command("audit")
@@ -211,6 +214,13 @@ def _use(config: Path | None) -> None:
 def _settings(config: Path | None, **flags: Path | None) -> StackSettings:
     _use(config)
     return StackSettings(**{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _run_here(module: str, section: str, settings: StackSettings) -> None:
+    """Become the service, at the gateway of `up` if its settings name no other."""
+    if service_field(section, "gateway_url") is None:
+        os.environ["WEIR_GATEWAY_URL"] = f"http://127.0.0.1:{settings.gateway_port}"
+    os.execv(PYTHON, [PYTHON, "-m", module])  # noqa: S606 - our own command
 
 
 def _say(sentences: list[str]) -> None:

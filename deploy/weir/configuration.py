@@ -16,12 +16,20 @@ CREDENTIALS = re.compile(r"://[^/@\s]*@")
 
 def service_settings() -> list[type[ServiceSettings]]:
     """The settings of every service. Imported here, because most commands do not need them."""
+    from fine_tuning.settings import FineTuningSettings
     from gateway.settings import GatewaySettings
     from reward_service.settings import RewardSettings
     from rollout_server.settings import RolloutServerSettings
     from trainer_service.settings import TrainerSettings
 
-    return [GatewaySettings, RolloutServerSettings, TrainerSettings, RewardSettings, StackSettings]
+    return [
+        GatewaySettings,
+        RolloutServerSettings,
+        TrainerSettings,
+        RewardSettings,
+        FineTuningSettings,
+        StackSettings,
+    ]
 
 
 def effective_configuration() -> str:

@@ -19,6 +19,8 @@ class Agent:
         self.messages: list[Message] = []
         self.rewards: list[TurnReward] = []
         self.turn_ids: list[str] = []
+        self.finish_reason = ""
+        """Why the last answer ended."""
         self.final: float | None = None
         self.judged = False
         """Whether any answer has a reward, also one of 0."""
@@ -36,6 +38,7 @@ class Agent:
         )
         message: ChatCompletionMessage = completion.choices[0].message
         self.turn_ids.append(completion.id)
+        self.finish_reason = completion.choices[0].finish_reason
         self.messages.append(message.model_dump(exclude_none=True))
         return message
 

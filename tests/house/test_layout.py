@@ -20,6 +20,7 @@ PACKAGES = {
     "rollout_server": ROOT / "rollout_server",
     "trainer_service": ROOT / "trainer_service",
     "reward_service": ROOT / "reward_service",
+    "fine_tuning": ROOT / "fine_tuning",
     "rollout_queue": ROOT / "queue" / "rollout_queue",
     "weir": ROOT / "deploy" / "weir",
 }
@@ -29,6 +30,7 @@ EXTRAS = {
     "rollout_server": ["rollout"],
     "trainer_service": ["trainer", "wandb"],
     "reward_service": ["rewards"],
+    "fine_tuning": ["cli", "rewards"],
     "rollout_queue": ["object-store"],
     "weir": ["cli"],
 }

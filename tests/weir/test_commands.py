@@ -28,7 +28,7 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     assert "hush" not in shown.output
     assert "no service reads the section 'gate'" in shown.output
     document = yaml.safe_load(shown.output)
-    assert list(document) == ["gateway", "rollout_server", "trainer", "rewards", "stack"]
+    assert list(document) == ["gateway", "rollout_server", "trainer", "rewards", "fine_tuning", "stack"]
     assert document["gateway"]["port"] == document["stack"]["gateway_port"] == 8351
     assert document["gateway"]["redis_url"] == "redis://***@host/0"
 

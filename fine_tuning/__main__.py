@@ -1,0 +1,53 @@
+"""Runs the service for fine-tuning jobs until SIGTERM: python -m fine_tuning [--config weir.yaml]."""
+
+import argparse
+import logging
+import os
+
+from pydantic import ValidationError
+
+from fine_tuning.app import create_app
+from fine_tuning.errors import DirectoryInUse
+from fine_tuning.settings import FineTuningSettings
+from reward_service.sandbox.secrets import hide_from_children
+from rollout_queue.http.connections import ConnectionBounds
+from rollout_queue.http.keys import Keyring, refuse_open_binding
+from rollout_queue.http.server import serve
+from rollout_queue.settings import CONFIG_VARIABLE
+
+LAST_ANSWERS_S = 10.0
+"""How long requests may still take after SIGTERM."""
+CONNECTIONS = 16
+"""Each may hold one upload in memory."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="fine_tuning", description="Fine-tuning jobs in OpenAI's form.")
+    parser.add_argument("--config", metavar="FILE", help="weir.yaml; wins over WEIR_CONFIG")
+    arguments = parser.parse_args()
+    if arguments.config:
+        os.environ[CONFIG_VARIABLE] = arguments.config
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx would log each call
+    settings = _settings()
+    refuse_open_binding(settings.host, Keyring(settings.client_keys, settings.admin_keys))
+    hide_from_children()
+    bounds = ConnectionBounds(in_all=CONNECTIONS, per_address=CONNECTIONS)
+    try:
+        app = create_app(settings)
+    except (DirectoryInUse, OSError) as error:
+        raise SystemExit(f"fine_tuning: {error}") from error
+    serve(app, settings.host, settings.port, LAST_ANSWERS_S, bounds=bounds, loop="asyncio")
+
+
+def _settings() -> FineTuningSettings:
+    try:
+        return FineTuningSettings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SystemExit(f"fine_tuning.{where}: {first['msg']}") from error
+
+
+if __name__ == "__main__":
+    main()

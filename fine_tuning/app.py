@@ -1,0 +1,104 @@
+"""The service for fine-tuning jobs: its routes, its queue, and what they share."""
+
+import asyncio
+import fcntl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TextIO
+
+import httpx
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry, Gauge
+
+from fine_tuning.errors import BadInput, DirectoryInUse
+from fine_tuning.files.store import FileStore
+from fine_tuning.job_queue import JobQueue
+from fine_tuning.jobs.job import FineTuningJob
+from fine_tuning.jobs.store import JobStore
+from fine_tuning.rest.files import file_routes
+from fine_tuning.rest.jobs import JobRoutes
+from fine_tuning.settings import FineTuningSettings
+from fine_tuning.training.trainer import JobTraining
+from fine_tuning.training.versions import PolicyWatch
+from reward_service.grading.runner import GraderRunner
+from reward_service.judging.models import GatewayModel, OpenAiModel
+from reward_service.rest.body_limit import BodyLimit
+from reward_service.sandbox.process import PythonProcesses
+from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
+from rollout_queue.http.keys import Keyring
+from rollout_queue.http.probes import probes, text_of
+
+FORM_BYTES = 64 * 2**10
+"""What an upload has besides its file."""
+
+
+def create_app(settings: FineTuningSettings) -> FastAPI:
+    """Raises DirectoryInUse, OSError."""
+    lock = _taken(settings.directory)
+    key = settings.gateway_key
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    gateway = httpx.AsyncClient(base_url=settings.gateway_url, headers=headers, trust_env=False)
+    outside = httpx.AsyncClient()
+    own = settings.judge.base_url is None
+    judge = GatewayModel(settings.judge, gateway) if own else OpenAiModel(settings.judge, outside)
+    runner = GraderRunner(PythonProcesses(settings.python), judge)
+    policy = PolicyWatch(gateway)
+    files = FileStore(settings.directory / "files", settings.limits)
+    jobs = JobStore(settings.directory / "jobs", settings.limits)
+
+    async def train(job: FineTuningJob) -> str:
+        return await JobTraining(job, settings, jobs, runner, policy).train()
+
+    queue = JobQueue(jobs, train, policy)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with gateway, outside:
+            running = asyncio.create_task(queue.run())
+            yield
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        lock.close()
+
+    async def readiness() -> str | None:
+        return None
+
+    app = FastAPI(title="Weir fine-tuning jobs", lifespan=lifespan)
+    app.add_middleware(BodyLimit, most_bytes=settings.limits.file_bytes + FORM_BYTES)
+    app.add_middleware(RequestIds)
+    install_error_handlers(app)
+    app.add_exception_handler(BadInput, _answer)
+    app.include_router(probes(readiness, text_of(_registry(jobs, queue))))
+    keyring = Keyring(settings.client_keys, settings.admin_keys)
+    app.include_router(file_routes(files, keyring))
+    app.include_router(JobRoutes(jobs, files, queue, policy, settings.limits).router(keyring))
+    return app
+
+
+def _taken(directory: Path) -> TextIO:
+    """The lock of the directory, which the system releases when the process ends. Raises DirectoryInUse."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = (directory / "lock").open("w", encoding="ascii")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise DirectoryInUse(f"another service uses {directory}: set fine_tuning.directory") from None
+    return lock
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    if not isinstance(error, BadInput):
+        raise error
+    return ApiError(error.status, str(error), param=error.param).response()
+
+
+def _registry(jobs: JobStore, queue: JobQueue) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    waiting = Gauge("weir_fine_tuning_jobs_queued", "Jobs that wait for their turn", registry=registry)
+    waiting.set_function(lambda: sum(job.status == "queued" for job in jobs.oldest_first))
+    running = Gauge("weir_fine_tuning_jobs_running", "Jobs that train", registry=registry)
+    running.set_function(lambda: queue.running)
+    return registry

@@ -1,0 +1,1 @@
+"""Uploaded files: their store, and the rows of a training file."""

@@ -1,0 +1,146 @@
+"""Which job trains: the deployment has one policy, so one at a time, the oldest first.
+
+`running` is stored before a job begins, so a service that was killed goes on with it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
+from fine_tuning.errors import BadInput, BadRow
+from fine_tuning.jobs.job import FineTuningJob, JobEvent, JobFault, JobStatus
+from fine_tuning.jobs.store import JobStore
+from fine_tuning.training.versions import GatewaySilent, PolicyWatch
+
+logger = logging.getLogger(__name__)
+
+Train = Callable[[FineTuningJob], Awaitable[str]]
+"""Trains a job to its end; returns the name of the model."""
+FAULTS: dict[type[Exception], str] = {
+    GatewayFault: "gateway_unavailable",
+    GatewaySilent: "gateway_unavailable",
+    RunStopped: "episodes_failed",
+    UnknownEnvironment: "invalid_job",
+    BadRow: "invalid_file",
+}
+
+
+class JobQueue:
+    """Runs jobs until it is cancelled; pauses, resumes and cancels them."""
+
+    def __init__(self, store: JobStore, train: Train, policy: PolicyWatch) -> None:
+        self._store, self._train, self._policy = store, train, policy
+        self._changed = asyncio.Event()
+        self._current: tuple[str, asyncio.Task[str]] | None = None
+
+    @property
+    def running(self) -> int:
+        return int(self._current is not None)
+
+    def add(self, job: FineTuningJob) -> None:
+        self._store.add(job)
+        self._store.tell(job, JobEvent.of(f"Created fine-tuning job: {job.id}"))
+        self._changed.set()
+
+    def cancel(self, job_id: str) -> FineTuningJob:
+        """Raises BadInput."""
+        return self._stop(job_id, ("queued", "running", "paused"), "cancelled")
+
+    def pause(self, job_id: str) -> FineTuningJob:
+        """Raises BadInput. Another job may train meanwhile."""
+        return self._stop(job_id, ("queued", "running"), "paused")
+
+    def resume(self, job_id: str) -> FineTuningJob:
+        """Raises BadInput."""
+        job = self._in(job_id, ("paused",), "resumed")
+        job = self._store.put(msgspec.structs.replace(job, status="queued"))
+        self._store.tell(job, JobEvent.of("The job was resumed"))
+        self._changed.set()
+        return job
+
+    def _stop(self, job_id: str, from_: tuple[JobStatus, ...], to: JobStatus) -> FineTuningJob:
+        job = self._in(job_id, from_, to)
+        finished_at = int(time.time()) if to == "cancelled" else None
+        job = self._store.put(msgspec.structs.replace(job, status=to, finished_at=finished_at))
+        self._store.tell(job, JobEvent.of(f"The job was {to}"))
+        if self._current is not None and self._current[0] == job_id:
+            self._current[1].cancel()
+        return job
+
+    def _in(self, job_id: str, statuses: tuple[JobStatus, ...], wish: str) -> FineTuningJob:
+        job = self._store.get(job_id)
+        if job.status not in statuses:
+            raise BadInput(f"the job is {job.status}: it cannot be {wish}")
+        return job
+
+    async def run(self) -> None:
+        """Train one job after the other, until cancelled."""
+        while True:
+            self._changed.clear()
+            if (job := self._next()) is None:
+                await self._changed.wait()
+                continue
+            task = asyncio.create_task(self._run_one(job))
+            self._current = (job.id, task)
+            try:
+                await asyncio.wait({task})
+                if task.cancelled() or task.exception() is None:
+                    continue
+                logger.error("job %s failed", job.id, exc_info=task.exception())
+                self._fail(job.id, "internal_error", "internal error; the log has it")
+            finally:
+                if not task.done():  # the service ends: the job goes on when it starts again
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                self._current = None
+
+    def _next(self) -> FineTuningJob | None:
+        waiting = self._store.oldest_first
+        order: tuple[JobStatus, ...] = ("running", "queued")
+        return next((job for status in order for job in waiting if job.status == status), None)
+
+    async def _run_one(self, job: FineTuningJob) -> str:
+        try:
+            job = await self._begun(job)
+            name = await self._train(job)
+        except tuple(FAULTS) as error:
+            code = next(code for kind, code in FAULTS.items() if isinstance(error, kind))
+            self._fail(job.id, code, str(error))
+            return ""
+        job = self._store.get(job.id)
+        if job.status == "running":
+            self._succeed(job, name)
+        return name
+
+    async def _begun(self, job: FineTuningJob) -> FineTuningJob:
+        again = job.first_version is not None
+        first = job.first_version if again else await self._policy.serving()
+        job = self._store.put(msgspec.structs.replace(job, status="running", first_version=first))
+        told = "The job goes on" if again else f"Fine-tuning job started, at version {first}"
+        self._store.tell(job, JobEvent.of(told))
+        return job
+
+    def _succeed(self, job: FineTuningJob, name: str) -> None:
+        if not self._store.checkpoints(job):
+            told = "No new version was published: the groups' rewards did not differ, or the trainer waits"
+            self._store.tell(job, JobEvent.of(told, "warn"))
+        job = self._store.put(
+            msgspec.structs.replace(
+                job, status="succeeded", fine_tuned_model=name, finished_at=int(time.time())
+            )
+        )
+        self._store.tell(job, JobEvent.of(f"The job has successfully completed: {name}"))
+
+    def _fail(self, job_id: str, code: str, message: str) -> None:
+        job = self._store.get(job_id)
+        if job.status not in ("queued", "running"):  # it was cancelled or paused meanwhile
+            return
+        fault = JobFault(code, message[:2000])
+        job = self._store.put(
+            msgspec.structs.replace(job, status="failed", error=fault, finished_at=int(time.time()))
+        )
+        self._store.tell(job, JobEvent.of(f"The job failed: {fault.message}", "error"))

@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI's routes for files and jobs."""

@@ -1,0 +1,1 @@
+"""How a job trains: the episodes of its rows, their grades, and the versions that come of it."""

@@ -1,0 +1,211 @@
+"""Trains one job: plays its rows, follows the versions that come of it, and evaluates some of them.
+
+rows ──▶ groups of answers ──▶ rewards at the gateway ──▶ its trainer ──▶ version v
+                                                                            ├─▶ checkpoint, metrics event
+                                                                            └─▶ evaluation, every few versions
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from environments.errors import GatewayFault, RunStopped
+from environments.results.journal import EpisodeEnded
+from environments.results.versions import with_versions
+from environments.runs.run import Run
+from environments.settings import Mode, RunSettings
+from environments.start import RunPlace, opened_run
+from fine_tuning.files.rows import RowFile
+from fine_tuning.jobs.job import FineTuningJob, JobCheckpoint, JobEvent
+from fine_tuning.jobs.store import JobStore
+from fine_tuning.settings import FineTuningSettings
+from fine_tuning.training.grading import AnswerGrader
+from fine_tuning.training.rows_source import RowSource, answer_once
+from fine_tuning.training.versions import GatewaySilent, PolicyWatch
+from reward_service.grading.runner import GraderRunner
+from rollout_queue.contract.ids import new_id
+from rollout_queue.protocol.policies import PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+SLOWEST_END_S = 600.0
+"""After the last episode, a job waits for further versions no longer than this."""
+
+
+@dataclass
+class JobTraining:
+    """One job in training. It can be cancelled, and begun again by another process."""
+
+    job: FineTuningJob
+    settings: FineTuningSettings
+    store: JobStore
+    runner: GraderRunner
+    policy: PolicyWatch
+    _seen: int = 0
+    """The last version that has a checkpoint, or the first version."""
+    _counted: int = 0
+    """Episodes that the metrics of earlier versions have."""
+    _last_change: float = field(default_factory=time.monotonic)
+
+    async def train(self) -> str:
+        """Train the job to its end; returns the name of the model. Raises GatewayFault, GatewaySilent,
+        RunStopped and UnknownEnvironment."""
+        checkpoints = self.store.checkpoints(self.job)
+        self._seen = checkpoints[0].version if checkpoints else self.job.first_version or 0
+        asked = self.job.asked.method.reinforcement.hyperparameters
+        size = asked.answers(self.settings.group_size)
+        rows = await self._rows("training")
+        settings = self._run_settings("train", size, episodes=asked.epochs * len(rows) * size)
+        directory = self._directory / "run"
+        async with opened_run(
+            settings, self._place(directory), self._source(rows), answer_once, _holds_a_run(directory)
+        ) as (run, _):
+            self._counted = len(run.ended)
+            following = asyncio.create_task(self._follow(run))
+            try:
+                await run.play()
+                await self._settled(following)
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+            await self._look(run)
+        serving = await self.policy.serving()
+        if self.job.asked.validation_file is not None:
+            await self._evaluate(serving)
+        return f"{self.job.model}@{serving}"
+
+    @property
+    def _directory(self) -> Path:
+        return self.store.path(self.job)
+
+    def _place(self, directory: Path) -> RunPlace:
+        return RunPlace(directory, self.settings.gateway_url, self.settings.gateway_key)
+
+    async def _rows(self, name: str) -> RowFile:
+        path = self._directory / f"{name}.jsonl"
+        return await asyncio.to_thread(RowFile, path, self.settings.limits)
+
+    def _source(self, rows: RowFile) -> RowSource:
+        grader = AnswerGrader(self.runner, self.job.asked.method.reinforcement.grader)
+        return RowSource(self.job.id, rows, grader)
+
+    def _run_settings(self, mode: Mode, group_size: int, episodes: int | None = None) -> RunSettings:
+        asked = self.job.asked.method.reinforcement
+        sampling = dict(self.settings.sampling)
+        if asked.response_format is not None:
+            sampling["response_format"] = asked.response_format
+        if asked.hyperparameters.reasoning_effort != "default":
+            sampling["reasoning_effort"] = asked.hyperparameters.reasoning_effort
+        return RunSettings(
+            environment=f"fine_tuning:{self.job.id}",
+            mode=mode,
+            seed=self.job.seed,
+            group_size=group_size,
+            concurrency=self.settings.concurrency,
+            episodes=episodes,
+            episode_s=self.settings.answer_s,
+            sampling=sampling,
+            wait_s=self.settings.gateway_wait_s,
+        )
+
+    async def _follow(self, run: Run) -> None:
+        """Look for new versions until cancelled."""
+        while True:
+            try:
+                await self._look(run)
+            except GatewaySilent as error:
+                logger.warning("job %s: the versions cannot be read: %s", self.job.id, error)
+            await asyncio.sleep(self.settings.poll_every_s)
+
+    async def _look(self, run: Run) -> None:
+        """Record each new version, and evaluate the newest one when it is due. Raises GatewaySilent."""
+        fresh = await self.policy.published_after(self._seen)
+        for version in fresh:
+            self._record(version, run.ended)
+        if fresh and self._evaluation_is_due(len(fresh)):
+            await self._evaluate(fresh[-1].version)
+
+    def _record(self, version: PolicyVersion, ended: list[EpisodeEnded]) -> None:
+        rewards = [each.reward for each in ended[self._counted :] if each.reward is not None]
+        step = version.version if version.step is None else version.step
+        metrics = {"step": step, "version": version.version, "episodes": len(ended)}
+        mean = {"reward_mean": fmean(rewards)} if rewards else {}
+        self._counted, self._seen, self._last_change = len(ended), version.version, time.monotonic()
+        checkpoint = JobCheckpoint(
+            f"ftckpt_{new_id()}",
+            int(version.created_at or time.time()),
+            f"{self.job.model}@{version.version}",
+            self.job.id,
+            step,
+            metrics | mean,
+            version.version,
+        )
+        self.store.checkpoint(self.job, checkpoint)
+        told = f", mean reward {mean['reward_mean']:.4f}" if mean else ""
+        self._tell(f"Step {step}: version {version.version}{told}", metrics | mean)
+
+    def _tell(self, message: str, metrics: dict[str, Any]) -> None:
+        self.store.tell(self.job, JobEvent.of(message, metrics=metrics))
+
+    def _evaluation_is_due(self, fresh: int) -> bool:
+        """Whether the last `fresh` versions crossed a multiple of the interval."""
+        if self.job.asked.validation_file is None:
+            return False
+        interval = self.job.asked.method.reinforcement.hyperparameters.steps_between_evals
+        count = len(self.store.checkpoints(self.job))
+        return count // interval > (count - fresh) // interval
+
+    async def _evaluate(self, version: int) -> None:
+        """Evaluate. The job goes on if that fails."""
+        try:
+            await self._play_evaluation(version)
+        except (GatewayFault, RunStopped) as error:
+            told = f"The evaluation at version {version} failed: {error}"
+            self.store.tell(self.job, JobEvent.of(told[:2000], "warn"))
+
+    async def _play_evaluation(self, version: int) -> None:
+        """Play the validation file once. The live model answers, so that no answer waits for a version which
+        no server has any more; the event names the versions that answered."""
+        directory = self._directory / "evals" / str(version)
+        if (directory / "ended").exists():
+            return
+        asked = self.job.asked.method.reinforcement.hyperparameters
+        settings = self._run_settings("eval", asked.samples)
+        source = self._source(await self._rows("validation"))
+        place = self._place(directory)
+        async with opened_run(settings, place, source, answer_once, _holds_a_run(directory)) as (
+            run,
+            gateway,
+        ):
+            await run.play()
+            ended = await with_versions(gateway, run.ended)
+        rewards = [each.reward for each in ended if each.reward is not None]
+        mean = fmean(rewards) if rewards else None
+        versions = sorted({served for each in ended for served in each.versions})
+        told = "no answer was graded" if mean is None else f"mean reward {mean:.4f} of {len(rewards)} answers"
+        metrics = {
+            "version": version,
+            "valid_reward_mean": mean,
+            "valid_answers": len(rewards),
+            "valid_failed": len(ended) - len(rewards),
+            "versions": versions,
+        }
+        self._tell(f"Evaluation at version {version}: {told}", metrics)
+        (directory / "ended").touch()
+
+    async def _settled(self, following: asyncio.Task[None]) -> None:
+        """Wait until no new version has come for a while: the trainer may still train the last groups."""
+        began = time.monotonic()
+        self._last_change = began
+        while (now := time.monotonic()) - self._last_change < self.settings.settle_s:
+            if now - began > SLOWEST_END_S or following.done():
+                return
+            await asyncio.sleep(min(self.settings.poll_every_s, self.settings.settle_s))
+
+
+def _holds_a_run(directory: Path) -> bool:
+    return (directory / "run.json").exists()

@@ -1,0 +1,63 @@
+"""What the gateway says of the policy: its name, the version that is served, and the versions there are."""
+
+import asyncio
+import logging
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from rollout_queue.protocol.errors import error_message
+from rollout_queue.protocol.message import MalformedMessage
+from rollout_queue.protocol.policies import PolicyPage, PolicyVersion
+from rollout_queue.protocol.status import SystemStatus
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", PolicyPage, SystemStatus)
+TIMEOUT_S = 30.0
+
+
+class GatewaySilent(Exception):
+    """The gateway did not answer, or refused."""
+
+
+class PolicyWatch:
+    """Asks the gateway. `client` has its URL and an admin key."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def model_name(self) -> str:
+        """Raises GatewaySilent."""
+        try:
+            listed = msgspec.json.decode(await self._get("/v1/models"))
+            return str(listed["data"][0]["id"])
+        except (msgspec.DecodeError, LookupError, TypeError) as error:
+            raise GatewaySilent(f"the gateway's list of models cannot be read: {error}") from error
+
+    async def serving(self) -> int:
+        """The newest version that is served; 0 before there is one. Raises GatewaySilent."""
+        return (await self._read("/admin/status", SystemStatus)).policy.serving or 0
+
+    async def published_after(self, version: int) -> list[PolicyVersion]:
+        """The later versions that were served, in their order. Raises GatewaySilent."""
+        page = await self._read("/admin/policies", PolicyPage)
+        served = await self.serving()
+        return [each for each in page.data if version < each.version <= served and each.state != "failed"]
+
+    async def _read(self, path: str, kind: type[T]) -> T:
+        try:
+            return kind.read(await self._get(path))
+        except MalformedMessage as error:
+            raise GatewaySilent(f"the gateway's answer to {path} cannot be read: {error}") from error
+
+    async def _get(self, path: str) -> bytes:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                reply = await self._client.get(path, timeout=TIMEOUT_S)
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise GatewaySilent(f"the gateway: {type(error).__name__}: {error}") from error
+        if reply.status_code != 200:
+            raise GatewaySilent(f"the gateway: HTTP {reply.status_code}: {error_message(reply.content)}")
+        return reply.content

@@ -1,0 +1,184 @@
+"""Jobs by OpenAI's client: their rows are played, graded and rewarded, one job after the other."""
+
+import re
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.environments.running import RunTest
+from tests.support.fine_tuning.running import EQUAL, RunningJobs, fine_tuning, sums
+
+
+def double(prompt: str) -> str:
+    return str(2 * int(re.findall(r"double of (\d+)", prompt)[-1]))
+
+
+class Shut:
+    """Answers nothing until it is opened."""
+
+    def __init__(self) -> None:
+        self.asked, self.opened = threading.Event(), threading.Event()
+
+    def answer(self, prompt: str) -> str:
+        self.asked.set()
+        self.opened.wait(60)
+        return double(prompt)
+
+
+def test_each_row_is_played_graded_and_rewarded(running: RunTest, service: RunningJobs) -> None:
+    running.engine.answer = lambda prompt: "6"
+    made = service.start(sums(4), n_epochs=2, body={"metadata": {"owner": "me"}, "seed": 7})
+    assert (made.object, made.status, made.model, made.seed) == ("fine_tuning.job", "queued", "policy", 7)
+    assert made.method is not None
+    assert made.method.type == "reinforcement"
+    job = service.ended(made.id)
+    assert (job.status, job.error, job.metadata) == ("succeeded", None, {"owner": "me"})
+    assert re.fullmatch(r"policy@\d+", job.fine_tuned_model or "")
+    assert job.finished_at is not None
+    sessions = running.sessions()
+    assert len(sessions) == 4 * 2 * 2
+    rewards = Counter((each["task_id"].rpartition(":")[2], each["reward"]) for each in sessions)
+    assert rewards == {("0", 0.0): 4, ("1", 0.0): 4, ("2", 0.0): 4, ("3", 1.0): 4}
+    assert {each["status"] for each in sessions} == {"completed"}
+    told = service.messages(job.id)
+    assert told[0] == f"Created fine-tuning job: {job.id}"
+    assert told[1].startswith("Fine-tuning job started")
+    assert told[-1].startswith("The job has successfully completed")
+
+
+def test_the_compute_multiplier_multiplies_the_answers_to_a_row(
+    running: RunTest, service: RunningJobs
+) -> None:
+    running.engine.answer = double
+    service.ended(service.start(sums(2), compute_multiplier=2.0).id)
+    assert Counter(each["task_id"][-1] for each in running.sessions()) == {"0": 4, "1": 4}
+
+
+def test_the_grader_reads_the_row_the_answer_and_its_json(running: RunTest, service: RunningJobs) -> None:
+    running.engine.answer = lambda prompt: '{"sum": 4}'
+    grader = {**EQUAL, "input": "{{sample.output_json.sum}}"}
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    format_ = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema, "strict": True}}
+    method = {"type": "reinforcement", "reinforcement": {"grader": grader, "response_format": format_}}
+    service.ended(service.start(sums(3), body={"method": method}).id)
+    assert Counter(each["reward"] for each in running.sessions()) == {0.0: 4, 1.0: 2}
+    assert all("json_schema" in each["sampling_params"]["structural_tag"] for each in running.engine.requests)
+
+
+def test_a_grader_that_fails_never_gives_a_reward_and_ends_the_job(
+    running: RunTest, service: RunningJobs
+) -> None:
+    grader = {**EQUAL, "reference": "{{item.no_such_field}}"}
+    job = service.ended(service.start(sums(8), grader).id)
+    assert job.status == "failed"
+    assert job.error is not None
+    assert job.error.code == "episodes_failed"
+    assert "invalid_variable_error" in job.error.message
+    assert job.fine_tuned_model is None
+    assert {each["reward"] for each in running.sessions()} == {None}
+    codes = Counter(each["verdict"]["code"] for each in running.sessions())
+    assert codes["waiting_reward"] == codes["ready"] == 0
+
+
+def test_one_job_trains_at_a_time_and_the_others_are_queued(running: RunTest, service: RunningJobs) -> None:
+    shut = Shut()
+    running.engine.answer = shut.answer
+    first, second = service.start(sums(2)), service.start(sums(3))
+    assert shut.asked.wait(60)
+    assert (service.job(first.id).status, service.job(second.id).status) == ("running", "queued")
+    shut.opened.set()
+    assert [service.ended(each.id).status for each in (first, second)] == ["succeeded", "succeeded"]
+    listed = service.openai.fine_tuning.jobs.list(limit=1)
+    assert [job.id for job in listed.data] == [second.id]
+    assert [job.id for job in listed] == [second.id, first.id]
+
+
+def test_a_cancelled_job_ends_its_sessions_and_the_next_one_begins(
+    running: RunTest, service: RunningJobs
+) -> None:
+    shut = Shut()
+    running.engine.answer = shut.answer
+    first, second = service.start(sums(2)), service.start(sums(1))
+    assert shut.asked.wait(60)
+    assert service.openai.fine_tuning.jobs.cancel(first.id).status == "cancelled"
+    shut.opened.set()
+    assert service.ended(second.id).status == "succeeded"
+    assert Counter(each["status"] for each in running.sessions()) == {"abandoned": 4, "completed": 2}
+    with pytest.raises(openai.BadRequestError, match="the job is cancelled"):
+        service.openai.fine_tuning.jobs.cancel(first.id)
+    assert service.messages(first.id)[-1] == "The job was cancelled"
+
+
+def test_a_paused_job_leaves_its_turn_and_goes_on_where_it_was(
+    running: RunTest, service: RunningJobs
+) -> None:
+    shut = Shut()
+    running.engine.answer = shut.answer
+    job = service.start(sums(3))
+    assert shut.asked.wait(60)
+    assert str(service.openai.fine_tuning.jobs.pause(job.id).status) == "paused"
+    with pytest.raises(openai.BadRequestError, match="the job is paused"):
+        service.openai.fine_tuning.jobs.pause(job.id)
+    shut.opened.set()
+    other = service.start(sums(1))
+    assert service.ended(other.id).status == "succeeded"
+    assert str(service.job(job.id).status) == "paused"
+    assert service.openai.fine_tuning.jobs.resume(job.id).status in ("queued", "running")
+    assert service.ended(job.id).status == "succeeded"
+    assert "The job goes on" in service.messages(job.id)
+    judged = [each for each in running.sessions() if each["status"] == "completed"]
+    assert len(judged) == 2 + 6
+
+
+def test_the_validation_file_is_played_at_the_end_and_never_trained(
+    running: RunTest, service: RunningJobs
+) -> None:
+    running.engine.answer = lambda prompt: "2"
+    held_out = service.upload(sums(4))
+    job = service.start(sums(1), eval_samples=3, body={"validation_file": held_out})
+    assert service.ended(job.id).status == "succeeded"
+    events = list(service.openai.fine_tuning.jobs.list_events(job.id))
+    (event,) = [each for each in events if each.type == "metrics"]
+    data: Any = event.data
+    assert (data["valid_reward_mean"], data["valid_answers"], data["valid_failed"]) == (0.25, 12, 0)
+    codes = Counter(each["verdict"]["code"] for each in running.sessions())
+    assert codes["not_for_training"] == 12
+
+
+def test_lists_are_paged_by_the_last_id(running: RunTest, service: RunningJobs) -> None:
+    running.engine.answer = double
+    job = service.start(sums(1), body={"metadata": {"owner": "me"}})
+    service.ended(job.id)
+    jobs = service.openai.fine_tuning.jobs
+    newest = jobs.list_events(job.id, limit=1)
+    assert newest.has_more
+    assert len(newest.data) == 1
+    whole = [event.id for event in jobs.list_events(job.id, limit=1)]
+    assert whole == [event.id for event in jobs.list_events(job.id, limit=100)]
+    assert len(whole) >= 3
+    assert list(jobs.checkpoints.list(job.id)) == []
+    assert [each.id for each in jobs.list(metadata={"owner": "me"})] == [job.id]
+    assert list(jobs.list(metadata={"owner": "you"})) == []
+    with pytest.raises(openai.BadRequestError) as refused:
+        jobs.list_events(job.id, after="no-such-event")
+    assert refused.value.param == "after"
+    with pytest.raises(openai.NotFoundError):
+        jobs.retrieve("ftjob-none")
+
+
+def test_the_oldest_job_that_has_ended_makes_room(running: RunTest, tmp_path: Path) -> None:
+    running.engine.answer = double
+    with fine_tuning(tmp_path / "few", running.url, limits={"jobs": 2}) as service:
+        made = [service.ended(service.start(sums(1)).id).id for _ in range(3)]
+        assert [job.id for job in service.openai.fine_tuning.jobs.list()] == made[:0:-1]
+        shut = Shut()
+        running.engine.answer = shut.answer
+        for _ in range(2):
+            service.start(sums(1))
+        with pytest.raises(openai.RateLimitError, match="2 jobs wait or run"):
+            service.start(sums(1))
+        shut.opened.set()

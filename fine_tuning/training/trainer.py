@@ -49,6 +49,8 @@ class JobTraining:
     """The last version that has a checkpoint, or the first version."""
     _counted: int = 0
     """Episodes that the metrics of earlier versions have."""
+    _evaluations: list[asyncio.Task[None]] = field(default_factory=list)
+    """The last one that was begun during the training, if any."""
     _last_change: float = field(default_factory=time.monotonic)
 
     async def train(self) -> str:
@@ -69,11 +71,14 @@ class JobTraining:
             try:
                 await run.play()
                 await self._settled(following)
-            finally:
                 following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-            await self._look(run)
-        serving = await self.policy.serving()
+                serving = await self._served_in_the_end(run)
+                await asyncio.gather(*self._evaluations)
+            finally:
+                begun = [following, *self._evaluations]
+                for task in begun:
+                    task.cancel()
+                await asyncio.gather(*begun, return_exceptions=True)
         if self.job.asked.validation_file is not None:
             await self._evaluate(serving)
         return f"{self.job.model}@{serving}"
@@ -122,12 +127,21 @@ class JobTraining:
             await asyncio.sleep(self.settings.poll_every_s)
 
     async def _look(self, run: Run) -> None:
-        """Record each new version, and evaluate the newest one when it is due. Raises GatewaySilent."""
+        """Record each new version, and begin an evaluation when it is due. Raises GatewaySilent."""
         fresh = await self.policy.published_after(self._seen)
         for version in fresh:
             self._record(version, run.ended)
-        if fresh and self._evaluation_is_due(len(fresh)):
-            await self._evaluate(fresh[-1].version)
+        evaluating = any(not task.done() for task in self._evaluations)
+        if fresh and not evaluating and self._evaluation_is_due(len(fresh)):
+            self._evaluations = [asyncio.create_task(self._evaluate(fresh[-1].version))]
+
+    async def _served_in_the_end(self, run: Run) -> int:
+        """The version that is served, after it has its checkpoint. Raises GatewaySilent."""
+        while True:
+            await self._look(run)
+            serving = await self.policy.serving()
+            if serving <= self._seen:  # a lower one after a rollback
+                return serving
 
     def _record(self, version: PolicyVersion, ended: list[EpisodeEnded]) -> None:
         rewards = [each.reward for each in ended[self._counted :] if each.reward is not None]

@@ -134,9 +134,12 @@ async def opened_run(
     """A run that is ready to be played, and its client of the gateway. Raises UnknownEnvironment,
     GatewayFault and RunStopped."""
     _refuse_mixing(place.run_dir, resume)
-    async with source, SessionClient(place.gateway_url, place.client_key, settings.wait_s) as gateway:
-        async with _begun(settings, place, source, gateway, loop, resume) as run:
-            yield run, gateway
+    async with (
+        source,
+        SessionClient(place.gateway_url, place.client_key, settings.wait_s) as gateway,
+        _begun(settings, place, source, gateway, loop, resume) as run,
+    ):
+        yield run, gateway
 
 
 @asynccontextmanager

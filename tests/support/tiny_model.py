@@ -5,7 +5,7 @@ python -m tests.support.tiny_model DIRECTORY [SEED]   makes one by hand
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 VOCABULARY = 1024
@@ -39,7 +39,7 @@ def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False, head_
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer_size, ids = _write_tokenizer(directory)
+    tokenizer_size, ids = write_tokenizer(directory)
     config = Qwen3Config(
         vocab_size=tokenizer_size,
         hidden_size=64,
@@ -67,7 +67,7 @@ def make_tiny_experts(directory: Path, *, seed: int = 0) -> Path:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    tokenizer_size, ids = _write_tokenizer(directory)
+    tokenizer_size, ids = write_tokenizer(directory)
     config = Qwen3MoeConfig(
         vocab_size=tokenizer_size,
         hidden_size=64,
@@ -91,7 +91,11 @@ def make_tiny_experts(directory: Path, *, seed: int = 0) -> Path:
     return directory
 
 
-def _write_tokenizer(directory: Path) -> tuple[int, dict[str, int]]:
+def write_tokenizer(
+    directory: Path, special: Sequence[str] = SPECIAL_TOKENS, template: str = CHAT_TEMPLATE
+) -> tuple[int, dict[str, int]]:
+    """Write a tokenizer of VOCABULARY ids, the last of which are the special tokens. Returns the number of
+    ids, and those of the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -101,13 +105,13 @@ def _write_tokenizer(directory: Path) -> tuple[int, dict[str, int]]:
     tokenizer.train_from_iterator(
         _text(),
         trainers.BpeTrainer(
-            vocab_size=VOCABULARY - len(SPECIAL_TOKENS),
+            vocab_size=VOCABULARY - len(special),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
     # The special tokens have the ids after the ordinary ones, as in the real Qwen3.
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -115,11 +119,11 @@ def _write_tokenizer(directory: Path) -> tuple[int, dict[str, int]]:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     vocabulary = tokenizer.get_vocab()
-    ids = {token: vocabulary[token] for token in SPECIAL_TOKENS}
+    ids = {token: vocabulary[token] for token in special}
     return tokenizer.get_vocab_size(), ids
 
 

@@ -11,6 +11,9 @@ host memory is registered with CUDA in name only: SGLang registers its record of
 In SGLang's LoRA backend for CPU, each row of the output head gets the adapter of its own call. A prefill
 computes the head for a few tokens of each call only, and SGLang 0.5.23 (`lora/backend/torch_backend.py`)
 counts all of them here, so that calls get each other's adapters.
+
+SGLang imports the module of Qwen's image processor only if some operators of Qwen3.5 are in
+`torch.ops.sgl_kernel`. The package for CPU lacks them, so they are declared here by name.
 """
 
 import dataclasses
@@ -24,6 +27,15 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+LOOKED_UP = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_gdn_gating_cpu",
+)
+"""The operators that are looked up at import. No others: SGLang calls some of them where it finds them."""
 
 
 class DeclareTorchvisionOperators(MetaPathFinder):
@@ -41,6 +53,8 @@ class DeclareTorchvisionOperators(MetaPathFinder):
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         torch._weir_torchvision_library = library  # the declarations live as long as this object
+        for name in LOOKED_UP:
+            setattr(torch.ops.sgl_kernel, name, missing(name))
         if os.environ.get("ENGINE_WITHOUT_PINNED_MEMORY"):
             ignore_pinned_memory(torch)
         if os.environ.get("ENGINE_WITHOUT_CUDA_RUNTIME"):
@@ -77,6 +91,15 @@ class NoCudaRuntime:
 
     def cudaHostUnregister(self, *_: Any) -> int:  # noqa: N802
         return 0
+
+
+def missing(name: str) -> Callable[..., Any]:
+    """A stand-in for the operator, which raises when it is called."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name} was called, and only its stand-in is installed")
+
+    return call
 
 
 def ignore_pinned_memory(torch: Any) -> None:

@@ -131,6 +131,7 @@ async def apply_retention(gateway: GatewayParts) -> None:
 async def drop_text_caches(gateway: GatewayParts) -> None:
     """Drop every cached text of a conversation."""
     gateway.renderer.clear_caches()
+    gateway.images.clear()
     clear_prompt_cache()
     clear_digest_cache()
 

@@ -105,6 +105,25 @@ class CanarySettings(BaseModel):
         return CanaryGates(**(self.model_dump(exclude={"share", "sticky"}) | others))
 
 
+class ImageSettings(BaseModel):
+    """Images in the requests of agents, for models that read them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hosts: CommaSeparated = []
+    """Hosts, with their port if it is not the scheme's, from which images are fetched that a request names by
+    an http or https address. From no other host, and from none inside a private network."""
+    max_images: int = Field(32, ge=1)
+    """Images of one conversation."""
+    max_bytes: int = Field(20 * 2**20, ge=1)
+    """Bytes of one image, as the client sends it."""
+    max_pixels: int = Field(2**25, ge=1)
+    """Pixels of one image, before it is resized. One is decoded in about 10 bytes a pixel; two at once."""
+    fetch_timeout_s: float = Field(10.0, gt=0)
+    cache_bytes: int = Field(64 * 2**20, ge=0)
+    """Memory for decoded images, which agents send again with every call."""
+
+
 class TinkerSettings(BaseModel):
     """The interface of the Tinker SDK (`/api/v1`)."""
 
@@ -241,6 +260,7 @@ class GatewaySettings(ServiceSettings):
     """Let every version that the trainer publishes begin as a canary."""
     canary: CanarySettings = CanarySettings()
     tinker: TinkerSettings = TinkerSettings()
+    images: ImageSettings = ImageSettings()
     leave_s: float = Field(2.0, ge=0)
     """How long the gateway takes calls after SIGTERM while `/ready` fails, so that load balancers notice."""
     drain_timeout_s: float = 30.0

@@ -31,6 +31,7 @@ from gateway.generations.recorder import Recorder
 from gateway.keys.api_keys import ApiKeys, configured_keys
 from gateway.keys.changes import KeyChanges
 from gateway.keys.key_store import KeyStore
+from gateway.language.images.reading import ImageReader
 from gateway.language.render import ChatRenderer
 from gateway.metrics.counted_cache import CacheLookups
 from gateway.metrics.metrics import Metrics
@@ -68,6 +69,7 @@ class GatewayParts:
     actions: ActionLog
     identities: Identities
     renderer: ChatRenderer
+    images: ImageReader
     redis: Redis
     writer: StreamWriter
     deleter: StreamDeleter
@@ -114,6 +116,7 @@ async def opened(
     await gateway.silence.close()
     await gateway.fleet.close()
     await gateway.engine.close()
+    gateway.images.close()
     await gateway.writer.close()
     await gateway.redis.aclose()
 
@@ -149,6 +152,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         actions=ActionLog(redis),
         identities=identities,
         renderer=renderer,
+        images=ImageReader(renderer.vision, settings.images, writer.images),
         redis=redis,
         writer=writer,
         deleter=RedisDeleter(redis),

@@ -39,6 +39,9 @@ class VirtualStream:
     def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
         return {}
 
+    def image_bytes(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        return {}
+
     def reserve(self, version: int, location: str) -> int:
         return version
 

@@ -13,6 +13,7 @@ from gateway.language.chat_messages import Message
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.turn_parts.images import TurnImage
 
 Reason = Literal[
     "template_rewrites_history",
@@ -49,8 +50,10 @@ def live_turns(head: SessionHead) -> list[Turn]:
     return sorted(live, key=lambda turn: turn.turn_id not in head.orphans) if head.orphans else live
 
 
-def deepest_match(turns: Sequence[Turn], prompt_ids: TokenIds) -> tuple[Turn | None, int]:
-    """Find the deepest turn whose prompt and output `prompt_ids` begins with.
+def deepest_match(
+    turns: Sequence[Turn], prompt_ids: TokenIds, images: Sequence[TurnImage] = ()
+) -> tuple[Turn | None, int]:
+    """Find the deepest turn whose prompt and output `prompt_ids` begins with, also in its `images`.
 
     Returns the turn and the length of its prompt and output in tokens; (None, 0) if there is no such turn.
     """
@@ -70,9 +73,15 @@ def deepest_match(turns: Sequence[Turn], prompt_ids: TokenIds) -> tuple[Turn | N
                 end < len(prompt_ids)
                 and prompt_ids[start:middle] == turn.context_ids
                 and prompt_ids[middle:end] == turn.output_ids
+                and turn.images == images_within(images, start, middle)
             ):
                 reached.append((turn, end))
     return best
+
+
+def images_within(images: Sequence[TurnImage], start: int, end: int) -> tuple[TurnImage, ...]:
+    """The images among the tokens [start, end) of a prompt, with places in this part of it."""
+    return tuple(image.moved(-start) for image in images if start <= image.start < end)
 
 
 def why_forked(

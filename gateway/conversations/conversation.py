@@ -12,14 +12,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.conversations.branches import Reason, deepest_match, live_turns, why_forked
+from gateway.conversations.branches import Reason, deepest_match, images_within, live_turns, why_forked
 from gateway.conversations.digests import chain
 from gateway.language.chat_messages import Message, Tool
+from gateway.language.images.pads import images_of, placed
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.metrics.counted_cache import CountedCache
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Relation, Turn
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.turn_parts.images import TurnImage
 
 CACHED_PROMPTS, MAX_CACHED_BYTES = 256, 32 * 2**10
 """How many first prompts of conversations are cached, and how many bytes of JSON one may have."""
@@ -41,6 +43,14 @@ class Prompt(msgspec.Struct, frozen=True):
     """Identifies the prompt: the digest of its messages, or that of its ids if it has no messages."""
     begun: int = 0
     """How many of the last ids are the beginning of the answer, which the call gives."""
+    images: tuple[TurnImage, ...] = ()
+    """All images of the prompt, with their places among `prompt_ids`."""
+
+    @property
+    def own_images(self) -> tuple[TurnImage, ...]:
+        """The images among `context_ids`, with their places there."""
+        end = len(self.prompt_ids)
+        return images_within(self.images, end - len(self.context_ids), end)
 
     def begin_answer(self, ids: TokenIds) -> "Prompt":
         """The prompt with the beginning of the answer."""
@@ -80,18 +90,22 @@ def locate(
         if added is not None:
             prompt_ids, output_ids = head.branch_ids(continued)
             prompt_ids += output_ids
+            new = [each.moved(len(prompt_ids)) for each in _placed(renderer, added, messages[end:])]
             prompt_ids += added
             relation, reason = _relation_to(continued, turns, digests[-1])
-            return Prompt(continued, relation, reason, added, prompt_ids, digests[-1])
+            images = (*head.branch_images(continued), *new)
+            return Prompt(continued, relation, reason, added, prompt_ids, digests[-1], images=images)
     prompt_ids = renderer.render(messages, tools)
-    parent, known = deepest_match(turns, prompt_ids)
+    images = _placed(renderer, prompt_ids, messages)
+    parent, known = deepest_match(turns, prompt_ids, images)
     if continued is None or parent is continued:
         relation, reason = _relation(parent, turns, messages, digests, len(prompt_ids))
     elif any(message["role"] == "assistant" for message in messages[end:]):
         relation, reason = "forks", "history_edited"
     else:
         relation, reason = "rerendered", "template_rewrites_history"
-    return Prompt(parent, relation, reason, TokenIds(prompt_ids[known:]), prompt_ids, digests[-1])
+    context_ids = TokenIds(prompt_ids[known:])
+    return Prompt(parent, relation, reason, context_ids, prompt_ids, digests[-1], images=images)
 
 
 def clear_prompt_cache() -> None:
@@ -113,7 +127,13 @@ FIRST_PROMPTS = CountedCache(_first_prompt, CACHED_PROMPTS)
 
 def _root(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Tool] | None) -> Prompt:
     prompt_ids = renderer.render(messages, tools)
-    return Prompt(None, "root", None, prompt_ids, prompt_ids, chain(tools, messages)[-1])
+    images = _placed(renderer, prompt_ids, messages)
+    return Prompt(None, "root", None, prompt_ids, prompt_ids, chain(tools, messages)[-1], images=images)
+
+
+def _placed(renderer: ChatRenderer, ids: TokenIds, messages: Sequence[Message]) -> tuple[TurnImage, ...]:
+    """The images of messages, with their places among the ids that the messages have."""
+    return () if renderer.vision is None else placed(ids, images_of(messages), renderer.vision)
 
 
 def _continued(

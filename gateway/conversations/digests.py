@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from gateway.language.chat_messages import ROLES, Message, Tool, text_of
+from gateway.language.images.pads import has_image
 
 MESSAGES_BYTES, PART_BYTES = 16, 8
 """A digest has 16 bytes for the messages, 8 for the system prompt, and 8 for the tools."""
@@ -45,6 +46,8 @@ class Digest(bytes):
 def canonical(message: Message) -> bytes:
     """Encode what the model reads of a message. Fields that it does not read change nothing."""
     role, text = message["role"], text_of(message.get("content"))
+    if has_image(message.get("content")):
+        return _JSON.encode([ROLES.get(role, role), text, _shown(message["content"])])
     if role == "assistant":
         # Clients receive the answer without its outer whitespace, so they send it back without.
         return _JSON.encode([role, text.strip(), [_call(call) for call in message.get("tool_calls") or ()]])
@@ -90,6 +93,18 @@ def clear_digest_cache() -> None:
 def _part(data: bytes) -> bytes:
     """The digest of a system prompt or of a list of tools; cached, because agents send them in every call."""
     return sha256(data).digest()[:PART_BYTES]
+
+
+def _shown(content: Sequence[Any]) -> list[Any]:
+    """The images of a message, and how many characters of its text come before each."""
+    shown: list[Any] = []
+    characters = 0
+    for part in content:
+        if has_image([part]):
+            shown.append([characters, part["sha256"]])
+        else:
+            characters += len(text_of([part]))
+    return shown
 
 
 def _call(call: Message) -> list[Any]:

@@ -86,7 +86,7 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
         asked["max_tokens"] = limit
     thinking, param = thinking_of(request)
     renderer, options = renderer.thinking(thinking, param)
-    messages, begun = begun_of(request, conversation(request.messages))
+    messages, begun = begun_of(request, conversation(request.messages, renderer.vision is not None))
     tools, choice, parallel = tools_of(request, renderer.family)
     form, form_param = form_of(request)
     constrain = constrainer(tools, choice, form, parallel, form_param)

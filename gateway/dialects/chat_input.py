@@ -18,6 +18,7 @@ from gateway.dialects.fields import (
     check_format,
     check_keys,
 )
+from gateway.dialects.image_parts import SHOWN, chat_image, is_image
 from gateway.dialects.wire import TEXT_PARTS, JsonObject, guided_form, split_begun
 from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY
@@ -35,9 +36,12 @@ ANSWER_FIELDS = ("function_call", "reasoning_content", "reasoning", "refusal")
 """Fields of an earlier answer that may stand in place of its content."""
 
 
-def conversation(messages: Sequence[Message]) -> list[Message]:
-    """The messages as the template reads them. Raises InvalidRequest that names a malformed field."""
-    check_messages(messages)
+def conversation(messages: Sequence[Message], sees: bool = False) -> list[Message]:
+    """The messages as the template reads them; with `sees`, the model reads images. Raises InvalidRequest
+    that names a malformed field."""
+    check_messages(messages, sees)
+    if sees:
+        messages = [_with_images(each, f"messages[{index}]") for index, each in enumerate(messages)]
     return in_call_order([each if each.keys().isdisjoint(OLDER) else _modern(each) for each in messages])
 
 
@@ -105,8 +109,9 @@ def form_of(request: ChatRequest) -> tuple[JsonObject | AnswerForm | None, str]:
     return form, param
 
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raises InvalidRequest for an empty list, and for a message that is malformed or not text."""
+def check_messages(messages: Sequence[Message], sees: bool = False) -> None:
+    """Raises InvalidRequest for an empty list, and for a message that is malformed, or not text. With `sees`,
+    users and tools may show images."""
     if not messages:
         raise InvalidRequest("messages: give at least one", param="messages")
     for index, message in enumerate(messages):
@@ -119,7 +124,7 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise _invalid(f"{where}.role", f"{role!r} is no role")
         if isinstance(content, list):
             for at, part in enumerate(content):
-                _check_part(part, f"{where}.content[{at}]")
+                _check_part(part, f"{where}.content[{at}]", sees and role in SHOWN)
         elif not (content is None or isinstance(content, str)):
             raise _invalid(f"{where}.content", "neither text nor a list of parts")
         check_fields(message, CHAT_MESSAGES[role], where)
@@ -193,12 +198,26 @@ def _lacks_content(message: Message) -> bool:
     return "content" not in message and not any(map(message.get, ("tool_calls", *ANSWER_FIELDS)))
 
 
-def _check_part(part: Any, where: str) -> None:
+def _with_images(message: Message, where: str) -> Message:
+    """The message with its images as `ImageReader` takes them."""
+    content = message.get("content")
+    if not isinstance(content, list) or message["role"] not in SHOWN:
+        return message
+    parts = [
+        chat_image(part, f"{where}.content[{at}]") if is_image(part, "image_url") else part
+        for at, part in enumerate(content)
+    ]
+    return message | {"content": parts}
+
+
+def _check_part(part: Any, where: str, sees: bool) -> None:
     if isinstance(part, str):
         return
     if not isinstance(part, dict):
         raise _invalid(where, "a part is neither text nor an object")
     kind = part.get("type", "text")
+    if sees and kind == "image_url":
+        return
     if kind not in TEXT_PARTS:
         raise _invalid(where, f"this model reads text, not {kind}")
     name = "refusal" if kind == "refusal" else "text"

@@ -172,6 +172,9 @@ CHAT_MESSAGES = {
 """By role."""
 TEXT_PART = _fields(f"type text annotations logprobs parsed {MARKS}")
 REFUSAL_PART = _fields(f"type refusal {MARKS}")
+DETAIL: Refusals = {"detail": (("auto", "high", "original"), "auto or high: images are not made smaller")}
+IMAGE_PART = _fields(f"type image_url {MARKS}")
+IMAGE_URL = _fields("url", DETAIL)
 CHAT_CALL = _fields(f"id type function index provider_specific_fields {MARKS}")
 CALLED = _fields("name arguments parsed_arguments")
 CHAT_TOOL = _fields(f"type function {MARKS}")
@@ -189,6 +192,9 @@ ITEMS = {
     "item_reference": _fields("type id"),
 }
 """By type. `status`, `phase` and `id` change none of an item's tokens."""
+INPUT_IMAGE = _fields(
+    f"type image_url {MARKS}", {**DETAIL, "file_id": ((), "no files are stored; give an image_url")}
+)
 RESPONSES_TOOL = _fields("type name description parameters strict", ELSEWHERE)
 
 # Messages
@@ -211,6 +217,10 @@ BLOCKS = {
 }
 """By type. A failed tool says so in its text, so `is_error` is accepted."""
 SOURCE = _fields("type media_type data")
+IMAGE_BLOCK = _fields("type source cache_control")
+IMAGE_SOURCE = _fields(
+    "type media_type data url", {"file_id": ((), "no files are stored; give the image itself")}
+)
 MESSAGES_TOOL = _fields(
     "type name description input_schema strict cache_control eager_input_streaming", ELSEWHERE
 )

@@ -82,7 +82,8 @@ class Messages:
     def prompt_of(self, request: MessagesRequest) -> Call:
         """The call with its prompt only. Raises InvalidRequest, also for a wrongly signed thought."""
         read_thoughts(request, self._sign)
-        messages, begun = split_begun(conversation(request), f"messages[{len(request.messages) - 1}]")
+        conversed = conversation(request, self._renderer.vision is not None)
+        messages, begun = split_begun(conversed, f"messages[{len(request.messages) - 1}]")
         thinking, param = thinking_of(request)
         _, options = self._renderer.thinking(thinking, param)
         return Call(

@@ -19,6 +19,7 @@ from gateway.dialects.fields import (
     check_format,
     check_keys,
 )
+from gateway.dialects.image_parts import image_block, is_image, joined
 from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest, Sign
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest
@@ -170,10 +171,11 @@ def _carried(text: str) -> str | None:
         return None
 
 
-def conversation(request: MessagesRequest) -> list[Message]:
-    """The messages in OpenAI's shape, in which each tool result is a message of its own.
+def conversation(request: MessagesRequest, sees: bool = False) -> list[Message]:
+    """The messages in OpenAI's shape, in which each tool result is a message of its own. With `sees`, users
+    and tools may show images.
 
-    Raises InvalidRequest that names a malformed message, or one that a text model cannot read.
+    Raises InvalidRequest that names a malformed message, or one that the model cannot read.
     """
     if not request.messages:
         raise InvalidRequest("messages: give at least one", param="messages")
@@ -195,23 +197,38 @@ def conversation(request: MessagesRequest) -> list[Message]:
         elif role == "assistant":
             messages.append(_assistant_message(content, f"{where}.content"))
         else:
-            messages += _user_messages(role, content, f"{where}.content")
+            messages += _user_messages(role, content, f"{where}.content", sees and role == "user")
     return messages
 
 
-def _user_messages(role: str, blocks: list[Any], where: str) -> list[Message]:
+def _user_messages(role: str, blocks: list[Any], where: str, sees: bool) -> list[Message]:
     """The messages of a user or system message: first one for each tool result, then one with its text."""
     results: list[Message] = []
-    texts: list[str] = []
+    rest: list[tuple[Any, str]] = []
     for at, block in enumerate(blocks):
-        if _kind(block, IN_QUESTION, f"{where}[{at}]") == "tool_result":
-            given = _text(block.get("content") or "", f"{where}[{at}].content")
+        place = f"{where}[{at}]"
+        if not (sees and is_image(block, "image")) and _kind(block, IN_QUESTION, place) == "tool_result":
+            given = _shown(block.get("content") or "", f"{place}.content", sees)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": given})
         else:
-            texts.append(_text_of(block, f"{where}[{at}]"))
-    if not texts and results:
+            rest.append((block, place))
+    if not rest and results:
         return results
-    return [*results, {"role": role, "content": "".join(texts)}]
+    return [*results, {"role": role, "content": joined(_part(*each, sees) for each in rest)}]
+
+
+def _shown(content: Any, where: str, sees: bool) -> str | list[JsonObject]:
+    """What a tool's result shows: its text, or parts if there are images."""
+    if not sees or not isinstance(content, list):
+        return _text(content, where)
+    for at, block in enumerate(content):
+        if not is_image(block, "image"):
+            _kind(block, IN_TEXT, f"{where}[{at}]")
+    return joined(_part(block, f"{where}[{at}]", sees) for at, block in enumerate(content))
+
+
+def _part(block: JsonObject, where: str, sees: bool) -> str | JsonObject:
+    return image_block(block, where) if sees and is_image(block, "image") else _text_of(block, where)
 
 
 def _assistant_message(blocks: list[Any], where: str) -> Message:

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
+import msgspec
+
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
 from gateway.edge.background_answers import BackgroundAnswers, UnreadCall
 from gateway.edge.choices import for_each, sample_each
 from gateway.edge.errors import ANSWERABLE, api_error
+from gateway.edge.images import with_images
 from gateway.edge.joins import Joins
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
@@ -67,6 +70,8 @@ class Exchange:
         parsed = await self.dialect.read(caller, request.body, request.heavy)
         for each in parsed.calls:
             gateway.renderer.refuse_too_long(each.messages)
+        calls = [await with_images(gateway.images, each, request.held) for each in parsed.calls]
+        parsed = msgspec.structs.replace(parsed, calls=calls)
         was_read = figures.read.since(began)
         if caller.session_id is None:
             reply.more_headers = partial(gateway.admission.rate_headers, caller.owner)

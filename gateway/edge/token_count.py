@@ -6,6 +6,7 @@ from functools import partial
 from gateway.dialects.messages import Messages, request_of
 from gateway.dialects.messages_wire import InputTokens
 from gateway.dialects.wire import encode
+from gateway.edge.images import with_images
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
 from gateway.metrics.calls import CallFigures
@@ -26,7 +27,8 @@ class TokenCount:
         owner = await gateway.sessions.owner_of(request.caller)
         reply.more_headers = partial(gateway.admission.rate_headers, owner)
         gateway.admission.check_call(owner)
-        count = await gateway.generator.count(self.messages.prompt_of(body), self.figures)
+        call = await with_images(gateway.images, self.messages.prompt_of(body), request.held)
+        count = await gateway.generator.count(call, self.figures)
         await reply.send_json(200, encode(InputTokens(count)), {})
 
     def error(self, error: ApiError) -> bytes:

@@ -6,28 +6,13 @@ chunk of an engine ──▶ checked ──▶ delivered, or held back ──▶
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
 from msgspec import UNSET, structs
 
 from gateway.engines.event_stream import OutputChunk
-from gateway.engines.generate_request import GenerateBody, SamplingParameters
+from gateway.engines.generate_request import GenerateBody, SampleRequest, SamplingParameters
 from gateway.engines.placement import Adapter, Wish
 from gateway.errors import EngineFault
 from rollout_queue.contract.records import Span
-
-
-class SampleRequest(msgspec.Struct, frozen=True):
-    """A request for one answer."""
-
-    rid: str
-    session_id: str
-    wish: Wish
-    input_ids: list[int]
-    parameters: SamplingParameters
-    top_logprobs: int = 0
-    experts_from: int | None = None
-    """The position of the first token whose experts are requested; None requests none."""
-    cache_salt: str | None = None
 
 
 class PartialAnswer:
@@ -68,7 +53,7 @@ class PartialAnswer:
         An engine without a tokenizer cannot look for stop strings. Then each token comes in an event of its
         own, so that the answer can end with the token that completes one.
         """
-        have = len(self.ids)
+        have, wanted = len(self.ids), self._wanted
         # No rid may begin with another one: SGLang aborts every request whose rid begins with the one given.
         self.rid = f"{self._attempts}.{self._wanted.rid}" if self._attempts else self._wanted.rid
         self._attempts += 1
@@ -79,17 +64,16 @@ class PartialAnswer:
             parameters = structs.replace(parameters, stop=UNSET, stream_interval=1)
         return GenerateBody(
             rid=self.rid,
-            input_ids=[*self._wanted.input_ids, *self.ids] if have else self._wanted.input_ids,
+            input_ids=[*wanted.input_ids, *self.ids] if have else wanted.input_ids,
             # An engine draws by the seed and the token's position, so another one continues the same series.
             # Frequency and presence penalties count the engine's own output only, so they start again at 0.
             sampling_params=_rest(parameters, have),
-            top_logprobs_num=self._wanted.top_logprobs,
-            return_routed_experts=UNSET if self._wanted.experts_from is None else True,
-            routed_experts_start_len=UNSET
-            if self._wanted.experts_from is None
-            else self._wanted.experts_from,
-            cache_salt=UNSET if self._wanted.cache_salt is None else self._wanted.cache_salt,
+            top_logprobs_num=wanted.top_logprobs,
+            return_routed_experts=UNSET if wanted.experts_from is None else True,
+            routed_experts_start_len=UNSET if wanted.experts_from is None else wanted.experts_from,
+            cache_salt=UNSET if wanted.cache_salt is None else wanted.cache_salt,
             lora_path=UNSET if adapter is None else adapter.name,
+            image_data=wanted.images or UNSET,
         )
 
     def take(self, chunk: OutputChunk) -> Iterator[OutputChunk]:
@@ -149,8 +133,9 @@ class PartialAnswer:
 
     @property
     def resumable(self) -> bool:
-        """Whether another engine can continue the answer, or start it again before any of it is delivered."""
-        return not (self._delivered and self._constrained)
+        """Whether another engine can continue the answer, or start it again before any of it is delivered. An
+        engine would take a sampled pad for an image."""
+        return not (self._delivered and self._constrained) and self._wanted.image_pads.isdisjoint(self.ids)
 
     def check_resumable(self, fault: EngineFault) -> None:
         """Raises the fault if no other engine can continue the answer."""
@@ -181,6 +166,9 @@ class PartialAnswer:
             raise EngineFault("nonsense", f"the engine does not serve version {only}")
 
     def _check_last(self, chunk: OutputChunk) -> None:
+        expected = self._wanted.prompt_tokens
+        if expected is not None and chunk.prompt_tokens != expected + self._start:
+            raise EngineFault("nonsense", f"the engine made other than {expected} tokens of the prompt")
         end = 0
         for span in chunk.versions:
             if span.start != end:

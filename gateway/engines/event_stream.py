@@ -11,8 +11,8 @@ import msgspec
 from msgspec import structs
 
 from gateway.errors import EngineFault, RequestRefused
-from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.records import Span
+from rollout_queue.contract.turn_parts.experts import RoutedExperts
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The id of the server that sampled the tokens."""
     cached_tokens: int = 0
     """How many tokens of its prompt the server had in its cache."""
+    prompt_tokens: int = 0
+    """How many tokens the server made of the prompt; in the last chunk only."""
     finish: str | None = None
     """`stop`, `length` or `abort`, in the last chunk only."""
     matched: str | None = None
@@ -195,6 +197,7 @@ class EventStream:
             matched=reason.matched if isinstance(reason.matched, str) else None,
             versions=self._spans(meta),
             experts=self._experts(meta),
+            prompt_tokens=meta.prompt_tokens,
         )
 
     def _experts(self, meta: _Meta) -> RoutedExperts | None:

@@ -15,12 +15,13 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from gateway.engines.answer import PartialAnswer, SampleRequest
+from gateway.engines.answer import PartialAnswer
 from gateway.engines.client import EngineClient
 from gateway.engines.engine_wait import EngineWait
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
+from gateway.engines.generate_request import SampleRequest
 from gateway.errors import EngineFault, RequestRefused
 from gateway.metrics.metrics import Metrics
 

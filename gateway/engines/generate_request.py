@@ -1,7 +1,9 @@
-"""The body of SGLang's `POST /generate`, in SGLang's names."""
+"""What an answer is asked for by, and the body of SGLang's `POST /generate` in SGLang's names."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
+
+from gateway.engines.placement import Wish
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,3 +51,25 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """Ids that are scored in the place of each token that is scored."""
     lora_path: str | UnsetType = UNSET
     """The name of the adapter that answers, at this engine."""
+    image_data: list[str] | UnsetType = UNSET
+    """The images of the prompt, as data URLs. An engine would read paths and addresses, too."""
+
+
+class SampleRequest(msgspec.Struct, frozen=True):
+    """A request for one answer."""
+
+    rid: str
+    session_id: str
+    wish: Wish
+    input_ids: list[int]
+    parameters: SamplingParameters
+    top_logprobs: int = 0
+    experts_from: int | None = None
+    """The position of the first token whose experts are requested; None requests none."""
+    cache_salt: str | None = None
+    images: list[str] = []
+    """The images of the prompt in their order, as data URLs; `input_ids` has one pad for each."""
+    prompt_tokens: int | None = None
+    """How many tokens the engine must make of a prompt with images; None without images."""
+    image_pads: frozenset[int] = frozenset()
+    """Ids that an engine takes for images where they are in a prompt."""

@@ -15,11 +15,11 @@ from gateway.language.chat_messages import Message, Tool
 from gateway.language.constraint import Constrain
 from gateway.language.thinking import Options
 from gateway.metrics.calls import CallFigures
-from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Finish, Sampling, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.turn_parts.experts import RoutedExperts
 
 MOST_TOKENS_WITH_EXPERTS = 16384
 """A turn records the experts of at most so many tokens, its last ones: 6 MiB with 48 layers and 8 experts."""
@@ -70,6 +70,8 @@ class Call(msgspec.Struct, frozen=True):
     """The prompt of a call without a chat template; `messages` are empty then."""
     user: str | None = None
     """The end user whom the caller names."""
+    images: Mapping[str, bytes] = {}
+    """The PNGs of the images in the messages, by hash."""
     thinking: Options = ()
     """The template's options that this call sets."""
     begun: str = ""
@@ -177,6 +179,7 @@ class Generation(msgspec.Struct):
             reply_digest=reply_digest,
             request_digest=self.client.digest,
             experts=self._own_experts(),
+            images=prompt.own_images,
         )
 
     def _own_experts(self) -> RoutedExperts | None:

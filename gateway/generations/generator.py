@@ -4,6 +4,7 @@ call ──begin──▶ parent, prompt, sampling ──sample──▶ chunks 
 """
 
 import asyncio
+import base64
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,9 +16,9 @@ import msgspec
 from gateway.conversations.conversation import Prompt, locate
 from gateway.conversations.raw import locate_raw
 from gateway.conversations.side_calls import side_call_of
-from gateway.engines.answer import SampleRequest
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.failover import OnChunk, Sampler
+from gateway.engines.generate_request import SampleRequest
 from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
 from gateway.generations.generation import Call, ClientCall, Generation
@@ -25,6 +26,7 @@ from gateway.generations.pinning import Pinned
 from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
 from gateway.language.begun_answer import beginning
+from gateway.language.images.pads import collapsed
 from gateway.language.render import UNREADABLE, ChatRenderer
 from gateway.language.thinking import effort_of
 from gateway.metrics.calls import CallFigures
@@ -34,6 +36,7 @@ from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import PastThoughts, ReasoningEffort
+from rollout_queue.contract.tokens import TokenIds
 
 T = TypeVar("T")
 ENCODERS = 2
@@ -197,7 +200,8 @@ class Generator:
             generation.client.figures.sampled(began, accepted, perf_counter())
 
     def _sample_request(self, generation: Generation) -> SampleRequest:
-        call, interval = generation.call, 1 if generation.call.stream else WHOLE_ANSWER_INTERVAL
+        call, prompt = generation.call, generation.prompt
+        interval = 1 if call.stream else WHOLE_ANSWER_INTERVAL
         experts_from = [generation.experts_from] if generation.train else []
         if call.experts_from is not None:
             experts_from.append(call.experts_from)
@@ -205,7 +209,10 @@ class Generator:
             rid=generation.turn_id,
             session_id=generation.head.spec.session_id,
             wish=generation.wish,
-            input_ids=generation.prompt.prompt_ids.tolist(),
+            input_ids=collapsed(prompt.prompt_ids.tolist(), prompt.images),
+            prompt_tokens=len(prompt.prompt_ids) if prompt.images else None,
+            images=[_data_url(call.images[image.sha256]) for image in prompt.images],
+            image_pads=frozenset() if self._renderer.vision is None else self._renderer.vision.pads,
             parameters=engine_parameters(generation.sampling, self._renderer.stop_ids, call, interval),
             top_logprobs=call.top_logprobs,
             experts_from=min(experts_from, default=None) if self._router_replay else None,
@@ -216,6 +223,7 @@ class Generator:
         """Find the prompt of a call, and check its length and its ids. Raises InvalidRequest."""
         try:
             if call.prompt_ids is not None:
+                self._refuse_pads(call.prompt_ids)
                 prompt = locate_raw(head, call.prompt_ids)
             else:
                 renderer = self._renderer.variant(call.thinking)
@@ -236,6 +244,17 @@ class Generator:
             message = f"a token id lies outside the vocabulary of {vocabulary}"
             raise InvalidRequest(message, param="messages", code="token_out_of_vocabulary")
         return prompt
+
+    def _refuse_pads(self, prompt_ids: TokenIds) -> None:
+        """Raise InvalidRequest for a prompt of ids that holds tokens of an image."""
+        vision = self._renderer.vision
+        if vision is not None and not vision.pads.isdisjoint(prompt_ids):
+            message = "a prompt of token ids has no images: send them in messages"
+            raise InvalidRequest(message, param="prompt", code="images_in_token_ids")
+
+
+def _data_url(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _unreadable(error: Exception) -> InvalidRequest:

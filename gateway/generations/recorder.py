@@ -20,7 +20,6 @@ from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.metrics.metrics import Metrics
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed
-from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Finish, Turn
 from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.contract.tokens import TokenIds
@@ -70,7 +69,7 @@ class Recorder:
         was_parsed = figures.parse.since(began)
         try:
             turn = generation.turn(self._settings.model_name, finish, reply_digest)
-            await self._append_shielded(turn, generation.head)
+            await self._append_shielded(turn, generation)
         except InvalidRecord as error:
             raise EngineFault("nonsense", f"the engine's answer is broken: {error}") from error
         except SessionClosed as error:
@@ -78,8 +77,8 @@ class Recorder:
         finally:
             figures.record.since(was_parsed)
         if generation.trial is not None:
-            prompt_ids = generation.prompt.prompt_ids
-            self._canary.answered(generation.trial, turn.versions, prompt_ids, generation.ids)
+            prompt, ids = generation.prompt, generation.ids
+            self._canary.answered(generation.trial, turn.versions, prompt.prompt_ids, ids, not prompt.images)
         return turn, answer
 
     async def record_aborted(self, generation: Generation) -> None:
@@ -96,32 +95,34 @@ class Recorder:
         """Wait for appends in the background."""
         await asyncio.gather(*self._unfinished, return_exceptions=True)
 
-    async def _append_shielded(self, turn: Turn, head: SessionHead) -> None:
+    async def _append_shielded(self, turn: Turn, generation: Generation) -> None:
         """Append; if the caller is cancelled meanwhile, append again in the background."""
         try:
-            await self._append(turn, head)
+            await self._append(turn, generation)
         except asyncio.CancelledError:
-            self._in_background(self._append_again(turn, head))
+            self._in_background(self._append_again(turn, generation))
             raise
 
-    async def _append_again(self, turn: Turn, head: SessionHead) -> None:
+    async def _append_again(self, turn: Turn, generation: Generation) -> None:
         """Append once more; Redis stores a turn once, by its id. Nobody waits, so errors are only logged."""
         try:
-            await self._append(turn, head)
+            await self._append(turn, generation)
         except QueueError as error:
             logger.error("turn %s is not recorded: %s", turn.turn_id, error)
 
     async def _append_aborted(self, generation: Generation) -> None:
         try:
             turn = generation.turn(self._settings.model_name, "abort", "")
-            await self._append(turn, generation.head)
+            await self._append(turn, generation)
         except QueueError as error:
             logger.warning("aborted turn %s is not recorded: %s", generation.turn_id, error)
 
-    async def _append(self, turn: Turn, head: SessionHead) -> None:
-        started = perf_counter()
+    async def _append(self, turn: Turn, generation: Generation) -> None:
+        started, head, images = perf_counter(), generation.head, generation.call.images
         spec, opening = head.spec, None if head.stored else head.spec
-        turn = await self._writer.append_turn(turn, turn.finished_at + spec.ttl_s, spec.owner, opening)
+        turn = await self._writer.append_turn(
+            turn, turn.finished_at + spec.ttl_s, spec.owner, opening, images
+        )
         self._metrics.turn_recorded(turn, perf_counter() - started)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -10,7 +10,7 @@ arguments that are no object   ──▶ {"arguments": "their text"}, if the tem
 ids of calls                   ──▶ nine characters, if the template refuses others
 several calls in one message   ──▶ one message each, if the template accepts only one call and no text
 a conversation without a user  ──▶ begins with an empty user message, if the template requires one
-content as a list of parts     ──▶ the text of the parts; parts without text are dropped
+content as a list of parts     ──▶ the text of the parts; parts without text are dropped, except images
 content null                   ──▶ ""
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from gateway.language.families import Family
+from gateway.language.images.pads import IMAGE, has_image
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -76,15 +77,21 @@ def _position(result: Message, calls: Sequence[Any]) -> int:
 class MessageNormalizer:
     """Normalizes messages for one family's template.
 
-    `escape` escapes control tokens in a text of users and tools, `escape_answer` in a text of the assistant.
+    `escape` escapes control tokens in a text of users and tools, `escape_answer` in a text of the assistant,
+    `escape_system` in a system prompt.
     """
 
     def __init__(
-        self, family: Family, escape: Callable[[str], str], escape_answer: Callable[[str], str]
+        self,
+        family: Family,
+        escape: Callable[[str], str],
+        escape_answer: Callable[[str], str],
+        escape_system: Callable[[str], str] = str,
     ) -> None:
         self._family = family
         self._escape = escape
         self._escape_answer = escape_answer
+        self._escape_system = escape_system
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[Message]:
         """Normalize a whole conversation."""
@@ -118,8 +125,15 @@ class MessageNormalizer:
         return normalized
 
     def _text_message(self, role: str, message: Message) -> Message:
-        text = text_of(message.get("content"))
-        normalized: Message = {"role": role, "content": self._escape(text) if role in UNTRUSTED else text}
+        content, escape = message.get("content"), self._escape if role in UNTRUSTED else self._escape_system
+        normalized: Message = {"role": role}
+        if isinstance(content, list) and has_image(content):
+            normalized["content"] = [
+                {"type": IMAGE} if has_image([part]) else {"type": "text", "text": escape(text_of([part]))}
+                for part in content
+            ]
+        else:
+            normalized["content"] = escape(text_of(content))
         if isinstance(name := message.get("name"), str) and name:
             normalized["name"] = self._escape(name)
         return normalized

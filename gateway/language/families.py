@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from renderers import config_from_name
 from renderers.base import MODEL_RENDERER_MAP
 
@@ -110,6 +111,26 @@ FAMILIES = {
         *(Family(name) for name in ("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1", "laguna-s-2.1")),
     )
 }
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    """The few fields of a Hugging Face config.json that the gateway needs."""
+
+    model_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_id: int | list[int] | None = None
+    num_experts_per_tok: int | None = None
+
+
+def config_of(model_path: Path) -> ModelConfig:
+    """The model's config. One that reads images has the fields of its text part in an object of their own."""
+    fields = msgspec.json.decode((model_path / "config.json").read_bytes(), type=dict[str, Any])
+    if isinstance(text := fields.get("text_config"), dict):
+        fields = (
+            text | fields | {name: text[name] for name in ModelConfig.__struct_fields__[1:] if name in text}
+        )
+    return msgspec.convert(fields, ModelConfig)
 
 
 def family_of(name: str, model_path: Path, model_type: str) -> Family:

@@ -18,8 +18,12 @@ from renderers import ToolCallParseStatus, create_renderer
 
 from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message, MessageNormalizer, Tool, arguments_text, encodable
-from gateway.language.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
-from gateway.language.families import OWN_TEMPLATE, Family, Thinking, changed, configuration, family_of
+from gateway.language.families import OWN_TEMPLATE, Family, Thinking, changed, config_of, family_of
+from gateway.language.families import configuration as configuration_of
+from gateway.language.images.one_pad import OnePadTemplate
+from gateway.language.images.pads import expanded, images_of
+from gateway.language.images.vision import Vision, vision_of
+from gateway.language.own.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
 from gateway.language.own.probe import Probe, Stability, kept_by, read_calls, template_renderer
 from gateway.language.own.renderer import TemplateRenderer, refuse_tools
 from gateway.language.own.template import TemplateRefusal, TemplateTokenizer, own_template
@@ -56,16 +60,6 @@ class ParsedAnswer(msgspec.Struct, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-class ModelConfig(msgspec.Struct, frozen=True):
-    """The few fields of a Hugging Face config.json that the gateway needs."""
-
-    model_type: str
-    vocab_size: int
-    max_position_embeddings: int
-    eos_token_id: int | list[int] | None = None
-    num_experts_per_tok: int | None = None
-
-
 class ChatRenderer:
     """The chat template of one model. The same messages give the same ids, unless the date changes."""
 
@@ -76,7 +70,9 @@ class ChatRenderer:
         thinking: Thinking = "template",
         context_length: int | None = None,
     ) -> None:
-        self.config = msgspec.json.decode((model_path / "config.json").read_bytes(), type=ModelConfig)
+        self.config = config_of(model_path)
+        self.vision: Vision | None = None
+        """How the model reads images; None if it reads text only."""
         self.context_length = context_length or self.config.max_position_embeddings
         """Limit on tokens of prompt and answer together."""
         eos = self.config.eos_token_id
@@ -92,15 +88,15 @@ class ChatRenderer:
         self.template: Any
         if self.family.name != OWN_TEMPLATE:
             self.tokenizer = BareTokenizer(model_path, first_eos)
-            self._configuration = configuration(self.family, thinking)
+            self._configuration = configuration_of(self.family, thinking)
+            self.vision = vision_of(model_path) if self.family.name == "qwen3-vl" else None
             try:
-                self.template = create_renderer(self.tokenizer, self._configuration)
+                self.template = self._made_template()
             except AssertionError as error:  # the tokenizer lacks a control token
                 if family != "auto":
-                    raise SystemExit(
-                        f"gateway.renderer {family!r} does not fit the model: {error}"
-                    ) from error
-                self.family = Family(OWN_TEMPLATE)
+                    message = f"gateway.renderer {family!r} does not fit the model: {error}"
+                    raise SystemExit(message) from error
+                self.family, self.vision = Family(OWN_TEMPLATE), None
         if self.family.name == OWN_TEMPLATE:
             own = TemplateTokenizer(model_path, first_eos, own_template(model_path))
             self.template, self.family, self.stability = template_renderer(own, eos_ids)
@@ -111,8 +107,12 @@ class ChatRenderer:
             example = MessageNormalizer(self.family, str, str).conversation(EXAMPLE_MESSAGES, [EXAMPLE_TOOL])
             written = self.template.render_ids(example, tools=[EXAMPLE_TOOL], add_generation_prompt=True)
         self.stop_ids: list[int] = self.template.get_stop_token_ids()
+        pads = () if self.vision is None else self.vision.pads
         self.normalizer = MessageNormalizer(
-            self.family, self.tokenizer.control(written).cut, self.tokenizer.frame(self.stop_ids).cut
+            self.family,
+            self.tokenizer.control(written).cut,
+            self.tokenizer.frame([*self.stop_ids, *pads]).cut,
+            self.tokenizer.named(pads).cut,
         )
 
     def thinking(self, wish: ThinkingWish, param: str) -> tuple["ChatRenderer", Options]:
@@ -127,7 +127,7 @@ class ChatRenderer:
         """The options with which prompts keep the earlier thoughts that `thinking` says."""
         if self.stability is not None:
             return changed(self._configuration, kept_by(self._configuration, thinking))
-        return changed(self._configuration, configuration(self.family, thinking))
+        return changed(self._configuration, configuration_of(self.family, thinking))
 
     def variant(self, options: Options) -> "ChatRenderer":
         """The renderer whose template has these options; this one if there are none."""
@@ -166,9 +166,8 @@ class ChatRenderer:
         normalized = self.normalizer.conversation(messages, tools)
         try:
             with self.bounded():
-                return TokenIds(
-                    self.template.render_ids(normalized, tools=_listed(tools), add_generation_prompt=ask)
-                )
+                ids = self.template.render_ids(normalized, tools=_listed(tools), add_generation_prompt=ask)
+                return self._with_pads(ids, messages)
         except TemplateRefusal as error:
             message = f"messages: the model's chat template does not render them: {error}"
             raise InvalidRequest(message, param="messages") from error
@@ -201,6 +200,8 @@ class ChatRenderer:
         """
         if self.stability is not None:
             return self._bridged(self.stability, prompt_ids, output_ids, new_messages, tools, before)
+        if self.vision is not None and not self.vision.pads.isdisjoint(output_ids):
+            return None  # an engine would take a sampled pad for an image
         normalized = self.normalizer.continuation(new_messages, before)
         prompt, output = prompt_ids[-PROMPT_TAIL:].tolist(), output_ids.tolist()
         try:
@@ -211,7 +212,11 @@ class ChatRenderer:
         known = prompt + output
         if bridged is None or bridged.token_ids[: len(known)] != known:
             return None
-        return TokenIds(bridged.token_ids[len(known) :])
+        return self._with_pads(bridged.token_ids[len(known) :], new_messages)
+
+    def _with_pads(self, ids: list[int], messages: Sequence[Message]) -> TokenIds:
+        """The ids that the messages have, with all pads of their images."""
+        return TokenIds(ids if self.vision is None else expanded(ids, images_of(messages), self.vision))
 
     def _bridged(
         self,
@@ -249,7 +254,8 @@ class ChatRenderer:
     def _made_template(self) -> Any:
         if isinstance(self.tokenizer, TemplateTokenizer):
             return TemplateRenderer(self.tokenizer, self._configuration, frozenset(self.stop_ids))
-        return create_renderer(self.tokenizer, self._configuration)
+        made = create_renderer(self.tokenizer, self._configuration)
+        return made if self.vision is None else OnePadTemplate(made)
 
     def parse(
         self,

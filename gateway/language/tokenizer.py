@@ -119,6 +119,10 @@ class BareTokenizer:
             t.content for index, t in self._added.items() if t.special or index in stops
         )
 
+    def named(self, ids: Iterable[int]) -> ControlTokenEscaper:
+        """Make the escaper of the tokens with these ids."""
+        return ControlTokenEscaper(self._added[index].content for index in ids if index in self._added)
+
     def _ids(self, text: str, add_special_tokens: bool = False) -> "array[int]":
         ids, budget, began = array("i"), BUDGET.get(), perf_counter()
         try:

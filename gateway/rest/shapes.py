@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from gateway.rest.turn_messages import MessageShape
+from gateway.rest.turn_messages import ImageShape, MessageShape
 from rollout_queue.contract.head import SessionState
 from rollout_queue.contract.records import (
     Finish,
@@ -112,6 +112,7 @@ class TurnShape(TurnExtras):
     sampling: SamplingShape
     reward: float | None
     verdict: TurnVerdictShape
+    images: list[ImageShape]
 
 
 class SessionFacts(TypedDict):

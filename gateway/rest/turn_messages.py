@@ -20,6 +20,17 @@ class ToolCallShape(TypedDict):
     function: FunctionShape
 
 
+class ImageShape(TypedDict):
+    """An image that a turn's prompt shows, and its place among the turn's `context_ids`."""
+
+    sha256: str
+    start: int
+    end: int
+    width: int
+    height: int
+    grid: list[int]
+
+
 class MessageShape(TypedDict):
     """An answer, with the names of chat completions."""
 

@@ -99,6 +99,7 @@ def _turn(
         "sampling": msgspec.to_builtins(turn.sampling),
         "reward": total(head.rewards_of(turn)),
         "verdict": {"code": verdict.code, "detail": verdict.detail},
+        "images": msgspec.to_builtins(turn.images),
     }
     if tokens:
         view["context_ids"] = turn.context_ids.tolist()

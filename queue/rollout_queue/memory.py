@@ -14,14 +14,15 @@ from rollout_queue.contract.listing import ListedSession, ListPosition, position
 from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.rewards import check_magnitudes
-from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
+from rollout_queue.contract.stream import NO_IMAGES, Entry, GroupMembers, Verdicts
 from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, total
 from rollout_queue.contract.verdicts import DELETED, expiry
 from rollout_queue.memory_groups import join_group, may_describe, members_of, progress_of_group
+from rollout_queue.memory_images import MemoryImages
 
 
 @dataclass
-class MemoryStream:
+class MemoryStream(MemoryImages):
     """StreamWriter, StreamReader and StreamDeleter of one stream."""
 
     heads: dict[str, SessionHead] = field(default_factory=dict)
@@ -43,8 +44,9 @@ class MemoryStream:
     # The gateways' end
 
     async def close(self) -> None: ...
-
     async def ping(self) -> None: ...
+    async def forget_deleted(self) -> None: ...
+    async def retract_failed(self) -> None: ...
 
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
         if head := self.heads.get(spec.session_id):
@@ -102,11 +104,13 @@ class MemoryStream:
     async def user_deleted(self, user: str) -> bool:
         return user in self.deleted_users
 
-    async def forget_deleted(self) -> None: ...
-    async def retract_failed(self) -> None: ...
-
     async def append_turn(
-        self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
+        self,
+        turn: Turn,
+        expires_at: float,
+        owner: str = "",
+        opening: SessionSpec | None = None,
+        images: Mapping[str, bytes] = NO_IMAGES,
     ) -> Turn:
         if opening is not None:
             await self.open_session(opening)
@@ -117,6 +121,7 @@ class MemoryStream:
         if head is None or head.outcome is not None:
             raise SessionClosed(f"session {turn.session_id} is {'closed' if head else 'unknown'}")
         turn = related(turn, head.turns)
+        self.keep_images(turn, images)
         self.append(turn)
         self._change(turn.session_id, turns=(*head.turns, turn))
         if turn.session_id in self.described:
@@ -183,20 +188,18 @@ class MemoryStream:
     async def delete_session(self, session_id: str) -> Tombstone | None:
         if (head := self.heads.pop(session_id, None)) is None:
             return None
-        spec = head.spec
         tombstone = tombstone_of(head, len(head.turns), len(head.rewards), time.time())
         self.tombstones[session_id] = tombstone
+        self.drop_images(self.heads.values())
         self.deadlines.pop(session_id, None)
         self.continuations = {key: name for key, name in self.continuations.items() if name != session_id}
         self._waiting = [entry for entry in self._waiting if entry.record.session_id != session_id]
-        for entry in list(self._pending.values()):
-            if entry.record.session_id == session_id:
-                del self._pending[entry.entry_id]
+        self._pending = {k: each for k, each in self._pending.items() if each.record.session_id != session_id}
         deletion = Deletion(
             session_id=session_id,
             created_at=tombstone.deleted_at,
-            group_id=spec.group_id,
-            group_size=spec.group_size,
+            group_id=head.spec.group_id,
+            group_size=head.spec.group_size,
         )
         self.append(deletion)
         self._recount("session", head.verdict, DELETED)
@@ -260,8 +263,6 @@ class MemoryStream:
     def report(self, state: Mapping[str, str | int | float]) -> None:
         self.confirm()
         self.trainer.update(state)
-
-    # Helpers
 
     def _refuse_deleted(self, session_id: str, user: str | None = None) -> None:
         if session_id in self.tombstones:

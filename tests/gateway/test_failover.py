@@ -13,13 +13,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tokenizers import Tokenizer
 
 from gateway.edge.errors import api_error
-from gateway.engines.answer import SampleRequest
 from gateway.engines.client import EngineClient, EngineHttpName, transport_of
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
-from gateway.engines.generate_request import SamplingParameters
+from gateway.engines.generate_request import SampleRequest, SamplingParameters
 from gateway.engines.placement import ANY, Wish
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics

@@ -14,8 +14,8 @@ from gateway.engines.event_stream import EventStream
 from gateway.generations import generation
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.codec import decode
-from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.records import Turn
+from rollout_queue.contract.turn_parts.experts import RoutedExperts
 from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.running import Backends, RunningGateway

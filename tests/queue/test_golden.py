@@ -12,7 +12,6 @@ import pytest
 
 from rollout_queue.contract.codec import SCHEMA, decode, decode_spec, encode
 from rollout_queue.contract.errors import UnknownSchema
-from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.records import (
     Deletion,
     LateJoin,
@@ -26,6 +25,8 @@ from rollout_queue.contract.records import (
 )
 from rollout_queue.contract.rows import ExportRow, row_from_json
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.turn_parts.experts import RoutedExperts
+from rollout_queue.contract.turn_parts.images import TurnImage
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_schema_1.json").read_text(encoding="utf-8"))
 
@@ -112,6 +113,9 @@ LATER: dict[str, Any] = {
     "turn_of_a_user": msgspec.structs.replace(RECORDS["turn_short"], user="bob"),
     "turn_with_experts": msgspec.structs.replace(
         RECORDS["turn"], experts=RoutedExperts(2, 1, bytes([0, 1, 2, 3, 254, 255]))
+    ),
+    "turn_with_images": msgspec.structs.replace(
+        RECORDS["turn"], images=(TurnImage("0" * 63 + "a", 1, 3, 64, 32, (1, 2, 4)),)
     ),
     "deletion": Deletion(session_id="s1", created_at=5.0, group_id="g1", group_size=4),
     "late_join": LateJoin(session_id="s1", created_at=3.5, group_id="g1", group_size=4),

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from rollout_queue.contract.codec import SCHEMA, decode, decode_spec, encode
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.turn_parts.experts import RoutedExperts
 
 
 def turn(**fields: Any) -> Turn:

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.records import Turn
 from rollout_queue.contract.stream import Entry
+from rollout_queue.contract.turn_parts.experts import RoutedExperts
 from tests.support.trainer_service.expert_models import FAMILIES, made_experts
 from tests.support.trainer_service.harness import turn
 from tests.support.trainer_service.made_rows import rows_of

@@ -39,6 +39,8 @@ def contradiction(turns: Sequence[Turn], vocab_size: int) -> str | None:
     for turn in turns:
         if turn.parent_id is not None and turn.parent_id not in by_id:
             return f"turn {turn.turn_id} continues turn {turn.parent_id}, which is not in the stream"
+        if turn.images:
+            return f"turn {turn.turn_id} shows images, which this trainer does not train"
         if turn.parent_id is None and not turn.context_ids:
             return f"turn {turn.turn_id} has no prompt"
         largest = max([*turn.context_ids, *turn.output_ids], default=0)

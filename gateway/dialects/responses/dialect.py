@@ -69,7 +69,7 @@ class Responses:
         store, previous_id = ResponseStore(self._redis, caller), request.previous_response_id
         past = await store.conversation(previous_id) if previous_id else StoredConversation()
         items = await _resolved(store, _given_items(request.input))
-        added = messages_of(items)
+        added = messages_of(items, self._renderer.vision is not None)
         instructions: list[Message] = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
         )

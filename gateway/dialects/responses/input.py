@@ -16,10 +16,12 @@ from gateway.dialects.fields import (
     TEXT_PART,
     check_fields,
 )
+from gateway.dialects.image_parts import input_image, is_image, joined
 from gateway.dialects.responses.wire import Item
-from gateway.dialects.wire import TEXT_PARTS
+from gateway.dialects.wire import TEXT_PARTS, JsonObject
 from gateway.errors import InvalidRequest
-from gateway.language.chat_messages import Message, Tool
+from gateway.language.chat_messages import Message, Tool, text_of
+from gateway.language.images.pads import has_image
 
 ROLES = ("system", "developer", "user", "assistant")
 REASONING_PARTS = ("reasoning_text", "summary_text")
@@ -35,8 +37,9 @@ UNSERVED = frozenset({"custom", "namespace"})
 """Tools in other forms than a function; Codex offers them for some models' names."""
 
 
-def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Items in OpenAI's chat shape. Raises InvalidRequest that names a malformed item."""
+def messages_of(items: Sequence[Item], sees: bool = False) -> list[Message]:
+    """Items in OpenAI's chat shape. With `sees`, users and tools may show images. Raises InvalidRequest that
+    names a malformed item."""
     messages: list[Message] = []
     answer: Message | None = None
     """The assistant message to which the next items are added."""
@@ -61,10 +64,10 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
                 answer.setdefault("tool_calls", []).append(_call(item, where))
             case "function_call_output":
                 answer = None
-                messages.append(_result(item, where))
+                messages.append(_result(item, where, sees))
             case "message":
                 answer = None
-                messages.append(_message(item, where))
+                messages.append(_message(item, where, sees))
             case _:
                 raise _invalid(f"{where}.type", f"this gateway reads no item of type {kind!r}")
     for message in messages:
@@ -81,12 +84,15 @@ def items_of(messages: Sequence[Message], name: str) -> list[Item]:
         items.append(made)
 
     for message in messages:
-        text = str(message.get("content") or "")
+        given = message.get("content") or ""
+        text = text_of(given)
         if message["role"] == "tool":
-            add("fco", "function_call_output", call_id=message.get("tool_call_id"), output=text)
+            output = _input_parts(given) if has_image(given) else text
+            add("fco", "function_call_output", call_id=message.get("tool_call_id"), output=output)
             continue
         if message["role"] != "assistant":
-            add("msg", "message", role=message["role"], content=[{"type": "input_text", "text": text}])
+            parts = _input_parts(given if has_image(given) else text)
+            add("msg", "message", role=message["role"], content=parts)
             continue
         if reasoning := message.get("reasoning_content"):
             content = [{"type": "reasoning_text", "text": reasoning}]
@@ -97,6 +103,18 @@ def items_of(messages: Sequence[Message], name: str) -> list[Item]:
         for call in message.get("tool_calls") or ():
             add("fc", "function_call", call_id=call["id"], **call["function"])
     return items
+
+
+def _input_parts(content: str | list[JsonObject]) -> list[JsonObject]:
+    """The content as parts of an item. An image is named by its hash; its bytes are not repeated."""
+    if isinstance(content, str):
+        return [{"type": "input_text", "text": content}]
+    return [
+        {"type": "input_image", "detail": "auto", "image_url": None, "file_id": part["sha256"]}
+        if has_image([part])
+        else {"type": "input_text", "text": text_of([part])}
+        for part in content
+    ]
 
 
 def kind_of(item: Mapping[str, Any]) -> Any:
@@ -144,11 +162,12 @@ def left_out_of(tools: Sequence[Tool] | None, items: Sequence[Item]) -> list[str
     return sorted(kinds)
 
 
-def _message(item: Item, where: str) -> Message:
+def _message(item: Item, where: str, sees: bool) -> Message:
     role = item.get("role")
     if role not in ROLES:
         raise _invalid(f"{where}.role", f"{role!r} is no role")
-    return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+    content = _shown(item.get("content"), f"{where}.content", sees and role == "user")
+    return {"role": role, "content": content}
 
 
 def _call(item: Item, where: str) -> Message:
@@ -162,11 +181,24 @@ def _call(item: Item, where: str) -> Message:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _result(item: Item, where: str) -> Message:
+def _result(item: Item, where: str, sees: bool) -> Message:
     call_id = item.get("call_id")
     if not isinstance(call_id, str):
         raise _invalid(f"{where}.call_id", "the output of a function call names the call")
-    return {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"), f"{where}.output")}
+    output = _shown(item.get("output"), f"{where}.output", sees)
+    return {"role": "tool", "tool_call_id": call_id, "content": output}
+
+
+def _shown(content: Any, where: str, sees: bool) -> str | list[JsonObject]:
+    """The text, or parts of a chat message if there are images."""
+    if not sees or not isinstance(content, list):
+        return _text(content, where)
+    return joined(
+        input_image(part, f"{where}[{at}]")
+        if is_image(part, "input_image")
+        else _part(part, f"{where}[{at}]")
+        for at, part in enumerate(content)
+    )
 
 
 def _text(content: Any, where: str) -> str:

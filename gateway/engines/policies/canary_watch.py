@@ -117,13 +117,19 @@ class CanaryWatch:
         return None if arm is None else Trial(canary, arm, group, spec.session_id)
 
     def answered(
-        self, trial: Trial, versions: Sequence[Span], prompt_ids: TokenIds, output_ids: Sequence[int]
+        self,
+        trial: Trial,
+        versions: Sequence[Span],
+        prompt_ids: TokenIds,
+        output_ids: Sequence[int],
+        can_be_scored: bool = True,
     ) -> None:
-        """A call has its answer."""
+        """A call has its answer. One to a prompt with images cannot be scored."""
         call = trial.call(versions, len(output_ids))
         self._note(call)
         short = len(prompt_ids) + len(output_ids) <= MOST_TOKENS
-        if call.ok and trial.arm == "canary" and output_ids and short and not self._answers.full():
+        scored = can_be_scored and trial.arm == "canary" and output_ids and short
+        if call.ok and scored and not self._answers.full():
             self._answers.put_nowait(_Answer(trial, prompt_ids, output_ids))
 
     def failed(self, trial: Trial) -> None:

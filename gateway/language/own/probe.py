@@ -8,8 +8,8 @@ from renderers import DefaultRendererConfig
 from renderers.parsers import TOOL_PARSERS
 
 from gateway.language.chat_messages import Message, Tool
-from gateway.language.example_conversation import EXAMPLE_TOOL
 from gateway.language.families import OWN_TEMPLATE, Family, Thinking
+from gateway.language.own.example_conversation import EXAMPLE_TOOL
 from gateway.language.own.renderer import TemplateRenderer
 from gateway.language.own.template import FAULTS, TemplateRefusal, TemplateTokenizer
 from gateway.language.thinking import SWITCHES

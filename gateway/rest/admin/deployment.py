@@ -8,7 +8,7 @@ from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
 from gateway.operators.warnings import emptied_redis
 from gateway.rest.access import admins_only
-from gateway.rest.admin import actions, adapters, canaries, pipeline, policies, trainer
+from gateway.rest.admin import actions, adapters, canaries, images, pipeline, policies, trainer
 from gateway.rest.admin import keys as api_keys
 from gateway.rest.exports import export
 from gateway.rest.shapes import Removed
@@ -40,6 +40,7 @@ router.include_router(adapters.router)
 router.include_router(trainer.router)
 router.include_router(api_keys.router)
 router.include_router(actions.router)
+router.include_router(images.router)
 
 
 @router.get("/status", response_model_exclude_unset=True)

@@ -30,6 +30,16 @@ SAMPLING = pa.struct(
 SPAN = pa.struct(
     [("version", pa.int64()), ("start", pa.int64()), ("end", pa.int64()), ("engine", pa.string())]
 )
+IMAGE = pa.struct(
+    [
+        ("sha256", pa.string()),
+        ("start", pa.int64()),
+        ("end", pa.int64()),
+        ("width", pa.int64()),
+        ("height", pa.int64()),
+        ("grid", pa.list_(pa.int64())),
+    ]
+)
 REWARD = pa.struct(
     [
         ("value", pa.float64()),
@@ -96,6 +106,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "prompt_digest": pa.string(),
     "reply_digest": pa.string(),
     "request_digest": pa.string(),
+    "images": pa.list_(IMAGE),
     "reward": pa.float64(),
     "rewards": pa.list_(REWARD),
     "verdict": VERDICT,
@@ -172,7 +183,7 @@ def _table(rows: Sequence[ExportRow | DeletedExportRow]) -> pa.Table:
 def _plain(row: ExportRow | DeletedExportRow) -> dict[str, object]:
     """The fields of a row in pyarrow's types. `_numbers` makes the columns of token lists."""
     fields = msgspec.structs.asdict(row)
-    for name in ("versions", "rewards", "verdict", "session"):
+    for name in ("versions", "rewards", "verdict", "session", "images"):
         if name in fields:
             fields[name] = msgspec.to_builtins(fields[name])
     if "sampling" in fields:

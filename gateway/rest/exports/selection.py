@@ -7,6 +7,7 @@ from rollout_queue.contract.head import SessionHead, TrainedBranch
 from rollout_queue.contract.records import Outcome, Verdict
 from rollout_queue.contract.verdicts import OPENED_UNTRAINED, exclusion
 
+HAS_IMAGES = Verdict(code="not_for_training", detail="its prompts show images, which the format cannot hold")
 NOTHING_TRAINED = Verdict(code="not_for_training", detail="it has no turn that may be trained")
 
 
@@ -44,6 +45,8 @@ def selected(head: SessionHead, verdict: Verdict, partial_groups: bool) -> Train
         return OPENED_UNTRAINED
     if verdict.code == "invalid" or (verdict.code == "group_incomplete" and not partial_groups):
         return verdict
+    if any(turn.images for turn in head.turns):
+        return HAS_IMAGES
     trainable = [turn.turn_id for turn in head.turns if exclusion(turn, head.orphans) is None]
     try:
         branches = tuple(head.trained_branches(trainable))

@@ -51,6 +51,7 @@ _TURN_FIELDS = (
     "prompt_digest",
     "reply_digest",
     "request_digest",
+    "images",
 )
 """Fields that have the same name and meaning in a row and in a turn."""
 _SPEC_FIELDS = (

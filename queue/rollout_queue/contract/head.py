@@ -12,6 +12,7 @@ from rollout_queue.contract.records import LateJoin, Outcome, Relation, Reward, 
 from rollout_queue.contract.rewards import total
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.tombstone import Tombstone
+from rollout_queue.contract.turn_parts.images import TurnImage
 
 SessionState = Literal["open", "waiting_reward", "finished"]
 TERMS = ("group_id", "group_size", "task_id", "train")
@@ -94,6 +95,15 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             prompt += ancestor.output_ids
         prompt += turn.context_ids
         return prompt, turn.output_ids
+
+    def branch_images(self, turn: Turn) -> tuple[TurnImage, ...]:
+        """The images of the full prompt of `turn`, with their places in it."""
+        images: list[TurnImage] = []
+        length = 0
+        for each in self.lineage_of(turn):
+            images += [image.moved(length) for image in each.images]
+            length += len(each.context_ids) + len(each.output_ids)
+        return tuple(images)
 
     def trained_branches(self, trainable: Collection[str]) -> Iterator[TrainedBranch]:
         """The branches that together hold the turns of `trainable` (turn ids), sorted by the age of their

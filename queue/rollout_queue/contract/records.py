@@ -15,8 +15,9 @@ from typing import Any, Literal
 import msgspec
 
 from rollout_queue.contract.errors import InvalidRecord
-from rollout_queue.contract.experts import RoutedExperts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.turn_parts.experts import RoutedExperts
+from rollout_queue.contract.turn_parts.images import TurnImage, check_places
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 Relation = Literal["root", "extends", "rerendered", "forks", "retry"]
@@ -101,6 +102,8 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     """The retry that was recorded before this turn and has replaced it."""
     experts: RoutedExperts | None = None
     """The experts that the engine chose, from the parent's last token on; None if they are not known."""
+    images: tuple[TurnImage, ...] = ()
+    """The images among `context_ids`, in the order of their places."""
 
     @property
     def pinned(self) -> bool:
@@ -142,6 +145,8 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
         if not self.logprobs.finite:
             raise InvalidRecord(f"turn {self.turn_id}: a logprob is not finite")
         most = len(self.context_ids) + len(self.output_ids) - (self.parent_id is None)
+        if self.images:
+            check_places(self.images, len(self.context_ids))
         if self.experts is not None and self.experts.rows > most:
             raise InvalidRecord(f"turn {self.turn_id}: experts of {self.experts.rows} tokens, not {most}")
         end = 0

@@ -22,6 +22,7 @@ from rollout_queue.contract.records import (
     Verdict,
 )
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.turn_parts.images import TurnImage
 from rollout_queue.contract.verdicts import DELETED
 
 ROW_SCHEMA = 1
@@ -105,6 +106,8 @@ class ExportRow(msgspec.Struct, frozen=True, kw_only=True):
     prompt_digest: str = ""
     reply_digest: str = ""
     request_digest: str = ""
+    images: tuple[TurnImage, ...] = ()
+    """The images among `context_ids`; their bytes are not in the row."""
     reward: float | None = None
     rewards: tuple[RewardPart, ...] = ()
     verdict: Verdict

@@ -20,6 +20,8 @@ from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
 
+NO_IMAGES: Mapping[str, bytes] = {}
+
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """An entry of the stream: a record, with the id that Redis gave it."""
@@ -115,9 +117,17 @@ class StreamWriter(Protocol):
         ...
 
     async def append_turn(
-        self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
+        self,
+        turn: Turn,
+        expires_at: float,
+        owner: str = "",
+        opening: SessionSpec | None = None,
+        images: Mapping[str, bytes] = NO_IMAGES,
     ) -> Turn:
         """Store the turn in stream and head, once. If its session does not exist, `opening` creates it.
+
+        `images` has the bytes of the turn's images, by hash. They are stored with it, once for all sessions,
+        and kept until the last session that shows them is deleted or forgotten.
 
         Later calls of `owner` find the session (`find_continuations`) by the turn's reply digest; if the turn
         called tools, also by its id; if it has no parent, also by its request digest.
@@ -125,6 +135,10 @@ class StreamWriter(Protocol):
         Raises SessionClosed when the session has ended; SessionDeleted, UserDeleted. When this raises
         StorageUnavailable, the turn is not trained, even if Redis has stored it (`retract_failed`).
         """
+        ...
+
+    async def images(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        """The stored images among these, by hash."""
         ...
 
     async def retract_failed(self) -> None:
@@ -195,8 +209,9 @@ class StreamDeleter(Protocol):
 class StreamReader(Protocol):
     """The trainer's end. A trainer first claims the lease, which admits one trainer at a time.
 
-    Every method raises StorageUnavailable when Redis does not answer. Every method but `verdict_codes` and
-    `group_members` raises LeaseLost, and changes nothing, when another trainer has claimed the lease since.
+    Every method raises StorageUnavailable when Redis does not answer. Every method but `verdict_codes`,
+    `group_members` and `image_bytes` raises LeaseLost, and changes nothing, when another trainer has claimed
+    the lease since.
     """
 
     def confirm(self) -> None:
@@ -228,6 +243,10 @@ class StreamReader(Protocol):
 
     def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
         """The members of each of these groups."""
+        ...
+
+    def image_bytes(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        """The stored images among these, by hash."""
         ...
 
     def reserve(self, version: int, location: str) -> int:

@@ -23,7 +23,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.heads.reading import UNREADABLE, read_head
 from rollout_queue.redis.scripts import deletion as deletion_scripts
-from rollout_queue.redis.turns.appending import continuations_of
+from rollout_queue.redis.turns.appending import continuations_of, images_of
 
 logger = logging.getLogger(__name__)
 
@@ -152,14 +152,16 @@ def _deletion(
 
 
 def traces_of(head: SessionHead) -> tuple[list[str], list[int]]:
-    """The other keys that refer to a session: sorted sets, sets of users, responses, then continuations.
+    """The other keys that refer to a session: sorted sets, sets of users, responses, two for each image, then
+    continuations.
 
-    The numbers say how many keys each of the first three kinds has.
+    The numbers say how many there are of each of the first four kinds.
     """
     owner = head.spec.owner
     sorted_sets = [keys.DEADLINES, keys.SETTLED, keys.OPEN, keys.open_of(owner), keys.UNTRAINED]
     users = [keys.user_sessions(user) for user in head.users]
     responses = [keys.response(name) for name in sorted({turn.completion_id for turn in head.turns})]
     continuations = [key for turn in head.turns for key in continuations_of(turn, owner)]
-    numbers = [len(sorted_sets), len(users), len(responses)]
-    return [*sorted_sets, *users, *responses, *continuations], numbers
+    images = sorted({image.sha256 for turn in head.turns for image in turn.images})
+    numbers = [len(sorted_sets), len(users), len(responses), len(images)]
+    return [*sorted_sets, *users, *responses, *images_of(images), *continuations], numbers

@@ -120,6 +120,16 @@ def response(response_id: str) -> str:
     return f"weir:r:{response_id}"
 
 
+def image(sha256: str) -> str:
+    """String: the PNG with this hash, which turns show."""
+    return f"weir:image:{sha256}"
+
+
+def image_sessions(sha256: str) -> str:
+    """Set: the sessions whose turns show the image. It is kept as long as any of them."""
+    return f"weir:image_sessions:{sha256}"
+
+
 def open_of(owner: str) -> str:
     """Sorted set: open sessions of one client key, by time. Kept while their number is limited."""
     return f"{OPEN}:{owner}"

@@ -120,6 +120,15 @@ class RedisReader:
                 )
         return groups
 
+    def image_bytes(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        found: dict[str, bytes] = {}
+        for sha256 in hashes:  # one by one: an image may have megabytes
+            with self._noticed():
+                png: Any = self._redis.get(keys.image(sha256))
+            if png is not None:
+                found[sha256] = png
+        return found
+
     def reserve(self, version: int, location: str) -> int:
         return int(self._fenced(self._reserve, *reserve_arguments(version, location)))
 

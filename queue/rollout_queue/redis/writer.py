@@ -1,7 +1,7 @@
 """StreamWriter on Redis: the gateways' end of the stream. Each append is one script, so it is atomic."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -17,6 +17,7 @@ from rollout_queue.contract.head import SessionHead, with_terms
 from rollout_queue.contract.listing import ListedSession, ListPosition
 from rollout_queue.contract.progress import GroupProgress, group_progress
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.stream import NO_IMAGES
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone, user_digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available, stored
@@ -171,12 +172,17 @@ class RedisWriter:
         self._deleted = deleted
 
     async def append_turn(
-        self, turn: Turn, expires_at: float, owner: str = "", opening: SessionSpec | None = None
+        self,
+        turn: Turn,
+        expires_at: float,
+        owner: str = "",
+        opening: SessionSpec | None = None,
+        images: Mapping[str, bytes] = NO_IMAGES,
     ) -> Turn:
         recorded, seen, late = turn, None, 0
         if turn.last_attempt and turn.request_digest:
             recorded, seen = await self._related(turn)
-        while (reply := await self._append(recorded, expires_at, owner, seen, opening)) in NOT_YET:
+        while (reply := await self._append(recorded, expires_at, owner, seen, opening, images)) in NOT_YET:
             if reply == b"late":
                 late += 1
                 if late == 2:
@@ -196,12 +202,23 @@ class RedisWriter:
             return turn, 0
         return known.head.by_id.get(turn.turn_id) or related(turn, known.head.turns), known.fields
 
+    async def images(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        wanted = sorted(hashes)
+        found: list[bytes | None] = await stored(self._redis.mget([keys.image(each) for each in wanted]))
+        return {sha256: png for sha256, png in zip(wanted, found, strict=True) if png is not None}
+
     async def _append(
-        self, turn: Turn, expires_at: float, owner: str, seen: int | None, opening: SessionSpec | None
+        self,
+        turn: Turn,
+        expires_at: float,
+        owner: str,
+        seen: int | None,
+        opening: SessionSpec | None,
+        images: Mapping[str, bytes],
     ) -> bytes | list[int]:
         """How many fields the session's hash had before and has now, or why the turn is not stored."""
         deadline_ms = await self._clock.deadline_ms(self._append_within_s)
-        named, arguments = append_arguments(turn, expires_at, owner, seen, opening, deadline_ms)
+        named, arguments = append_arguments(turn, expires_at, owner, seen, opening, deadline_ms, images)
         try:
             with available():
                 reply: bytes | list[int] = await self._connection.script(self._append_turn, named, arguments)

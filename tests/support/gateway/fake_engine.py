@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
+
+from tests.support.images import opened
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class FakeEngine:
                 ]
             if end == len(ids):
                 meta["finish_reason"] = reason
+                meta["prompt_tokens"] = len(body["input_ids"]) + pads_of(body.get("image_data", ()))
                 meta["weight_versions"] = self.spans or [
                     {"version": self.version, "start": 0, "end": len(ids)}
                 ]
@@ -218,6 +221,12 @@ class FakeEngine:
 def logprob_of(index: int) -> float:
     """The logprob of the fake's token at `index`; exact in float32."""
     return -(1 + index % 97) / 128
+
+
+def pads_of(images: Sequence[str], side: int = 32) -> int:
+    """How many more tokens than pads the images have; each square of `side` pixels is one."""
+    sizes = [opened(image).size for image in images]
+    return sum(width // side * (height // side) - 1 for width, height in sizes)
 
 
 def scores_of(body: dict[str, Any], off_by: int = 0) -> dict[str, Any]:

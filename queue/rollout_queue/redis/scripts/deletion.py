@@ -5,8 +5,9 @@ from rollout_queue.redis.scripts.functions import REMOVE_REFERENCES
 DELETE = (
     REMOVE_REFERENCES
     + """
--- KEYS: session, stream, verdicts, deleted, deleting, sorted set…, user…, response…, continuation…
--- ARGV: id, seen, tombstone, deletion, now, how many sorted sets, users and responses
+-- KEYS: session, stream, verdicts, deleted, deleting, sorted set…, user…, response…,
+--       (image, sessions that show it)…, continuation…
+-- ARGV: id, seen, tombstone, deletion, now, how many sorted sets, users, responses and images
 -- `seen` is how many fields the session had when its tombstone was made.
 if redis.call('HEXISTS', KEYS[4], ARGV[1]) == 1 then return 'deleted' end
 if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[2]) then return 'changed' end
@@ -19,7 +20,7 @@ redis.call('XADD', KEYS[2], '*', 'r', ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'session:deleted', 1)
 local code = verdict and string.match(verdict, '"code":"([^"]*)"')
 if code then redis.call('HINCRBY', KEYS[3], 'session:' .. code, -1) end
-remove_references(6, ARGV[6], ARGV[7], ARGV[8])
+remove_references(6, ARGV[6], ARGV[7], ARGV[8], ARGV[9])
 return 'done'
 """
 )

@@ -28,15 +28,21 @@ end
 """
 
 REMOVE_REFERENCES = """
-local function remove_references(first, sorted_sets, users, responses)
-    -- Removes the session ARGV[1] from the KEYS from `first` on. These are sorted sets, sets of users and
-    -- texts of responses, as many of each as the last arguments say; the rest are continuations.
+local function remove_references(first, sorted_sets, users, responses, images)
+    -- Removes the session ARGV[1] from the KEYS from `first` on. These are sorted sets, sets of users, texts
+    -- of responses, and images with the sessions that show each, as many of each as the last arguments say;
+    -- the rest are continuations.
     sorted_sets = first - 1 + sorted_sets
     users, responses = sorted_sets + users, sorted_sets + users + responses
+    images = responses + 2 * images
     for at = first, sorted_sets do redis.call('ZREM', KEYS[at], ARGV[1]) end
     for at = sorted_sets + 1, users do redis.call('SREM', KEYS[at], ARGV[1]) end
     for at = users + 1, responses do redis.call('DEL', KEYS[at]) end
-    for at = responses + 1, #KEYS do -- another session may own the continuation by now
+    for at = responses + 1, images, 2 do
+        redis.call('SREM', KEYS[at + 1], ARGV[1])
+        if redis.call('EXISTS', KEYS[at + 1]) == 0 then redis.call('DEL', KEYS[at]) end
+    end
+    for at = images + 1, #KEYS do -- another session may own the continuation by now
         if redis.call('GET', KEYS[at]) == ARGV[1] then redis.call('DEL', KEYS[at]) end
     end
 end

@@ -7,9 +7,10 @@ from rollout_queue.contract.rewards import LARGEST_SUM
 from rollout_queue.redis.scripts.functions import SETTLE
 
 APPEND_TURN = """
--- KEYS: session, stream, deadlines, sessions, deleted, deleted users, forgotten ids, user…, continuation…
+-- KEYS: session, stream, deadlines, sessions, deleted, deleted users, forgotten ids, user…,
+--       (image, sessions that show it)…, continuation…
 -- ARGV: id, field, turn, expires, ttl in ms, request, seen, spec, created, deadline, finished, longest ttl in
---       ms, number of users, digest of user…
+--       ms, number of users, digest of user…, number of images, bytes of image…
 -- `spec` opens a session that does not exist; empty if the session must exist.
 -- `request` names a field that exists once a retry of the turn's request was recorded. `seen` is how many
 -- fields the session had when the turn's relation to other attempts was computed; empty if it was not
@@ -52,7 +53,15 @@ redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
 if looked then redis.call('HSET', KEYS[1], ARGV[6], '') end
 redis.call('ZADD', KEYS[3], expires, ARGV[1])
 for user = 1, users do redis.call('SADD', KEYS[7 + user], ARGV[1]) end
-for continuation = 8 + users, #KEYS do redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ttl_ms) end
+local images = tonumber(ARGV[14 + users])
+for image = 1, images do
+    local key, bytes = 6 + users + 2 * image, ARGV[14 + users + image]
+    if bytes ~= '' then redis.call('SET', KEYS[key], bytes, 'NX') end
+    redis.call('SADD', KEYS[key + 1], ARGV[1])
+end
+for continuation = 8 + users + 2 * images, #KEYS do
+    redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ttl_ms)
+end
 return {before, redis.call('HLEN', KEYS[1])}
 """
 

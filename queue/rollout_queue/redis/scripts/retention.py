@@ -37,9 +37,9 @@ FORGET = (
     REMOVE_REFERENCES
     + """
 -- KEYS: session, settled, sessions, forgotten, forgotten ids, group, members, sorted set…, user…, response…,
---       continuation…
--- ARGV: id, seen, before, prefix of session keys, group, ids kept, how many sorted sets, users and responses,
---       (turn, tokens)…
+--       (image, sessions that show it)…, continuation…
+-- ARGV: id, seen, before, prefix of session keys, group, ids kept, how many sorted sets, users, responses and
+--       images, (turn, tokens)…
 -- `seen` is how many fields the session had when its head was read.
 -- Returns the verdict; nothing if another gateway has forgotten the session, or the session has changed
 -- since then.
@@ -49,7 +49,7 @@ local since, verdict = redis.call('ZSCORE', KEYS[2], id), code(redis.call('HGET'
 if not since or tonumber(since) > tonumber(ARGV[3]) or not verdict then return nil end
 if redis.call('HLEN', session) ~= tonumber(ARGV[2]) then return nil end
 local counts = {['session:' .. verdict] = 1}
-for at = 10, #ARGV, 2 do
+for at = 11, #ARGV, 2 do
     local own = code(redis.call('HGET', session, 'v:' .. ARGV[at]))
     if own then counts['turn:' .. own] = (counts['turn:' .. own] or 0) + 1 end
     if own == 'trained' then counts['tokens:trained'] = (counts['tokens:trained'] or 0) + ARGV[at + 1] end
@@ -78,7 +78,7 @@ elseif size then
     redis.call('ZADD', KEYS[5], now, 'g:' .. ARGV[5])
 end
 redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[6])
-remove_references(8, ARGV[7], ARGV[8], ARGV[9])
+remove_references(8, ARGV[7], ARGV[8], ARGV[9], ARGV[10])
 return verdict
 """
 )

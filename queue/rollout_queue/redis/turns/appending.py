@@ -1,5 +1,7 @@
 """The keys and arguments of the script that appends a turn."""
 
+from collections.abc import Iterable, Mapping
+
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import SessionSpec, Turn
 from rollout_queue.contract.tombstone import user_digest
@@ -22,10 +24,14 @@ def append_arguments(
     seen: int | None,
     opening: SessionSpec | None,
     deadline_ms: int,
+    images: Mapping[str, bytes],
 ) -> tuple[list[str], list[Argument]]:
-    """Keys and arguments of APPEND_TURN. Numbers are passed as text, which hiredis packs in half the time."""
+    """Keys and arguments of APPEND_TURN; `images` has the bytes of the turn's images by hash. Numbers are
+    passed as text, which hiredis packs in half the time."""
     users = _users_of(turn, opening)
     named = [keys.session(turn.session_id), *_FIXED_KEYS, *map(keys.user_sessions, users)]
+    shown = sorted({image.sha256 for image in turn.images})
+    named += images_of(shown)
     named += continuations_of(turn, owner)
     ttl_s = min(max(expires_at - turn.finished_at, 0.001), CONTINUATION_TTL_S)
     return named, [
@@ -43,6 +49,8 @@ def append_arguments(
         str(int(CONTINUATION_TTL_S * 1000)),
         str(len(users)),
         *map(user_digest, users),
+        str(len(shown)),
+        *[images.get(sha256, b"") for sha256 in shown],
     ]
 
 
@@ -51,6 +59,11 @@ def _users_of(turn: Turn, opening: SessionSpec | None) -> list[str]:
     if opening is None:
         return [turn.user] if turn.user else []
     return sorted({user for user in (turn.user, opening.user) if user})
+
+
+def images_of(hashes: Iterable[str]) -> list[str]:
+    """For each image the key of its bytes, and that of the sessions that show it."""
+    return [key for sha256 in hashes for key in (keys.image(sha256), keys.image_sessions(sha256))]
 
 
 def continuations_of(turn: Turn, owner: str) -> list[str]:

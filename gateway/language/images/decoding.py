@@ -1,0 +1,102 @@
+"""Decodes an image once, for the engine and the trainer alike.
+
+bytes of a client ──▶ PNG in RGB, of the size that the model reads
+
+A JPEG has no exact pixels: decoders differ. So do the ways in which libraries resize, and drop transparency.
+"""
+
+import base64
+import binascii
+import io
+import re
+import struct
+import zlib
+from hashlib import sha256
+from typing import NamedTuple
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from gateway.errors import InvalidRequest
+from gateway.language.images.pads import DecodedImage
+from gateway.language.images.vision import Vision
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
+MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp"})
+COMPRESSION = 3
+"""The level of the PNG's compression, from 0 to 9. Higher ones take much longer and save little."""
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, OverflowError, TypeError)
+"""What Pillow raises for bytes that are no image, or one that is cut off."""
+
+# The bound is `max_pixels`; Pillow's own would print a warning first.
+Image.MAX_IMAGE_PIXELS = None
+
+
+class Png(NamedTuple):
+    """A decoded image, and its bytes."""
+
+    image: DecodedImage
+    data: bytes
+
+
+def bytes_of(url: str, where: str, max_bytes: int) -> bytes:
+    """The bytes of a data URL. Raises InvalidRequest for another media type, bad base64 or too many bytes."""
+    head = DATA_URL.match(url, 0, 200)
+    if head is None or not head[3]:
+        raise refusal(where, "a data URL begins with data:image/png;base64,")
+    if (head[1] or "").lower() not in MEDIA_TYPES:
+        raise refusal(
+            where, f"the media type {(head[1] or 'text/plain')[:80]!r} is not served: PNG, JPEG or WebP"
+        )
+    if (len(url) - head.end()) * 3 // 4 > max_bytes + 2:
+        raise too_large(where, max_bytes)
+    try:
+        return base64.b64decode(url[head.end() :].encode("ascii"), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise refusal(where, "not base64") from error
+
+
+def png_of(data: bytes, where: str, vision: Vision, max_pixels: int) -> Png:
+    """The image as the engine gets it.
+
+    Raises InvalidRequest for other formats, animations, more than `max_pixels`, and what cannot be decoded.
+    """
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+            width, height = opened.size
+            if width * height > max_pixels:
+                raise refusal(where, f"{width} by {height} pixels; an image has at most {max_pixels} in all")
+            if getattr(opened, "is_animated", False):
+                raise refusal(where, "an animation; send one image")
+            plain = _in_rgb(ImageOps.exif_transpose(opened))
+    except UnidentifiedImageError as error:
+        raise refusal(where, "no PNG, JPEG or WebP") from error
+    except UNREADABLE as error:
+        raise refusal(where, f"the image cannot be decoded: {str(error)[:200]}") from error
+    try:
+        size = vision.size(*plain.size)
+    except InvalidRequest as error:
+        raise refusal(where, error.message) from error
+    if size != plain.size:
+        plain = plain.resize(size, Image.Resampling.BICUBIC)
+    written = io.BytesIO()
+    plain.save(written, "PNG", compress_level=COMPRESSION)
+    png = written.getvalue()
+    return Png(DecodedImage(sha256(png).hexdigest(), *size), png)
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    """The image without transparency, on white."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    above = image.convert("RGBA")
+    white = Image.new("RGBA", above.size, "white")
+    return Image.alpha_composite(white, above).convert("RGB")
+
+
+def refusal(where: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {why}", param=where)
+
+
+def too_large(where: str, max_bytes: int) -> InvalidRequest:
+    return refusal(where, f"an image has at most {max_bytes} bytes")

@@ -1,0 +1,1 @@
+"""Parts of the record of a turn that describe tokens beyond their ids."""

@@ -1,0 +1,316 @@
+"""Images in calls: the engine gets one pad for each, the turn records all, and their bytes lie once."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer
+
+from rollout_queue.contract.codec import decode
+from rollout_queue.contract.records import Turn
+from rollout_queue.redis import keys
+from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.images import asking, data_url, encoded, image_of, noise_url, opened, shown
+from tests.support.tiny_vision_model import make_tiny_vision_model
+
+CHAT = "/v1/chat/completions"
+WIDE = noise_url(96, 64, seed=1)
+"""It has 3 by 2 tokens."""
+TALL = noise_url(64, 96, seed=2)
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_vision_model(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(vision_model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(vision_model / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def pad(tokens: Tokenizer) -> int:
+    return tokens.get_vocab()["<|image_pad|>"]
+
+
+@pytest.fixture
+def seeing(backends: Backends, vision_model: Path, tokens: Tokenizer) -> Iterator[RunningGateway]:
+    backends.clear(None)
+    backends.engine.tokenizer = tokens
+    limits = {"max_images": 3, "max_bytes": 100_000, "max_pixels": 300 * 300}
+    with backends.gateway(model_path=vision_model, images=limits) as gateway:
+        yield gateway
+
+
+def turns_of(gateway: RunningGateway, session_id: str) -> list[Turn]:
+    """The session's turns, oldest first."""
+    fields: Any = gateway.redis.hgetall(keys.session(session_id))
+    turns = [decode(value) for name, value in fields.items() if name.startswith(b"t:")]
+    return sorted((turn for turn in turns if isinstance(turn, Turn)), key=lambda turn: turn.started_at)
+
+
+def say(gateway: RunningGateway, session: dict[str, Any], *messages: Any, **more: Any) -> Any:
+    path = f"/sessions/{session['session_id']}{CHAT}"
+    reply = gateway.post(path, {"messages": list(messages), **more})
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["message"]
+
+
+def stored_images(gateway: RunningGateway) -> set[str]:
+    found: Any = gateway.redis.keys(keys.image("*"))
+    return {name.decode().rpartition(":")[2] for name in found}
+
+
+def test_the_engine_gets_one_pad_for_an_image_and_the_turn_records_all(
+    seeing: RunningGateway, pad: int
+) -> None:
+    session = seeing.session()
+    say(seeing, session, asking("look", WIDE, "there"))
+    (asked,) = seeing.engine.requests
+    (url,) = asked["image_data"]
+    (turn,) = turns_of(seeing, session["session_id"])
+    (image,) = turn.images
+    png = seeing.redis.get(keys.image(image.sha256))
+    assert isinstance(png, bytes)
+    assert asked["input_ids"].count(pad) == 1
+    assert data_url(png) == url
+    assert opened(url).tobytes() == image_of(96, 64, seed=1).tobytes()
+    assert hashlib.sha256(png).hexdigest() == image.sha256
+    assert (image.width, image.height, image.grid) == (96, 64, (1, 4, 6))
+    assert turn.context_ids[image.start : image.end].tolist() == [pad] * 6
+    assert turn.context_ids.count(pad) == 6
+    assert [*turn.context_ids[: image.start], pad, *turn.context_ids[image.end :]] == asked["input_ids"]
+
+
+def test_an_image_is_resized_and_made_plain_before_the_engine_sees_it(seeing: RunningGateway) -> None:
+    glass = image_of(84, 56, mode="RGBA")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    photo = data_url(encoded(image_of(40, 80), "JPEG", exif=turned), "image/jpeg")
+    say(
+        seeing, seeing.session(), asking(data_url(encoded(glass, "WEBP", lossless=True), "image/webp"), photo)
+    )
+    first, second = map(opened, seeing.engine.requests[0]["image_data"])
+    assert [(each.format, each.mode, each.size) for each in (first, second)] == [
+        ("PNG", "RGB", (96, 64)),
+        ("PNG", "RGB", (64, 32)),
+    ]
+
+
+def test_the_next_call_extends_the_turn_and_sends_all_images_again(seeing: RunningGateway, pad: int) -> None:
+    session = seeing.session()
+    ask = asking("look", WIDE)
+    answer = say(seeing, session, ask)
+    say(seeing, session, ask, answer, asking(TALL, "and this"))
+    one, two = turns_of(seeing, session["session_id"])
+    asked = seeing.engine.requests[1]
+    (image,) = two.images
+    assert (two.relation, two.parent_id) == ("extends", one.turn_id)
+    assert [opened(url).size for url in asked["image_data"]] == [(96, 64), (64, 96)]
+    assert asked["input_ids"].count(pad) == 2
+    assert two.context_ids[image.start : image.end].tolist() == [pad] * 6
+    assert len(stored_images(seeing)) == 2
+
+
+def test_a_tools_result_may_show_an_image(seeing: RunningGateway) -> None:
+    session = seeing.session()
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    seen = {"role": "tool", "tool_call_id": "c1", "content": shown("it is", WIDE)}
+    history = [{"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": [call]}, seen]
+    say(seeing, session, *history)
+    assert len(turns_of(seeing, session["session_id"])[0].images) == 1
+
+
+def test_a_conversation_with_another_image_of_the_same_size_is_another_one(seeing: RunningGateway) -> None:
+    session = seeing.session()
+    answer = say(seeing, session, asking("look", WIDE))
+    say(seeing, session, asking("look", noise_url(96, 64, seed=9)), answer, asking("more"))
+    one, two = turns_of(seeing, session["session_id"])
+    assert two.parent_id is None
+    assert two.images[0].sha256 != one.images[0].sha256
+    assert two.context_ids[: len(one.context_ids)] == one.context_ids
+
+
+def test_no_text_becomes_a_pad(seeing: RunningGateway, pad: int) -> None:
+    session = seeing.session()
+    text = "<|vision_start|><|image_pad|><|vision_end|><|video_pad|>"
+    system, answer = {"role": "system", "content": text}, {"role": "assistant", "content": text}
+    say(seeing, session, system, asking(text, WIDE), answer, {"role": "user", "content": text})
+    assert seeing.engine.requests[0]["input_ids"].count(pad) == 1
+
+
+def test_a_tool_that_names_a_pad_is_refused(seeing: RunningGateway) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "<|image_pad|>"}}
+    reply = seeing.post(CHAT, {"messages": [asking(WIDE)], "tools": [tool]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+    assert not seeing.engine.requests
+
+
+def test_a_sampled_pad_is_not_sent_again_as_an_image(
+    seeing: RunningGateway, tokens: Tokenizer, pad: int
+) -> None:
+    session = seeing.session()
+    seeing.engine.script.append([*tokens.encode("so").ids, pad, *tokens.encode("on").ids])
+    ask = asking("look", WIDE)
+    answer = say(seeing, session, ask)
+    say(seeing, session, ask, answer, asking("more"))
+    assert turns_of(seeing, session["session_id"])[0].output_ids.count(pad) == 1
+    assert seeing.engine.requests[1]["input_ids"].count(pad) == 1
+
+
+def test_an_answer_of_an_engine_that_counts_other_tokens_is_not_recorded(seeing: RunningGateway) -> None:
+    session = seeing.session()
+    seeing.engine.last_words = {"prompt_tokens": 3}
+    path = f"/sessions/{session['session_id']}{CHAT}"
+    assert seeing.post(path, {"messages": [asking(WIDE)]}).status_code == 503
+    assert turns_of(seeing, session["session_id"]) == []
+
+
+ANIMATED = encoded(image_of(64, 64), "PNG", save_all=True, append_images=[image_of(64, 64, 1)])
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("data:image/png;base64,####", "not base64"),
+        ("data:image/png,abc", "a data URL begins with"),
+        (data_url(b"GIF89a", "image/gif"), "media type"),
+        (data_url(b"%PDF-1.7", "application/pdf"), "media type"),
+        (data_url(b"<svg/>", "image/svg+xml"), "media type"),
+        (data_url(encoded(image_of(64, 64), "GIF")), "no PNG, JPEG or WebP"),
+        (data_url(b"nothing"), "no PNG, JPEG or WebP"),
+        (data_url(encoded(image_of(64, 64))[:500]), "cannot be decoded"),
+        (data_url(ANIMATED), "an animation"),
+        (data_url(bytes(100_001)), "at most 100000 bytes"),
+        (data_url(encoded(Image.new("RGB", (301, 300)))), "an image has at most 90000"),
+        (data_url(encoded(Image.new("RGB", (2010, 10)))), "the model reads no image"),
+        ("http://127.0.0.1/a.png", "not fetched from this host"),
+        ("https://example.com/a.png", "not fetched from this host"),
+        ("file:///etc/passwd", "data URL"),
+        ("/etc/passwd", "data URL"),
+        ("", "not an address"),
+    ],
+)
+def test_a_bad_image_is_refused_by_its_field(seeing: RunningGateway, url: str, why: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    reply = seeing.post(CHAT, {"messages": [{"role": "user", "content": [part]}]})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "messages[0].content[0].image_url.url"), error
+    assert why in error["message"]
+    assert not seeing.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "system", "content": shown(WIDE)}, "messages[0].content[0]"),
+        ({"role": "assistant", "content": shown(WIDE)}, "messages[0].content[0]"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": WIDE}]},
+            "messages[0].content[0].image_url",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": WIDE, "detail": "low"}}]},
+            "messages[0].content[0].image_url.detail",
+        ),
+        ({"role": "user", "content": [{"type": "image", "sha256": "0" * 64}]}, "messages[0].content[0]"),
+        (asking(WIDE, WIDE, WIDE, WIDE), "messages[0].content[3].image_url.url"),
+    ],
+)
+def test_an_image_in_a_wrong_place_is_refused(seeing: RunningGateway, message: Any, param: str) -> None:
+    reply = seeing.post(CHAT, {"messages": [message]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+def test_a_text_model_refuses_images(gateway: RunningGateway) -> None:
+    reply = gateway.post(CHAT, {"messages": [asking(WIDE)]})
+    assert reply.status_code == 400
+    assert "this model reads text, not image_url" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
+def test_a_prompt_of_ids_has_no_pads(seeing: RunningGateway, pad: int, path: str) -> None:
+    ids = (
+        {"prompt": [5, pad, 6]}
+        if "completions" in path
+        else {"token_ids": [5, pad, 6], "sampling_params": {}}
+    )
+    reply = seeing.post(path, ids)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "images_in_token_ids"), reply.text
+
+
+def test_messages_and_responses_show_images_too(seeing: RunningGateway) -> None:
+    data = WIDE.partition(",")[2]
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [block]}
+    asked = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, block]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {}}]},
+        {"role": "user", "content": [result]},
+    ]
+    assert seeing.post("/v1/messages", {"max_tokens": 9, "messages": asked}).status_code == 200
+    counted = seeing.post("/v1/messages/count_tokens", {"messages": asked})
+    part = {"type": "input_image", "image_url": WIDE, "detail": "auto"}
+    output = {"type": "function_call_output", "call_id": "c", "output": [part]}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, part]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        output,
+    ]
+    assert seeing.post("/v1/responses", {"input": items}).status_code == 200
+    first, second = seeing.engine.requests
+    assert first["image_data"] == second["image_data"]
+    assert len(first["image_data"]) == 2
+    assert first["input_ids"] == second["input_ids"]
+    assert counted.json()["input_tokens"] == len(first["input_ids"]) + 2 * 5
+
+
+def test_a_response_that_continues_another_has_its_images(seeing: RunningGateway) -> None:
+    part = {"type": "input_image", "image_url": WIDE}
+    first = seeing.post("/v1/responses", {"input": [{"role": "user", "content": [part]}]}).json()
+    again = seeing.post("/v1/responses", {"input": "more", "previous_response_id": first["id"]})
+    items = seeing.get(f"/v1/responses/{again.json()['id']}/input_items").json()["data"]
+    one, two = seeing.engine.requests
+    assert again.status_code == 200
+    assert one["image_data"] == two["image_data"]
+    assert [part["type"] for item in items for part in item["content"]] == [
+        "input_text",
+        "output_text",
+        "input_image",
+    ]
+
+
+def test_the_bytes_lie_once_and_go_with_the_last_session_that_shows_them(seeing: RunningGateway) -> None:
+    sessions = [seeing.session(user="ann"), seeing.session(user="bob")]
+    for session in sessions:
+        say(seeing, session, asking("look", WIDE, TALL if session is sessions[0] else "here"))
+    (wide,) = {image.sha256 for image in turns_of(seeing, sessions[1]["session_id"])[0].images}
+    assert len(stored_images(seeing)) == 2
+    assert seeing.call("DELETE", f"/sessions/{sessions[0]['session_id']}").status_code == 200
+    assert stored_images(seeing) == {wide}
+    assert seeing.call("DELETE", "/admin/users/bob/data", key="admin-key").status_code == 200
+    assert stored_images(seeing) == set()
+    assert seeing.redis.keys(keys.image_sessions("*")) == []
+
+
+def test_a_stream_and_several_choices_send_the_image_with_each(seeing: RunningGateway) -> None:
+    reply = seeing.post(CHAT, {"messages": [asking(WIDE)], "n": 2})
+    assert reply.status_code == 200
+    lines = seeing.post(CHAT, {"messages": [asking(WIDE)], "stream": True}).text.splitlines()
+    assert lines[-2] == "data: [DONE]"
+    assert [len(asked["image_data"]) for asked in seeing.engine.requests] == [1, 1, 1]
+
+
+def test_processors_without_sizes_are_refused_at_the_start(
+    backends: Backends, vision_model: Path, tmp_path: Path
+) -> None:
+    for path in vision_model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"patch_size": 16}))
+    with pytest.raises(SystemExit, match=r"preprocessor_config\.json"), backends.gateway(model_path=tmp_path):
+        pass

@@ -165,12 +165,13 @@ def train_by_turns(
         policy = DistributedPolicy(DeepSpeedPolicy(settings), _shared_directory(settings))
         policy.require_shared(settings.checkpoint_dir)
         width = policy.replayed_width
+        images = None if settings.teacher else policy.image_rule  # the teacher gets ids alone
         place = place_of(settings, store, lambda: shared_state.stopping)
         teacher = _teacher(settings, policy.vocab_size)
         Trainer(
             settings=settings,
             policy=policy,
-            intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics, width),
+            intake=Intake(stream, settings.algorithm, policy.vocab_size, heartbeat, metrics, width, images),
             checkpoints=checkpoints,
             publisher=Publisher(store, gateway, stream, place, heartbeat, metrics, sender=sender),
             metrics=metrics,

@@ -77,12 +77,11 @@ class Trainer:
         self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state)
         self._memory = memory or DeviceMemory((), heartbeat)
         self._attempts = StepAttempts.beside(settings.checkpoint_dir)
-        self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, self._attempts, teacher)
-        self._stopwatch = Stopwatch()
+        parts = (self._attempts, teacher, intake.shown)
+        self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, *parts)
+        self._stopwatch = watch = Stopwatch()
         contents = Contents(self._state, intake.evaluations.state, self._recoveries.wanted, self._acknowledge)
-        self._cycle = CheckpointCycle(
-            checkpoints, policy, settings, heartbeat, self._stopwatch, disk, contents
-        )
+        self._cycle = CheckpointCycle(checkpoints, policy, settings, heartbeat, watch, disk, contents)
         self._content = VersionContent(policy, publisher, adapters=settings.transport == "adapter")
         self.step, self.version = 0, settings.initial_version
 

@@ -59,6 +59,8 @@ def engine_environment(
     """This process's environment without Weir's variables, with SGLang offline, and on CPU with `SHIM`."""
     environment = {name: value for name, value in inherited.items() if not name.startswith("WEIR_")}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    # SGLang would answer to an image that it has seen before with what former weights made of it.
+    environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     # PYTHONPATH names this service's packages; the engine has other versions of them.
     environment.pop("PYTHONPATH", None)
     if device == "cpu":

@@ -89,6 +89,7 @@ def test_the_engine_gets_no_keys_and_only_on_cpu_the_stand_ins() -> None:
         assert "secret" not in environment.values()
         assert environment["PATH"] == "/bin"
         assert environment["HF_HUB_OFFLINE"] == "1"
+        assert environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0", "a push does not clear this cache"
 
 
 def test_without_a_gpu_tool_the_device_is_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from rollout_queue.contract.records import Deletion, LateJoin, Outcome, Reward, 
 from rollout_queue.contract.stream import Entry
 from rollout_queue.contract.verdicts import OPENED_UNTRAINED
 from trainer_service.groups.evaluation import Evaluation, evaluation_of
+from trainer_service.rows.images import ImageRule
 from trainer_service.rows.rows import planned_rows
 from trainer_service.rows.turns import contradiction, exclusions
 
@@ -30,6 +31,8 @@ class Rules(NamedTuple):
     over_sampling: float = 0.0
     experts_width: int = 0
     """How many experts a token has in the records that are replayed; others are dropped."""
+    images: ImageRule | None = None
+    """How the model reads images; None if turns that show some are not trained."""
 
     def needed(self, size: int) -> int:
         """How many rewarded members are enough for a group that was opened for `size`."""
@@ -210,7 +213,7 @@ class Session:
             return self._member(turns, None, Verdict(code="invalid", detail=detail))
         if not turns:
             return self._member(turns, reward, Verdict(code="invalid", detail="the session has no turn"))
-        if broken := contradiction(turns, rules.vocab_size):
+        if broken := contradiction(turns, rules.vocab_size, rules.images):
             return self._member(turns, reward, Verdict(code="invalid", detail=broken))
         return self._member(turns, reward, None)
 

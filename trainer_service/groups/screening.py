@@ -116,19 +116,19 @@ def with_verdict(screened: ScreenedGroup, verdict: Verdict) -> ScreenedGroup:
     )
 
 
-def without_sessions(screened: ScreenedGroup, reasons: Mapping[str, str]) -> ScreenedGroup:
-    """The same group without the sessions that a teacher refuses. `reasons` has the refused ids, and why
-    each was refused. These sessions end as invalid."""
+def without_sessions(screened: ScreenedGroup, reasons: Mapping[str, str], by: str) -> ScreenedGroup:
+    """The same group without the sessions that `by` refuses. `reasons` has the refused ids, and why each was
+    refused. These sessions end as invalid."""
     leaving = [member for member in screened.group.members if member.session_id in reasons]
     planned = tuple(row for row in screened.planned if row.session_id not in reasons)
-    ended = ((m, Verdict(code="invalid", detail=f"the teacher: {reasons[m.session_id]}")) for m in leaving)
+    ended = ((m, Verdict(code="invalid", detail=f"{by}: {reasons[m.session_id]}")) for m in leaving)
     return replace(
         screened,
         planned=planned,
         rollouts=tuple(each for each in screened.rollouts if each.rollout_id not in reasons),
         live_rows=min(screened.live_rows, len(planned)),
         untrained=screened.untrained + tuple(ended),
-        skip_reason=screened.skip_reason if planned else "the teacher refuses all of its rollouts",
+        skip_reason=screened.skip_reason if planned else f"{by} refuses all of its rollouts",
     )
 
 

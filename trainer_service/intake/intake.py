@@ -24,7 +24,9 @@ from trainer_service.groups.waits import describe_waits
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.intake.entry_reader import BLOCK_S, EntryReader
 from trainer_service.intake.evaluation_counts import EvaluationCounts
+from trainer_service.intake.image_loader import ImageLoader
 from trainer_service.metrics import TrainerMetrics
+from trainer_service.rows.images import ImageRule
 from trainer_service.rows.rows import Row
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import Backlog
@@ -49,8 +51,10 @@ class Intake:
         heartbeat: Heartbeat,
         metrics: TrainerMetrics,
         experts_width: int = 0,
+        images: ImageRule | None = None,
     ) -> None:
-        """`experts_width`: how many experts a token has in the records that are replayed."""
+        """`experts_width`: how many experts a token has in the records that are replayed. `images`: how the
+        model reads images, if turns that show some are trained."""
         self._algorithm = algorithm
         self._rules = Rules(
             vocab_size,
@@ -60,6 +64,7 @@ class Intake:
             algorithm.group_min_size,
             algorithm.over_sampling,
             experts_width,
+            images,
         )
         self._assembler = Assembler(self._rules)
         self._order = Order()
@@ -75,6 +80,7 @@ class Intake:
         """Whether the last selection found a full batch."""
         self._too_old_after_step = 0
         """How many unfinished sessions have tokens that the next step would make too old."""
+        self.shown = ImageLoader(stream, heartbeat).load
         self.rewards = GroupRewards()
         self.undone: Sequence[Recovery] = ()
         """What versions sampled that one of these undid is not trained."""

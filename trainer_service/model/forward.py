@@ -3,7 +3,8 @@
 MicroBatch ─ attention row by row ─▶ hidden states ─ those that predict a trained token ─▶ log p, entropy
 """
 
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +14,12 @@ from torch import Tensor
 from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model.attention.packed_attention import AttentionArguments, Packing, attention_arguments
 from trainer_service.model.head.logprob_head import requesting_logprobs
+from trainer_service.model.images import ImageInputs
 from trainer_service.model.routers import Routers
 from trainer_service.model.sharding.sequence_ranks import SequenceRanks, Slice
 from trainer_service.rows.rows import MicroBatch
+
+NO_IMAGES: Mapping[str, Tensor] = {}
 
 
 class TokenScores(NamedTuple):
@@ -36,15 +40,19 @@ def scores(
     entropy_gradient: bool = False,
     sequence: SequenceRanks | None = None,
     routers: Routers | None = None,
+    images: ImageInputs | None = None,
 ) -> TokenScores:
     """The scores of the trained tokens. The ranks of `sequence` call it together; all get the same values.
     With the model's `routers`, the pass replays the experts of the micro-batch.
 
-    Raises RuntimeError if the model does not pass the bounds of the rows to its attention.
+    Raises RuntimeError if the model does not pass the bounds of the rows to its attention, and if the rows
+    show images that the model does not read.
     """
+    if batch.images and images is None:
+        raise RuntimeError(f"{type(model).__name__} does not read the images of these rows")
     if packing is Packing.ONE_ROW and len(batch.lengths_S) > 1:
         rows = [
-            scores(model, row, packing, device, entropy_gradient, routers=routers)
+            scores(model, row, packing, device, entropy_gradient, routers=routers, images=images)
             for row in batch.single_rows()
         ]
         lp, entropy, top = zip(*rows, strict=True)
@@ -52,7 +60,11 @@ def scores(
     attention = attention_arguments(packing, batch, device, sequence)
     if sequence is None:
         with nullcontext() if routers is None else routers.routing(batch, device):
-            scored_TK = _scored(model, batch, attention, device, entropy_gradient)
+            shown: AbstractContextManager[Mapping[str, Tensor]] = (
+                nullcontext(NO_IMAGES) if images is None else images.given_to(model, batch, device)
+            )
+            with shown as inputs:
+                scored_TK = _scored(model, batch, attention, device, entropy_gradient, inputs)
     else:
         part = sequence.slice_of(batch)
         own_TK = _scored(model, part, attention, device, entropy_gradient)
@@ -70,20 +82,22 @@ def _scored(
     attention: AttentionArguments,
     device: torch.device,
     entropy_gradient: bool,
+    inputs: Mapping[str, Tensor] = NO_IMAGES,
 ) -> Tensor:
     """[T, K + 2] of the tokens that this part predicts: log p of each, log p of the teacher's K most probable
-    tokens in its place, and the entropy. K is 0 without them."""
+    tokens in its place, and the entropy. K is 0 without them. `inputs` are those of images."""
     ids_TK = part.targets_T[:, None]
     if part.teacher_top is not None:
         ids_TK = np.concatenate([ids_TK, part.teacher_top.ids_TK], 1)
     targets_TK = torch.from_numpy(ids_TK).to(device)
     temperatures_T = torch.from_numpy(part.temperatures_T).to(device)
+    positions_1N = torch.from_numpy(part.positions_N).to(device)[None]
     with requesting_logprobs(targets_TK, temperatures_T, entropy_gradient) as request:
         output_1TV = model(
             input_ids=torch.from_numpy(part.ids_N).to(device)[None],
-            position_ids=torch.from_numpy(part.positions_N).to(device)[None],
             logits_to_keep=torch.from_numpy(part.predict_at_T).to(device),
             use_cache=False,
+            **({"position_ids": positions_1N} | dict(inputs)),
             **attention,
         ).logits
     if request.head is None:
@@ -92,6 +106,6 @@ def _scored(
             entropy_T = entropies(output_1TV[0], temperatures_T)
         return torch.cat([lp_TK, entropy_T[:, None]], -1)
     if not request.head.was_unchanged(output_1TV, request.result_1TK):
-        return _scored(model, part, attention, device, entropy_gradient)
+        return _scored(model, part, attention, device, entropy_gradient, inputs)
     scored_TK: Tensor = output_1TV[0]
     return scored_TK

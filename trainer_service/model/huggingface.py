@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from trainer_service.model.attention.packed_attention import set_attention
 from trainer_service.model.head.logprob_head import set_head
+from trainer_service.model.images import reads_images
 from trainer_service.model.routers import recompute_contexts
 from trainer_service.model.sharding.partitioned import load_partitioned
 
@@ -30,15 +31,19 @@ def load_model(
     """Load the base model. Its attention keeps packed rows apart, and its head computes log-probabilities of
     sampled tokens. It has no dropout, which would make them differ from the engine's. With a
     configuration of ZeRO 3, this rank gets a part of each weight."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    sees = reads_images(path)
     if zero_config is None:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = kind.from_pretrained(path, dtype=dtype)
     else:
         model = load_partitioned(path, dtype, zero_config)
-    set_attention(model, flash=flash and dtype is torch.bfloat16)
+    set_attention(model, flash=flash and dtype is torch.bfloat16 and not sees)
+    if sees:  # the patches of an image attend to each other
+        model.set_attn_implementation({"vision_config": "sdpa"})
     set_head(model)
     _disable_dropout(model)
     return model

@@ -22,6 +22,7 @@ from trainer_service.model.huggingface import (
     load_model,
     tensor_dtypes,
 )
+from trainer_service.model.images import image_inputs_of
 from trainer_service.model.lora import Adapters, AdapterSnapshot
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
 from trainer_service.model.randomness import random_states, restore_random_states, seed_everything
@@ -73,9 +74,10 @@ class DeepSpeedPolicy:
         self.routers = routers_of(model, settings)
         if self.routers is not None and settings.sequence_parallel > 1:
             raise SystemExit("trainer.sequence_parallel: mixtures of experts are trained with 1 only")
-        # Each row of a mixture replays its own experts.
-        shares = settings.share_prefixes and self.routers is None
-        self.shares_prefixes = shares and self._packing is Packing.SEGMENTS
+        self.images = image_inputs_of(model, settings)
+        # Each row of a mixture replays its own experts, and equal ids may stand for other images.
+        apart = self.routers is not None or self.images is not None
+        self.shares_prefixes = settings.share_prefixes and not apart and self._packing is Packing.SEGMENTS
         self._equal_cost_length = EQUAL_COST_WIDTHS * model.config.get_text_config().hidden_size
         self._entropy_gradient = settings.learns_entropy
         self._snapshots, self._copied = SnapshotMemory(), SnapshotMemory()
@@ -135,8 +137,8 @@ class DeepSpeedPolicy:
         return self._scores(self._engine, batch, self.routers)
 
     def _scores(self, model: Any, batch: MicroBatch, routers: Routers | None = None) -> TokenScores:
-        device, sequence = self._engine.device, self._parallel.sequence
-        return scores(model, batch, self._packing, device, self._entropy_gradient, sequence, routers)
+        device, more = self._engine.device, (self._parallel.sequence, routers, self.images)
+        return scores(model, batch, self._packing, device, self._entropy_gradient, *more)
 
     @torch.no_grad()
     def reference(self, batch: MicroBatch) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_queue.contract.records import Turn
+from trainer_service.rows.images import RowImage, in_pack, row_images, within
 from trainer_service.rows.packing import Pack, layout_of, packs_of
 from trainer_service.rows.top_tokens import TopTokens
 from trainer_service.rows.turns import Branch, branches
@@ -57,6 +58,8 @@ class Row:
     experts_LW: Experts | None = None
     """The experts that the engine chose for each token, layer after layer; -1 where they are not known. None:
     they are known for no token."""
+    images: tuple[RowImage, ...] = ()
+    """In the order of their places."""
 
     def __post_init__(self) -> None:
         if self.mask_L[0]:
@@ -99,6 +102,8 @@ class MicroBatch:
     experts_NW: Experts | None = None
     """The experts of each token, as in `Row`."""
     teacher_top: TopTokens | None = None
+    images: tuple[RowImage, ...] = ()
+    """Those of all rows, in the order of their places among the N tokens."""
 
     def cost(self, even_at: float) -> float:
         """The cost of a pass. The unit is the cost of one token without attention. In a row of `even_at`
@@ -134,6 +139,7 @@ class MicroBatch:
             rows_T=self.rows_T[in_T],
             experts_NW=None if self.experts_NW is None else self.experts_NW[start:end],
             teacher_top=None if self.teacher_top is None else self.teacher_top.at(in_T),
+            images=within(self.images, start, end),
         )
 
 
@@ -187,6 +193,7 @@ class PlannedRow:
             rewards_L=rewards_L,
             group_id=self.group_id,
             experts_LW=experts_LW,
+            images=row_images(self.branch),
         )
 
 
@@ -213,7 +220,9 @@ def planned_rows(
 
 def micro_batches(rows: Sequence[Row], max_tokens: int, share_prefixes: bool = False) -> Iterator[MicroBatch]:
     """Packs whole rows into few micro-batches of at most `max_tokens` tokens. A longer row stands alone. With
-    `share_prefixes`, a prefix that rows of a micro-batch have in common is in it once."""
+    `share_prefixes`, a prefix that rows of a micro-batch have in common is in it once. Rows with images share
+    none: equal ids may stand for other images."""
+    share_prefixes = share_prefixes and not any(row.images for row in rows)
     packs = packs_of([row.ids_L for row in rows], max_tokens, share_prefixes)
     return (_packed(rows, pack) for pack in packs)
 
@@ -270,6 +279,7 @@ def _packed(of_step: Sequence[Row], pack: Pack) -> MicroBatch:
         rows_T=np.repeat(np.array(list(layout.places)), lengths_R)[at_T],
         experts_NW=_experts(rows),
         teacher_top=TopTokens.joined([row.teacher_top for row in rows]),
+        images=in_pack([row.images for row in rows], [int(at_L[0]) for at_L in layout.places.values()]),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.verdicts import exclusion
+from trainer_service.rows.images import ImageRule
 
 Branch = tuple[Turn, ...]
 """The turns from a root to a tip. Each turn has only the tokens that it adds to its parent."""
@@ -33,14 +34,17 @@ def branches(turns: Sequence[Turn], trainable: Collection[str]) -> list[Branch]:
     return [_branch(tip, by_id) for tip in sorted(tips, key=_age)]
 
 
-def contradiction(turns: Sequence[Turn], vocab_size: int) -> str | None:
-    """The reason why the tree of turns cannot be trained; None if it can."""
+def contradiction(turns: Sequence[Turn], vocab_size: int, images: ImageRule | None = None) -> str | None:
+    """The reason why the tree of turns cannot be trained; None if it can. Without a rule of `images`, turns
+    that show images cannot."""
     by_id = {turn.turn_id: turn for turn in turns}
     for turn in turns:
         if turn.parent_id is not None and turn.parent_id not in by_id:
             return f"turn {turn.turn_id} continues turn {turn.parent_id}, which is not in the stream"
-        if turn.images:
+        if images is None and turn.images:
             return f"turn {turn.turn_id} shows images, which this trainer does not train"
+        if images is not None and (broken := images.complaint(turn)):
+            return broken
         if turn.parent_id is None and not turn.context_ids:
             return f"turn {turn.turn_id} has no prompt"
         largest = max([*turn.context_ids, *turn.output_ids], default=0)

@@ -17,6 +17,7 @@ from trainer_service.algorithms.kl import adapted_coefficient
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.comparison import Baselines, updated_baselines, with_advantages
 from trainer_service.groups.screening import ScreenedGroup, with_verdict, without_sessions
+from trainer_service.rows.images import ShownRows
 from trainer_service.rows.rows import Row
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.step.early_groups import EarlyGroups
@@ -69,11 +70,13 @@ class GroupTrainer:
         heartbeat: Heartbeat,
         attempts: StepAttempts,
         teacher: TeacherClient | None,
+        images: Callable[[Sequence[Row]], ShownRows[Row]],
     ) -> None:
+        """`images` gives rows the bytes of their images."""
         self._policy, self._algorithm, self._heartbeat = policy, algorithm, heartbeat
         self._attempts = attempts
         self._early = EarlyGroups(policy)
-        self._teacher = teacher
+        self._teacher, self._images = teacher, images
         self.baselines: Baselines = {}
         self._kl_coefficient = algorithm.kl.coefficient
         self._steps = 0
@@ -116,7 +119,10 @@ class GroupTrainer:
         remaining = self._early.remaining(groups)
         if not self._early.fills_a_pass(remaining, algorithm):
             return None
-        request = self._request(self._rows(remaining), version, algorithm)
+        shown = self._images(self._rows(remaining))
+        if shown.refused:
+            return None  # `ask_teacher` ends them
+        request = self._request(shown.rows, version, algorithm)
 
         def learn() -> None:
             with self._attempts.noted(groups):
@@ -129,26 +135,24 @@ class GroupTrainer:
 
     def ask_teacher(self, groups: list[ScreenedGroup]) -> ScoredRows:
         """The rows of a step, with the teacher's scores if there is a teacher. A session that the teacher
-        refuses ends; its group is trained without it. Waits until the teacher answers; raises Stopped if the
-        trainer is told to stop meanwhile."""
-        rows, teacher = self._rows(groups), self._teacher
-        if teacher is None:
-            return ScoredRows(groups, rows, [])
+        refuses, or whose images are gone, ends; its group is trained without it. Waits until the teacher
+        answers; raises Stopped if the trainer is told to stop meanwhile."""
+        shown, teacher = self._images(self._rows(groups)), self._teacher
+        left, ended = _parted(groups, shown.refused, "the store")
+        if teacher is None or not shown.rows:
+            return ScoredRows(left, shown.rows, ended)
         found = self._heartbeat.retry(
-            lambda: teacher.score(rows), TeacherUnavailable, "waiting", "the teacher to score the rows"
+            lambda: teacher.score(shown.rows), TeacherUnavailable, "waiting", "the teacher to score the rows"
         )
-        parted = [without_sessions(screened, found.refused) for screened in groups]
-        return ScoredRows(
-            [screened for screened in parted if not screened.skip_reason],
-            found.rows,
-            [screened for screened in parted if screened.skip_reason],
-        )
+        left, refused = _parted(left, found.refused, "the teacher")
+        return ScoredRows(left, found.rows, [*ended, *refused])
 
     def gradient_is_finite(
         self, groups: Sequence[ScreenedGroup], version: int, algorithm: AlgorithmSettings
     ) -> bool:
         """Compute the gradient of these groups alone. Changes nothing."""
-        return self._policy.gradient_is_finite(self._request(self._rows(groups), version, algorithm))
+        rows = self._images(self._rows(groups)).rows
+        return not rows or self._policy.gradient_is_finite(self._request(rows, version, algorithm))
 
     def step(
         self, scored: ScoredRows, version: int, algorithm: AlgorithmSettings
@@ -242,3 +246,14 @@ class GroupTrainer:
     def _request(self, rows: Sequence[Row], version: int, algorithm: AlgorithmSettings) -> StepRequest:
         algorithm = algorithm.with_kl_coefficient(self._kl_coefficient)
         return StepRequest(rows, version, algorithm, partial(self._heartbeat.beat, "training"))
+
+
+def _parted(
+    groups: Sequence[ScreenedGroup], refused: Mapping[str, str], by: str
+) -> tuple[list[ScreenedGroup], list[ScreenedGroup]]:
+    """The groups without the refused sessions, and those that have none left."""
+    if not refused:
+        return list(groups), []
+    parted = [without_sessions(screened, refused, by) for screened in groups]
+    ended = [screened for screened in parted if screened.skip_reason]
+    return [screened for screened in parted if not screened.skip_reason], ended

@@ -122,6 +122,7 @@ class DistributedPolicy:
         self.vocab_size, self.data_ranks = policy.vocab_size, policy.data_ranks
         self.shares_prefixes = policy.shares_prefixes
         self.replayed_width = policy.routers.replayed_width if policy.routers else 0
+        self.image_rule = policy.images.rule if policy.images else None
 
     def _may_spread(self, directory: Path) -> bool:
         if lacking := self._writers.without(directory):

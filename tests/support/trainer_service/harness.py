@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
+from rollout_queue.contract.stream import NO_IMAGES
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.memory import MemoryStream
 from tests.support.trainer_service.publications import InlineExecutor
@@ -163,9 +164,9 @@ class Agents:
         spec = SessionSpec(session_id=session_id, group_id=group_id, group_size=size, created_at=100.0)
         asyncio.run(self._stream.open_session(spec))
 
-    def call(self, *turns: Turn) -> None:
+    def call(self, *turns: Turn, images: Mapping[str, bytes] = NO_IMAGES) -> None:
         for each in turns:
-            asyncio.run(self._stream.append_turn(each, expires_at=1e12))
+            asyncio.run(self._stream.append_turn(each, expires_at=1e12, images=images))
 
     def reward(
         self, session_id: str, value: float, key: str = "k", turn_id: str | None = None, at: float = 102.0
@@ -281,7 +282,10 @@ class Harness:
             collective=collective,
         )
         api = GatewayClient(client, self.settings.push_timeout_s)
-        self.intake = Intake(self.stream, self.settings.algorithm, self.policy.vocab_size, heartbeat, metrics)
+        images = self.policy.images.rule if self.policy.images else None
+        self.intake = Intake(
+            self.stream, self.settings.algorithm, self.policy.vocab_size, heartbeat, metrics, images=images
+        )
         asked = httpx.MockTransport(lambda request: self.teacher(request))
         self.trainer = Trainer(
             settings=self.settings,

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from tests.support.images import noise_url
+
 Ending = tuple[str | None, float | None, bool, bool, dict[str, Any]]
 
 
@@ -69,6 +71,26 @@ class Lookup:
 
     def step(self, answer: str) -> Ending:
         return None, float(self.secret in answer), True, False, {}
+
+
+class Picture:
+    """Shows an image, and after the first answer another one."""
+
+    def reset(self, task: dict[str, int]) -> Any:
+        self.seed = task["seed"]
+        self.shown = 0
+        return self._show("what is it?")
+
+    def step(self, answer: str) -> Any:
+        if self.shown < 2:
+            return self._show("and this?"), None, False, False, {}
+        return None, float(answer == "noise"), True, False, {}
+
+    def _show(self, text: str) -> dict[str, Any]:
+        self.shown += 1
+        image = {"url": noise_url(96, 64, seed=2 * self.seed + self.shown)}
+        content = [{"type": "text", "text": text}, {"type": "image_url", "image_url": image}]
+        return {"role": "user", "content": content}
 
 
 class Race:

@@ -152,7 +152,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         actions=ActionLog(redis),
         identities=identities,
         renderer=renderer,
-        images=ImageReader(renderer.vision, settings.images, writer.images),
+        images=ImageReader(renderer.vision, settings.images, renderer.context_length, writer.images),
         redis=redis,
         writer=writer,
         deleter=RedisDeleter(redis),

@@ -96,6 +96,7 @@ class Generator:
             side_call = side_call_of(call.messages, call.tools, call.asked.get("max_tokens"))
             train = head.spec.train and (self._train_constrained or call.structural_tag is None)
             train = train and (head.spec.train_side_calls or side_call is None)
+            urls = [_data_url(call.images[image.sha256]) for image in prompt.images]
             for index in range(len(generations), len(generations) + n):
                 sampling = decide(head.spec.sampling, call, room, head.spec.train, index)
                 generations.append(
@@ -111,6 +112,7 @@ class Generator:
                         side_call=side_call,
                         pinned=pinned,
                         trial=trial,
+                        image_urls=urls,
                         max_row_tokens=self._max_row_tokens() if train else None,
                     )
                 )
@@ -211,7 +213,7 @@ class Generator:
             wish=generation.wish,
             input_ids=collapsed(prompt.prompt_ids.tolist(), prompt.images),
             prompt_tokens=len(prompt.prompt_ids) if prompt.images else None,
-            images=[_data_url(call.images[image.sha256]) for image in prompt.images],
+            images=list(generation.image_urls),
             image_pads=frozenset() if self._renderer.vision is None else self._renderer.vision.pads,
             parameters=engine_parameters(generation.sampling, self._renderer.stop_ids, call, interval),
             top_logprobs=call.top_logprobs,

@@ -1,19 +1,25 @@
 """Images in calls: the engine gets one pad for each, the turn records all, and their bytes lie once."""
 
 import hashlib
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from PIL import Image
+from pyarrow import parquet
 from tokenizers import Tokenizer
 
 from rollout_queue.contract.codec import decode
+from rollout_queue.contract.episodes import episode_of
 from rollout_queue.contract.records import Turn
+from rollout_queue.contract.rows import ExportRow, row_from_json
 from rollout_queue.redis import keys
-from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.gateway.fake_engine import Interruption
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.images import asking, data_url, encoded, image_of, noise_url, opened, shown
 from tests.support.tiny_vision_model import make_tiny_vision_model
 
@@ -171,6 +177,43 @@ def test_an_answer_of_an_engine_that_counts_other_tokens_is_not_recorded(seeing:
     assert turns_of(seeing, session["session_id"]) == []
 
 
+def test_another_engine_continues_an_answer_to_an_image(seeing: RunningGateway) -> None:
+    seeing.engine.script.extend(["so on and on", "so on and on"])
+    seeing.engine.interruptions.append(Interruption(2, "abort"))
+    session = seeing.session()
+    path = f"/sessions/{session['session_id']}{CHAT}"
+    assert "[DONE]" in seeing.post(path, {"messages": [asking(WIDE)], "stream": True}).text
+    one, two = seeing.engine.requests
+    assert two["image_data"] == one["image_data"]
+    (turn,) = turns_of(seeing, session["session_id"])
+    assert two["input_ids"] == [*one["input_ids"], *turn.output_ids[:2]]
+
+
+def test_no_engine_continues_an_answer_with_a_sampled_pad(
+    seeing: RunningGateway, tokens: Tokenizer, pad: int
+) -> None:
+    seeing.engine.script.append([pad, *tokens.encode("so on and on").ids])
+    seeing.engine.interruptions.append(Interruption(2, "abort"))
+    reply = seeing.post(CHAT, {"messages": [asking(WIDE)], "stream": True})
+    assert "error" in reply.text.splitlines()[-2]
+    assert len(seeing.engine.requests) == 1
+
+
+def test_images_that_do_not_fit_into_the_context_are_not_decoded(
+    backends: Backends, vision_model: Path, tokens: Tokenizer
+) -> None:
+    backends.clear(None)
+    backends.engine.tokenizer = tokens
+    cut_off = data_url(encoded(image_of(96, 64))[:500])
+    with backends.gateway(model_path=vision_model, context_length=70) as gateway:
+        large = noise_url(256, 256)
+        for images in ([large, WIDE, cut_off], [large, noise_url(256, 256, 1)]):
+            reply = gateway.post(CHAT, {"messages": [asking(*images)]})
+            error = reply.json()["error"]
+            place = f"messages[0].content[{len(images) - 1}].image_url.url"
+            assert (error["code"], error["param"]) == ("context_length_exceeded", place), error
+
+
 ANIMATED = encoded(image_of(64, 64), "PNG", save_all=True, append_images=[image_of(64, 64, 1)])
 
 
@@ -314,3 +357,30 @@ def test_processors_without_sizes_are_refused_at_the_start(
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"patch_size": 16}))
     with pytest.raises(SystemExit, match=r"preprocessor_config\.json"), backends.gateway(model_path=tmp_path):
         pass
+
+
+def test_exports_show_where_images_lie_and_an_admin_reads_their_bytes(seeing: RunningGateway) -> None:
+    session = seeing.session()
+    say(seeing, session, asking("look", WIDE))
+    seeing.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
+    (turn,) = turns_of(seeing, session["session_id"])
+    (row,) = map(row_from_json, seeing.get("/admin/export", key=ADMIN_KEY).content.splitlines())
+    assert isinstance(row, ExportRow)
+    assert row.images == turn.images
+    assert episode_of([row]).turns[0].images == turn.images
+    packed = seeing.get("/admin/export?format=parquet", key=ADMIN_KEY).content
+    (line,) = parquet.read_table(io.BytesIO(packed)).to_pylist()
+    assert line["images"] == [{**structs.asdict(turn.images[0]), "grid": [1, 4, 6]}]
+    (shown,) = seeing.turns(session)
+    assert shown["images"] == line["images"]
+    assert seeing.get("/admin/export?format=trl", key=ADMIN_KEY).content == b""
+    left_out = seeing.get("/admin/export?format=left_out", key=ADMIN_KEY).json()
+    assert "images" in left_out["verdict"]["detail"]
+    path = f"/admin/images/{turn.images[0].sha256}"
+    found = seeing.get(path, key=ADMIN_KEY)
+    assert (found.headers["content-type"], data_url(found.content)) == (
+        "image/png",
+        seeing.engine.requests[0]["image_data"][0],
+    )
+    assert seeing.get(path).status_code == 403
+    assert seeing.get(f"/admin/images/{'0' * 64}", key=ADMIN_KEY).status_code == 404

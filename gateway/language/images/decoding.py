@@ -56,10 +56,11 @@ def bytes_of(url: str, where: str, max_bytes: int) -> bytes:
         raise refusal(where, "not base64") from error
 
 
-def png_of(data: bytes, where: str, vision: Vision, max_pixels: int) -> Png:
+def png_of(data: bytes, where: str, vision: Vision, max_pixels: int, max_tokens: int) -> Png:
     """The image as the engine gets it.
 
-    Raises InvalidRequest for other formats, animations, more than `max_pixels`, and what cannot be decoded.
+    Raises InvalidRequest for other formats, animations, more than `max_pixels`, an image of more than
+    `max_tokens`, and what cannot be decoded. All but the last one is known before anything is decoded.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
@@ -68,21 +69,28 @@ def png_of(data: bytes, where: str, vision: Vision, max_pixels: int) -> Png:
                 raise refusal(where, f"{width} by {height} pixels; an image has at most {max_pixels} in all")
             if getattr(opened, "is_animated", False):
                 raise refusal(where, "an animation; send one image")
+            if vision.tokens(*_size(vision, width, height, where)) > max_tokens:
+                message = f"{where}: with this image, the prompt has more tokens than the context holds"
+                raise InvalidRequest(message, param=where, code="context_length_exceeded")
             plain = _in_rgb(ImageOps.exif_transpose(opened))
     except UnidentifiedImageError as error:
         raise refusal(where, "no PNG, JPEG or WebP") from error
     except UNREADABLE as error:
         raise refusal(where, f"the image cannot be decoded: {str(error)[:200]}") from error
-    try:
-        size = vision.size(*plain.size)
-    except InvalidRequest as error:
-        raise refusal(where, error.message) from error
+    size = _size(vision, *plain.size, where)
     if size != plain.size:
         plain = plain.resize(size, Image.Resampling.BICUBIC)
     written = io.BytesIO()
     plain.save(written, "PNG", compress_level=COMPRESSION)
     png = written.getvalue()
     return Png(DecodedImage(sha256(png).hexdigest(), *size), png)
+
+
+def _size(vision: Vision, width: int, height: int, where: str) -> tuple[int, int]:
+    try:
+        return vision.size(width, height)
+    except InvalidRequest as error:
+        raise refusal(where, error.message) from error
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:

@@ -40,10 +40,12 @@ class ImageReader:
         self,
         vision: Vision | None,
         settings: ImageSettings,
+        context_length: int,
         stored: Stored,
         fetcher: ImageFetcher | None = None,
     ) -> None:
         self._vision, self._settings, self._stored = vision, settings, stored
+        self._context_length = context_length
         self._fetcher = fetcher or ImageFetcher(settings.hosts, settings.max_bytes, settings.fetch_timeout_s)
         self._kept: OrderedDict[bytes, Png] = OrderedDict()
         """By the digest of the client's bytes, the oldest first."""
@@ -66,10 +68,11 @@ class ImageReader:
         if missing := known - pngs.keys():
             message = f"messages: image {min(missing)} of an earlier response is no longer stored"
             raise InvalidRequest(message, param="messages")
-        read: dict[int, dict[str, Any]] = {}
+        left, read = self._context_length, dict[int, dict[str, Any]]()
         for part in parts:
             if "sha256" not in part:
-                png = await self._png(part["url"], part["where"], self._vision)
+                png = await self._png(part["url"], part["where"], self._vision, left)
+                left -= self._vision.tokens(png.image.width, png.image.height)
                 pngs[png.image.sha256] = png.data
                 read[id(part)] = png.image.part
         return ReadImages([_with_hashes(message, read) for message in messages], pngs)
@@ -82,7 +85,8 @@ class ImageReader:
     def close(self) -> None:
         self._threads.shutdown()
 
-    async def _png(self, url: str, where: str, vision: Vision) -> Png:
+    async def _png(self, url: str, where: str, vision: Vision, max_tokens: int) -> Png:
+        """The image at the address. One that was read before is not decoded again."""
         settings = self._settings
         if url[:5].lower() == "data:":
             data = bytes_of(url, where, settings.max_bytes)
@@ -92,8 +96,9 @@ class ImageReader:
             data = await self._fetcher.fetch(url, where)
         digest = sha256(data).digest()
         if (png := self._kept.get(digest)) is None:
-            loop, arguments = asyncio.get_running_loop(), (data, where, vision, settings.max_pixels)
-            png = await loop.run_in_executor(self._threads, png_of, *arguments)
+            bounds = (settings.max_pixels, max_tokens)
+            loop = asyncio.get_running_loop()
+            png = await loop.run_in_executor(self._threads, png_of, data, where, vision, *bounds)
         self._keep(digest, png)
         return png
 

@@ -106,14 +106,9 @@ class JobRoutes:
         if asked and body.validation_file is None:
             name = f"method.reinforcement.hyperparameters.{asked[0]}"
             raise BadInput(f"{name} needs a validation_file", name)
-        files = {"training": body.training_file, "validation": body.validation_file}
-        given = {
-            name: self._files.path(self._files.get(file_id, f"{name}_file"))
-            for name, file_id in files.items()
-            if file_id is not None
-        }
-        for name, path in given.items():
+        for name, path in self._given(body).items():
             await self._check(path, f"{name}_file")
+        given = self._given(body)  # one may have been deleted meanwhile
         job = FineTuningJob(
             id=f"ftjob-{new_id()}",
             number=self._jobs.next_number,
@@ -129,12 +124,23 @@ class JobRoutes:
         self._queue.add(job)
         return job
 
+    def _given(self, body: JobRequest) -> dict[str, Path]:
+        """The files of a job. Raises BadInput."""
+        files = {"training": body.training_file, "validation": body.validation_file}
+        return {
+            name: self._files.path(self._files.get(file_id, f"{name}_file"))
+            for name, file_id in files.items()
+            if file_id is not None
+        }
+
     async def _check(self, path: Path, param: str) -> None:
         """Raises BadInput."""
         try:
             await asyncio.to_thread(RowFile, path, self._limits)
-        except BadRow as error:
-            raise BadInput(str(error), param) from error
+        except (BadRow, FileNotFoundError) as error:
+            raise BadInput(
+                str(error) if isinstance(error, BadRow) else "the file was deleted", param
+            ) from error
 
 
 def _selected(job: FineTuningJob, request: Request) -> bool:

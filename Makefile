@@ -158,10 +158,12 @@ $(TRAINERS): run/clients/%/installed: tests/clients/%/requirements.txt $(LOCKS)/
 	@touch $@
 
 # A library of environments, in a Python environment of its own.
-run/environments/%/installed: environments/requirements/%.txt
+run/environments/%/installed: environments/requirements/%.txt $(LOCKS)/build.txt
 	@$(call new_environment,run/environments/$*)
 	@echo "installing the environments of $* into run/environments/$*"
+	@run/environments/$*/bin/python $(LOCKED) -r $(LOCKS)/build.txt
 	@run/environments/$*/bin/python $(LOCKED) -r $<
+	@run/environments/$*/bin/python environments/hosts/programs/prepare.py $*
 	@touch $@
 
 run/clients/openai_npm/installed: $(wildcard tests/clients/openai_npm/package*.json)

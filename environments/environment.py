@@ -1,5 +1,4 @@
-"""The two protocols of environments: a source gives tasks and environments, an environment plays one
-episode."""
+"""The protocols of environments: a source gives tasks, and an environment plays one episode."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -27,8 +26,8 @@ class Environment(Protocol):
     async def close(self) -> None: ...
 
 
-class EnvironmentSource(Protocol):
-    """Where tasks and environments come from."""
+class TaskSource(Protocol):
+    """Where tasks come from."""
 
     @property
     def description(self) -> Description: ...
@@ -36,8 +35,12 @@ class EnvironmentSource(Protocol):
     async def tasks(self, seed: int, start: int, count: int) -> Sequence[Task]:
         """Tasks `start` to `start + count`, fewer at the end. The same seed gives the same tasks."""
 
-    def environment(self) -> Environment: ...
-
     async def __aenter__(self) -> Any: ...
 
     async def __aexit__(self, *error: object) -> None: ...
+
+
+class EnvironmentSource(TaskSource, Protocol):
+    """Tasks, and the environments in which an agent loop plays them."""
+
+    def environment(self) -> Environment: ...

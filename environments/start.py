@@ -5,6 +5,7 @@ run/environments/NAME/   run.json   journal.jsonl   summary.json   reward.png   
 
 import importlib
 import json
+import re
 import secrets
 import sys
 import time
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from environments.environment import EnvironmentSource
-from environments.episodes.episode import EpisodePlayer, Loop
+from environments.episodes.episode import EpisodePlayer, Plays
+from environments.episodes.looped import Loop, LoopedEpisodes
+from environments.episodes.rollouts.episodes import LibraryEpisodes, one_address, own_addresses
 from environments.episodes.seats import SeatPlan
 from environments.errors import RunStopped, UnknownEnvironment
-from environments.hosts.libraries import host_command, tools_command
-from environments.hosts.pool import HostedEnvironments
+from environments.hosts.libraries import PLAY_THEMSELVES, host_command, tools_command
+from environments.hosts.pool import HostedEnvironments, HostedLibrary
 from environments.loops import conversation, players
 from environments.openenv.server import OpenEnvServer
 from environments.results.journal import EpisodeEnded, GroupBegun, Journal, entries_of, write_document
@@ -34,10 +37,12 @@ from environments.runs.run import Run
 from environments.runs.task_order import TaskOrder
 from environments.session_client import SessionClient
 from environments.settings import RunSettings
-from environments.task import NOT_ALLOWED
 from environments.tools.servers import ToolServers
 
 Say = Callable[[str], None]
+Source = EnvironmentSource | HostedLibrary
+NOT_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+"""What the id of a run does not have: libraries name directories and containers after its sessions."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ async def play_run(
 ) -> dict[str, Any]:
     """Play a run and return its summary. Raises UnknownEnvironment, GatewayFault and RunStopped."""
     _refuse_mixing(place.run_dir, resume)
+    _refuse_what_a_library_decides(settings, loop)
     source = source_of(settings, place)
     async with source, SessionClient(place.gateway_url, place.client_key, settings.wait_s) as gateway:
         return await _play(settings, place, source, gateway, say, loop, resume)
@@ -65,7 +71,7 @@ async def play_run(
 async def _play(
     settings: RunSettings,
     place: RunPlace,
-    source: EnvironmentSource,
+    source: Source,
     gateway: SessionClient,
     say: Say,
     loop: str | None,
@@ -97,7 +103,7 @@ async def _play(
 def _evaluations(
     settings: RunSettings,
     place: RunPlace,
-    source: EnvironmentSource,
+    source: Source,
     gateway: SessionClient,
     say: Say,
     loop: str | None,
@@ -127,7 +133,7 @@ def _silent(line: str) -> None:
 async def opened_run(
     settings: RunSettings,
     place: RunPlace,
-    source: EnvironmentSource,
+    source: Source,
     loop: Loop | str | None = None,
     resume: bool = False,
 ) -> AsyncIterator[tuple[Run, SessionClient]]:
@@ -146,7 +152,7 @@ async def opened_run(
 async def _begun(
     settings: RunSettings,
     place: RunPlace,
-    source: EnvironmentSource,
+    source: Source,
     gateway: SessionClient,
     loop: Loop | str | None,
     resume: bool,
@@ -157,9 +163,15 @@ async def _begun(
         yield await _run(settings, place, run_id, source, gateway, journal, loop)
 
 
-def source_of(settings: RunSettings, place: RunPlace) -> EnvironmentSource:
+def source_of(settings: RunSettings, place: RunPlace) -> Source:
     """The environments that the settings name: those of an OpenEnv server, or of a library in hosts. Raises
     UnknownEnvironment."""
+    if settings.library in PLAY_THEMSELVES:
+        options = {"max_turns": settings.max_turns, **settings.options}
+        command = host_command(
+            settings.library, settings.name, options, settings.python, place.environments_dir
+        )
+        return HostedLibrary(command, place.directory, settings.hosts, settings.step_s)
     if settings.library == "openenv":
         source: EnvironmentSource = OpenEnvServer(settings)
     else:
@@ -173,11 +185,27 @@ def source_of(settings: RunSettings, place: RunPlace) -> EnvironmentSource:
     return ToolServers(source, settings.tool_servers, host, place.directory, settings.step_s)
 
 
+def _plays(
+    settings: RunSettings, place: RunPlace, source: Source, gateway: SessionClient, loop: Loop | str | None
+) -> Plays:
+    """Who plays the episodes: the library itself, or an agent loop."""
+    limits: dict[str, Any] = {
+        "time_limit_s": settings.episode_s,
+        "graded_elsewhere": settings.graded_elsewhere,
+    }
+    if isinstance(source, HostedLibrary):
+        known_by_header = settings.library == "verifiers"
+        address = one_address(place.gateway_url, place.client_key) if known_by_header else own_addresses
+        return LibraryEpisodes(source, address, source=settings.environment, **limits).play
+    found = loop if callable(loop) else loop_of(loop, source.description.players)
+    return LoopedEpisodes(gateway, source, found, max_turns=settings.max_turns, **limits).play
+
+
 async def _run(
     settings: RunSettings,
     place: RunPlace,
     run_id: str,
-    source: EnvironmentSource,
+    source: Source,
     gateway: SessionClient,
     journal: Journal,
     loop: Loop | str | None,
@@ -186,18 +214,11 @@ async def _run(
         raise UnknownEnvironment(f"{settings.environment} has one player, so it has no opponent")
     entries = entries_of(place.run_dir)
     model = settings.model or await gateway.model_name()
-    plan = SeatPlan(run_id, settings, model, source.description.players)
+    plan = SeatPlan(run_id, settings, model, source.description.players, source.description.frozen)
     known = source.description.task_count or 0
     size = min(settings.tasks, known) if settings.tasks and known else settings.tasks or known
     order = TaskOrder(source, settings.seed, size, settings.skip_after, once=settings.mode == "eval")
-    player = EpisodePlayer(
-        gateway,
-        source,
-        loop if callable(loop) else loop_of(loop, source.description.players),
-        max_turns=settings.max_turns,
-        time_limit_s=settings.episode_s,
-        graded_elsewhere=settings.graded_elsewhere,
-    )
+    player = EpisodePlayer(gateway, _plays(settings, place, source, gateway, loop))
     again, found = await unfinished_groups(gateway, plan, journal, entries)
     begun = [each for each in entries if isinstance(each, GroupBegun)]
     order.visit = max((each.visit + 1 for each in begun), default=0)
@@ -222,6 +243,15 @@ def loop_of(name: str | None, player_count: int) -> Loop:
     return found
 
 
+def _refuse_what_a_library_decides(settings: RunSettings, loop: str | None) -> None:
+    """Raises UnknownEnvironment for what a library that plays by itself has no use for."""
+    given = {"loop": loop, "opponent": settings.opponent, "tool servers": settings.tool_servers}
+    if settings.library in PLAY_THEMSELVES and (taken := [name for name in given if given[name]]):
+        raise UnknownEnvironment(
+            f"{settings.library} plays its episodes itself, so it takes no {' and no '.join(taken)}"
+        )
+
+
 def _refuse_mixing(run_dir: Path, resume: bool) -> None:
     """Raises RunStopped if the directory holds another run, or none to resume."""
     exists = (run_dir / "run.json").exists()
@@ -233,7 +263,7 @@ def _refuse_mixing(run_dir: Path, resume: bool) -> None:
 
 def _begin(settings: RunSettings, run_dir: Path) -> str:
     """Write `run.json`; returns the id of the new run."""
-    run_id = f"{NOT_ALLOWED.sub('-', settings.environment)[:60]}-{secrets.token_hex(4)}"
+    run_id = f"{NOT_A_NAME.sub('-', settings.environment)[:60]}-{secrets.token_hex(4)}"
     document = {"run": run_id, "settings": settings.model_dump(mode="json"), "began_at": time.time()}
     write_document(run_dir / "run.json", document)
     return run_id

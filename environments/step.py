@@ -34,6 +34,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     version: str = ""
     players: int = 1
+    frozen: tuple[int, ...] = ()
+    """The players that never learn."""
     tools: tuple[dict[str, Any], ...] = ()
     task_count: int | None = None
     """None if there is no end of tasks."""

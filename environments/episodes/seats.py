@@ -1,5 +1,6 @@
 """Names the sessions of a run's episodes, and says what the gateway is to know of each."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +22,30 @@ class SeatPlan:
     settings: RunSettings
     model: str
     players: int
+    frozen: Collection[int] = ()
+    """The players that the environment never has learn."""
 
     def seats(self, task: Task, group: int, member: int, size: int, attempt: int) -> list[Seat]:
         """The seats of an episode. In a game with an opponent, one player learns: another one in each
         group."""
         learner = group % self.players if self.settings.opponent else None
         return [
-            self._seat(task, group, member, size, attempt, player, learner in (None, player))
+            self._seat(
+                task,
+                group,
+                member,
+                size,
+                attempt,
+                player,
+                learner in (None, player) and player not in self.frozen,
+            )
             for player in range(self.players)
         ]
 
     def _seat(
         self, task: Task, group: int, member: int, size: int, attempt: int, player: int, learns: bool
     ) -> Seat:
-        model = self.model if learns else str(self.settings.opponent)
+        model = self.model if learns else self.settings.opponent or self.model
         again = f".r{attempt}" if attempt else ""
         trained = learns and self.settings.mode == "train"
         enforced = {

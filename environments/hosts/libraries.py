@@ -1,4 +1,4 @@
-"""Finds the Python of an environment's library, and the program that wraps the library."""
+"""Finds the Python of an environment's library, and the program that serves the library."""
 
 import json
 import sys
@@ -8,13 +8,17 @@ from typing import Any
 
 from environments.errors import UnknownEnvironment
 
-PROGRAM = Path(__file__).parent / "programs" / "serve.py"
+PROGRAMS = Path(__file__).parent / "programs"
 WRAPPERS = {
     "python": "python_class",
     "gymnasium": "with_gymnasium",
     "reasoning_gym": "with_reasoning_gym",
     "textarena": "with_textarena",
+    "verifiers": "with_verifiers",
+    "verifiers_v0": "with_verifiers_v0",
 }
+PLAY_THEMSELVES = ("verifiers", "verifiers_v0")
+"""The libraries that play whole episodes."""
 
 
 def host_command(
@@ -26,12 +30,13 @@ def host_command(
         known = ", ".join(sorted([*WRAPPERS, "openenv"]))
         raise UnknownEnvironment(f"there are no environments of {library!r}, only of {known}")
     interpreter = python or _interpreter(library, environments_dir)
-    return [str(interpreter), str(PROGRAM), WRAPPERS[library], name, json.dumps(dict(options))]
+    program = PROGRAMS / ("play.py" if library in PLAY_THEMSELVES else "serve.py")
+    return [str(interpreter), str(program), WRAPPERS[library], name, json.dumps(dict(options))]
 
 
 def tools_command(environments_dir: Path) -> list[str]:
     """The command of the host that calls the tools of MCP servers."""
-    return [str(_interpreter("mcp", environments_dir)), str(PROGRAM.with_name("tool_servers.py"))]
+    return [str(_interpreter("mcp", environments_dir)), str(PROGRAMS / "tool_servers.py")]
 
 
 def _interpreter(library: str, environments_dir: Path) -> Path:

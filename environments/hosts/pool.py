@@ -1,10 +1,15 @@
-"""A pool of hosts: gives each new episode to the host that runs the fewest."""
+"""Pools of hosts: each new episode goes to the host that runs the fewest.
+
+HostPool ──┬─ HostedEnvironments   environments that an agent loop plays, step by step
+           └─ HostedLibrary        a library that plays whole episodes itself
+"""
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -17,8 +22,9 @@ from environments.task import Task, task_id
 STARTS_WITHIN_S = 120.0
 
 
-class HostedEnvironments:
-    """Environments in `count` host processes. `step_s` is how long one request may take, in seconds."""
+class HostPool:
+    """`count` host processes, and the tasks that they know. `step_s` is how long one request may take, in
+    seconds."""
 
     def __init__(self, command: Sequence[str], directory: Path, count: int, step_s: float) -> None:
         self._hosts = [HostProcess(command, directory, STARTS_WITHIN_S) for _ in range(count)]
@@ -33,7 +39,7 @@ class HostedEnvironments:
             raise RuntimeError("the hosts have not been started")
         return self._description
 
-    async def __aenter__(self) -> "HostedEnvironments":
+    async def __aenter__(self) -> Self:
         """Start the hosts. Raises UnknownEnvironment with what the first one printed."""
         try:
             await asyncio.gather(*(host.start() for host in self._hosts))
@@ -53,10 +59,11 @@ class HostedEnvironments:
         given = await host.ask("tasks", within_s=STARTS_WITHIN_S, seed=seed, start=start, count=count)
         return [Task(task_id(self.description.name, each["id"]), each["data"]) for each in given]
 
-    def environment(self) -> Environment:
+    def take(self) -> tuple[int, str]:
+        """The number of the host for a new episode, and the episode's name there."""
         number = min(self._running, key=lambda each: self._running[each])
         self._running[number] += 1
-        return HostedEnvironment(self, number, str(next(self._numbers)), self._step_s)
+        return number, str(next(self._numbers))
 
     def ready(self, number: int) -> HostProcess:
         return self._hosts[number]
@@ -65,10 +72,17 @@ class HostedEnvironments:
         self._running[number] -= 1
 
 
+class HostedEnvironments(HostPool):
+    """Environments that an agent loop plays."""
+
+    def environment(self) -> Environment:
+        return HostedEnvironment(self, *self.take(), self._step_s)
+
+
 class HostedEnvironment:
     """One episode's environment in a host. It dies with the process that it began in."""
 
-    def __init__(self, pool: HostedEnvironments, number: int, episode: str, step_s: float) -> None:
+    def __init__(self, pool: HostPool, number: int, episode: str, step_s: float) -> None:
         self._pool, self._number, self._episode, self._step_s = pool, number, episode, step_s
         self._host = pool.ready(number)
         self._generation: int | None = None
@@ -105,3 +119,40 @@ class HostedEnvironment:
         if self._generation != self._host.generation:
             raise HostDied("the environment's process has ended")
         return await self._host.ask(do, self._episode, within_s or self._step_s, **given)
+
+
+class HostedLibrary(HostPool):
+    """A library that plays whole episodes itself, many side by side in one host."""
+
+    async def play(self, **given: Any) -> Any:
+        """What became of an episode. Who is cancelled meanwhile cancels it in the library, too.
+
+        An episode may take as long as it likes, but its host has to answer: one that does not within `step_s`
+        is killed. Raises EnvironmentFault with the library's error, and HostDied.
+        """
+        number, episode = self.take()
+        host = self.ready(number)
+        try:
+            await host.start()
+            async with self._watched(host):
+                return await host.ask("play", episode, within_s=None, **given)
+        except asyncio.CancelledError:
+            host.tell("cancel", episode)
+            raise
+        finally:
+            self.left(number)
+
+    @asynccontextmanager
+    async def _watched(self, host: HostProcess) -> AsyncIterator[None]:
+        """Ask the host from time to time whether it lives."""
+        watching = asyncio.create_task(self._watch(host))
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch(self, host: HostProcess) -> None:
+        while True:
+            await asyncio.sleep(self._step_s)
+            await host.ask("ping", within_s=self._step_s)  # a host that does not answer is killed

@@ -52,7 +52,9 @@ class HostProcess:
         described: dict[str, Any] = await self.ask("describe", within_s=self._starts_within_s)
         return described
 
-    async def ask(self, do: str, episode: str | None = None, within_s: float = 60.0, **given: Any) -> Any:
+    async def ask(
+        self, do: str, episode: str | None = None, within_s: float | None = 60.0, **given: Any
+    ) -> Any:
         """The answer to one request. Raises EnvironmentFault with the library's error, and HostDied."""
         if self._process is None or self._process.stdin is None:
             raise HostDied("the environment's process has ended")
@@ -65,8 +67,8 @@ class HostProcess:
             async with asyncio.timeout(within_s):
                 return await answer
         except TimeoutError:
-            self.kill(f"the environment did not answer {do!r} within {within_s:.0f} s")
-            raise HostDied(f"the environment did not answer {do!r} within {within_s:.0f} s") from None
+            self.kill(f"the environment did not answer {do!r} within {within_s or 0:.0f} s")
+            raise HostDied(f"the environment did not answer {do!r} within {within_s or 0:.0f} s") from None
         finally:
             self._waiting.pop(number, None)
 

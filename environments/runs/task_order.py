@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from environments.environment import EnvironmentSource
+from environments.environment import TaskSource
 from environments.errors import RunStopped
 from environments.task import Task
 
@@ -23,7 +23,7 @@ class TaskOrder:
     tried again, because the model has changed.
     """
 
-    source: EnvironmentSource
+    source: TaskSource
     seed: int
     size: int
     skip_after: int = 0

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 from environments.episodes.episode import EpisodePlayer, Seat
+from environments.episodes.looped import LoopedEpisodes
 from environments.step import Step
 from environments.task import Task
 from tests.support.environments.nothing import NoEnvironments
@@ -32,9 +33,10 @@ async def ends(*_: Any) -> Step:
 
 async def test_an_episode_that_is_cancelled_while_it_ends_has_ended() -> None:
     gateway: Any = SlowGateway()
-    player = EpisodePlayer(
+    looped = LoopedEpisodes(
         gateway, NoEnvironments(), ends, max_turns=1, time_limit_s=60, graded_elsewhere=True
     )
+    player = EpisodePlayer(gateway, looped.play)
     playing = asyncio.create_task(player.play(Task("t", {}), SEATS, [{}, {}]))
     await gateway.asked.wait()
     playing.cancel()

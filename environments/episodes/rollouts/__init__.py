@@ -1,0 +1,1 @@
+"""Episodes that a library plays itself, in sessions of this run."""

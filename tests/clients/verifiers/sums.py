@@ -1,0 +1,89 @@
+"""A taskset of verifiers with two named rewards, which fails in the way that its settings name."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import verifiers.v1 as vf
+from verifiers.v1.envs.single_agent import SingleAgentEnv
+
+
+class SumData(vf.TaskData):
+    answer: str
+    number: int
+
+
+class SumTaskConfig(vf.TaskConfig):
+    how: str = "right"
+    fails: int = 1
+    """How many of the first tasks fail."""
+
+
+class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace: vf.Trace) -> float:
+        if self.data.number < self.config.fails:
+            self._fail()
+            await asyncio.sleep(1000 if self.config.how == "waits" else 0)  # until it is cancelled
+        return float(trace.last_reply.strip() == self.data.answer)
+
+    @vf.reward(weight=0.25)
+    async def brief(self, trace: vf.Trace) -> float:
+        return 1.0 / len(trace.last_reply)
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
+    def _fail(self) -> None:
+        if self.config.how == "raises":
+            raise RuntimeError("the grader is gone")
+        if self.config.how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.config.how == "hangs":
+            time.sleep(1000)  # until the host is killed
+
+
+class SumsConfig(vf.TasksetConfig):
+    task: SumTaskConfig = SumTaskConfig()
+    count: int = 6
+    record: str = ""
+    """A file for what the library knows of each trace."""
+
+
+class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
+    def load(self):
+        return [
+            SumTask(
+                SumData(prompt=f"what is {n} + 3?", answer=str(n + 3), number=n, id=str(n)), self.config.task
+            )
+            for n in range(self.config.count)
+        ]
+
+
+class SumsEnv(SingleAgentEnv):
+    async def finalize(self, task, episode):
+        if record := self.taskset.config.record:
+            write(Path(record), [known(trace) for trace in episode.traces])
+
+
+def write(path, documents):
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(each) + "\n" for each in documents)
+
+
+def known(trace):
+    return {
+        "id": trace.id,
+        "rewards": {name: given.value for name, given in trace.rewards.items() if given is not None},
+        "branches": [
+            {"ids": branch.token_ids, "sampled": branch.sampled_mask, "logprobs": branch.logprobs}
+            for branch in trace.branches
+        ],
+    }
+
+
+__all__ = ["SumsEnv", "SumsTaskset"]

@@ -26,8 +26,12 @@ class HostPool:
     """`count` host processes, and the tasks that they know. `step_s` is how long one request may take, in
     seconds."""
 
+    ends_within_s = 0.0
+
     def __init__(self, command: Sequence[str], directory: Path, count: int, step_s: float) -> None:
-        self._hosts = [HostProcess(command, directory, STARTS_WITHIN_S) for _ in range(count)]
+        self._hosts = [
+            HostProcess(command, directory, STARTS_WITHIN_S, self.ends_within_s) for _ in range(count)
+        ]
         self._running = dict.fromkeys(range(count), 0)
         self._numbers = itertools.count()
         self._step_s = step_s
@@ -122,7 +126,10 @@ class HostedEnvironment:
 
 
 class HostedLibrary(HostPool):
-    """A library that plays whole episodes itself, many side by side in one host."""
+    """A library that plays whole episodes itself, many side by side in one host. It may have started
+    containers, so it is given time to end them."""
+
+    ends_within_s = 20.0
 
     async def play(self, **given: Any) -> Any:
         """What became of an episode. Who is cancelled meanwhile cancels it in the library, too.

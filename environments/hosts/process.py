@@ -2,8 +2,8 @@
 
 runner ── a line of JSON on stdin ──▶ hosts/programs/serve.py ── a line of JSON on stdout ──▶ runner
 
-A host that dies, or that does not answer in time, is killed with its process group; every episode that it
-runs then ends with HostDied. The next request starts a new process.
+A host that dies, or that does not answer in time, is killed with everything that it started; every episode
+that it runs then ends with HostDied. The next request starts a new process.
 """
 
 import asyncio
@@ -12,10 +12,14 @@ import itertools
 import json
 import logging
 import os
+import re
+import secrets
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from environments.errors import EnvironmentFault, HostDied
 
@@ -25,13 +29,24 @@ MOST_LINE = 32 * 2**20
 """The most bytes of one answer."""
 ERROR_LINES = 8
 """How many of the last lines that a host printed its end is told with."""
+MARK = "WEIR_HOST"
+"""A variable that a host leaves to everything that it starts, by which that is found and ended."""
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH")
+NETWORK = re.compile(r"UV_\w+|SSL_CERT_\w+|(HTTPS?|ALL|NO)_PROXY", re.IGNORECASE)
+"""How a library reaches the network, for instance to install an agent."""
+SECRET = re.compile(r"PASSWORD|TOKEN|KEY|USERNAME", re.IGNORECASE)
 
 
 class HostProcess:
     """Sends requests to a child process, many at a time, and starts it anew after its death."""
 
-    def __init__(self, command: Sequence[str], directory: Path, starts_within_s: float) -> None:
-        self._command, self._directory, self._starts_within_s = command, directory, starts_within_s
+    def __init__(
+        self, command: Sequence[str], directory: Path, starts_within_s: float, ends_within_s: float = 0.0
+    ) -> None:
+        """`ends_within_s` is how long the process may take to clean up when it is closed, in seconds."""
+        self._command, self._directory = command, directory
+        self._starts_within_s, self._ends_within_s = starts_within_s, ends_within_s
+        self._mark = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -83,13 +98,17 @@ class HostProcess:
         process, self._process = self._process, None
         if process is not None:
             logger.warning("host %d is killed: %s", process.pid, why)
-            _kill_group(process.pid)
+            self._kill_all(process.pid)
             self._fail(why)
 
     async def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            _kill_group(process.pid)
+            if self._ends_within_s and process.stdin is not None:
+                process.stdin.close()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), self._ends_within_s)
+            self._kill_all(process.pid)
             await process.wait()
         for reader in self._readers:
             reader.cancel()
@@ -104,7 +123,7 @@ class HostProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 cwd=self._directory,
-                env=inherited(os.environ),
+                env=inherited(os.environ) | {MARK: self._mark},
                 limit=MOST_LINE,
                 start_new_session=True,
             )
@@ -124,7 +143,7 @@ class HostProcess:
                 except (ValueError, KeyError, TypeError):
                     break
         if self._process is process:
-            _kill_group(process.pid)
+            self._kill_all(process.pid)
             code = await process.wait()
             self._process = None
             printed = " / ".join(self._printed[-ERROR_LINES:]) or "it printed nothing"
@@ -144,6 +163,15 @@ class HostProcess:
             if not waiting.done():
                 waiting.set_exception(HostDied(why))
 
+    def _kill_all(self, pid: int) -> None:
+        """Kill the process with its group, and what it started in groups of their own."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    process.kill()
+
     async def _log(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None  # noqa: S101
         while chunk := await process.stderr.read(65536):
@@ -155,10 +183,8 @@ class HostProcess:
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that a host gets: no keys of Weir or of others."""
-    wanted = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH")
-    return {name: environment[name] for name in wanted if name in environment} | {"PYTHONUNBUFFERED": "1"}
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in INHERITED or (NETWORK.fullmatch(name) and not SECRET.search(name))
+    } | {"PYTHONUNBUFFERED": "1"}

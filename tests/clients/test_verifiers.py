@@ -1,14 +1,22 @@
-"""`verifiers` plays episodes with its own chat harness: as token ids, which it trains on, and as messages."""
+"""`verifiers` plays episodes with its own chat harness: as token ids, which it trains on, and as messages.
 
+Its own program calls the gateway, and `weir env` plays the same environment.
+"""
+
+import json
 import os
 from array import array
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
-from tests.support.clients.stack import ADMIN_KEY, ROOT, RunningStack
+from environments.settings import RunSettings
+from environments.start import RunPlace, play_run
+from tests.support.clients.stack import ADMIN_KEY, CLIENT_KEY, ROOT, RunningStack
 
 CLIENT = "verifiers"
 TIMEOUT_S = 400.0
@@ -33,21 +41,63 @@ def exported(stack: RunningStack) -> dict[str, list[dict[str, Any]]]:
 def test_what_the_library_trains_on_is_what_weir_has_recorded(stack: RunningStack) -> None:
     said = stack.play(CLIENT, "train", timeout_s=TIMEOUT_S, MODEL_DIRECTORY=MODEL, **ROUTE)
     assert all(said["ok"]), [trace["errors"] for trace in said["traces"]]
-    recorded, relations = exported(stack), set()
+    recorded = exported(stack)
     assert len({trace["id"] for trace in said["traces"]}) == len(said["traces"]) == len(said["ok"]) > 1
-    for trace in said["traces"]:
-        (branch,) = trace["branches"]
-        ids, sampled, logprobs = list[int](), list[bool](), list[float]()
-        for turn in recorded[trace["id"]]:
-            context, output = turn["context_ids"], turn["output_ids"]
-            ids += context + output
-            sampled += [False] * len(context) + [True] * len(output)
-            logprobs += [0.0] * len(context) + turn["logprobs"]
-            relations.add(turn["relation"])
-        assert (ids, sampled) == (branch["ids"], branch["sampled"])
-        assert array("f", logprobs) == array("f", branch["logprobs"])  # Weir stores float32
-        assert any(sampled)
+    relations = {each for trace in said["traces"] for each in compared(trace, recorded[trace["id"]])}
     assert relations == {"root", "extends"}
+
+
+def compared(trace: dict[str, Any], turns: list[dict[str, Any]]) -> set[str]:
+    """The relations of the recorded turns, which have to be those of the library's trace."""
+    (branch,) = trace["branches"]
+    ids, sampled, logprobs = list[int](), list[bool](), list[float]()
+    for turn in turns:
+        context, output = turn["context_ids"], turn["output_ids"]
+        ids += context + output
+        sampled += [False] * len(context) + [True] * len(output)
+        logprobs += [0.0] * len(context) + turn["logprobs"]
+    assert (ids, sampled) == (branch["ids"], branch["sampled"])
+    assert array("f", logprobs) == array("f", branch["logprobs"])  # Weir stores float32
+    assert any(sampled)
+    return {turn["relation"] for turn in turns}
+
+
+RENDERED = {"renderer": {"name": "qwen3", "thinking_retention": "all"}, "renderer_model_name": MODEL}
+
+
+@pytest.mark.parametrize("client", ["eval", "train"])
+async def test_a_run_has_the_rewards_and_the_groups_of_the_traces(
+    stack: RunningStack, tmp_path: Path, client: str
+) -> None:
+    record = tmp_path / "traces.jsonl"
+    options = {"harness": None, "client": client, "taskset": {"record": str(record)}}
+    settings = RunSettings(
+        environment="verifiers:letters",
+        options=options | (RENDERED if client == "train" else {}),
+        group_size=2,
+        episodes=8,
+        concurrency=2,
+        max_turns=6,
+        sampling={"temperature": 1.0, "max_tokens": 64},
+    )
+    toys = ROOT / "tests" / "clients" / "verifiers"
+    place = RunPlace(tmp_path / "run", stack.url, CLIENT_KEY, ROOT / "run" / "environments", toys)
+    summary = await play_run(settings, place, lambda line: None)
+    assert sum(summary["by_status"].values()) == 8
+    assert "failed" not in summary["by_status"], summary["reasons"]
+    traces = {trace["id"]: trace for trace in map(json.loads, record.read_text().splitlines())}
+    recorded, groups = exported(stack), defaultdict(set)
+    sessions = [each for each in stack.sessions() if each.session_id in traces]
+    assert len(sessions) == len(traces) == 8
+    for session in sessions:
+        view, trace = session.view(), traces[session.session_id]
+        assert view["reward"] == sum(trace["rewards"].values())
+        assert set(trace["rewards"]) == {"right"}
+        groups[view["group_id"]].add(view["task_id"])
+        if client == "train":
+            assert compared(trace, recorded[trace["id"]]) <= {"root", "extends"}
+    assert [len(tasks) for tasks in groups.values()] == [1, 1, 1, 1]
+    assert len(set.union(*groups.values())) == 4
 
 
 def test_each_trace_of_a_relayed_episode_is_one_session(stack: RunningStack) -> None:

@@ -1,5 +1,6 @@
 """A taskset of verifiers: the agent asks a tool for the values of letters, and answers two questions."""
 
+import records
 import verifiers.v1 as vf
 from verifiers.v1.envs.single_agent import SingleAgentEnv
 
@@ -36,6 +37,8 @@ class LettersTask(vf.Task[LettersData, vf.State, LettersTaskConfig]):
 
 class LettersConfig(vf.TasksetConfig):
     task: LettersTaskConfig = LettersTaskConfig()
+    record: str = ""
+    """A file for what the library knows of each trace."""
 
 
 class LettersTaskset(vf.Taskset[LettersTask, LettersConfig]):
@@ -51,6 +54,10 @@ class LettersEnv(SingleAgentEnv):
         async with agents.agent.interaction(task) as asked:
             if not (await asked.turn()).terminated:
                 await asked.turn("value of d?")
+
+    async def finalize(self, task, episode):
+        if self.taskset.config.record:
+            records.write(self.taskset.config.record, episode)
 
 
 __all__ = ["LettersEnv", "LettersTaskset"]

@@ -1,12 +1,11 @@
 """A taskset of verifiers with two named rewards, which fails in the way that its settings name."""
 
 import asyncio
-import json
 import os
 import signal
 import time
-from pathlib import Path
 
+import records
 import verifiers.v1 as vf
 from verifiers.v1.envs.single_agent import SingleAgentEnv
 
@@ -67,23 +66,7 @@ class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
 class SumsEnv(SingleAgentEnv):
     async def finalize(self, task, episode):
         if record := self.taskset.config.record:
-            write(Path(record), [known(trace) for trace in episode.traces])
-
-
-def write(path, documents):
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(each) + "\n" for each in documents)
-
-
-def known(trace):
-    return {
-        "id": trace.id,
-        "rewards": {name: given.value for name, given in trace.rewards.items() if given is not None},
-        "branches": [
-            {"ids": branch.token_ids, "sampled": branch.sampled_mask, "logprobs": branch.logprobs}
-            for branch in trace.branches
-        ],
-    }
+            records.write(record, episode)
 
 
 __all__ = ["SumsEnv", "SumsTaskset"]

@@ -141,6 +141,7 @@ class HostedLibrary(HostPool):
         host = self.ready(number)
         try:
             await host.start()
+            await host.ask("ping", within_s=STARTS_WITHIN_S)  # a new host imports its library first
             async with self._watched(host):
                 return await host.ask("play", episode, within_s=None, **given)
         except asyncio.CancelledError:

@@ -7,6 +7,7 @@ gateway.
 import json
 import re
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import pytest
 from environments.errors import UnknownEnvironment
 from environments.settings import RunSettings
 from environments.start import RunPlace, play_run
+from tests.support.clients.stack import ADMIN_KEY, CLIENT_KEY, RunningStack
 from tests.support.environments.running import RunTest, running_gateway
 
 ROOT = Path(__file__).parents[2]
+TOYS = ROOT / "tests" / "clients" / "verifiers_v0"
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -32,8 +35,7 @@ def running(redis_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[RunTes
 
 async def play(running: RunTest, environment: str = "doubles", **given: Any) -> Any:
     settings = RunSettings(environment=f"verifiers_v0:{environment}", **({"concurrency": 16} | given))
-    toys = ROOT / "tests" / "clients" / "verifiers_v0"
-    place = RunPlace(running.run_dir, running.url, None, ROOT / "run" / "environments", toys)
+    place = RunPlace(running.run_dir, running.url, None, ROOT / "run" / "environments", TOYS)
     return await play_run(settings, place, lambda line: None)
 
 
@@ -43,41 +45,58 @@ def doubled(prompt: str) -> str:
     return str(2 * number) if number % 2 == 0 or "no, double" in prompt else "?"
 
 
-async def test_every_turn_has_the_tokens_that_weir_has_recorded(running: RunTest, tmp_path: Path) -> None:
+async def test_every_turn_has_the_tokens_that_weir_has_recorded(stack: RunningStack, tmp_path: Path) -> None:
+    """The engine is the real one."""
     record = tmp_path / "rollouts.jsonl"
-    summary = await play(running, group_size=4, episodes=256, options={"record": str(record)})
-    assert summary["by_status"] == {"completed": 256}
-    rollouts = {each["id"]: each["turns"] for each in map(json.loads, record.read_text().splitlines())}
-    sessions = running.sessions()
-    assert {session["session_id"] for session in sessions} == set(rollouts)
-    assert len({session["group_id"] for session in sessions}) == 64
-    exported = turns_of(running)
-    lengths = set()
-    for session in sessions:
-        turns = rollouts[session["session_id"]]
-        assert all(turns), "every turn has tokens"
-        recorded = exported[session["session_id"]]
-        assert [turn["ids"] for turn in turns] == [turn["output_ids"] for turn in recorded]
-        assert [array("f", turn["logprobs"]) for turn in turns] == [
-            array("f", turn["logprobs"]) for turn in recorded
-        ]
-        whole: list[int] = []
-        for turn, known in zip(turns, recorded, strict=True):
+    settings = RunSettings(
+        environment="verifiers_v0:doubles",
+        options={"record": str(record)},
+        group_size=4,
+        episodes=256,
+        concurrency=16,
+        max_turns=2,
+        sampling={"max_tokens": 8, "temperature": 1.0},
+    )
+    place = RunPlace(tmp_path / "run", stack.url, CLIENT_KEY, ROOT / "run" / "environments", TOYS)
+    summary = await play_run(settings, place, lambda line: None)
+    assert sum(summary["by_status"].values()) == 256
+    assert "failed" not in summary["by_status"], summary["reasons"]
+    rollouts = {each["id"]: each for each in map(json.loads, record.read_text().splitlines())}
+    exported = exported_turns(stack)
+    groups = Counter[str]()
+    for session_id, rollout in rollouts.items():
+        view = stack.http.get(f"/sessions/{session_id}").raise_for_status().json()
+        groups[view["group_id"]] += 1
+        assert view["reward"] == pytest.approx(rollout["right"] + 0.25 / (1 + rollout["length"]))
+        recorded, whole = exported[session_id], list[int]()
+        for turn, known in zip(rollout["turns"], recorded, strict=True):
+            assert turn, "every turn has tokens"
             whole += known["context_ids"]
             assert turn["prompt_ids"] == whole
+            assert turn["ids"] == known["output_ids"]
+            assert array("f", turn["logprobs"]) == array("f", known["logprobs"])
             whole += known["output_ids"]
-        lengths.add(len(turns))
-        assert session["reward"] == pytest.approx((len(turns) == 1) + 0.25 / 2)
-    assert lengths == {1, 2}
+    assert sorted(groups.values()) == [4] * 64
+    assert {len(rollout["turns"]) for rollout in rollouts.values()} == {2}
 
 
-def turns_of(running: RunTest) -> dict[str, list[dict[str, Any]]]:
+def exported_turns(stack: RunningStack) -> dict[str, list[dict[str, Any]]]:
     """The exported turns of each session, the oldest first."""
-    lines = httpx.get(f"{running.url}/admin/export?format=jsonl", timeout=60).raise_for_status().text
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    lines = httpx.get(f"{stack.url}/admin/export?format=jsonl", headers=headers, timeout=60).text.splitlines()
     found: dict[str, list[dict[str, Any]]] = {}
-    for turn in sorted(map(json.loads, lines.splitlines()), key=lambda turn: float(turn["created_at"])):
+    for turn in sorted(map(json.loads, lines), key=lambda turn: float(turn["created_at"])):
         found.setdefault(turn["session_id"], []).append(turn)
     return found
+
+
+async def test_a_group_has_the_rewards_of_its_rollouts(running: RunTest) -> None:
+    summary = await play(running, group_size=2, episodes=16)
+    assert summary["by_status"] == {"completed": 16}
+    for session in running.sessions():
+        right = len(session["turns"]) == 1
+        first = len(session["turns"][0]["output_text"].removesuffix("<|im_end|>"))
+        assert session["reward"] == pytest.approx(right + 0.25 / (1 + first))
 
 
 async def test_a_reward_function_that_raises_is_no_reward_of_zero(running: RunTest) -> None:

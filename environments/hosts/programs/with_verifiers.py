@@ -92,13 +92,13 @@ class TracedEpisodes:
         (slot,) = self._environment.slots(self._task(data["number"]))
         free = {agent: self._seats_of(agent) for agent in self._names}
 
+        surplus: list[str] = []
+
         def name_trace(trace: vf.Trace) -> None:
             seat = next(free[trace.agent.name], None)
             if seat is None:
-                raise RuntimeError(
-                    f"the agent {trace.agent.name!r} has more traces in an episode than the option `traces` "
-                    "says"
-                )
+                surplus.append(f"{trace.agent.name!r} has more traces in an episode than the option `traces`")
+                raise RuntimeError(surplus[-1])
             trace.id = sessions[seat]
 
         os.environ[KEY] = api_key
@@ -108,7 +108,7 @@ class TracedEpisodes:
         episode = await self._environment.run_slot(slot, context, on_trace=name_trace)
         return {
             "ok": episode.ok,
-            "errors": errors_of(episode),
+            "errors": [*surplus, *errors_of(episode)],
             "traces": [told(trace) for trace in episode.traces],
         }
 

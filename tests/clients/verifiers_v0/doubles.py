@@ -27,7 +27,7 @@ def load_environment(how="right", fails=0, count=8, record="", compares=False, m
     async def brief(completion, state, **kwargs):
         if record:
             with Path(record).open("a", encoding="utf-8") as file:  # noqa: ASYNC230
-                file.write(json.dumps(known(state)) + "\n")
+                file.write(json.dumps(known(state) | {"right": right(completion, **state["input"])}) + "\n")
         return 1.0 / (1 + len(completion[0]["content"]))
 
     def best(states, **kwargs):
@@ -46,6 +46,7 @@ def known(state):
     turns = [turn["tokens"] for turn in state["trajectory"]]
     return {
         "id": session,
+        "length": len(state["completion"][0]["content"]),
         "turns": [
             tokens
             and {

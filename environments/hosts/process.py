@@ -110,6 +110,7 @@ class HostProcess:
                     await asyncio.wait_for(process.wait(), self._ends_within_s)
             self._kill_all(process.pid)
             await process.wait()
+            self._fail("the environment's process was closed")
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)

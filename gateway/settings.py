@@ -283,7 +283,7 @@ class GatewaySettings(ServiceSettings):
         def part(bound: int) -> int:
             return -(-bound // self.workers)
 
-        bounds = self.connections
+        bounds, images = self.connections, {"cache_bytes": part(self.images.cache_bytes)}
         connections = {"in_all": part(bounds.in_all), "per_address": part(bounds.per_address)}
         return self.model_copy(
             update={
@@ -293,5 +293,6 @@ class GatewaySettings(ServiceSettings):
                 "max_background_answers": part(self.max_background_answers),
                 "max_background_answers_per_key": part(self.max_background_answers_per_key),
                 "connections": bounds.model_copy(update=connections),
+                "images": self.images.model_copy(update=images),
             }
         )

@@ -234,6 +234,15 @@ FAULTS: Mapping[str, tuple[Callable[[], Evidence], tuple[str, str, str]]] = {
         lambda: evidence(entries=without_entry("outcome")),
         ("lost", "end_dropped", "session s2 outcome"),
     ),
+    "an image that is gone": (
+        lambda: evidence(
+            session("s2", turn("t2"), images=frozenset({"a", "b"})),
+            missing_images=frozenset({"b", "c"}),
+            rows=(),
+            groups={},
+        ),
+        ("lost", "no_image", "session s2 b"),
+    ),
     "a session without a head": (
         lambda: evidence(known_sessions=frozenset({"s1", "s2", "s3"})),
         ("lost", "no_head", "session s3"),

@@ -19,6 +19,7 @@ from rollout_queue.contract.records import LateJoin, Outcome, Reward, SessionSpe
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.tombstone import Tombstone, encode_tombstone
+from rollout_queue.contract.turn_parts.images import TurnImage
 from rollout_queue.http.keys import Keyring
 from rollout_queue.redis import keys
 from rollout_queue.redis.lease import Lease
@@ -255,6 +256,16 @@ def test_what_was_set_aside_is_told_and_not_lost(sources: Sources, redis: Redis)
     assert report.findings == ()
     assert (report.totals.fates["set aside"].turns, report.totals.dead_letters) == (1, 1)
     assert "1 records could not be decoded and are in the dead letters" in report.notes
+
+
+def test_an_image_that_is_gone_is_named_with_its_session(sources: Sources, redis: Redis) -> None:
+    image = TurnImage("a" * 64, 0, 1, 32, 32, (1, 2, 2))
+    put_turns(redis, "s1", [turn_of("s1", images=(image,))])
+    redis.set(keys.image(image.sha256), b"png")
+    assert audit(sources).findings == ()
+    redis.delete(keys.image(image.sha256))
+    (finding,) = audit(sources).findings
+    assert (finding.kind, finding.rule, finding.session_id) == ("lost", "no_image", "s1")
 
 
 def test_a_late_join_is_known_and_awaited_by_nobody(sources: Sources, redis: Redis) -> None:

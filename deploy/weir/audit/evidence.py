@@ -51,6 +51,7 @@ def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
                 policies=_policies(redis),
                 dead_letters=dead_letters,
                 tombstones=_tombstones(redis),
+                missing_images=_missing_images(redis, sessions.values()),
                 ledger=read_ledger(sources.trainer_url, sources.admin_key, sources.checkpoint_dir),
                 answers=tuple(answers),
             )
@@ -169,6 +170,18 @@ def _groups(redis: Redis, sessions: Iterable[SessionFact]) -> Mapping[str, Group
             members = frozenset(member.decode() for member in members)
             found[name] = GroupFact(int(size) if size else None, members, int(forgotten or 0))
     return found
+
+
+def _missing_images(redis: Redis, sessions: Iterable[SessionFact]) -> frozenset[str]:
+    names = sorted({sha256 for session in sessions for sha256 in session.images})
+    missing: set[str] = set()
+    for chunk in _chunks(names):
+        with redis.pipeline(transaction=False) as pipeline:
+            for sha256 in chunk:
+                pipeline.exists(keys.image(sha256))
+            found = pipeline.execute()
+        missing.update(sha256 for sha256, exists in zip(chunk, found, strict=True) if not exists)
+    return frozenset(missing)
 
 
 def _dead_letters(redis: Redis) -> Mapping[bytes, str]:

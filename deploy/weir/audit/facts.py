@@ -48,6 +48,8 @@ class SessionFact(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict | None
     unreadable: Mapping[str, bytes]
     """Fields that this build cannot decode, with the digest of their bytes."""
+    images: frozenset[str] = frozenset()
+    """The hashes of the images that its turns show."""
 
     @property
     def fields(self) -> frozenset[str]:
@@ -144,6 +146,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     policies: frozenset[int] = frozenset()
     dead_letters: Mapping[bytes, str] = {}
     """The ids of the dead letters, by the digest of their bytes."""
+    missing_images: frozenset[str] = frozenset()
+    """The hashes of images that are not stored, of those that sessions show."""
     answers: tuple[ClientAnswer, ...] = ()
 
     @property

@@ -38,6 +38,9 @@ def session_fact(
         unheard=frozenset(unheard),
         verdict=_verdict(fields[b"verdict"]) if b"verdict" in fields else None,
         unreadable=unreadable,
+        images=frozenset(
+            image.sha256 for each in records.values() if isinstance(each, Turn) for image in each.images
+        ),
     )
 
 

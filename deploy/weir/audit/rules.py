@@ -156,6 +156,8 @@ def _session(session: SessionFact, evidence: Evidence) -> Iterator[Finding]:
         for field in sorted(session.ends - evidence.stream.entries.get(session_id, {}).keys()):
             said = f"has no verdict and would wait for ever: its {_named(field)} has no unacknowledged entry"
             yield _of_session(session_id, "lost", "end_dropped", said, field)
+    for sha256 in sorted(session.images & evidence.missing_images):
+        yield _of_session(session_id, "lost", "no_image", f"shows the image {sha256}, which is gone", sha256)
     waiting = evidence.stream.unreadable.values()
     for field, record in session.unreadable.items():
         if session.verdict is None and record not in evidence.dead_letters and record not in waiting:

@@ -76,12 +76,12 @@ class LoopedEpisodes:
 
 
 def outcome_of(agent: Agent, status: Status, reason: str | None, graded_elsewhere: bool) -> EpisodeOutcome:
-    """A completed episode that nobody has judged has failed: a missing reward is not 0. One with rewards of
-    its turns alone ends with 0 more. A failed one has no rewards: what it earned before is no judgement."""
+    """A completed episode that nobody has judged has failed: a missing reward is not 0. An episode with
+    rewards of its turns alone ends with 0 more. A failed one has no rewards: what it earned before is no judgement."""
     if status == "failed":
         return EpisodeOutcome(status, reason=reason, turns=len(agent.turn_ids), metrics=dict(agent.metrics))
     final = agent.final
-    if status == "completed" and final is None and agent.judged:
+    if final is None and agent.judged:
         final = 0.0
     done = EpisodeOutcome(
         status, final, tuple(agent.rewards), reason, len(agent.turn_ids), dict(agent.metrics)

@@ -120,6 +120,13 @@ async def test_an_episode_without_end_is_truncated(running: RunTest) -> None:
     assert session["status"] == "truncated"
 
 
+async def test_an_episode_that_is_cut_off_after_zeros_has_the_reward_zero(running: RunTest) -> None:
+    """Where truncated episodes are trained, its group would otherwise wait for its reward until it expires."""
+    await running.play("Zeros", group_size=1, episodes=1, max_turns=1)
+    (session,) = running.sessions()
+    assert (session["status"], session["reward"]) == ("truncated", 0.0)
+
+
 async def test_groups_that_only_fail_stop_the_run_with_the_first_error(running: RunTest) -> None:
     with pytest.raises(RunStopped, match="the sandbox is gone"):
         await running.play("Faulty", options={"how": "raises", "fails": 1000}, group_size=2, concurrency=1)

@@ -56,6 +56,36 @@ class Zeros:
         return ("go on", 0.0, False, False, {}) if self.said == 1 else (None, None, True, False, {})
 
 
+class Cut:
+    """Is cut off after two answers by a clock of its own; each answer has earned a half."""
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.said = 0
+        return "go"
+
+    def step(self, answer: str) -> Ending:
+        self.said += 1
+        return "go on", 0.5, False, self.said == 2, {}
+
+
+class Taking:
+    """A tool says what has been taken so far; the first answer is right if that was a, then b."""
+
+    tools = ("take",)
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.taken: list[str] = []
+        return "take a, then b"
+
+    def take(self, name: str) -> str:
+        """Take something."""
+        self.taken.append(name)
+        return f"taken: {', '.join(self.taken)}"
+
+    def step(self, answer: str) -> Ending:
+        return None, float(self.taken == ["a", "b"]), True, False, {}
+
+
 class Lookup:
     """The answer is in a tool."""
 

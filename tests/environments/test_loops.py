@@ -1,0 +1,65 @@
+"""What a loop does: where an episode is cut off, how calls are made, and loops of the user."""
+
+import json
+import re
+
+import httpx
+
+from tests.support.environments.running import RunTest
+
+
+async def test_an_episode_that_its_environment_cuts_off_is_truncated_with_what_it_earned(
+    running: RunTest,
+) -> None:
+    summary = await running.play("Cut", group_size=1, episodes=1)
+    assert summary["by_status"] == {"truncated": 1}
+    (session,) = running.sessions()
+    assert (session["status"], session["reward"]) == ("truncated", 1.0)
+    assert [turn["reward"] for turn in session["turns"]] == [0.5, None]
+
+
+async def test_a_conversation_that_no_longer_fits_is_truncated_and_not_failed(running: RunTest) -> None:
+    model = httpx.get(f"{running.url}/v1/models").json()["data"][0]
+    long_answer = "1 " * (model["max_model_len"] // 2)
+    running.engine.answer = lambda prompt: long_answer
+    summary = await running.play("Count", group_size=1, episodes=1)
+    assert summary["by_status"] == {"truncated": 1}
+    assert list(summary["reasons"]) == ["the conversation does not fit into the model's context"]
+    (session,) = running.sessions()
+    assert session["status"] == "truncated"
+    assert 0 < len(session["turns"]) < 3, "what was sampled before is recorded"
+
+
+async def test_an_episode_that_lasts_too_long_is_truncated(running: RunTest) -> None:
+    summary = await running.play(
+        "Faulty", options={"how": "hangs"}, group_size=1, episodes=1, episode_s=2.0, step_s=60.0
+    )
+    assert summary["by_status"] == {"truncated": 1}
+    (session,) = running.sessions()
+    assert (session["status"], session["reward"]) == ("truncated", None)
+
+
+async def test_calls_of_one_answer_are_made_one_after_the_other(running: RunTest) -> None:
+    def answer(prompt: str) -> str:
+        if "taken: a, b" in prompt:
+            return "done"
+        calls = ({"name": "take", "arguments": {"name": name}} for name in "ab")
+        return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+    running.engine.answer = answer
+    await running.play("Taking", group_size=1, episodes=1)
+    (session,) = running.sessions()
+    assert session["reward"] == 1.0
+    first, second = session["turns"]
+    assert second["relation"] == "extends"
+    assert re.findall(r"taken: (\w(?:, \w)*)", second["context_text"]) == ["a", "a, b"]
+
+
+async def test_a_loop_of_the_users_own_plays_the_episodes(running: RunTest) -> None:
+    """The loop asks for a draft first, and only the second answer is a step of the environment."""
+    running.engine.answer = lambda prompt: "0" if "again" in prompt else "a draft"
+    loop = "tests.support.environments.drafts:play"
+    await running.play("Double", loop=loop, mode="eval", tasks=1, group_size=1)
+    (session,) = running.sessions()
+    assert [turn["relation"] for turn in session["turns"]] == ["root", "extends"]
+    assert session["reward"] == 1.0

@@ -77,7 +77,8 @@ class LoopedEpisodes:
 
 def outcome_of(agent: Agent, status: Status, reason: str | None, graded_elsewhere: bool) -> EpisodeOutcome:
     """A completed episode that nobody has judged has failed: a missing reward is not 0. An episode with
-    rewards of its turns alone ends with 0 more. A failed one has no rewards: what it earned before is no judgement."""
+    rewards of its turns alone ends with 0 more. A failed one has no rewards: what it earned before is no
+    judgement."""
     if status == "failed":
         return EpisodeOutcome(status, reason=reason, turns=len(agent.turn_ids), metrics=dict(agent.metrics))
     final = agent.final

@@ -113,7 +113,8 @@ class SessionGateway:
         try:
             async with asyncio.timeout(timeout_s):
                 request = self._client.build_request(method, path, timeout=timeout_s, **more)
-                return await read_bounded(self._client, request, most_bytes)
+                status, body, _ = await read_bounded(self._client, request, most_bytes)
+                return status, body
         except TimeoutError as error:
             raise GatewayAway(f"the gateway did not answer within {timeout_s} s") from error
         except httpx.HTTPError as error:

@@ -63,7 +63,7 @@ class HttpGraderCall:
             request = self._client.build_request(
                 "POST", self._rule.url, json=body, headers=headers, timeout=timeout_s
             )
-            status, answer = await read_bounded(self._client, request, self._most_bytes)
+            status, answer, _ = await read_bounded(self._client, request, self._most_bytes)
         except (httpx.HTTPError, httpx.InvalidURL, AnswerTooLarge) as error:
             raise AttemptFailed(f"{type(error).__name__}: {error}") from error
         if not 200 <= status < 300:

@@ -8,6 +8,7 @@ JudgeModelClient
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,9 @@ from rollout_queue.protocol.errors import error_message
 logger = logging.getLogger(__name__)
 
 ANSWER_BYTES = 4 * 2**20
+TOO_BUSY = (429, 503)
+PAUSES_S = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *itertools.repeat(12.8, 1000))
+"""The shortest pauses before a server that is too busy is asked again."""
 JUDGE_PREFIX = "weir-judge-"
 """The ids of the sessions of judges begin so. They are graded by nobody."""
 
@@ -165,13 +169,21 @@ async def completion(
 async def _post(
     client: httpx.AsyncClient, url: str, body: Any, timeout_s: float, headers: Mapping[str, str] | None = None
 ) -> bytes:
-    """The body of a successful answer. Raises JudgeUnavailable."""
+    """The body of a successful answer. A server that is too busy is asked again when it says, until the time
+    is over. Raises JudgeUnavailable."""
+    busy = ""
     try:
         async with asyncio.timeout(timeout_s):
-            request = client.build_request("POST", url, json=body, headers=headers, timeout=timeout_s)
-            status, answer = await read_bounded(client, request, ANSWER_BYTES)
+            for pause_s in PAUSES_S:
+                request = client.build_request("POST", url, json=body, headers=headers, timeout=timeout_s)
+                status, answer, wished_s = await read_bounded(client, request, ANSWER_BYTES)
+                if status not in TOO_BUSY:
+                    break
+                busy = f": HTTP {status}: {error_message(answer)}"
+                # until the server wants to be asked again
+                await asyncio.sleep(max(wished_s or 0.0, pause_s))
     except TimeoutError as error:
-        raise JudgeUnavailable(f"no answer within {timeout_s} s") from error
+        raise JudgeUnavailable(f"no answer within {timeout_s} s{busy}") from error
     except (httpx.HTTPError, httpx.InvalidURL, AnswerTooLarge) as error:
         raise JudgeUnavailable(f"{type(error).__name__}: {error}") from error
     if not 200 <= status < 300:

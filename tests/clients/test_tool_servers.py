@@ -16,7 +16,11 @@ import psutil
 import pytest
 
 from environments.errors import UnknownEnvironment
+from environments.hosts.libraries import tools_command
+from environments.settings import ToolServerSettings
 from environments.start import RunPlace, play_run
+from environments.tools.servers import ToolServers
+from tests.support.environments.nothing import NoEnvironments
 from tests.support.environments.running import RunTest, running_gateway
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
@@ -103,6 +107,15 @@ async def test_what_a_tool_refuses_is_read_by_the_model(running: RunTest) -> Non
     assert "content of the type image is not shown" in texts[1]
     assert "there is no tool 'vanish'" in texts[2]
     assert session["status"] == "completed"
+
+
+async def test_a_long_result_is_cut_off_and_says_so(tmp_path: Path) -> None:
+    known = {"vault": ToolServerSettings(command=str(PYTHON), args=(str(PROGRAM), "stdio"))}
+    command = tools_command(ROOT / "run" / "environments")
+    async with ToolServers(NoEnvironments(), known, command, tmp_path, step_s=30.0) as servers:
+        offered = await servers.open("one")
+        text = await servers.call("one", offered["long"], {})
+    assert text == f"{'x' * 2**18}\n[cut off after {2**18} characters]"
 
 
 async def test_a_server_that_dies_or_hangs_fails_its_episode_alone(running: RunTest) -> None:

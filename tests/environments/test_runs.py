@@ -121,7 +121,7 @@ async def test_an_episode_without_end_is_truncated(running: RunTest) -> None:
 
 
 async def test_an_episode_that_is_cut_off_after_zeros_has_the_reward_zero(running: RunTest) -> None:
-    """Where truncated episodes are trained, its group would otherwise wait for its reward until it expires."""
+    """Where truncated episodes are trained, its group would otherwise wait for a reward."""
     await running.play("Zeros", group_size=1, episodes=1, max_turns=1)
     (session,) = running.sessions()
     assert (session["status"], session["reward"]) == ("truncated", 0.0)

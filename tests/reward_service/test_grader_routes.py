@@ -142,6 +142,25 @@ def test_a_models_failure_is_an_error_of_the_grader() -> None:
     assert flags[1]["model_grader_parse_error"] is flags[2]["model_grader_refusal_error"] is True
 
 
+def test_a_model_that_is_too_busy_is_asked_again_until_the_time_is_over() -> None:
+    replies = [
+        ScriptedReply(status=429),
+        ScriptedReply(status=503),
+        ScriptedReply('{"steps": [], "result": 0.75}'),
+    ]
+    with (
+        serving(ScriptedOpenAi(lambda _: replies.pop(0))) as url,
+        reward_service(judge={"base_url": url}) as rewards,
+    ):
+        assert rewards.run(SCORE, "x", item={"answer": "big"}).json()["reward"] == 0.75
+    with (
+        serving(ScriptedOpenAi(lambda _: ScriptedReply(status=429))) as url,
+        reward_service(judge={"base_url": url, "timeout_s": 2}) as rewards,
+    ):
+        errors = rewards.run(SCORE, "x", item={"answer": "big"}).json()["metadata"]["errors"]
+    assert errors["model_grader_server_error_details"] == "no answer within 2.0 s: HTTP 429: overloaded"
+
+
 def test_by_default_the_gateways_model_grades_in_a_session_that_is_never_trained(
     gateway: RunningGateway,
 ) -> None:

@@ -55,7 +55,7 @@ class Connections:
             if error.error.code in OF_THE_CALLER:
                 return f"error: {error.error.message}"
             raise
-        text = "\n".join(shown(block) for block in result.content)[:MOST_TEXT]
+        text = bounded("\n".join(shown(block) for block in result.content))
         return f"error: {text}" if result.is_error and not text.lower().startswith("error") else text
 
     async def close(self) -> None:
@@ -105,6 +105,10 @@ async def tools_of(client: Client) -> list[dict[str, Any]]:
 
 def shown(block: Any) -> str:
     return block.text if block.type == "text" else f"[content of the type {block.type} is not shown]"
+
+
+def bounded(text: str) -> str:
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}\n[cut off after {MOST_TEXT} characters]"
 
 
 def reason(error: BaseException) -> str:

@@ -41,6 +41,12 @@ def refuse() -> str:
 
 
 @server.tool()
+def long() -> str:
+    """A long text."""
+    return "x" * 300_000
+
+
+@server.tool()
 def picture() -> Image:
     """A picture."""
     return Image(data=b"none", format="png")

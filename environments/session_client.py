@@ -6,9 +6,11 @@ without effect, because sessions and rewards carry ids of the runner.
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,6 +36,17 @@ ANSWER_S = 600.0
 """How long one answer of the model may take."""
 MODEL_RETRIES = 12
 """How often OpenAI's client repeats a refused call. It waits up to 8 s between two attempts."""
+
+
+@dataclass
+class Patience:
+    """Ends the repetition of requests early, also of those that are under way."""
+
+    until: float = math.inf
+    """A time of the monotonic clock."""
+
+    def ends_in(self, seconds: float) -> None:
+        self.until = min(self.until, time.monotonic() + seconds)
 
 
 class SessionClient:
@@ -72,13 +85,28 @@ class SessionClient:
         )
         return session
 
-    async def reward(self, session_id: str, key: str, value: float, turn_id: str | None, source: str) -> None:
+    async def reward(
+        self,
+        session_id: str,
+        key: str,
+        value: float,
+        turn_id: str | None,
+        source: str,
+        patience: Patience | None = None,
+    ) -> None:
         body = {"value": value, "key": key, "turn_id": turn_id, "source": source}
-        await self._request("POST", f"/sessions/{session_id}/reward", body)
+        await self._request("POST", f"/sessions/{session_id}/reward", body, patience=patience)
 
-    async def finish(self, session_id: str, status: str, reward: float | None, reason: str | None) -> None:
+    async def finish(
+        self,
+        session_id: str,
+        status: str,
+        reward: float | None,
+        reason: str | None,
+        patience: Patience | None = None,
+    ) -> None:
         body = {"status": status, "reward": reward, "reason": reason and reason[:500]}
-        await self._request("POST", f"/sessions/{session_id}/finish", body)
+        await self._request("POST", f"/sessions/{session_id}/finish", body, patience=patience)
 
     async def session(self, session_id: str) -> dict[str, Any] | None:
         """The session as the gateway knows it; None if there is none, or no longer."""
@@ -97,7 +125,14 @@ class SessionClient:
         listed = await self._request("GET", "/v1/models")
         return str(listed["data"][0]["id"])
 
-    async def _request(self, method: str, path: str, body: Any = None, absent: tuple[int, ...] = ()) -> Any:
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        absent: tuple[int, ...] = (),
+        patience: Patience | None = None,
+    ) -> Any:
         """The answer's JSON. Raises SessionRefused and GatewayFault with the gateway's sentence."""
         deadline = time.monotonic() + self._waits_s
         for attempt in range(1_000_000):
@@ -116,7 +151,7 @@ class SessionClient:
                     refused = SessionRefused if status in OF_SESSIONS else GatewayFault
                     raise refused(f"{method} {path}: {status}: {why}")
             pause_s = max(wished_s, pause_after(attempt))
-            if time.monotonic() + pause_s > deadline:
+            if time.monotonic() + pause_s > min(deadline, patience.until if patience else deadline):
                 raise GatewayFault(f"the gateway at {self._url} did not serve {method} {path}: {why}")
             level = logging.WARNING if attempt == TOLD_AFTER else logging.INFO
             logger.log(level, "the gateway at %s is waited for: %s", self._url, why)

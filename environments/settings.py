@@ -137,6 +137,7 @@ class RunSettings(BaseModel):
                 "tasks": self.eval_tasks,
                 "group_size": self.eval_samples,
                 "eval_every": 0,
+                "stop_uniform_after": 0,
                 **dict.fromkeys(("episodes", "until_reward", "time_limit_s")),
             }
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from environments.errors import SessionRefused
 from environments.outcome import EpisodeOutcome
-from environments.session_client import SessionClient
+from environments.session_client import Patience, SessionClient
 from environments.task import Task
 
 SOURCE = "environment"
@@ -35,6 +35,8 @@ class EpisodePlayer:
 
     def __init__(self, gateway: SessionClient, plays: Plays) -> None:
         self._gateway, self._plays = gateway, plays
+        self.patience = Patience()
+        """How long outcomes are told to a gateway that does not take them."""
 
     async def open(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
         """Open the sessions of an episode. The same seats get the same sessions again."""
@@ -74,13 +76,14 @@ class EpisodePlayer:
             if seat.learns:
                 await self._reward(seat.session_id, outcome)
             final = outcome.final if seat.learns else None
-            await self._gateway.finish(seat.session_id, outcome.status, final, outcome.reason)
+            await self._gateway.finish(seat.session_id, outcome.status, final, outcome.reason, self.patience)
         except SessionRefused as error:  # it has expired or was deleted; other episodes go on
             return EpisodeOutcome("failed", reason=str(error), turns=outcome.turns)
         return outcome
 
     async def _reward(self, session_id: str, outcome: EpisodeOutcome) -> None:
         for number, turn in enumerate(outcome.turn_rewards):
-            await self._gateway.reward(session_id, f"turn-{number}", turn.value, turn.turn_id, SOURCE)
+            key = f"turn-{number}"
+            await self._gateway.reward(session_id, key, turn.value, turn.turn_id, SOURCE, self.patience)
         for named in outcome.named:
-            await self._gateway.reward(session_id, named.name, named.value, None, named.source)
+            await self._gateway.reward(session_id, named.name, named.value, None, named.source, self.patience)

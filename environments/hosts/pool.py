@@ -20,6 +20,7 @@ from environments.step import Description, Step
 from environments.task import Task, task_id
 
 STARTS_WITHIN_S = 120.0
+TASK_ATTEMPTS = 3
 
 
 class HostPool:
@@ -58,9 +59,17 @@ class HostPool:
         await asyncio.gather(*(host.close() for host in self._hosts))
 
     async def tasks(self, seed: int, start: int, count: int) -> Sequence[Task]:
+        """A host that dies meanwhile, because of an episode for instance, is replaced. Raises
+        EnvironmentFault."""
         host = self.ready(0)
-        await host.start()
-        given = await host.ask("tasks", within_s=STARTS_WITHIN_S, seed=seed, start=start, count=count)
+        for left in reversed(range(TASK_ATTEMPTS)):
+            try:
+                await host.start()
+                given = await host.ask("tasks", within_s=STARTS_WITHIN_S, seed=seed, start=start, count=count)
+                break
+            except HostDied:
+                if not left:
+                    raise
         return [Task(task_id(self.description.name, each["id"]), each["data"]) for each in given]
 
     def take(self) -> tuple[int, str]:

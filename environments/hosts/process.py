@@ -29,6 +29,7 @@ MOST_LINE = 32 * 2**20
 """The most bytes of one answer."""
 ERROR_LINES = 8
 """How many of the last lines that a host printed its end is told with."""
+ENDS_AFTER_KILL_S = 10.0
 MARK = "WEIR_HOST"
 """A variable that a host leaves to everything that it starts, by which that is found and ended."""
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -109,7 +110,8 @@ class HostProcess:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), self._ends_within_s)
             self._kill_all(process.pid)
-            await process.wait()
+            with contextlib.suppress(TimeoutError):  # who has inherited its pipes keeps them open
+                await asyncio.wait_for(process.wait(), ENDS_AFTER_KILL_S)
             self._fail("the environment's process was closed")
         for reader in self._readers:
             reader.cancel()
@@ -145,7 +147,9 @@ class HostProcess:
                     break
         if self._process is process:
             self._kill_all(process.pid)
-            code = await process.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), ENDS_AFTER_KILL_S)
+            code = process.returncode
             self._process = None
             printed = " / ".join(self._printed[-ERROR_LINES:]) or "it printed nothing"
             self._fail(f"the environment's process ended with {code}: {printed}")

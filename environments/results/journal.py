@@ -6,6 +6,7 @@ run/environments/NAME/journal.jsonl   {"group": …}  {"episode": …}  …
 A kill can cut the last line; a reader leaves it out, and the gateway knows what became of that episode.
 """
 
+import fcntl
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Self, TextIO
 
 import msgspec
 
+from environments.errors import RunStopped
 from environments.outcome import Status
 
 
@@ -58,9 +60,15 @@ class Journal:
         self._file: TextIO | None = None
 
     def __enter__(self) -> Self:
+        """Raises RunStopped if another process plays this run."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_last_line(self._path)
         self._file = self._path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise RunStopped(f"another process plays the run in {self._path.parent}") from None
+        _cut_last_line(self._path)
         return self
 
     def __exit__(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environments.errors import RunStopped
+from environments.errors import EnvironmentFault, GatewayFault, RunStopped, UnknownEnvironment
 from environments.results.journal import write_document
 from environments.session_client import SessionClient
 
@@ -47,10 +47,10 @@ class EvaluationSchedule:
         return found
 
     async def play(self, directory: Path) -> None:
-        """Play it. One that cannot be played is told, and the training goes on. Raises GatewayFault."""
+        """Play it. One that cannot be played is told, and the training goes on."""
         try:
             await self.judge(directory, (directory / "run.json").exists())
-        except RunStopped as error:
+        except (EnvironmentFault, GatewayFault, RunStopped, UnknownEnvironment) as error:
             logger.warning("the evaluation in %s ended early: %s", directory, error)
             write_document(directory / "summary.json", {"error": str(error)})
         finally:

@@ -39,9 +39,29 @@ async def unfinished_groups(
             left += [] if ended else [member]
         if len(left) >= (2 if plan.settings.mode == "train" else 1):
             again.append(msgspec.structs.replace(begun, members=tuple(left), attempt=begun.attempt + 1))
+        else:
+            found += [_abandoned(plan, begun, member) for member in left]
     for each in found:
         journal.add(each)
     return again, found
+
+
+def _abandoned(plan: SeatPlan, begun: GroupBegun, member: int) -> EpisodeEnded:
+    """The entry of a member that is not played again."""
+    seats = plan.seats(Task(begun.task_id, {}), begun.group, member, len(begun.members), begun.attempt)
+    return EpisodeEnded(
+        group=begun.group,
+        member=member,
+        seat=0,
+        session_id=seats[0].session_id,
+        task_id=begun.task_id,
+        status="abandoned",
+        reward=None,
+        turns=0,
+        seconds=0.0,
+        ended_at=time.time(),
+        reason=STOPPED,
+    )
 
 
 async def _outcomes(
@@ -52,10 +72,10 @@ async def _outcomes(
     ended: list[EpisodeEnded] = []
     for place, seat in enumerate(plan.seats(task, begun.group, member, len(begun.members), begun.attempt)):
         session = await gateway.session(seat.session_id)
-        if session is None:  # it was never opened, and the trainer waits for every session of a group
-            await gateway.open_session(seat.session_id, seat.description)
         if session is None or session["state"] == "open":
-            with suppress(SessionRefused):  # it has expired meanwhile
+            with suppress(SessionRefused):  # it has expired meanwhile, was forgotten or deleted
+                if session is None:  # the trainer waits for every session of a group
+                    await gateway.open_session(seat.session_id, seat.description)
                 await gateway.finish(seat.session_id, "abandoned", None, STOPPED)
         elif session["state"] in ENDED and seat.learns and session["status"]:
             ended.append(

@@ -8,12 +8,13 @@ task order ──▶ group of episodes ──▶ sessions at the gateway ──�
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from environments.episodes.episode import EpisodePlayer
 from environments.episodes.seats import SeatPlan
-from environments.errors import RunStopped
+from environments.errors import EnvironmentFault, RunStopped
 from environments.results.journal import EpisodeEnded, GroupBegun, Journal
 from environments.results.recent_rewards import RecentRewards
 from environments.runs.evaluations import EvaluationSchedule
@@ -24,6 +25,9 @@ from environments.settings import RunSettings
 from environments.task import Task
 
 logger = logging.getLogger(__name__)
+
+STOPS_WITHIN_S = 10.0
+"""How long a run that stops repeats requests that end its sessions. They expire without it, too."""
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Run:
     rewards: RecentRewards = field(default_factory=RecentRewards)
     evaluations: EvaluationSchedule | None = None
     _playing: dict[int, EpisodeGroup] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _failed_groups: list[str] = field(default_factory=list)
     _begun: int = 0
     _started_at: float = field(default_factory=time.monotonic)
@@ -48,27 +53,39 @@ class Run:
     async def play(self) -> None:
         """Play until the run has enough. Raises RunStopped, and GatewayFault if the gateway does not serve
         it."""
-        self._begun = len(self.ended)
+        self._begun = len({(each.group, each.member) for each in self.ended})
         slots = asyncio.Semaphore(self.settings.concurrency)
         try:
             async with asyncio.TaskGroup() as groups:
-                for begun in self.unfinished:
-                    task = await self.order.at(begun.visit)
-                    await self._begin(groups, slots, begun, task)
-                while (drawn := await self._next()) is not None:
-                    if failed := len(self._failed_groups):
-                        # an environment that is gone may come back, and its sessions cost the gateway work
-                        await asyncio.sleep(pause_after(failed))
-                    visit, task = drawn
-                    begun = GroupBegun(
-                        self.next_group, visit, task.id, tuple(range(self.settings.group_size))
-                    )
-                    self.next_group += 1
-                    await self._begin(groups, slots, begun, task)
+                try:
+                    await self._begin_all(groups, slots)
+                    while self._tasks:
+                        await asyncio.wait(self._tasks)
+                except BaseException:
+                    self.player.patience.ends_in(STOPS_WITHIN_S)
+                    raise
         except* (RunStopped, Exception) as errors:
             raise errors.exceptions[0] from None
         finally:
             await asyncio.gather(*(group.abandon(self.player) for group in self._playing.values()))
+
+    async def _begin_all(self, groups: asyncio.TaskGroup, slots: asyncio.Semaphore) -> None:
+        for begun in self.unfinished:
+            await self._begin(groups, slots, begun, await self._task_of(begun))
+        while (drawn := await self._next()) is not None:
+            if failed := len(self._failed_groups):
+                # an environment that is gone may come back, and its sessions cost the gateway work
+                await asyncio.sleep(pause_after(failed))
+            visit, task = drawn
+            begun = GroupBegun(self.next_group, visit, task.id, tuple(range(self.settings.group_size)))
+            self.next_group += 1
+            await self._begin(groups, slots, begun, task)
+
+    async def _task_of(self, begun: GroupBegun) -> Task:
+        try:
+            return await self.order.at(begun.visit)
+        except (EnvironmentFault, LookupError) as error:
+            raise RunStopped(f"the environment does not give the task of an earlier group: {error}") from None
 
     def enough(self) -> bool:
         """Whether no further group begins."""
@@ -80,7 +97,11 @@ class Run:
         return learned or played or (limit_s is not None and time.monotonic() - self._started_at > limit_s)
 
     async def _next(self) -> tuple[int, Task] | None:
-        return None if self.enough() else await self.order.next()
+        """Raises RunStopped if the environment gives no tasks."""
+        try:
+            return None if self.enough() else await self.order.next()
+        except EnvironmentFault as error:
+            raise RunStopped(f"the environment gives no tasks: {error}") from None
 
     async def _begin(
         self, groups: asyncio.TaskGroup, slots: asyncio.Semaphore, begun: GroupBegun, task: Task
@@ -101,7 +122,7 @@ class Run:
         )
         self._playing[begun.group] = group
         await group.open(self.player, self.plan)
-        groups.create_task(self._play(groups, group, slots))
+        self._add(groups, self._play(groups, group, slots))
 
     async def _play(self, groups: asyncio.TaskGroup, group: EpisodeGroup, slots: asyncio.Semaphore) -> None:
         await group.play(self.player, slots, self._record)
@@ -109,7 +130,12 @@ class Run:
         self.order.saw(group.task.id, group.rewards)
         self._watch_failures(group)
         if self.evaluations and (due := await self.evaluations.due(self.ended[-1].session_id)):
-            groups.create_task(self.evaluations.play(due))
+            self._add(groups, self.evaluations.play(due))
+
+    def _add(self, groups: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+        task = groups.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def knows(self, entry: EpisodeEnded) -> None:
         """Count an episode that has ended."""

@@ -24,6 +24,8 @@ from environments.task import Task
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 OPENS_WITHIN_S = 120.0
 """How long the servers of an episode may take to start and to list their tools."""
+ENDS_WITHIN_S = 20.0
+"""How long the servers of all episodes may take to end."""
 SPARE_S = 10.0
 """A host that answers so much later than it was told to hangs."""
 
@@ -49,7 +51,7 @@ class ToolServers:
         step_s: float,
     ) -> None:
         self._source, self._servers, self._step_s = source, servers, step_s
-        self._host = HostProcess(command, directory, OPENS_WITHIN_S)
+        self._host = HostProcess(command, directory, OPENS_WITHIN_S, ENDS_WITHIN_S)
         self._starting = asyncio.Lock()
         self._generation = 0
         self._numbers = itertools.count()

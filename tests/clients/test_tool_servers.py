@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+import environments.tools.servers
 from environments.errors import UnknownEnvironment
 from environments.hosts.libraries import tools_command
 from environments.settings import ToolServerSettings
@@ -203,6 +204,17 @@ async def test_a_mistake_is_told_before_the_first_episode(
     with pytest.raises(UnknownEnvironment, match=message):
         await play(running, servers, group_size=1, episodes=1)
     assert running.sessions() == []
+
+
+async def test_a_server_that_never_answers_is_ended(
+    running: RunTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments.tools.servers, "OPENS_WITHIN_S", 5.0)
+    with pytest.raises(UnknownEnvironment, match="did not answer in time"):
+        await play(running, {"mute": {"command": "/bin/sleep", "args": ["1234"]}}, group_size=1, episodes=1)
+    assert not [
+        each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["/bin/sleep", "1234"]
+    ]
 
 
 async def test_two_servers_with_the_same_tools_have_prefixes(running: RunTest) -> None:

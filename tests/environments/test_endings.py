@@ -21,7 +21,7 @@ class SlowGateway:
 
     def model_client(self, session: Any) -> None: ...
 
-    async def finish(self, session_id: str, status: str, reward: float | None, reason: str | None) -> None:
+    async def finish(self, session_id: str, status: str, *_: Any) -> None:
         self.asked.set()
         await self.go_on.wait()
         self.stored.append((session_id, status))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from environments.settings import RunSettings
 from tests.support.environments.running import RunTest
 
 
@@ -64,6 +65,21 @@ async def test_an_evaluation_that_a_killed_runner_left_is_ended_first(running: R
     assert [each["version"] for each in summary["evaluations"]] == [0, 7]
     assert len(running.sessions(verdict="not_for_training")) == 10, "no episode twice"
     assert json.loads((left / "summary.json").read_text())["judged"] == 5
+
+
+async def test_an_evaluation_whose_environment_cannot_be_made_ends_no_training(running: RunTest) -> None:
+    running.engine.answer = lambda prompt: "0"
+    summary = await running.play(
+        "Double", group_size=2, episodes=8, eval_every=1, eval_options={"unknown": 1}
+    )
+    assert summary["by_status"] == {"completed": 8}
+    assert "TypeError" in summary["evaluations"][0]["error"]
+
+
+def test_an_evaluation_plays_every_episode() -> None:
+    settings = RunSettings(environment="python:a:B", stop_uniform_after=4, episodes=9, eval_samples=8)
+    assert settings.evaluation.stop_uniform_after == 0
+    assert (settings.evaluation.episodes, settings.evaluation.group_size) == (None, 8)
 
 
 async def test_a_training_run_goes_on_if_its_evaluation_cannot_be_played(

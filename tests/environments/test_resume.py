@@ -12,11 +12,43 @@ from pathlib import Path
 import pytest
 
 from environments.errors import RunStopped
-from environments.results.journal import EpisodeEnded, GroupBegun, entries_of
+from environments.results.journal import EpisodeEnded, GroupBegun, Journal, entries_of
 from tests.support.environments.running import TOYS, RunTest
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
+
+
+async def test_a_session_that_was_deleted_meanwhile_is_played_again(running: RunTest) -> None:
+    running.engine.answer = lambda prompt: "1"
+    await running.play("Count", group_size=2, episodes=4, max_turns=1)
+    journal = running.run_dir / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"group","' in line[:20] or '"kind":"group"' in line]
+    journal.write_text("".join(kept))
+    for session in running.sessions():
+        running.delete(session["session_id"])
+    await running.play("Count", group_size=2, episodes=4, max_turns=1, resume=True)
+    again = Counter((each.group, each.member) for each in ended(running.run_dir))
+    assert again == {(group, member): 1 for group in (0, 1) for member in (0, 1)}
+
+
+async def test_a_member_that_is_left_alone_counts_as_played(running: RunTest) -> None:
+    await running.play("Double", group_size=2, episodes=4, concurrency=1)
+    journal = running.run_dir / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    last = ended(running.run_dir)[-1]
+    running.delete(last.session_id)
+    journal.write_text("".join(lines[:-1]))
+    await running.play("Double", group_size=2, episodes=4, concurrency=1, resume=True)
+    assert len(ended(running.run_dir)) == 4, "no further group"
+    assert ended(running.run_dir)[-1].status == "abandoned"
+
+
+async def test_two_runners_do_not_play_one_run(running: RunTest) -> None:
+    await running.play("Double", group_size=2, episodes=4)
+    with Journal(running.run_dir), pytest.raises(RunStopped, match="another process plays"):
+        await running.play("Double", group_size=2, episodes=8, resume=True)
 
 
 def ended(run_dir: Path) -> list[EpisodeEnded]:

@@ -7,6 +7,7 @@ from collections import Counter
 from statistics import fmean
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
 
@@ -131,6 +132,46 @@ async def test_groups_that_only_fail_stop_the_run_with_the_first_error(running: 
     with pytest.raises(RunStopped, match="the sandbox is gone"):
         await running.play("Faulty", options={"how": "raises", "fails": 1000}, group_size=2, concurrency=1)
     assert all(each["state"] == "finished" for each in running.sessions()), "no session waits"
+
+
+async def test_a_run_that_is_stopped_does_not_wait_for_a_gateway_that_is_gone(
+    running: RunTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would otherwise repeat the ends of its sessions for `wait_s`, here an hour."""
+    calls = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def answer(prompt: str) -> str:
+        loop.call_soon_threadsafe(calls.set)
+        return "go on"
+
+    async def nobody(self: SessionClient, *_: Any, **__: Any) -> Any:
+        raise aiohttp.ClientConnectionError("nobody is there")
+
+    running.engine.answer = answer
+    monkeypatch.setattr(environments.runs.run, "STOPS_WITHIN_S", 0.5)
+    playing = asyncio.create_task(running.play("Count", group_size=2, concurrency=2, wait_s=3600.0))
+    await calls.wait()
+    monkeypatch.setattr(aiohttp.ClientSession, "_request", nobody)
+    playing.cancel()
+    done, _ = await asyncio.wait([playing], timeout=60)
+    assert done, "it would take an hour"
+
+
+async def test_a_player_that_there_is_not_fails_the_episode(running: RunTest) -> None:
+    summary = await running.play("Crowded", group_size=1, episodes=1)
+    assert summary["by_status"] == {"failed": 2}
+    assert "names player 7, and has 2" in running.sessions()[0]["verdict"]["detail"]
+
+
+async def test_a_host_that_dies_while_tasks_are_drawn_is_replaced(running: RunTest) -> None:
+    summary = await running.play("DiesOnce", group_size=1, episodes=2, options={"mark": str(running.run_dir)})
+    assert summary["by_status"] == {"completed": 2}
+
+
+async def test_an_environment_without_tasks_stops_the_run_with_its_error(running: RunTest) -> None:
+    with pytest.raises(RunStopped, match=r"gives no tasks: .*the list of tasks is gone"):
+        await running.play("Taskless", group_size=1, episodes=1)
 
 
 async def test_a_run_pauses_longer_after_each_group_that_failed(

@@ -22,7 +22,8 @@ from tests.support.trainer_service.made_rows import rows_of
 from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.images import ImageInputs
+from trainer_service.model.images import ImageInputs, image_inputs_of
+from trainer_service.model.settings import CriticSettings, ModelSettings
 from trainer_service.rows.rows import Row, micro_batches
 from trainer_service.rows.turns import contradiction
 
@@ -154,6 +155,14 @@ def test_a_model_that_reads_no_images_makes_no_pass_over_them(model: Any, inputs
     (batch,) = micro_batches(rows(inputs.rule.pad), 10_000)
     with pytest.raises(RuntimeError, match="does not read the images"):
         scores(model, batch, packing_of(model), CPU)
+
+
+def test_several_ranks_and_a_critic_train_no_images(model: Any, vision_path: Path) -> None:
+    settings = ModelSettings(model_path=vision_path)
+    assert image_inputs_of(model, settings, ranks=1) is not None
+    assert image_inputs_of(model, settings, ranks=2) is None
+    with_critic = settings.model_copy(update={"critic": CriticSettings()})
+    assert image_inputs_of(model, with_critic, ranks=1) is None
 
 
 def test_bytes_of_another_size_are_refused(model: Any, inputs: ImageInputs) -> None:

@@ -107,8 +107,11 @@ def _owner_of(model: Any) -> Any:
     return next(each for each in model.modules() if hasattr(each, "get_placeholder_mask"))
 
 
-def image_inputs_of(model: Any, settings: ModelSettings) -> ImageInputs | None:
+def image_inputs_of(model: Any, settings: ModelSettings, ranks: int) -> ImageInputs | None:
     """The inputs for the model's images; None if it reads none, or if its settings allow none.
+
+    Several ranks allow none: a rank whose rows show no image has no gradients of the vision tower, and ZeRO
+    adds up the flat gradients of ranks that then differ in their content.
 
     Raises SystemExit for settings with which no image model can be trained.
     """
@@ -118,4 +121,6 @@ def image_inputs_of(model: Any, settings: ModelSettings) -> ImageInputs | None:
         raise SystemExit("trainer.zero_stage: models that read images are trained with stage 2 at most")
     if settings.sequence_parallel > 1:
         raise SystemExit("trainer.sequence_parallel: models that read images are trained with 1 only")
-    return None if settings.critic is not None else ImageInputs(settings.model_path, model.config)
+    return (
+        None if settings.critic is not None or ranks > 1 else ImageInputs(settings.model_path, model.config)
+    )

@@ -74,7 +74,7 @@ class DeepSpeedPolicy:
         self.routers = routers_of(model, settings)
         if self.routers is not None and settings.sequence_parallel > 1:
             raise SystemExit("trainer.sequence_parallel: mixtures of experts are trained with 1 only")
-        self.images = image_inputs_of(model, settings)
+        self.images = image_inputs_of(model, settings, self.ranks)
         # Each row of a mixture replays its own experts, and equal ids may stand for other images.
         apart = self.routers is not None or self.images is not None
         self.shares_prefixes = settings.share_prefixes and not apart and self._packing is Packing.SEGMENTS

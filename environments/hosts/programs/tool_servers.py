@@ -29,6 +29,8 @@ MOST_PAGES = 100
 """The most pages of a server's list of tools."""
 OF_THE_CALLER = (-32602, -32601)
 """JSON-RPC's codes of a call that is wrong: its arguments, or its tool. The model reads the error."""
+CLOSES_WITHIN_S = 10.0
+"""How long the servers of an episode may take to end."""
 STOPS_WITHIN_S = 20.0
 """How long the servers may take to stop after the runner has ended."""
 
@@ -59,8 +61,11 @@ class Connections:
         return f"error: {text}" if result.is_error and not text.lower().startswith("error") else text
 
     async def close(self) -> None:
+        """End the connections. A server that does not let go is left to the end of this program."""
         self._closing.set()
-        await asyncio.gather(self._task, return_exceptions=True)
+        if not self._opened.done():
+            self._task.cancel()
+        await asyncio.wait([self._task], timeout=CLOSES_WITHIN_S)
 
     async def _hold(self) -> None:
         try:
@@ -82,6 +87,8 @@ async def connected(server: dict[str, Any], stack: AsyncExitStack) -> Client:
     """A client that is not connected yet."""
     if "command" in server:
         given = {name: server[name] for name in ("command", "args", "env", "cwd") if name in server}
+        # The runner ends what its host has started, and finds it by this variable.
+        given["env"] = {**given.get("env", {}), "WEIR_HOST": os.environ.get("WEIR_HOST", "")}
         return Client(StdioServerParameters(**given))
     if server.get("transport") == "sse":
         return Client(sse_client(server["url"], headers=server.get("headers")))

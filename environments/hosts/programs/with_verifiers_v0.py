@@ -139,7 +139,8 @@ def rubrics_of(rubric: Any, task: str | None = None) -> Iterator[Any]:
 
 
 def heard(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same reward function. The library takes one that raises for a reward of 0, so it is heard here."""
+    """The same reward function. The library takes one that raises, or returns no number, for a reward of 0,
+    so it is heard here."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -148,14 +149,23 @@ def heard(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             note(error)
             raise
-        return wait(result) if inspect.isawaitable(result) else result
+        return wait(result) if inspect.isawaitable(result) else checked(result)
 
     async def wait(result: Any) -> Any:
         try:
-            return await result
+            result = await result
         except Exception as error:
             note(error)
             raise
+
+        return checked(result)
+
+    def checked(result: Any) -> Any:
+        try:
+            float(result)
+        except (TypeError, ValueError) as error:
+            note(error)
+        return result
 
     def note(error: Exception) -> None:
         failures.get().append(f"the reward {function.__name__!r}: {type(error).__name__}: {error}")

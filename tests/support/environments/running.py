@@ -38,6 +38,9 @@ class RunTest:
     async def play(self, toy: str, *, resume: bool = False, loop: str | None = None, **given: Any) -> Any:
         return await play_run(self.settings(toy, **given), self.place, lambda line: None, loop, resume)
 
+    def delete(self, session_id: str) -> None:
+        httpx.delete(f"{self.url}/sessions/{session_id}").raise_for_status()
+
     def sessions(self, **wanted: str) -> list[dict[str, Any]]:
         """The sessions in the order of their ids, each with its turns."""
         page = httpx.get(f"{self.url}/sessions", params={"limit": 1000, **wanted}).json()

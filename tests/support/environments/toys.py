@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tests.support.images import noise_url
@@ -193,3 +194,38 @@ class Judged:
     def step(self, answer: str) -> Ending:
         self.left -= 1
         return "more", None, self.left == 0, False, {}
+
+
+class Crowded:
+    """A game of two players that names an eighth."""
+
+    players, player, rewards = 2, 7, {}  # type: ignore[var-annotated]
+
+    def reset(self, task: dict[str, int]) -> str:
+        return "go"
+
+
+class DiesOnce:
+    """Dies when it is first asked for tasks."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = Path(f"{mark}-died")
+
+    def tasks(self, seed: int) -> Iterator[dict[str, int]]:
+        if not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ({"number": number} for number in range(10))
+
+    def reset(self, task: dict[str, int]) -> str:
+        return "go"
+
+    def step(self, answer: str) -> Ending:
+        return None, 1.0, True, False, {}
+
+
+class Taskless:
+    """Has lost its tasks."""
+
+    def tasks(self, seed: int) -> Iterator[dict[str, int]]:
+        raise RuntimeError("the list of tasks is gone")

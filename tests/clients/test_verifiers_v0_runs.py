@@ -99,12 +99,13 @@ async def test_a_group_has_the_rewards_of_its_rollouts(running: RunTest) -> None
         assert session["reward"] == pytest.approx(right + 0.25 / (1 + first))
 
 
-async def test_a_reward_function_that_raises_is_no_reward_of_zero(running: RunTest) -> None:
-    options = {"how": "raises", "fails": 1, "count": 2}
+@pytest.mark.parametrize("how", ["raises", "none"])
+async def test_a_reward_function_without_a_number_is_no_reward_of_zero(running: RunTest, how: str) -> None:
+    options = {"how": how, "fails": 1, "count": 2}
     summary = await play(running, mode="eval", group_size=1, tasks=2, options=options)
     assert summary["by_status"] == {"failed": 1, "completed": 1}
     (failed,) = running.sessions(verdict="failed")
-    assert "the reward 'right': RuntimeError: the grader is gone" in failed["verdict"]["detail"]
+    assert failed["verdict"]["detail"].startswith("the reward 'right': ")
     assert failed["reward"] is None
 
 

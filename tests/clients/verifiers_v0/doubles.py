@@ -20,6 +20,8 @@ def load_environment(how="right", fails=0, count=8, record="", compares=False, m
     """The first tasks fail in the way `how`; `record` is a file for what the library knows of a rollout."""
 
     def right(completion, answer, info, **kwargs):
+        if how == "none" and info["number"] < fails:
+            return None
         if how == "raises" and info["number"] < fails:
             raise RuntimeError("the grader is gone")
         return float(answer in completion[0]["content"])

@@ -15,8 +15,9 @@ content null                   ──▶ ""
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -128,10 +129,7 @@ class MessageNormalizer:
         content, escape = message.get("content"), self._escape if role in UNTRUSTED else self._escape_system
         normalized: Message = {"role": role}
         if isinstance(content, list) and has_image(content):
-            normalized["content"] = [
-                {"type": IMAGE} if has_image([part]) else {"type": "text", "text": escape(text_of([part]))}
-                for part in content
-            ]
+            normalized["content"] = list(_parts(content, escape))
         else:
             normalized["content"] = escape(text_of(content))
         if isinstance(name := message.get("name"), str) and name:
@@ -181,6 +179,16 @@ class MessageNormalizer:
         if not self._family.nine_character_ids or (len(call_id) == ID_LENGTH and call_id.isalnum()):
             return call_id
         return sha256(call_id.encode(errors="backslashreplace")).hexdigest()[:ID_LENGTH]
+
+
+def _parts(content: Sequence[Any], escape: Callable[[str], str]) -> Iterator[Message]:
+    """The parts of a content with images. Texts next to each other become one, as templates join them: else
+    a control token that is split among them would not be escaped."""
+    for is_image, parts in groupby(content, key=lambda part: has_image([part])):
+        if is_image:
+            yield from ({"type": IMAGE} for _ in parts)
+        else:
+            yield {"type": "text", "text": escape(text_of(list(parts)))}
 
 
 def _open_calls(before: Sequence[Message]) -> list[Message]:

@@ -26,6 +26,7 @@ from tests.support.rollout_server.processes import running
 from tests.support.rollout_server.stub_engine import stub_interpreter
 from tests.support.rollout_server.weights import write_model
 from tests.support.serving import free_port, serving
+from tests.support.tiny_vision_model import make_tiny_vision_model
 from tests.support.waiting import wait_until
 
 
@@ -110,6 +111,30 @@ def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[Runn
     with httpx.Client(timeout=10) as http:
         gateway = RunningGateway(url, backends.engine, backends.redis, http)
         wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_vision_model(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(vision_model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(vision_model / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def pad(tokens: Tokenizer) -> int:
+    return tokens.get_vocab()["<|image_pad|>"]
+
+
+@pytest.fixture
+def seeing(backends: Backends, vision_model: Path, tokens: Tokenizer) -> Iterator[RunningGateway]:
+    backends.clear(None)
+    backends.engine.tokenizer = tokens
+    limits = {"max_images": 3, "max_bytes": 100_000, "max_pixels": 300 * 300}
+    with backends.gateway(model_path=vision_model, images=limits) as gateway:
         yield gateway
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,11 @@ from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.images import asking, data_url, encoded, image_of, noise_url, opened, shown
-from tests.support.tiny_vision_model import make_tiny_vision_model
 
 CHAT = "/v1/chat/completions"
 WIDE = noise_url(96, 64, seed=1)
 """It has 3 by 2 tokens."""
 TALL = noise_url(64, 96, seed=2)
-
-
-@pytest.fixture(scope="module")
-def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_vision_model(tmp_path_factory.mktemp("vision") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokens(vision_model: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(vision_model / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def pad(tokens: Tokenizer) -> int:
-    return tokens.get_vocab()["<|image_pad|>"]
-
-
-@pytest.fixture
-def seeing(backends: Backends, vision_model: Path, tokens: Tokenizer) -> Iterator[RunningGateway]:
-    backends.clear(None)
-    backends.engine.tokenizer = tokens
-    limits = {"max_images": 3, "max_bytes": 100_000, "max_pixels": 300 * 300}
-    with backends.gateway(model_path=vision_model, images=limits) as gateway:
-        yield gateway
 
 
 def turns_of(gateway: RunningGateway, session_id: str) -> list[Turn]:

@@ -16,7 +16,7 @@ from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
 from gateway.edge.background_answers import BackgroundAnswers, UnreadCall
 from gateway.edge.choices import for_each, sample_each
 from gateway.edge.errors import ANSWERABLE, api_error
-from gateway.edge.images import with_images
+from gateway.edge.images import has_images, with_images
 from gateway.edge.joins import Joins
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
@@ -70,12 +70,15 @@ class Exchange:
         parsed = await self.dialect.read(caller, request.body, request.heavy)
         for each in parsed.calls:
             gateway.renderer.refuse_too_long(each.messages)
-        calls = [await with_images(gateway.images, each, request.held) for each in parsed.calls]
-        parsed = msgspec.structs.replace(parsed, calls=calls)
-        was_read = figures.read.since(began)
         if caller.session_id is None:
             reply.more_headers = partial(gateway.admission.rate_headers, caller.owner)
-        head = await gateway.resolver.resolve(_clues(request, parsed, call), caller)
+        if shows := any(has_images(each) for each in parsed.calls):
+            # Images take much work, which a call that is refused must not cause.
+            await gateway.resolver.check(_clues(request, parsed, call), caller)
+            calls = [await with_images(gateway.images, each, request.held) for each in parsed.calls]
+            parsed = msgspec.structs.replace(parsed, calls=calls)
+        was_read = figures.read.since(began)
+        head = await gateway.resolver.resolve(_clues(request, parsed, call), caller, counted=shows)
         reply.more_headers = partial(gateway.admission.rate_headers, head.spec.owner)
         figures.session.since(was_read)
         async with gateway.in_flight.call(head):

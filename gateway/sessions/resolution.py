@@ -77,34 +77,55 @@ class SessionResolver:
         self._writer = writer
         self._admission = admission
 
-    async def resolve(self, clues: SessionClues, caller: Caller) -> SessionHead:
-        """The session that takes the call.
+    async def check(self, clues: SessionClues, caller: Caller) -> None:
+        """Count the call, and raise what `resolve` would, before the call's images are read.
+
+        No session is opened. `resolve` then takes the call as `counted`.
+        """
+        session_id = _session_id(clues, caller)
+        await self._admit(clues, caller)
+        if session_id is None:
+            return
+        head = await self._sessions.find(session_id, caller, self._writer.load_for_call)
+        if head is not None:
+            await self._check_head(head, caller, counted=False)
+        elif caller.session_id is not None:
+            raise await self._sessions.missing(session_id, caller)
+
+    async def resolve(self, clues: SessionClues, caller: Caller, counted: bool = False) -> SessionHead:
+        """The session that takes the call. `counted`: `check` has counted it.
 
         Raises InvalidRequest for a malformed id, NotPermitted for a session key with the id of another
         session, ObjectNotFound for a session of another owner, StateConflict for a session that ended,
         Deleted for a deleted session and for a user whose data was deleted, UnknownCaller for the key of a
         session whose client key was revoked, and LimitReached.
         """
-        names = _names(clues)
-        if caller.session_id is not None and not all(is_named(name, caller.session_id) for name in names):
-            raise NotPermitted("the session key opens another session than the one named")
-        if caller.session_id is None:  # checked first, so that a refused call opens no session
-            self._admission.check_call(caller.owner)
-        user = clues.call.user
-        if user is not None and await self._writer.user_deleted(user):
-            raise UserDeleted
-        session_id = names[0] if names else caller.session_id or _harness_id(clues)
+        session_id = _session_id(clues, caller)
+        if not counted:
+            await self._admit(clues, caller)
         if session_id is None:
             head = await self._continued(caller, clues)
             return head or await self._new(caller)
         found = await self._sessions.find(session_id, caller, self._writer.load_for_call)
         head = found or await self._open_named(session_id, caller)
+        await self._check_head(head, caller, counted)
+        return head
+
+    async def _admit(self, clues: SessionClues, caller: Caller) -> None:
+        """Count a call of a client key. Raises LimitReached, and UserDeleted."""
+        if caller.session_id is None:  # checked first, so that a refused call opens no session
+            self._admission.check_call(caller.owner)
+        user = clues.call.user
+        if user is not None and await self._writer.user_deleted(user):
+            raise UserDeleted
+
+    async def _check_head(self, head: SessionHead, caller: Caller, counted: bool) -> None:
+        """Raise if the session takes no call, and count a call of a session key."""
         self._sessions.check_usable(head, caller)
         if refusal := await self._refusal(head):
             raise refusal
-        if caller.session_id is not None:  # the call counts for the client key that opened the session
+        if caller.session_id is not None and not counted:  # counts for the client key that opened the session
             self._admission.check_call(head.spec.owner)
-        return head
 
     async def open(self, head: SessionHead, caller: Caller) -> None:
         """Store a session that `resolve` did not store: a streamed reply names it before its first turn."""
@@ -175,6 +196,17 @@ class SessionResolver:
             return SessionHead(spec=spec)
         # Another call or client has just opened it.
         return await self._writer.load_for_call(spec.session_id) or SessionHead(spec=spec)
+
+
+def _session_id(clues: SessionClues, caller: Caller) -> str | None:
+    """The session that the request names, or whose key it has; None if neither.
+
+    Raises InvalidRequest for a malformed id, NotPermitted for a session key with the id of another session.
+    """
+    names = _names(clues)
+    if caller.session_id is not None and not all(is_named(name, caller.session_id) for name in names):
+        raise NotPermitted("the session key opens another session than the one named")
+    return names[0] if names else caller.session_id or _harness_id(clues)
 
 
 def _names(clues: SessionClues) -> list[str]:

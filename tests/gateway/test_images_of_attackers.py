@@ -1,14 +1,16 @@
 """What a caller cannot do with images: forge tokens, use up the gateway, or hide from limits."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.gateway.running import RunningGateway
-from tests.support.images import asking, noise_url
+from gateway.settings import LimitSettings
+from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.images import asking, data_url, noise_url
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-WIDE = noise_url(96, 64, seed=1)
+WIDE, BROKEN = noise_url(96, 64, seed=1), data_url(b"nothing")
 
 
 def in_dialect(path: str, *texts: str) -> dict[str, Any]:
@@ -30,3 +32,32 @@ def test_a_control_token_cannot_be_split_among_parts(seeing: RunningGateway, pat
         assert seeing.post(path, in_dialect(path, *texts)).status_code == 200
     split, whole = (asked["input_ids"] for asked in seeing.engine.requests)
     assert split == whole
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_call_beyond_its_rate_is_refused_before_its_images_are_read(
+    backends: Backends, vision_model: Path, in_session: bool
+) -> None:
+    backends.clear(None)
+    limits = LimitSettings(requests_per_minute=3, burst_s=60)
+    with backends.gateway(model_path=vision_model, limits=limits) as gateway:
+        key = {"key": gateway.session()["api_key"]} if in_session else {}
+        statuses = [
+            gateway.post(CHAT, {"messages": [asking(url)]}, **key).status_code
+            for url in (WIDE, WIDE, BROKEN, BROKEN, WIDE)
+        ]
+    assert statuses == [200, 200, 400, 429, 429]
+
+
+def test_a_session_that_takes_no_call_refuses_it_before_its_images_are_read(seeing: RunningGateway) -> None:
+    session = seeing.session()
+    path = f"/sessions/{session['session_id']}"
+    assert seeing.post(f"{path}/finish", {"status": "completed", "reward": 1.0}).status_code == 200
+    for key in ({}, {"key": session["api_key"]}):
+        reply = seeing.post(path + CHAT, {"messages": [asking(BROKEN)]}, **key)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "session_finished"), reply.text
+
+
+def test_a_call_with_a_broken_image_opens_no_session(seeing: RunningGateway) -> None:
+    assert seeing.post(f"/sessions/mine{CHAT}", {"messages": [asking(BROKEN)]}).status_code == 400
+    assert seeing.get("/sessions/mine").status_code == 404

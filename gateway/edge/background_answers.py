@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.dialects.base import BackgroundReply, RecordedAnswer
 from gateway.edge.errors import ANSWERABLE, api_error
+from gateway.edge.request import HeldBody
 from gateway.engines.cancellation import cancel_and_wait
 from gateway.errors import LimitReached
 from gateway.generations.generation import Generation, tokens_of
@@ -52,8 +53,11 @@ class BackgroundAnswers:
         self._owners: Counter[str] = Counter()
         self._stopping = False
 
-    async def start(self, gateway: GatewayParts, reply: BackgroundReply, generation: Generation) -> bytes:
-        """Store the answer as in progress, and begin to make it. Returns the body of the reply.
+    async def start(
+        self, gateway: GatewayParts, reply: BackgroundReply, generation: Generation, held: HeldBody
+    ) -> bytes:
+        """Store the answer as in progress, and begin to make it. Returns the body of the reply. The images of
+        the call count until the answer is made.
 
         Raises LimitReached, StorageUnavailable, Deleted.
         """
@@ -72,6 +76,8 @@ class BackgroundAnswers:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: self._leave(owner))
+        kept = held.moved()
+        task.add_done_callback(lambda _: kept.close())
         return body
 
     def end_all(self) -> None:

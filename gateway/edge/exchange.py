@@ -111,7 +111,7 @@ class Exchange:
             else:
                 await gateway.resolver.check_storage()
         if parsed.background is not None:
-            body = await self.answers.start(gateway, parsed.background, generations[0])
+            body = await self.answers.start(gateway, parsed.background, generations[0], request.held)
             await reply.send_json(200, body, reply_headers(generations))
             return
         try:

@@ -16,10 +16,11 @@ def has_images(call: Call) -> bool:
 
 
 async def with_images(reader: ImageReader, call: Call, held: HeldBody) -> Call:
-    """The call with its images decoded; their bytes count as the body's do. Raises InvalidRequest,
-    LimitReached, StorageUnavailable."""
-    messages, pngs = await reader.read(call.messages)
+    """The call with its images decoded. Their bytes count beside the body's, and longer than those.
+
+    Raises InvalidRequest, LimitReached, StorageUnavailable, and ApiError 413 for images that never fit.
+    """
+    messages, pngs = await reader.read(call.messages, held.keep)
     if not pngs:
         return call
-    held.count(sum(map(len, pngs.values())))
     return msgspec.structs.replace(call, messages=messages, images=pngs)

@@ -31,6 +31,11 @@ class BodyBudget:
     _held: int = 0
     _held_by: dict[Hashable, int] = field(default_factory=dict)
 
+    @property
+    def most_of_one(self) -> int:
+        """How many bytes one call may have, if no other call has any."""
+        return min(self.in_all, self.per_caller)
+
     def hold(self, caller: Caller) -> "HeldBody":
         """A body of the caller; its bytes count until the end of a `with` block, or until `release`."""
         return HeldBody(self, (caller.session_id, caller.owner, caller.key))
@@ -59,6 +64,8 @@ class HeldBody:
     budget: BodyBudget
     caller: Hashable
     size: int = 0
+    kept: int = 0
+    """Bytes of images, which are needed until the answer is recorded."""
 
     def __enter__(self) -> "HeldBody":
         return self
@@ -66,7 +73,13 @@ class HeldBody:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Count no byte any longer."""
         self.release()
+        self._remove(self.kept)
+        self.kept = 0
 
     def grow(self, size: int) -> None:
         """Count more bytes. Raises ApiError 413 for a body that is too large, LimitReached."""
@@ -75,15 +88,35 @@ class HeldBody:
         self.count(size)
 
     def count(self, size: int) -> None:
-        """Count bytes that the body becomes, beside itself. Raises LimitReached."""
-        self.budget.add(self.caller, size)
+        """Count bytes that the body becomes, beside itself. Raises LimitReached, and ApiError 413 if the call
+        alone has more bytes than the gateway may hold."""
+        self._add(size)
         self.size += size
 
+    def keep(self, size: int) -> None:
+        """Count bytes that outlast `release`. Raises as `count`."""
+        self._add(size)
+        self.kept += size
+
     def release(self) -> None:
-        """Count the bytes no longer."""
-        if self.size:
-            self.budget.remove(self.caller, self.size)
-            self.size = 0
+        """Count the bytes no longer, except those that are kept."""
+        self._remove(self.size)
+        self.size = 0
+
+    def moved(self) -> "HeldBody":
+        """The bytes that are kept, for work that goes on when the `with` block has ended."""
+        moved, self.kept = HeldBody(self.budget, self.caller, kept=self.kept), 0
+        return moved
+
+    def _add(self, size: int) -> None:
+        most, whole = self.budget.most_of_one, self.size + self.kept + size
+        if whole > most:  # it would not fit when all other calls are done, either
+            raise ApiError(413, f"the body and its images have {whole} bytes or more, of {most} allowed")
+        self.budget.add(self.caller, size)
+
+    def _remove(self, size: int) -> None:
+        if size:
+            self.budget.remove(self.caller, size)
 
 
 class AgentRequest(msgspec.Struct):

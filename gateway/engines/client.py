@@ -9,11 +9,10 @@ from contextlib import suppress
 from typing import Literal
 
 import aiohttp
-import msgspec
 from msgspec import UNSET
 
 from gateway.engines.event_stream import EventStream, OutputChunk, engine_error
-from gateway.engines.generate_request import GenerateBody
+from gateway.engines.generate_request import GenerateBody, encode
 from gateway.engines.placement import Adapter
 from gateway.engines.transports.aiohttp_transport import AiohttpTransport, engine_connector
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
@@ -42,9 +41,6 @@ EngineHttpName = Literal["httptools", "aiohttp"]
 def transport_of(name: EngineHttpName, read_timeout_s: float) -> EngineTransport:
     """The HTTP client that the setting `engine_http` names."""
     return AiohttpTransport(read_timeout_s) if name == "aiohttp" else HttptoolsTransport(read_timeout_s)
-
-
-_encode = msgspec.json.Encoder().encode
 
 
 class EngineClient:
@@ -90,7 +86,7 @@ class EngineClient:
     async def _post(self, engine_url: str, body: GenerateBody) -> EngineResponse:
         """The reply once its status has arrived. Raises RequestRefused and EngineFault."""
         try:
-            response = await self._transport.post(engine_url, "/generate", _encode(body))
+            response = await self._transport.post(engine_url, "/generate", encode(body))
         except ConnectFailed as error:
             raise EngineFault("refused", f"the engine cannot be reached: {error}") from error
         except ConnectionLost as error:

@@ -97,8 +97,6 @@ class Generation(msgspec.Struct):
     """What must answer."""
     trial: Trial | None = None
     """Its part in an open canary."""
-    image_urls: Sequence[str] = ()
-    """The images of the prompt as data URLs, in their order; the choices of a call share them."""
     max_row_tokens: int | None = None
     """The tokens of prompt and answer with which it could no longer be trained; None if there is no bound."""
     turn_id: str = msgspec.field(default_factory=new_id)

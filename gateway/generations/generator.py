@@ -4,7 +4,6 @@ call ──begin──▶ parent, prompt, sampling ──sample──▶ chunks 
 """
 
 import asyncio
-import base64
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,7 +17,7 @@ from gateway.conversations.raw import locate_raw
 from gateway.conversations.side_calls import side_call_of
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.failover import OnChunk, Sampler
-from gateway.engines.generate_request import SampleRequest
+from gateway.engines.generate_request import PromptImage, SampleRequest
 from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
 from gateway.generations.generation import Call, ClientCall, Generation
@@ -96,7 +95,6 @@ class Generator:
             side_call = side_call_of(call.messages, call.tools, call.asked.get("max_tokens"))
             train = head.spec.train and (self._train_constrained or call.structural_tag is None)
             train = train and (head.spec.train_side_calls or side_call is None)
-            urls = [_data_url(call.images[image.sha256]) for image in prompt.images]
             for index in range(len(generations), len(generations) + n):
                 sampling = decide(head.spec.sampling, call, room, head.spec.train, index)
                 generations.append(
@@ -112,7 +110,6 @@ class Generator:
                         side_call=side_call,
                         pinned=pinned,
                         trial=trial,
-                        image_urls=urls,
                         max_row_tokens=self._max_row_tokens() if train else None,
                     )
                 )
@@ -213,7 +210,7 @@ class Generator:
             wish=generation.wish,
             input_ids=collapsed(prompt.prompt_ids.tolist(), prompt.images),
             prompt_tokens=len(prompt.prompt_ids) if prompt.images else None,
-            images=list(generation.image_urls),
+            images=[PromptImage(call.images[image.sha256]) for image in prompt.images],
             image_pads=frozenset() if self._renderer.vision is None else self._renderer.vision.pads,
             parameters=engine_parameters(generation.sampling, self._renderer.stop_ids, call, interval),
             top_logprobs=call.top_logprobs,
@@ -253,10 +250,6 @@ class Generator:
         if vision is not None and not vision.pads.isdisjoint(prompt_ids):
             message = "a prompt of token ids has no images: send them in messages"
             raise InvalidRequest(message, param="prompt", code="images_in_token_ids")
-
-
-def _data_url(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _unreadable(error: Exception) -> InvalidRequest:

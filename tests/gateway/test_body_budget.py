@@ -89,3 +89,8 @@ def test_a_session_named_like_anothers_key_does_not_use_up_its_bound(bounded: Ru
     session = bounded.session(session_id=name)
     with closing(HalfSent(bounded, session["api_key"])):
         assert not refused(bounded, victim)
+
+
+def test_a_body_that_never_fits_is_not_tried_again(bounded: RunningGateway) -> None:
+    reply = bounded.chat("x" * (PER_KEY + 1))
+    assert (reply.status_code, "retry-after" in reply.headers) == (413, False), reply.text

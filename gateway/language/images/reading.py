@@ -52,9 +52,12 @@ class ImageReader:
         self._kept_bytes = 0
         self._threads = ThreadPoolExecutor(DECODERS, "decoder")
 
-    async def read(self, messages: Sequence[Message]) -> ReadImages:
-        """The messages with hashes in place of addresses. Raises InvalidRequest; StorageUnavailable if images
-        of an earlier response cannot be read."""
+    async def read(self, messages: Sequence[Message], count: Callable[[int], None]) -> ReadImages:
+        """The messages with hashes in place of addresses. Calls `count` with the bytes of each image before
+        the next one is decoded; it may raise.
+
+        Raises InvalidRequest; StorageUnavailable if images of an earlier response cannot be read.
+        """
         parts = list(image_parts(messages))
         if not parts:
             return ReadImages(messages, {})
@@ -68,11 +71,14 @@ class ImageReader:
         if missing := known - pngs.keys():
             message = f"messages: image {min(missing)} of an earlier response is no longer stored"
             raise InvalidRequest(message, param="messages")
+        count(sum(map(len, pngs.values())))
         left, read = self._context_length, dict[int, dict[str, Any]]()
         for part in parts:
             if "sha256" not in part:
                 png = await self._png(part["url"], part["where"], self._vision, left)
                 left -= self._vision.tokens(png.image.width, png.image.height)
+                if png.image.sha256 not in pngs:
+                    count(len(png.data))
                 pngs[png.image.sha256] = png.data
                 read[id(part)] = png.image.part
         return ReadImages([_with_hashes(message, read) for message in messages], pngs)

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from gateway.settings import LimitSettings
 from tests.support.gateway.running import Backends, RunningGateway
-from tests.support.images import asking, data_url, noise_url
+from tests.support.images import asking, data_url, encoded, image_of, noise_url
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 WIDE, BROKEN = noise_url(96, 64, seed=1), data_url(b"nothing")
@@ -61,3 +62,30 @@ def test_a_session_that_takes_no_call_refuses_it_before_its_images_are_read(seei
 def test_a_call_with_a_broken_image_opens_no_session(seeing: RunningGateway) -> None:
     assert seeing.post(f"/sessions/mine{CHAT}", {"messages": [asking(BROKEN)]}).status_code == 400
     assert seeing.get("/sessions/mine").status_code == 404
+
+
+def progressive(side: int, extra_scans: int) -> bytes:
+    """A progressive JPEG, and so many further copies of its last scan."""
+    data = encoded(Image.new("RGB", (side, side)), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:-2] + data[last:-2] * extra_scans + b"\xff\xd9"
+
+
+def shown_as_jpeg(gateway: RunningGateway, data: bytes) -> Any:
+    return gateway.post(CHAT, {"messages": [asking(data_url(data, "image/jpeg"))]})
+
+
+@pytest.mark.parametrize("hidden", [b"", b"\xff\x01\xff\xff", b"\xff\xff\xff\xd0"])
+def test_a_jpeg_of_very_many_scans_is_not_decoded(seeing: RunningGateway, hidden: bytes) -> None:
+    many = progressive(256, 1000)
+    second = many.index(b"\xff\xda", many.index(b"\xff\xda") + 2)
+    reply = shown_as_jpeg(seeing, many[:second] + hidden + many[second:])
+    assert reply.status_code == 400
+    assert "scans" in reply.json()["error"]["message"]
+
+
+def test_what_looks_like_a_scan_in_metadata_or_behind_the_picture_does_not_count(
+    seeing: RunningGateway,
+) -> None:
+    data = encoded(image_of(64, 64), "JPEG", progressive=True, comment=b"\xff\xda" * 100)
+    assert shown_as_jpeg(seeing, data + b"\xff\xda" * 1000).status_code == 200

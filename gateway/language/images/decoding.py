@@ -17,10 +17,13 @@ from typing import NamedTuple
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from gateway.errors import InvalidRequest
+from gateway.language.images.jpeg_scans import MOST_SCANS, has_too_many_scans
 from gateway.language.images.pads import DecodedImage
 from gateway.language.images.vision import Vision
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+JPEGS = frozenset({"JPEG", "MPO"})
+"""MPO: a JPEG that has further pictures behind the first one, such as a gain map or a second view."""
 DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
 MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp"})
 COMPRESSION = 3
@@ -59,8 +62,9 @@ def bytes_of(url: str, where: str, max_bytes: int) -> bytes:
 def png_of(data: bytes, where: str, vision: Vision, max_pixels: int, max_tokens: int) -> Png:
     """The image as the engine gets it.
 
-    Raises InvalidRequest for other formats, animations, more than `max_pixels`, an image of more than
-    `max_tokens`, and what cannot be decoded. All but the last one is known before anything is decoded.
+    Raises InvalidRequest for other formats, animations, more than `max_pixels`, a JPEG of too many scans, an
+    image of more than `max_tokens`, and what cannot be decoded. All but the last one is known before anything
+    is decoded.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
@@ -69,6 +73,8 @@ def png_of(data: bytes, where: str, vision: Vision, max_pixels: int, max_tokens:
                 raise refusal(where, f"{width} by {height} pixels; an image has at most {max_pixels} in all")
             if getattr(opened, "is_animated", False):
                 raise refusal(where, "an animation; send one image")
+            if opened.format in JPEGS and has_too_many_scans(data):
+                raise refusal(where, f"a JPEG of more than {MOST_SCANS} scans")
             if vision.tokens(*_size(vision, width, height, where)) > max_tokens:
                 message = f"{where}: with this image, the prompt has more tokens than the context holds"
                 raise InvalidRequest(message, param=where, code="context_length_exceeded")

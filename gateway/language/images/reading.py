@@ -89,7 +89,7 @@ class ImageReader:
         self._kept_bytes = 0
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _png(self, url: str, where: str, vision: Vision, max_tokens: int) -> Png:
         """The image at the address. One that was read before is not decoded again."""

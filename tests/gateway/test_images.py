@@ -163,6 +163,17 @@ def test_another_engine_continues_an_answer_to_an_image(seeing: RunningGateway) 
     assert two["input_ids"] == [*one["input_ids"], *turn.output_ids[:2]]
 
 
+def test_an_engine_that_aborts_a_queued_call_has_made_no_fault(seeing: RunningGateway) -> None:
+    seeing.engine.interruptions.extend([Interruption(0, "abort")] * 3)
+    assert seeing.post(CHAT, {"messages": [asking(WIDE)]}).status_code == 200
+    lines = seeing.get("/metrics").text.splitlines()
+    faults = [line for line in lines if line.startswith("weir_engine_faults_total{")]
+    opened_breakers = [line for line in lines if line.startswith("weir_breaker_open{")]
+    assert len(seeing.engine.requests) == 4
+    assert faults == ['weir_engine_faults_total{outcome="retried",reason="aborted"} 3.0']
+    assert all(line.endswith(" 0.0") for line in opened_breakers)
+
+
 def test_no_engine_continues_an_answer_with_a_sampled_pad(
     seeing: RunningGateway, tokens: Tokenizer, pad: int
 ) -> None:

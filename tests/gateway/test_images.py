@@ -82,6 +82,37 @@ def test_an_image_is_resized_and_made_plain_before_the_engine_sees_it(seeing: Ru
     ]
 
 
+def test_only_the_first_picture_of_a_jpeg_is_shown(seeing: RunningGateway) -> None:
+    first, second = Image.new("RGB", (64, 64), "red"), Image.new("RGB", (64, 64), "blue")
+    photo = encoded(first, "MPO", save_all=True, append_images=[second])
+    say(seeing, seeing.session(), asking(data_url(photo, "image/jpeg")))
+    (shown_url,) = seeing.engine.requests[0]["image_data"]
+    red, _, blue = opened(shown_url).getpixel((9, 9))  # type: ignore[misc]
+    assert red > 250 > 5 > blue
+
+
+def test_grey_of_16_bits_is_scaled_to_8(seeing: RunningGateway) -> None:
+    greys = [0, 0x4000, 0xFFFF]
+    urls = [data_url(encoded(Image.new("I;16", (64, 64), grey))) for grey in greys]
+    say(seeing, seeing.session(), asking(*urls))
+    pixels = [opened(url).getpixel((9, 9)) for url in seeing.engine.requests[0]["image_data"]]
+    assert pixels == [(0, 0, 0), (64, 64, 64), (255, 255, 255)]
+
+
+def test_grey_of_16_bits_with_a_transparent_one_is_refused(seeing: RunningGateway) -> None:
+    url = data_url(encoded(Image.new("I;16", (64, 64), 9), transparency=9))
+    reply = seeing.post(CHAT, {"messages": [asking(url)]})
+    assert (reply.status_code, "16 bits" in reply.text) == (400, True), reply.text
+
+
+def test_equal_pixels_have_equal_hashes_whatever_their_profile(seeing: RunningGateway) -> None:
+    image = image_of(64, 64)
+    plain, profiled = encoded(image), encoded(image, icc_profile=b"a profile", dpi=(300, 300))
+    say(seeing, seeing.session(), asking(data_url(plain), data_url(profiled)))
+    one, two = seeing.engine.requests[0]["image_data"]
+    assert one == two
+
+
 def test_the_next_call_extends_the_turn_and_sends_all_images_again(seeing: RunningGateway, pad: int) -> None:
     session = seeing.session()
     ask = asking("look", WIDE)

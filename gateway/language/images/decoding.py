@@ -23,7 +23,9 @@ from gateway.language.images.vision import Vision
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 JPEGS = frozenset({"JPEG", "MPO"})
-"""MPO: a JPEG that has further pictures behind the first one, such as a gain map or a second view."""
+"""MPO: a JPEG that has further pictures behind the first one, such as a gain map or a second view. The first
+one is read."""
+GREY_OF_16_BITS = frozenset({"I", "I;16", "I;16L", "I;16B"})
 DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
 MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp"})
 COMPRESSION = 3
@@ -71,14 +73,14 @@ def png_of(data: bytes, where: str, vision: Vision, max_pixels: int, max_tokens:
             width, height = opened.size
             if width * height > max_pixels:
                 raise refusal(where, f"{width} by {height} pixels; an image has at most {max_pixels} in all")
-            if getattr(opened, "is_animated", False):
+            if opened.format != "MPO" and getattr(opened, "is_animated", False):
                 raise refusal(where, "an animation; send one image")
             if opened.format in JPEGS and has_too_many_scans(data):
                 raise refusal(where, f"a JPEG of more than {MOST_SCANS} scans")
             if vision.tokens(*_size(vision, width, height, where)) > max_tokens:
                 message = f"{where}: with this image, the prompt has more tokens than the context holds"
                 raise InvalidRequest(message, param=where, code="context_length_exceeded")
-            plain = _in_rgb(ImageOps.exif_transpose(opened))
+            plain = _in_rgb(ImageOps.exif_transpose(opened), where)
     except UnidentifiedImageError as error:
         raise refusal(where, "no PNG, JPEG or WebP") from error
     except UNREADABLE as error:
@@ -86,6 +88,7 @@ def png_of(data: bytes, where: str, vision: Vision, max_pixels: int, max_tokens:
     size = _size(vision, *plain.size, where)
     if size != plain.size:
         plain = plain.resize(size, Image.Resampling.BICUBIC)
+    plain.info.clear()  # profiles and resolutions would give equal pixels other hashes
     written = io.BytesIO()
     plain.save(written, "PNG", compress_level=COMPRESSION)
     png = written.getvalue()
@@ -99,8 +102,12 @@ def _size(vision: Vision, width: int, height: int, where: str) -> tuple[int, int
         raise refusal(where, error.message) from error
 
 
-def _in_rgb(image: Image.Image) -> Image.Image:
-    """The image without transparency, on white."""
+def _in_rgb(image: Image.Image, where: str) -> Image.Image:
+    """The image with 8 bits for each colour and without transparency, on white."""
+    if image.mode in GREY_OF_16_BITS:  # `convert` would make everything above 255 white
+        if "transparency" in image.info:
+            raise refusal(where, "16 bits of grey with a transparent one; send 8 bits")
+        image = image.convert("I").point(lambda grey: grey * (1 / 257) + 0.5).convert("L")
     if not image.has_transparency_data:
         return image.convert("RGB")
     above = image.convert("RGBA")

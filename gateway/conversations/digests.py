@@ -45,9 +45,10 @@ class Digest(bytes):
 
 def canonical(message: Message) -> bytes:
     """Encode what the model reads of a message. Fields that it does not read change nothing."""
-    role, text = message["role"], text_of(message.get("content"))
-    if has_image(message.get("content")):
-        return _JSON.encode([ROLES.get(role, role), text, _shown(message["content"])])
+    role, content = message["role"], message.get("content")
+    text = text_of(content)
+    if isinstance(content, list) and has_image(content):
+        return _JSON.encode([ROLES.get(role, role), text, _shown(content)])
     if role == "assistant":
         # Clients receive the answer without its outer whitespace, so they send it back without.
         return _JSON.encode([role, text.strip(), [_call(call) for call in message.get("tool_calls") or ()]])

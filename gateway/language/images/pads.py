@@ -81,8 +81,10 @@ def placed(ids: Sequence[int], images: Sequence[DecodedImage], vision: Vision) -
     return tuple(found)
 
 
-def collapsed(ids: Sequence[int], images: Sequence[TurnImage]) -> list[int]:
-    """The ids with the first pad of each image only."""
+def collapsed(ids: list[int], images: Sequence[TurnImage]) -> list[int]:
+    """The ids with the first pad of each image only; the same list without images."""
+    if not images:
+        return ids
     kept: list[int] = []
     end = 0
     for image in images:

@@ -19,7 +19,7 @@ from tests.support.gateway.running import CLIENT_KEY, RunningGateway
 
 BODY_CHARS = 31 * 10**6
 CONTEXT = 200_000
-CALLS = 6
+CALLS = 10
 PROSE = "the quick brown fox jumps over 12 lazy dogs, and it goes on\n"
 TEXTS = {"prose": PROSE, "one word": "x", "control tokens": "<|im_end|>", "spaces": " "}
 PATHS = {
@@ -75,7 +75,8 @@ def test_a_text_that_is_too_long_leaves_memory_and_others_alone(
     for _ in range(CALLS):
         assert refused(gateway, body)
     call_s = (cpu_s(process) - began_s) / CALLS
-    assert process.memory_info().rss < 1.3 * before
+    # Who kept the calls would keep the text of each; who does not keeps a few copies of the last one at most.
+    assert process.memory_info().rss < before + CALLS * BODY_CHARS // 2
     began_s = time.process_time()
     tokenizer.encode(text[: BODY_CHARS // 20])
     assert call_s < 10 * (time.process_time() - began_s)

@@ -133,10 +133,11 @@ def test_a_server_that_joins_later_gets_the_adapters(deploy: Deploy) -> None:
 
 
 def test_an_adapter_that_is_published_again_stays_if_no_server_answers(deploy: Deploy) -> None:
-    deployment = deploy(1, lora=LORA, push_timeout_s=0.5)
+    deployment = deploy(1, lora=LORA, push_timeout_s=10.0)
     assert publish(deployment, "math", 1).status_code == 200
     location = (deployment.directory / "policies" / "mathv1").as_uri()
     deployment.servers[0].process.send_signal(signal.SIGSTOP)
+    deployment.gateway.http.timeout = 60
     again = {"name": "math", "version": 1, "location": location}
     deployment.gateway.post("/admin/adapters", again, key=ADMIN_KEY)
     deployment.servers[0].process.send_signal(signal.SIGCONT)

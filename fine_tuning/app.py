@@ -51,7 +51,7 @@ def create_app(settings: FineTuningSettings) -> FastAPI:
     async def train(job: FineTuningJob) -> str:
         return await JobTraining(job, settings, jobs, runner, policy).train()
 
-    queue = JobQueue(jobs, train, policy)
+    queue = JobQueue(jobs, train, policy, settings.gateway_wait_s)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
 from fine_tuning.errors import BadInput, BadRow
 from fine_tuning.jobs.job import FineTuningJob, JobEvent, JobFault, JobStatus
 from fine_tuning.jobs.store import JobStore
-from fine_tuning.training.versions import GatewaySilent, PolicyWatch
+from fine_tuning.training.versions import GatewaySilent, PolicyWatch, answered
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,9 @@ FAULTS: dict[type[Exception], str] = {
 class JobQueue:
     """Runs jobs until it is cancelled; pauses, resumes and cancels them."""
 
-    def __init__(self, store: JobStore, train: Train, policy: PolicyWatch) -> None:
-        self._store, self._train, self._policy = store, train, policy
+    def __init__(self, store: JobStore, train: Train, policy: PolicyWatch, waits_s: float) -> None:
+        """`waits_s` is how long a job waits for a gateway that is away when it begins."""
+        self._store, self._train, self._policy, self._waits_s = store, train, policy, waits_s
         self._changed = asyncio.Event()
         self._current: tuple[str, asyncio.Task[str]] | None = None
 
@@ -118,11 +119,19 @@ class JobQueue:
 
     async def _begun(self, job: FineTuningJob) -> FineTuningJob:
         again = job.first_version is not None
-        first = job.first_version if again else await self._policy.serving()
+        first = job.first_version if again else await self._serving(job)
         job = self._store.put(msgspec.structs.replace(job, status="running", first_version=first))
         told = "The job goes on" if again else f"Fine-tuning job started, at version {first}"
         self._store.tell(job, JobEvent.of(told))
         return job
+
+    async def _serving(self, job: FineTuningJob) -> int:
+        """The version that is served. Raises GatewaySilent."""
+
+        def tell(told: str) -> None:
+            self._store.tell(job, JobEvent.of(told, "warn"))
+
+        return await answered(self._policy.serving, self._waits_s, tell)
 
     def _succeed(self, job: FineTuningJob, name: str) -> None:
         if not self._store.checkpoints(job):

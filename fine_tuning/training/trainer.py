@@ -25,7 +25,7 @@ from fine_tuning.jobs.store import JobStore
 from fine_tuning.settings import FineTuningSettings
 from fine_tuning.training.grading import AnswerGrader
 from fine_tuning.training.rows_source import RowSource, answer_once
-from fine_tuning.training.versions import GatewaySilent, PolicyWatch
+from fine_tuning.training.versions import GatewaySilent, PolicyWatch, answered
 from reward_service.grading.runner import GraderRunner
 from rollout_queue.contract.ids import new_id
 from rollout_queue.protocol.policies import PolicyVersion
@@ -72,7 +72,9 @@ class JobTraining:
                 await run.play()
                 await self._settled(following)
                 following.cancel()
-                serving = await self._served_in_the_end(run)
+                serving = await answered(
+                    lambda: self._served_in_the_end(run), self.settings.gateway_wait_s, self._warn
+                )
                 await asyncio.gather(*self._evaluations)
             finally:
                 begun = [following, *self._evaluations]
@@ -162,6 +164,9 @@ class JobTraining:
         told = f", mean reward {mean['reward_mean']:.4f}" if mean else ""
         self._tell(f"Step {step}: version {version.version}{told}", metrics | mean)
 
+    def _warn(self, message: str) -> None:
+        self.store.tell(self.job, JobEvent.of(message[:2000], "warn"))
+
     def _tell(self, message: str, metrics: dict[str, Any]) -> None:
         self.store.tell(self.job, JobEvent.of(message, metrics=metrics))
 
@@ -178,8 +183,7 @@ class JobTraining:
         try:
             await self._play_evaluation(version)
         except (GatewayFault, RunStopped) as error:
-            told = f"The evaluation at version {version} failed: {error}"
-            self.store.tell(self.job, JobEvent.of(told[:2000], "warn"))
+            self._warn(f"The evaluation at version {version} failed: {error}")
 
     async def _play_evaluation(self, version: int) -> None:
         """Play the validation file once. The live model answers, so that no answer waits for a version which

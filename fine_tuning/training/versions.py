@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import httpx
 import msgspec
 
+from environments.session_client import pause_after
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.policies import PolicyPage, PolicyVersion
@@ -15,11 +18,39 @@ from rollout_queue.protocol.status import SystemStatus
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", PolicyPage, SystemStatus)
+Answer = TypeVar("Answer")
 TIMEOUT_S = 30.0
+LATER = (408, 429)
+"""With these, and with those from 500 on, the gateway may answer later."""
 
 
 class GatewaySilent(Exception):
     """The gateway did not answer, or refused."""
+
+
+class GatewayRefused(GatewaySilent):
+    """It refused, or its answer cannot be read: so it will be again."""
+
+
+async def answered(
+    ask: Callable[[], Awaitable[Answer]], waits_s: float, tell: Callable[[str], None]
+) -> Answer:
+    """Ask again and again while the gateway is away, for `waits_s` seconds. `tell` gets a sentence when the
+    waiting begins. Raises GatewayRefused at once, and GatewaySilent in the end."""
+    deadline = time.monotonic() + waits_s
+    for attempt in range(1_000_000):
+        try:
+            return await ask()
+        except GatewayRefused:
+            raise
+        except GatewaySilent as error:
+            pause_s = pause_after(attempt)
+            if time.monotonic() + pause_s > deadline:
+                raise
+            if not attempt:
+                tell(f"The job waits for the gateway: {error}")
+        await asyncio.sleep(pause_s)
+    raise AssertionError
 
 
 class PolicyWatch:
@@ -34,7 +65,7 @@ class PolicyWatch:
             listed = msgspec.json.decode(await self._get("/v1/models"))
             return str(listed["data"][0]["id"])
         except (msgspec.DecodeError, LookupError, TypeError) as error:
-            raise GatewaySilent(f"the gateway's list of models cannot be read: {error}") from error
+            raise GatewayRefused(f"the gateway's list of models cannot be read: {error}") from error
 
     async def serving(self) -> int:
         """The newest version that is served; 0 before there is one. Raises GatewaySilent."""
@@ -50,7 +81,7 @@ class PolicyWatch:
         try:
             return kind.read(await self._get(path))
         except MalformedMessage as error:
-            raise GatewaySilent(f"the gateway's answer to {path} cannot be read: {error}") from error
+            raise GatewayRefused(f"the gateway's answer to {path} cannot be read: {error}") from error
 
     async def _get(self, path: str) -> bytes:
         try:
@@ -58,6 +89,7 @@ class PolicyWatch:
                 reply = await self._client.get(path, timeout=TIMEOUT_S)
         except (httpx.HTTPError, TimeoutError) as error:
             raise GatewaySilent(f"the gateway: {type(error).__name__}: {error}") from error
-        if reply.status_code != 200:
-            raise GatewaySilent(f"the gateway: HTTP {reply.status_code}: {error_message(reply.content)}")
+        if (status := reply.status_code) != 200:
+            kind = GatewaySilent if status in LATER or status >= 500 else GatewayRefused
+            raise kind(f"the gateway: HTTP {status}: {error_message(reply.content)}")
         return reply.content

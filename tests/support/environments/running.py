@@ -53,7 +53,9 @@ class RunTest:
 
 
 @contextmanager
-def running_gateway(redis_url: str, model: Path, directory: Path) -> Iterator[RunTest]:
+def running_gateway(
+    redis_url: str, model: Path, directory: Path, port: int | None = None
+) -> Iterator[RunTest]:
     """A gateway without keys, and an empty Redis."""
     own = redis_url.removesuffix("0") + "5"
     with Redis.from_url(own) as redis:
@@ -61,5 +63,5 @@ def running_gateway(redis_url: str, model: Path, directory: Path) -> Iterator[Ru
     engine = AnsweringEngine(Tokenizer.from_file(str(model / "tokenizer.json")))
     with serving(engine.app()) as engine_url:
         settings = GatewaySettings(redis_url=own, model_path=model, engines=[engine_url])
-        with serving(create_app(settings)) as url:
+        with serving(create_app(settings), port) as url:
             yield RunTest(url, engine, directory / "run")

@@ -63,7 +63,7 @@ def create_app(settings: FineTuningSettings) -> FastAPI:
         lock.close()
 
     async def readiness() -> str | None:
-        return None
+        return queue.fault
 
     app = FastAPI(title="Weir fine-tuning jobs", lifespan=lifespan)
     app.add_middleware(BodyLimit, most_bytes=settings.limits.file_bytes + FORM_BYTES)

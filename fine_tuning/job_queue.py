@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
+from environments.session_client import pause_after
 from fine_tuning.errors import BadInput, BadRow
 from fine_tuning.jobs.job import FineTuningJob, JobEvent, JobFault, JobStatus
 from fine_tuning.jobs.store import JobStore
@@ -28,6 +30,8 @@ FAULTS: dict[type[Exception], str] = {
     BadRow: "invalid_file",
 }
 
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 class JobQueue:
     """Runs jobs until it is cancelled; pauses, resumes and cancels them."""
@@ -37,6 +41,8 @@ class JobQueue:
         self._store, self._train, self._policy, self._waits_s = store, train, policy, waits_s
         self._changed = asyncio.Event()
         self._current: tuple[str, asyncio.Task[str]] | None = None
+        self.fault: str | None = None
+        """Why the job that is next cannot be run or stored; None if nothing is known to be wrong."""
 
     @property
     def running(self) -> int:
@@ -80,24 +86,40 @@ class JobQueue:
 
     async def run(self) -> None:
         """Train one job after the other, until cancelled."""
+        faults = 0
         while True:
             self._changed.clear()
             if (job := self._next()) is None:
+                self.fault = None
                 await self._changed.wait()
                 continue
-            task = asyncio.create_task(self._run_one(job))
-            self._current = (job.id, task)
             try:
-                await asyncio.wait({task})
-                if task.cancelled() or task.exception() is None:
-                    continue
-                logger.error("job %s failed", job.id, exc_info=task.exception())
-                self._fail(job.id, "internal_error", "internal error; the log has it")
-            finally:
-                if not task.done():  # the service ends: the job goes on when it starts again
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-                self._current = None
+                await self._turn(job)
+            except Exception as error:  # a full disk, or a bug, must not end the queue without a word
+                logger.exception("job %s: it is tried again", job.id)
+                self.fault = f"job {job.id}: {type(error).__name__}: {error}"
+                await asyncio.sleep(pause_after(faults))
+                faults += 1
+            else:
+                self.fault, faults = None, 0
+
+    async def _turn(self, job: FineTuningJob) -> None:
+        """Train a job to its end. Raises what cannot be stored: the job is then as it was."""
+        task = asyncio.create_task(self._run_one(job))
+        self._current = (job.id, task)
+        try:
+            await asyncio.wait({task})
+            if task.cancelled() or (error := task.exception()) is None:
+                return
+            if isinstance(error, OSError) and error.errno in DISK_IS_FULL:  # no fault of the job
+                raise error
+            logger.error("job %s failed", job.id, exc_info=error)
+            self._fail(job.id, "internal_error", "internal error; the log has it")
+        finally:
+            if not task.done():  # the service ends: the job goes on when it starts again
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            self._current = None
 
     def _next(self) -> FineTuningJob | None:
         waiting = self._store.oldest_first
@@ -112,9 +134,9 @@ class JobQueue:
             code = next(code for kind, code in FAULTS.items() if isinstance(error, kind))
             self._fail(job.id, code, str(error))
             return ""
-        job = self._store.get(job.id)
-        if job.status == "running":
-            self._succeed(job, name)
+        kept = self._store.find(job.id)
+        if kept is not None and kept.status == "running":
+            self._succeed(kept, name)
         return name
 
     async def _begun(self, job: FineTuningJob) -> FineTuningJob:
@@ -145,8 +167,8 @@ class JobQueue:
         self._store.tell(job, JobEvent.of(f"The job has successfully completed: {name}"))
 
     def _fail(self, job_id: str, code: str, message: str) -> None:
-        job = self._store.get(job_id)
-        if job.status not in ("queued", "running"):  # it was cancelled or paused meanwhile
+        job = self._store.find(job_id)
+        if job is None or job.status not in ("queued", "running"):  # it was removed, cancelled or paused
             return
         fault = JobFault(code, message[:2000])
         job = self._store.put(

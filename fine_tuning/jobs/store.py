@@ -54,6 +54,10 @@ class JobStore:
             raise BadInput(f"there is no fine-tuning job {job_id[:100]!r}", status=404)
         return self._jobs[job_id]
 
+    def find(self, job_id: str) -> FineTuningJob | None:
+        """The job, unless it was removed to make room."""
+        return self._jobs.get(job_id)
+
     def path(self, job: FineTuningJob) -> Path:
         return self._directory / job.id
 

@@ -1,17 +1,27 @@
-"""The queue of jobs while what it needs is away: jobs wait for the gateway."""
+"""The queue of jobs while what it needs is away: jobs wait for the gateway, and for room on the disk."""
 
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
+import msgspec
+import pytest
+
+from fine_tuning.job_queue import JobQueue
 from fine_tuning.jobs.job import FineTuningJob
 from fine_tuning.jobs.store import JobStore
 from fine_tuning.settings import FineTuningLimits
+from fine_tuning.training.versions import PolicyWatch
 from tests.support.environments.running import running_gateway
 from tests.support.fine_tuning.running import EQUAL, fine_tuning, jsonl, sums
 from tests.support.serving import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until, wait_until_async
 
 
-def job(number: int) -> FineTuningJob:
+def job_of(number: int) -> FineTuningJob:
     request = {
         "model": "policy",
         "training_file": "file-1",
@@ -25,7 +35,7 @@ def job(number: int) -> FineTuningJob:
 def left_queued(directory: Path, count: int) -> list[FineTuningJob]:
     """Jobs that an earlier service has left."""
     store = JobStore(directory / "jobs", FineTuningLimits())
-    jobs = [store.put(job(number)) for number in range(1, count + 1)]
+    jobs = [store.put(job_of(number)) for number in range(1, count + 1)]
     for each in jobs:
         (store.path(each) / "training.jsonl").write_bytes(jsonl(sums(2)))
     return jobs
@@ -51,3 +61,80 @@ def test_a_job_fails_when_the_gateway_is_away_for_too_long(tmp_path: Path) -> No
         ended = service.ended(left.id)
     assert ended.error is not None
     assert (ended.status, ended.error.code) == ("failed", "gateway_unavailable")
+
+
+class ShortStore(JobStore):
+    """A store whose next `faults` changes fail."""
+
+    def __init__(self, directory: Path, faults: list[Exception]) -> None:
+        super().__init__(directory, FineTuningLimits())
+        self.faults = faults
+
+    def put(self, job: FineTuningJob) -> FineTuningJob:
+        if self.faults:
+            raise self.faults.pop(0)
+        return super().put(job)
+
+
+@asynccontextmanager
+async def running_queue(
+    store: JobStore, train: Callable[[FineTuningJob], Awaitable[str]]
+) -> AsyncIterator[JobQueue]:
+    """A queue whose jobs have begun, so that no gateway is asked."""
+    for each in store.oldest_first:
+        JobStore.put(store, msgspec.structs.replace(each, first_version=1))
+    async with httpx.AsyncClient() as client:
+        queue = JobQueue(store, train, PolicyWatch(client), waits_s=1.0)
+        running = asyncio.create_task(queue.run())
+        yield queue
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def trained(job: FineTuningJob) -> str:
+    return "policy@1"
+
+
+@pytest.mark.parametrize("faults", [1, 4])
+async def test_a_full_disk_ends_no_job_and_not_the_queue(tmp_path: Path, faults: int) -> None:
+    left_queued(tmp_path, 2)
+    store = ShortStore(tmp_path / "jobs", [OSError(errno.ENOSPC, "no space left") for _ in range(faults)])
+    async with running_queue(store, trained) as queue:
+        assert "no space left" in await wait_until_async(lambda: queue.fault or "")
+        await wait_until_async(lambda: all(each.ended for each in store.oldest_first))
+        await wait_until_async(lambda: queue.fault is None)
+    assert [each.status for each in store.oldest_first] == ["succeeded", "succeeded"]
+
+
+async def test_a_fault_of_one_job_that_cannot_be_stored_does_not_end_the_queue(tmp_path: Path) -> None:
+    left_queued(tmp_path, 2)
+    store = ShortStore(tmp_path / "jobs", [])
+
+    async def train(job: FineTuningJob) -> str:
+        if job.number == 1:
+            store.faults = [OSError(errno.EIO, "the disk is broken")]
+            raise RuntimeError("a bug")
+        return "policy@1"
+
+    async with running_queue(store, train) as queue:
+        assert "the disk is broken" in await wait_until_async(lambda: queue.fault or "")
+
+
+async def test_a_job_that_was_cancelled_and_removed_meanwhile_does_not_end_the_queue(tmp_path: Path) -> None:
+    first, _ = left_queued(tmp_path, 2)
+    store = JobStore(tmp_path / "jobs", FineTuningLimits(jobs=2))
+
+    async def train(job: FineTuningJob) -> str:
+        if job.id == first.id:
+            queue.cancel(first.id)
+            store.add(msgspec.structs.replace(job_of(3), first_version=1))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise RuntimeError("its sessions could not be ended")
+        return "policy@1"
+
+    async with running_queue(store, train) as queue:
+        await wait_until_async(lambda: all(each.ended for each in store.oldest_first))
+    assert [(each.number, each.status) for each in store.oldest_first] == [(2, "succeeded"), (3, "succeeded")]

@@ -59,9 +59,11 @@ class GroupHandler:
     def _check_ready(self, members: Sequence[GroupMember]) -> None:
         """Raises NotReady; AttemptFailed if the group is too large for one call."""
         size = max(each.group_size or 0 for each in members)
-        expire_at = min(each.expires_at for each in members if each.waits)
+        first = min((each for each in members if each.waits), key=lambda each: each.expires_at)
+        # With a short life, the others have at least half of it to end.
+        early_s = min(self.rule.before_expiry_s, (first.expires_at - first.created_at) / 2)
         unfinished = any(each.state == "open" for each in members) or len(members) < size
-        if unfinished and expire_at - time.time() > self.rule.before_expiry_s:
+        if unfinished and first.expires_at - time.time() > early_s:
             raise NotReady
         if len(members) > self.rule.most_members:
             raise AttemptFailed(f"the group has more than {self.rule.most_members} sessions", final=True)

@@ -80,7 +80,7 @@ class GroupRewardRule(RewardRule):
 
     before_expiry_s: float = Field(300.0, ge=0)
     """A group with sessions that are still open is graded without them so long before the first of those that
-    wait expires."""
+    wait expires, and at most half of that session's life before."""
     most_members: int = Field(64, ge=2)
     most_chars: int = Field(400_000, ge=1)
     """The largest group that is graded; a larger one is a dead letter."""

@@ -29,6 +29,7 @@ class GroupMember(msgspec.Struct, frozen=True):
     status: str | None
     reward: float | None
     group_size: int | None
+    created_at: float
     expires_at: float
 
     @property

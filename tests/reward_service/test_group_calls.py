@@ -95,6 +95,20 @@ def test_nobody_is_asked_while_a_session_is_open_and_failed_ones_are_left_out(
     assert asked(grader.bodies[0]).keys() == {first, third}
 
 
+def test_sessions_with_a_short_life_are_graded_together_as_well(gateway: RunningGateway) -> None:
+    members = gateway.post("/groups", {"size": 3, "ttl_s": 200}).json()["sessions"]
+    first, *others = (member["session_id"] for member in members)
+    answered(gateway, first, "x")
+    with grading(gateway, by_length) as (rewards, grader):  # before_expiry_s is 300
+        name = 'weir_rewards_list_readings_total{outcome="read"}'
+        wait_until(lambda: rewards.metric(name) >= 4)
+        assert grader.bodies == []
+        for each in others:
+            answered(gateway, each, "xx")
+        assert wait_until(lambda: rewards_of(gateway, others[1]))[0]["value"] == 2
+    assert asked(grader.bodies[0]).keys() == {first, *others}
+
+
 def test_null_is_no_opinion_on_one_session_and_is_not_asked_again(gateway: RunningGateway) -> None:
     first, second = group_of(gateway, "x", "xx")
 

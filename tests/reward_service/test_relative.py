@@ -140,10 +140,11 @@ def test_a_group_waits_for_its_open_sessions_but_not_until_it_expires(gateway: R
         assert wait_until(lambda: rewards_of(gateway, third))[0]["value"] == 0.3
         assert wait_until(lambda: rewards_of(gateway, first))[0]["value"] == 0.1
         assert rewards_of(gateway, second) == []
-    late, never = (member["session_id"] for member in gateway.post("/groups", {"size": 2}).json()["sessions"])
+    members = gateway.post("/groups", {"size": 2, "ttl_s": 20}).json()["sessions"]
+    late, never = (member["session_id"] for member in members)
     answered(gateway, late, "x")
     with judging(gateway, model, before_expiry_s=10_000):
-        assert wait_until(lambda: rewards_of(gateway, late))
+        assert wait_until(lambda: rewards_of(gateway, late))  # after half of its life
         assert rewards_of(gateway, never) == []
 
 

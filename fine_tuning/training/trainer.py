@@ -18,7 +18,7 @@ from environments.results.journal import EpisodeEnded
 from environments.results.versions import with_versions
 from environments.runs.run import Run
 from environments.settings import Mode, RunSettings
-from environments.start import RunPlace, opened_run
+from environments.start import RunPlace, opened_run, read_run
 from fine_tuning.files.rows import RowFile
 from fine_tuning.jobs.job import FineTuningJob, JobCheckpoint, JobEvent
 from fine_tuning.jobs.store import JobStore
@@ -61,8 +61,8 @@ class JobTraining:
         asked = self.job.asked.method.reinforcement.hyperparameters
         size = asked.answers(self.settings.group_size)
         rows = await self._rows("training")
-        settings = self._run_settings("train", size, episodes=asked.epochs * len(rows) * size)
         directory = self._directory / "run"
+        settings = self._run_settings(directory, "train", size, episodes=asked.epochs * len(rows) * size)
         async with opened_run(
             settings, self._place(directory), self._source(rows), answer_once, _holds_a_run(directory)
         ) as (run, _):
@@ -100,23 +100,26 @@ class JobTraining:
         grader = AnswerGrader(self.runner, self.job.asked.method.reinforcement.grader)
         return RowSource(self.job.id, rows, grader)
 
-    def _run_settings(self, mode: Mode, group_size: int, episodes: int | None = None) -> RunSettings:
+    def _run_settings(
+        self, directory: Path, mode: Mode, group_size: int, episodes: int | None = None
+    ) -> RunSettings:
+        """Of a run that has begun, what its answers have in common is as it was when it began."""
         asked = self.job.asked.method.reinforcement
         sampling = dict(self.settings.sampling)
         if asked.response_format is not None:
             sampling["response_format"] = asked.response_format
         if asked.hyperparameters.reasoning_effort != "default":
             sampling["reasoning_effort"] = asked.hyperparameters.reasoning_effort
+        begun = read_run(directory)["settings"] if _holds_a_run(directory) else {}
+        alike = {"group_size": group_size, "episodes": episodes, "sampling": sampling}
         return RunSettings(
             environment=f"fine_tuning:{self.job.id}",
             mode=mode,
             seed=self.job.seed,
-            group_size=group_size,
             concurrency=self.settings.concurrency,
-            episodes=episodes,
             episode_s=self.settings.answer_s,
-            sampling=sampling,
             wait_s=self.settings.gateway_wait_s,
+            **{name: begun.get(name, value) for name, value in alike.items()},
         )
 
     async def _follow(self, run: Run) -> None:
@@ -192,7 +195,7 @@ class JobTraining:
         if (directory / "ended").exists():
             return
         asked = self.job.asked.method.reinforcement.hyperparameters
-        settings = self._run_settings("eval", asked.samples)
+        settings = self._run_settings(directory, "eval", asked.samples)
         source = self._source(await self._rows("validation"))
         place = self._place(directory)
         async with opened_run(settings, place, source, answer_once, _holds_a_run(directory)) as (

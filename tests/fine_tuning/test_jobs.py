@@ -134,6 +134,23 @@ def test_a_paused_job_leaves_its_turn_and_goes_on_where_it_was(
     assert len(judged) == 2 + 6
 
 
+def test_a_job_in_progress_keeps_the_group_size_and_the_sampling_it_began_with(
+    running: RunTest, tmp_path: Path
+) -> None:
+    shut = Shut()
+    running.engine.answer = shut.answer
+    directory = tmp_path / "jobs"
+    with fine_tuning(directory, running.url, group_size=4, sampling={"max_tokens": 50}) as service:
+        job = service.start(sums(2))
+        assert shut.asked.wait(60)
+    shut.opened.set()
+    with fine_tuning(directory, running.url, group_size=2, sampling={"max_tokens": 60}) as service:
+        assert service.ended(job.id).status == "succeeded"
+    done = [each for each in running.sessions() if each["status"] == "completed"]
+    assert Counter(each["task_id"].rpartition(":")[2] for each in done) == {"0": 4, "1": 4}
+    assert {each["sampling_params"]["max_new_tokens"] for each in running.engine.requests} == {50}
+
+
 def test_the_validation_file_is_played_at_the_end_and_never_trained(
     running: RunTest, service: RunningJobs
 ) -> None:

@@ -1,11 +1,14 @@
 """The rows of a file as environments of one answer: the grader's score of the answer is its reward."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from openai import APIStatusError
 from openai.types.chat import ChatCompletionMessage
 
 from environments.episodes.agent import Agent
+from environments.episodes.looped import CONTEXT_IS_FULL
 from environments.errors import EnvironmentFault
 from environments.step import Description, Step
 from environments.task import Task, task_id
@@ -14,10 +17,10 @@ from fine_tuning.training.grading import AnswerGrader, GradeUnavailable
 
 
 class RowEnvironment:
-    """One row. The model answers it once."""
+    """One row. The model answers it once; the answer and its grade may take `answer_s` seconds."""
 
-    def __init__(self, rows: RowFile, grader: AnswerGrader) -> None:
-        self._rows, self._grader = rows, grader
+    def __init__(self, rows: RowFile, grader: AnswerGrader, answer_s: float) -> None:
+        self._rows, self._grader, self.answer_s = rows, grader, answer_s
         self._row: TrainingRow | None = None
 
     @property
@@ -49,16 +52,16 @@ class RowEnvironment:
 class RowSource:
     """Every row of a file is a task."""
 
-    def __init__(self, name: str, rows: RowFile, grader: AnswerGrader) -> None:
+    def __init__(self, name: str, rows: RowFile, grader: AnswerGrader, answer_s: float) -> None:
         self.description = Description(name=name, task_count=len(rows))
-        self._name, self._rows, self._grader = name, rows, grader
+        self._name, self._rows, self._grader, self._answer_s = name, rows, grader, answer_s
 
     async def tasks(self, seed: int, start: int, count: int) -> Sequence[Task]:
         last = min(len(self._rows), start + count)
         return [Task(task_id(self._name, number), {"row": number}) for number in range(start, last)]
 
     def environment(self) -> RowEnvironment:
-        return RowEnvironment(self._rows, self._grader)
+        return RowEnvironment(self._rows, self._grader, self._answer_s)
 
     async def __aenter__(self) -> "RowSource":
         return self
@@ -67,10 +70,19 @@ class RowSource:
 
 
 async def answer_once(agents: list[Agent], environment: RowEnvironment, task: Task, max_turns: int) -> Step:
-    """The loop of a row: its messages, one answer, and the grade. A call of a tool is an answer as well."""
+    """The loop of a row: its messages, one answer, and the grade. A call of a tool is an answer as well.
+    Raises EnvironmentFault for every answer without a reward, so that a job without rewards fails."""
     (agent,) = agents
     agent.hears((await environment.reset(task)).messages)
-    message = await agent.answer(environment.tools)
-    step = await environment.graded(message, agent.finish_reason)
+    try:
+        async with asyncio.timeout(environment.answer_s):
+            message = await agent.answer(environment.tools)
+            step = await environment.graded(message, agent.finish_reason)
+    except TimeoutError as error:
+        raise EnvironmentFault(f"no answer with a grade within {environment.answer_s} s") from error
+    except APIStatusError as error:
+        if error.code != CONTEXT_IS_FULL:
+            raise
+        raise EnvironmentFault("the row does not fit into the model's context") from error
     agent.earns(step.reward, step.ended)
     return step

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 SLOWEST_END_S = 600.0
 """After the last episode, a job waits for further versions no longer than this."""
+BESIDE_ANSWER_S = 30.0
+"""How much longer an episode may take than its answer, so that a late answer ends as one."""
 
 
 @dataclass
@@ -98,7 +100,7 @@ class JobTraining:
 
     def _source(self, rows: RowFile) -> RowSource:
         grader = AnswerGrader(self.runner, self.job.asked.method.reinforcement.grader)
-        return RowSource(self.job.id, rows, grader)
+        return RowSource(self.job.id, rows, grader, self.settings.answer_s)
 
     def _run_settings(
         self, directory: Path, mode: Mode, group_size: int, episodes: int | None = None
@@ -117,7 +119,7 @@ class JobTraining:
             mode=mode,
             seed=self.job.seed,
             concurrency=self.settings.concurrency,
-            episode_s=self.settings.answer_s,
+            episode_s=self.settings.answer_s + BESIDE_ANSWER_S,
             wait_s=self.settings.gateway_wait_s,
             **{name: begun.get(name, value) for name, value in alike.items()},
         )

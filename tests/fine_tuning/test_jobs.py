@@ -84,6 +84,26 @@ def test_a_grader_that_fails_never_gives_a_reward_and_ends_the_job(
     assert codes["waiting_reward"] == codes["ready"] == 0
 
 
+def test_a_job_whose_answers_are_all_late_fails(running: RunTest, tmp_path: Path) -> None:
+    shut = Shut()
+    running.engine.answer = shut.answer
+    with fine_tuning(tmp_path / "late", running.url, answer_s=0.05) as service:
+        job = service.ended(service.start(sums(6)).id)
+        shut.opened.set()
+    assert job.error is not None
+    assert (job.status, job.error.code) == ("failed", "episodes_failed")
+    assert "no answer with a grade within 0.05 s" in job.error.message
+    assert {each["reward"] for each in running.sessions()} == {None}
+
+
+def test_a_job_whose_rows_do_not_fit_into_the_context_fails(running: RunTest, service: RunningJobs) -> None:
+    rows = [{**row, "messages": [{"role": "user", "content": "x " * 40_000}]} for row in sums(6)]
+    job = service.ended(service.start(rows).id)
+    assert job.error is not None
+    assert (job.status, job.error.code) == ("failed", "episodes_failed")
+    assert "does not fit into the model's context" in job.error.message
+
+
 def test_one_job_trains_at_a_time_and_the_others_are_queued(running: RunTest, service: RunningJobs) -> None:
     shut = Shut()
     running.engine.answer = shut.answer

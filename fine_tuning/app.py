@@ -17,7 +17,8 @@ from fine_tuning.files.store import FileStore
 from fine_tuning.job_queue import JobQueue
 from fine_tuning.jobs.job import FineTuningJob
 from fine_tuning.jobs.store import JobStore
-from fine_tuning.rest.files import file_routes
+from fine_tuning.rest.admins_only import AdminsOnly
+from fine_tuning.rest.files import UPLOADS, file_routes
 from fine_tuning.rest.jobs import JobRoutes
 from fine_tuning.settings import FineTuningSettings
 from fine_tuning.training.trainer import JobTraining
@@ -32,6 +33,8 @@ from rollout_queue.http.probes import probes, text_of
 
 FORM_BYTES = 64 * 2**10
 """What an upload has besides its file."""
+BODY_BYTES = 4 * 2**20
+"""The largest body that is no upload."""
 
 
 def create_app(settings: FineTuningSettings) -> FastAPI:
@@ -66,12 +69,14 @@ def create_app(settings: FineTuningSettings) -> FastAPI:
         return queue.fault
 
     app = FastAPI(title="Weir fine-tuning jobs", lifespan=lifespan)
-    app.add_middleware(BodyLimit, most_bytes=settings.limits.file_bytes + FORM_BYTES)
+    keyring = Keyring(settings.client_keys, settings.admin_keys)
+    uploads = {UPLOADS: settings.limits.file_bytes + FORM_BYTES}
+    app.add_middleware(BodyLimit, most_bytes=BODY_BYTES, of_paths=uploads)
+    app.add_middleware(AdminsOnly, keyring=keyring)
     app.add_middleware(RequestIds)
     install_error_handlers(app)
     app.add_exception_handler(BadInput, _answer)
     app.include_router(probes(readiness, text_of(_registry(jobs, queue))))
-    keyring = Keyring(settings.client_keys, settings.admin_keys)
     app.include_router(file_routes(files, keyring))
     app.include_router(JobRoutes(jobs, files, queue, policy, settings.limits).router(keyring))
     return app

@@ -13,11 +13,12 @@ from fine_tuning.rest.pages import page_of
 from rollout_queue.http.keys import Keyring
 
 PURPOSE = "fine-tune"
+UPLOADS = "/v1/files"
 FIELDS = ("file", "purpose")
 
 
 def file_routes(store: FileStore, keyring: Keyring) -> APIRouter:
-    router = APIRouter(prefix="/v1/files", tags=["files"], dependencies=[Depends(keyring.require_admin)])
+    router = APIRouter(prefix=UPLOADS, tags=["files"], dependencies=[Depends(keyring.require_admin)])
 
     @router.post("")
     async def create(request: Request) -> JSONResponse:

@@ -23,6 +23,7 @@ from fine_tuning.files.rows import RowFile
 from fine_tuning.jobs.job import FineTuningJob, JobCheckpoint, JobEvent
 from fine_tuning.jobs.store import JobStore
 from fine_tuning.settings import FineTuningSettings
+from fine_tuning.training.evaluations import due_evaluation, end_evaluation, unfinished_evaluations
 from fine_tuning.training.grading import AnswerGrader
 from fine_tuning.training.rows_source import RowSource, answer_once
 from fine_tuning.training.versions import GatewaySilent, PolicyWatch, answered
@@ -84,12 +85,18 @@ class JobTraining:
                     task.cancel()
                 await asyncio.gather(*begun, return_exceptions=True)
         if self.job.asked.validation_file is not None:
+            for version in unfinished_evaluations(self._evaluations_dir):
+                await self._evaluate(version)
             await self._evaluate(serving)
         return f"{self.job.model}@{serving}"
 
     @property
     def _directory(self) -> Path:
         return self.store.path(self.job)
+
+    @property
+    def _evaluations_dir(self) -> Path:
+        return self._directory / "evals"
 
     def _place(self, directory: Path) -> RunPlace:
         return RunPlace(directory, self.settings.gateway_url, self.settings.gateway_key)
@@ -139,8 +146,8 @@ class JobTraining:
         for version in fresh:
             self._record(version, run.ended)
         evaluating = any(not task.done() for task in self._evaluations)
-        if fresh and not evaluating and self._evaluation_is_due(len(fresh)):
-            self._evaluations = [asyncio.create_task(self._evaluate(fresh[-1].version))]
+        if not evaluating and (due := self._due()) is not None:
+            self._evaluations = [asyncio.create_task(self._evaluate(due))]
 
     async def _served_in_the_end(self, run: Run) -> int:
         """The version that is served, after it has its checkpoint. Raises GatewaySilent."""
@@ -175,13 +182,13 @@ class JobTraining:
     def _tell(self, message: str, metrics: dict[str, Any]) -> None:
         self.store.tell(self.job, JobEvent.of(message, metrics=metrics))
 
-    def _evaluation_is_due(self, fresh: int) -> bool:
-        """Whether the last `fresh` versions crossed a multiple of the interval."""
+    def _due(self) -> int | None:
+        """The version of the evaluation that is to begin now."""
         if self.job.asked.validation_file is None:
-            return False
+            return None
         interval = self.job.asked.method.reinforcement.hyperparameters.steps_between_evals
-        count = len(self.store.checkpoints(self.job))
-        return count // interval > (count - fresh) // interval
+        versions = [each.version for each in self.store.checkpoints(self.job)]
+        return due_evaluation(self._evaluations_dir, versions, interval)
 
     async def _evaluate(self, version: int) -> None:
         """Evaluate. The job goes on if that fails."""
@@ -189,11 +196,12 @@ class JobTraining:
             await self._play_evaluation(version)
         except (GatewayFault, RunStopped) as error:
             self._warn(f"The evaluation at version {version} failed: {error}")
+        end_evaluation(self._evaluations_dir, version)
 
     async def _play_evaluation(self, version: int) -> None:
         """Play the validation file once. The live model answers, so that no answer waits for a version which
         no server has any more; the event names the versions that answered."""
-        directory = self._directory / "evals" / str(version)
+        directory = self._evaluations_dir / str(version)
         if (directory / "ended").exists():
             return
         asked = self.job.asked.method.reinforcement.hyperparameters
@@ -218,7 +226,6 @@ class JobTraining:
             "versions": versions,
         }
         self._tell(f"Evaluation at version {version}: {told}", metrics)
-        (directory / "ended").touch()
 
     async def _settled(self, following: asyncio.Task[None]) -> None:
         """Wait until no new version has come for a while: the trainer may still train the last groups."""

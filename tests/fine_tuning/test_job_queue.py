@@ -16,29 +16,10 @@ from fine_tuning.jobs.store import JobStore
 from fine_tuning.settings import FineTuningLimits
 from fine_tuning.training.versions import PolicyWatch
 from tests.support.environments.running import running_gateway
-from tests.support.fine_tuning.running import EQUAL, fine_tuning, jsonl, sums
+from tests.support.fine_tuning.left_jobs import job_of, left_queued
+from tests.support.fine_tuning.running import fine_tuning
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until, wait_until_async
-
-
-def job_of(number: int) -> FineTuningJob:
-    request = {
-        "model": "policy",
-        "training_file": "file-1",
-        "method": {"type": "reinforcement", "reinforcement": {"grader": EQUAL}},
-    }
-    return FineTuningJob(
-        id=f"ftjob-{number}", number=number, created_at=0, request=request, model="policy", seed=0
-    )
-
-
-def left_queued(directory: Path, count: int) -> list[FineTuningJob]:
-    """Jobs that an earlier service has left."""
-    store = JobStore(directory / "jobs", FineTuningLimits())
-    jobs = [store.put(job_of(number)) for number in range(1, count + 1)]
-    for each in jobs:
-        (store.path(each) / "training.jsonl").write_bytes(jsonl(sums(2)))
-    return jobs
 
 
 def test_jobs_wait_for_a_gateway_that_is_away_when_they_begin(

@@ -55,6 +55,14 @@ def test_every_container_runs_without_privileges(services: dict[str, dict[str, A
         assert service.get("read_only") or name == "redis_owner", name
 
 
+def test_no_process_beside_the_reward_service_shows_its_keys_to_graders(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    service = services["reward_service"]
+    assert service["init"] is False
+    assert service["healthcheck"]["test"][:4] == ["CMD", "env", "-i", "/venv/bin/python"]
+
+
 def test_every_service_is_watched_and_started_again(services: dict[str, dict[str, Any]]) -> None:
     for name in services.keys() - ONE_SHOTS:
         assert "healthcheck" in services[name], name

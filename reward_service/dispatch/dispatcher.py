@@ -110,14 +110,15 @@ class Dispatcher:
                 if rule.matches(session.task_id, session.metadata):
                     return
             elif (unit := rule.handler.unit_of(session)) is not None:
-                if self.memory.takes(unit) and not rule.waiting.full():
-                    self.memory.begin(unit)
+                if self.memory.takes(unit, session.session_id) and not rule.waiting.full():
+                    self.memory.queue(unit, session.session_id)
                     rule.waiting.put_nowait(unit)
                 return
 
     async def _work(self, queue: RuleQueue) -> None:
         while True:
             unit = await queue.waiting.get()
+            self.memory.begin(unit)
             try:
                 await self._handle(queue, unit)
             except Exception:  # a bug here costs this unit one attempt, and not the worker

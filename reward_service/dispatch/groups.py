@@ -53,7 +53,8 @@ class GroupHandler:
         for session_id, sourced in opinions.items():
             if sourced is not None:
                 await self._poster.post(session_id, sourced.reward, self.rule.name, sourced.source)
-        # The group is left alone if a session has no opinion: the grader would be asked again and again.
+        # The group is left alone if a session has no opinion, until a further one waits: the grader would be
+        # asked again and again.
         return None if None in opinions.values() else RewardOutcome.STORED.value
 
     def _check_ready(self, members: Sequence[GroupMember]) -> None:

@@ -7,7 +7,7 @@ dead letters are then tried again. Sessions that the gateway's list no longer ha
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SHOWN_LETTERS = 100
 
@@ -34,6 +34,8 @@ class RememberedSession:
     """When it may be tried again, on the monotonic clock."""
     left_alone: bool = False
     """It is a dead letter, or no grader has an opinion."""
+    sessions: set[str] = field(default_factory=set)
+    """The sessions of the unit that waited when it was left alone. A further one has a group graded again."""
     dead: bool = False
     seen_in: int = 0
     """The last reading of the list that had it."""
@@ -44,14 +46,17 @@ class DispatchMemory:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._in_work: set[str] = set()
+        self._queued: dict[str, set[str]] = {}
+        """The units that wait for a worker, each with its sessions that are known to wait for a reward."""
+        self._handled: dict[str, set[str]] = {}
+        """The units that are graded, each with those that were known when that began."""
         self._remembered: dict[str, RememberedSession] = {}
         self._reading = 0
         self._letters: deque[DeadLetter] = deque(maxlen=SHOWN_LETTERS)
 
     @property
     def in_work(self) -> int:
-        return len(self._in_work)
+        return len(self._queued) + len(self._handled)
 
     @property
     def remembered(self) -> int:
@@ -71,28 +76,41 @@ class DispatchMemory:
         gone = [
             session_id
             for session_id, each in self._remembered.items()
-            if each.seen_in != self._reading and session_id not in self._in_work
+            if each.seen_in != self._reading and not self._works_on(session_id)
         ]
         for session_id in gone:
             del self._remembered[session_id]
 
-    def takes(self, session_id: str) -> bool:
-        """Whether to grade this session of the list now."""
-        known = self._remembered.get(session_id)
+    def takes(self, unit: str, session_id: str) -> bool:
+        """Whether to grade this unit now, because the list has this session of it."""
+        known = self._remembered.get(unit)
         if known is not None:
             known.seen_in = self._reading
-        if session_id in self._in_work:
+        if unit in self._queued:
+            self._queued[unit].add(session_id)
+        if self._works_on(unit):
             return False
         if known is None:
-            return len(self._remembered) + len(self._in_work) < self._most
-        return not known.left_alone and known.due_at <= time.monotonic()
+            return len(self._remembered) + self.in_work < self._most
+        if known.left_alone:
+            return session_id not in known.sessions
+        return known.due_at <= time.monotonic()
 
-    def begin(self, session_id: str) -> None:
-        self._in_work.add(session_id)
+    def queue(self, unit: str, session_id: str) -> None:
+        """It waits for a worker. A unit that was left alone has a new session, and begins anew."""
+        self._queued[unit] = {session_id}
+        known = self._remembered.get(unit)
+        if known is not None and known.left_alone:
+            known.left_alone = known.dead = False
+            known.failures = 0
 
-    def end(self, session_id: str) -> None:
+    def begin(self, unit: str) -> None:
+        """A worker grades it. Sessions that the list has from now on may not be graded with it."""
+        self._handled[unit] = self._queued.pop(unit, set())
+
+    def end(self, unit: str) -> None:
         """It is no longer in work; if the list still has it, it may be taken again."""
-        self._in_work.discard(session_id)
+        self._handled.pop(unit, None)
 
     def failures(self, session_id: str) -> int:
         """The failed attempts so far."""
@@ -114,12 +132,15 @@ class DispatchMemory:
 
     def leave_alone(self, session_id: str) -> None:
         """Its grader has no opinion."""
-        self._known(session_id).left_alone = True
+        known = self._known(session_id)
+        known.left_alone = True
+        known.sessions |= self._handled.get(session_id, set())
 
     def bury(self, letter: DeadLetter) -> None:
         """Its grader failed to the last attempt."""
         known = self._known(letter.unit)
         known.left_alone = known.dead = True
+        known.sessions |= self._handled.get(letter.unit, set())
         self._letters.append(letter)
 
     def revive(self) -> int:
@@ -129,6 +150,9 @@ class DispatchMemory:
             del self._remembered[session_id]
         self._letters.clear()
         return len(dead)
+
+    def _works_on(self, unit: str) -> bool:
+        return unit in self._queued or unit in self._handled
 
     def _known(self, session_id: str) -> RememberedSession:
         known = self._remembered.setdefault(session_id, RememberedSession())

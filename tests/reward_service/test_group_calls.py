@@ -130,6 +130,34 @@ def test_null_is_no_opinion_on_one_session_and_is_not_asked_again(gateway: Runni
     assert rewards_of(gateway, second) == []
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_straggler_is_graded_after_no_opinion_and_after_a_dead_letter(
+    gateway: RunningGateway, dead: bool
+) -> None:
+    members = gateway.post("/groups", {"size": 2, "ttl_s": 20}).json()["sessions"]
+    first, straggler = (member["session_id"] for member in members)
+    answered(gateway, first, "x")
+
+    def answer(body: Body) -> list[Body]:
+        if dead and len(body["sessions"]) == 1:
+            return []
+        return [
+            {**each, "value": each["value"] if each["session_id"] == straggler else None}
+            for each in by_length(body)
+        ]
+
+    with grading(gateway, answer, attempts=1) as (rewards, grader):
+        outcome = "dead_letter" if dead else "no_opinion"
+        name = f'weir_rewards_sessions_total{{outcome="{outcome}",rule="remote"}}'
+        wait_until(lambda: rewards.metric(name) == 1)  # graded early, without the straggler
+        answered(gateway, straggler, "xx")
+        assert wait_until(lambda: rewards_of(gateway, straggler))[0]["value"] == 2
+        readings = 'weir_rewards_list_readings_total{outcome="read"}'
+        before = rewards.metric(readings)
+        wait_until(lambda: rewards.metric(readings) >= before + 3)
+        assert len(grader.bodies) == 2
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [

@@ -145,14 +145,14 @@ async def test_a_run_that_is_stopped_does_not_wait_for_a_gateway_that_is_gone(
         loop.call_soon_threadsafe(calls.set)
         return "go on"
 
-    async def nobody(self: SessionClient, *_: Any, **__: Any) -> Any:
+    def nobody(*_: Any, **__: Any) -> Any:
         raise aiohttp.ClientConnectionError("nobody is there")
 
     running.engine.answer = answer
     monkeypatch.setattr(environments.runs.run, "STOPS_WITHIN_S", 0.5)
     playing = asyncio.create_task(running.play("Count", group_size=2, concurrency=2, wait_s=3600.0))
     await calls.wait()
-    monkeypatch.setattr(aiohttp.ClientSession, "_request", nobody)
+    monkeypatch.setattr(aiohttp.ClientSession, "request", nobody)
     playing.cancel()
     done, _ = await asyncio.wait([playing], timeout=60)
     assert done, "it would take an hour"

@@ -31,6 +31,8 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx would log each call
     settings = _settings()
     refuse_open_binding(settings.host, Keyring(settings.client_keys, settings.admin_keys))
+    if settings.client_keys and not settings.admin_keys:
+        raise SystemExit("fine_tuning.admin_keys: set one: every route needs an admin key")
     hide_from_children()
     bounds = ConnectionBounds(in_all=CONNECTIONS, per_address=CONNECTIONS)
     try:

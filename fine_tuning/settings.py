@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from environments.settings import OF_LOOPS
 from reward_service.judging.settings import JudgeSettings
 from reward_service.sandbox.settings import PythonSettings
 from rollout_queue.settings import CommaSeparated, ServiceSettings
@@ -67,6 +68,13 @@ class FineTuningSettings(ServiceSettings):
     judge: JudgeSettings = JudgeSettings()
     """Of models that grade, as in the section `rewards`."""
     limits: FineTuningLimits = FineTuningLimits()
+
+    @field_validator("sampling")
+    @classmethod
+    def _leaves_calls_to_the_loop(cls, sampling: dict[str, Any]) -> dict[str, Any]:
+        if taken := [name for name in OF_LOOPS if name in sampling]:
+            raise ValueError(f"{', '.join(taken)} cannot be set here: the service sets it")
+        return sampling
 
     @field_validator("gateway_url")
     @classmethod

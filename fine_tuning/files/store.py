@@ -3,6 +3,7 @@
 A file is there once its `.json` is; `.data` without it is what a killed upload left.
 """
 
+import logging
 import time
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import msgspec
 
 from fine_tuning.errors import BadInput
 from fine_tuning.settings import FineTuningLimits
+from fine_tuning.whole_file import write_whole
 from rollout_queue.contract.ids import new_id
+
+logger = logging.getLogger(__name__)
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -31,10 +35,10 @@ class FileStore:
     def __init__(self, directory: Path, limits: FineTuningLimits) -> None:
         self._directory, self._limits = directory, limits
         directory.mkdir(parents=True, exist_ok=True)
-        read = (msgspec.json.decode(path.read_bytes(), type=StoredFile) for path in directory.glob("*.json"))
+        read = [file for path in directory.glob("*.json") if (file := _file_in(path)) is not None]
         self._files = {each.id: each for each in sorted(read, key=lambda each: (each.created_at, each.id))}
         for path in directory.glob("*.data"):
-            if path.stem not in self._files:
+            if not path.with_suffix(".json").exists():
                 path.unlink()
 
     @property
@@ -62,10 +66,8 @@ class FileStore:
         if stored + len(content) > self._limits.stored_bytes:
             raise BadInput(f"the files would take more than {self._limits.stored_bytes} bytes", "file")
         file = StoredFile(f"file-{new_id()}", len(content), int(time.time()), filename[:512], purpose)
-        self.path(file).write_bytes(content)
-        draft = self._directory / f".{file.id}.draft"
-        draft.write_bytes(msgspec.json.encode(file))
-        draft.replace(self._directory / f"{file.id}.json")
+        write_whole(self.path(file), content)
+        write_whole(self._directory / f"{file.id}.json", msgspec.json.encode(file))
         self._files[file.id] = file
         return file
 
@@ -75,3 +77,12 @@ class FileStore:
         (self._directory / f"{file_id}.json").unlink(missing_ok=True)
         self.path(file).unlink(missing_ok=True)
         del self._files[file_id]
+
+
+def _file_in(path: Path) -> StoredFile | None:
+    """What is known of a file; None if that cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=StoredFile)
+    except (msgspec.DecodeError, OSError) as error:
+        logger.error("%s describes no file, and is left alone: %s", path, error)
+        return None

@@ -6,6 +6,7 @@
 {id}/training.jsonl, validation.jsonl, run/, evals/
 """
 
+import logging
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,9 @@ import msgspec
 from fine_tuning.errors import BadInput
 from fine_tuning.jobs.job import FineTuningJob, JobCheckpoint, JobEvent
 from fine_tuning.settings import FineTuningLimits
+from fine_tuning.whole_file import write_whole
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T", JobEvent, JobCheckpoint)
 
@@ -27,12 +31,9 @@ class JobStore:
         self._directory, self._limits = directory, limits
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob("*"):
-            if not (left / "job.json").exists():  # a killed creation
+            if left.is_dir() and not (left / "job.json").exists():  # a killed creation
                 shutil.rmtree(left, ignore_errors=True)
-        read = [
-            msgspec.json.decode((each / "job.json").read_bytes(), type=FineTuningJob)
-            for each in directory.glob("*")
-        ]
+        read = [job for path in sorted(directory.glob("*/job.json")) if (job := _job_in(path)) is not None]
         self._jobs = {each.id: each for each in sorted(read, key=lambda each: each.number)}
         self._lines: dict[Path, int] = {}
 
@@ -79,9 +80,7 @@ class JobStore:
         """Keep a changed job."""
         directory = self.path(job)
         directory.mkdir(exist_ok=True)
-        draft = directory / "job.draft"
-        draft.write_bytes(msgspec.json.encode(job))
-        draft.replace(directory / "job.json")
+        write_whole(directory / "job.json", msgspec.json.encode(job))
         self._jobs[job.id] = job
         return job
 
@@ -92,9 +91,7 @@ class JobStore:
         count = len(_lines(path, JobEvent)) if count < 0 else count
         if count >= 2 * self._limits.events:  # the newest ones are kept
             kept = _lines(path, JobEvent)[-self._limits.events :]
-            draft = path.with_suffix(".draft")
-            draft.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in kept))
-            draft.replace(path)
+            write_whole(path, b"".join(msgspec.json.encode(each) + b"\n" for each in kept))
             count = len(kept)
         _append(path, event)
         self._lines[path] = count + 1
@@ -109,6 +106,15 @@ class JobStore:
     def checkpoints(self, job: FineTuningJob) -> list[JobCheckpoint]:
         """The newest first."""
         return _lines(self.path(job) / "checkpoints.jsonl", JobCheckpoint)[::-1]
+
+
+def _job_in(path: Path) -> FineTuningJob | None:
+    """The job; None if the file cannot be read. The service does its other jobs without it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=FineTuningJob)
+    except (msgspec.DecodeError, OSError) as error:
+        logger.error("%s is no job, and is left alone: %s", path, error)
+        return None
 
 
 def _append(path: Path, value: JobEvent | JobCheckpoint) -> None:

@@ -117,6 +117,10 @@ class JobRoutes:
             model=model,
             seed=random.randrange(2**31) if body.seed is None else body.seed,
         )
+        try:
+            msgspec.json.encode(job)
+        except UnicodeEncodeError:  # JSON may escape half a character, which UTF-8 has not
+            raise BadInput("the job has a text that is no Unicode: a lone surrogate", "method") from None
         directory = self._jobs.path(job)
         directory.mkdir()
         for name, path in given.items():  # links: a file that is deleted stays with its jobs

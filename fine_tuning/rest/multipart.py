@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from email.message import Message
-from email.parser import BytesParser
+from email.parser import HeaderParser
 
 from fine_tuning.errors import BadInput
 
@@ -38,8 +38,12 @@ def _part(piece: bytes) -> FormPart:
     head, blank, content = piece.partition(b"\r\n\r\n")
     if not blank or len(head) > MAX_HEADER_BYTES:
         raise BadInput("a part of the body has no headers, or too many")
-    headers = BytesParser().parsebytes(head.lstrip(b"\r\n") + b"\r\n\r\n", headersonly=True)
-    name = headers.get_param("name", header="content-disposition")
+    headers = HeaderParser().parsestr(head.lstrip(b"\r\n").decode(errors="replace") + "\r\n\r\n")
+    try:
+        name = headers.get_param("name", header="content-disposition")
+        filename = headers.get_filename()
+    except (ValueError, LookupError, TypeError) as error:
+        raise BadInput(f"a part of the body has headers that cannot be read: {error}") from None
     if not isinstance(name, str):
         raise BadInput("a part of the body has no name")
-    return FormPart(name, headers.get_filename(), content)
+    return FormPart(name, filename and filename.encode(errors="replace").decode(), content)

@@ -129,6 +129,14 @@ def test_bounds_on_files(running: RunTest, tmp_path: Path) -> None:
         ("multipart/form-data; boundary=x", b"--x\r\n" * 1000 + b"--x--"),
         ("multipart/form-data; boundary=x", b"--x\r\na: " + b"b" * 10_000 + b"\r\n\r\nabc\r\n--x--"),
         ("multipart/form-data; boundary=\xff", b"--x--"),
+        (
+            "multipart/form-data; boundary=x",
+            b"--x\r\nContent-Disposition: form-data; name=a; filename*=idna''%ff\r\n\r\nabc\r\n--x--",
+        ),
+        (
+            "multipart/form-data; boundary=x",
+            b"--x\r\nContent-Disposition: form-data; name=a; filename*=\x00''a\r\n\r\nabc\r\n--x--",
+        ),
     ],
 )
 def test_a_body_that_is_no_upload_is_refused(refusing: RunningJobs, content_type: str, body: bytes) -> None:
@@ -136,6 +144,27 @@ def test_a_body_that_is_no_upload_is_refused(refusing: RunningJobs, content_type
     reply = httpx.post(f"{refusing.url}/v1/files", content=body, headers=headers)
     assert reply.status_code == 400
     assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_file_keeps_its_name(refusing: RunningJobs) -> None:
+    body = (
+        '--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+        '--x\r\nContent-Disposition: form-data; name="file"; filename="Zeilen für heute.jsonl"'
+        "\r\n\r\nabc\r\n--x--"
+    )
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    reply = httpx.post(f"{refusing.url}/v1/files", content=body.encode(), headers=headers)
+    assert reply.json()["filename"] == "Zeilen für heute.jsonl"
+
+
+def test_half_a_character_makes_no_job(refusing: RunningJobs) -> None:
+    made = method(response_format={"type": "json_schema", "json_schema": {"name": "\ud800"}})
+    body = {"model": "policy", "training_file": refusing.upload(sums(1)), "method": made}
+    headers = {"content-type": "application/json"}
+    url = f"{refusing.url}/v1/fine_tuning/jobs"
+    reply = httpx.post(url, content=json.dumps(body).encode(), headers=headers, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "method")
+    assert list(refusing.openai.fine_tuning.jobs.list()) == []
 
 
 def test_an_upload_of_another_kind_is_refused_by_name(refusing: RunningJobs) -> None:

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from fine_tuning.files.store import FileStore
 from fine_tuning.jobs.job import FineTuningJob, JobEvent
 from fine_tuning.jobs.store import JobStore
 from fine_tuning.settings import FineTuningLimits
@@ -42,3 +45,30 @@ def test_jobs_come_back_in_their_order_and_half_made_ones_do_not(tmp_path: Path)
     assert [each.number for each in following.oldest_first] == [2, 9, 10]
     assert following.next_number == 11
     assert not (tmp_path / "ftjob-half").exists()
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = JobStore(tmp_path, FineTuningLimits())
+    store.put(job(1))
+    store.put(job(2))
+    (tmp_path / "ftjob-1" / "job.json").write_bytes(b"")
+    (tmp_path / "stray").write_bytes(b"x")
+    following = JobStore(tmp_path, FineTuningLimits())
+    assert [each.number for each in following.oldest_first] == [2]
+    assert "ftjob-1/job.json is no job, and is left alone" in caplog.text
+    assert (tmp_path / "ftjob-1" / "job.json").exists()
+    assert (tmp_path / "stray").exists()
+
+
+def test_a_file_whose_description_cannot_be_read_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FileStore(tmp_path, FineTuningLimits())
+    broken, whole = (store.add("rows", "fine-tune", b"x") for _ in range(2))
+    (tmp_path / f"{broken.id}.json").write_bytes(b"")
+    following = FileStore(tmp_path, FineTuningLimits())
+    assert [each.id for each in following.newest_first] == [whole.id]
+    assert store.path(broken).exists()
+    assert "describes no file, and is left alone" in caplog.text

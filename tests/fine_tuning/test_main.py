@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import yaml
 
 from environments.results.journal import EpisodeEnded, entries_of
@@ -18,6 +19,9 @@ from tests.support.environments.running import RunTest
 from tests.support.fine_tuning.running import RunningJobs, client_of, sums
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(400)
+"""Each test starts three or four processes, one after the other."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +35,7 @@ class Gate:
     def answer(self, prompt: str) -> str:
         self.left -= 1
         if self.left < 0:
-            self.opened.wait(60)
+            self.opened.wait(180)
         return str(2 * int(re.findall(r"double of (\d+)", prompt)[-1]))
 
 
@@ -76,9 +80,9 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
     running.engine.answer = gate.answer
     first, url = started(tmp_path, running.url)
     try:
-        wait_until(lambda: live(url), 60)
+        wait_until(lambda: live(url), 180)
         second, _ = started(tmp_path, running.url)
-        refusal = second.communicate(timeout=60)[1].decode()
+        refusal = second.communicate(timeout=180)[1].decode()
         assert second.returncode == 1
         assert re.search(
             r"^fine_tuning: another service uses .*/jobs: set fine_tuning.directory", refusal, re.M
@@ -87,7 +91,7 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
             job = RunningJobs(url, client).start(sums(12))
             queued = RunningJobs(url, client).start(sums(1))
         run_dir = tmp_path / "jobs" / "jobs" / job.id / "run"
-        wait_until(lambda: len(ended(run_dir)) >= 8, 60)
+        wait_until(lambda: len(ended(run_dir)) >= 8, 180)
     finally:
         first.kill()
         first.communicate()
@@ -96,7 +100,7 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
     gate.opened.set()
     following, url = started(tmp_path, running.url)
     try:
-        wait_until(lambda: live(url), 60)
+        wait_until(lambda: live(url), 180)
         with client_of(url, "none") as client:
             service = RunningJobs(url, client)
             assert service.ended(job.id).status == "succeeded"
@@ -104,7 +108,7 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
             assert service.messages(job.id).count("The job goes on") == 1
     finally:
         following.terminate()
-        assert following.wait(60) == 0
+        assert following.wait(180) == 0
         following.communicate()
     places = Counter((each.group, each.member) for each in ended(run_dir))
     assert set(places.values()) == {1}
@@ -119,7 +123,7 @@ def test_a_service_that_is_stopped_leaves_its_job_to_the_next_one(running: RunTe
     running.engine.answer = gate.answer
     first, url = started(tmp_path, running.url)
     try:
-        wait_until(lambda: live(url), 60)
+        wait_until(lambda: live(url), 180)
         with client_of(url, "none") as client:
             job = RunningJobs(url, client).start(sums(3))
             wait_until(lambda: RunningJobs(url, client).job(job.id).status == "running")
@@ -127,14 +131,14 @@ def test_a_service_that_is_stopped_leaves_its_job_to_the_next_one(running: RunTe
     finally:
         first.terminate()
         gate.opened.set()
-        assert first.wait(60) == 0
+        assert first.wait(180) == 0
         first.communicate()
     assert {each["state"] for each in running.sessions()} == {"finished"}
     following, url = started(tmp_path, running.url)
     try:
-        wait_until(lambda: live(url), 60)
+        wait_until(lambda: live(url), 180)
         with client_of(url, "none") as client:
             assert RunningJobs(url, client).ended(job.id).status == "succeeded"
     finally:
         following.terminate()
-        following.communicate(timeout=60)
+        following.communicate(timeout=180)

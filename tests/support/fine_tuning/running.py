@@ -68,7 +68,7 @@ class RunningJobs:
     def job(self, job_id: str) -> FineTuningJob:
         return self.openai.fine_tuning.jobs.retrieve(job_id)
 
-    def ended(self, job_id: str, timeout_s: float = 60) -> FineTuningJob:
+    def ended(self, job_id: str, timeout_s: float = 180) -> FineTuningJob:
         wait_until(lambda: self.job(job_id).status in ENDED, timeout_s)
         return self.job(job_id)
 

@@ -112,7 +112,8 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
         following.communicate()
     places = Counter((each.group, each.member) for each in ended(run_dir))
     assert set(places.values()) == {1}
-    assert all(each.reward == 1.0 for each in ended(run_dir))
+    # One answer alone is not played again: there is nothing to compare it with.
+    assert all(each.reward == 1.0 for each in ended(run_dir) if each.status != "abandoned")
     codes = Counter(each["verdict"]["code"] for each in running.sessions())
     assert codes["abandoned"] > 0, "half-played sessions are abandoned"
     assert codes["open"] == codes["waiting_reward"] == 0

@@ -109,7 +109,9 @@ def test_a_killed_runner_is_resumed_and_each_episode_ends_once(running: RunTest,
     entries = ended(running.run_dir)
     places = Counter((each.group, each.member) for each in entries)
     assert set(places.values()) == {1}
-    assert all(each.status == "completed" and each.reward == pytest.approx(1.2) for each in entries)
+    # In training one episode alone is not played again: there is nothing to compare it with.
+    played = [each for each in entries if mode == "eval" or each.status != "abandoned"]
+    assert all(each.status == "completed" and each.reward == pytest.approx(1.2) for each in played)
     begun = [each for each in entries_of(running.run_dir) if isinstance(each, GroupBegun)]
     assert len(begun) > len({each.group for each in begun}), "a group was interrupted"
     if mode == "eval":

@@ -113,8 +113,7 @@ class HostedEnvironment:
         return await self._step("step", answer=answer)
 
     async def call(self, name: str, arguments: str) -> Step:
-        result = str(await self._ask("call", name=name, arguments=arguments))
-        return Step(messages=({"role": "tool", "content": result},))
+        return await self._step("call", name=name, arguments=arguments)
 
     async def close(self) -> None:
         self._pool.left(self._number)

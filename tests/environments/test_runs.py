@@ -13,6 +13,7 @@ import pytest
 
 import environments.runs.run
 from environments.errors import RunStopped, UnknownEnvironment
+from environments.results.journal import EpisodeEnded, entries_of
 from environments.session_client import SessionClient
 from tests.support.environments.running import RunTest
 
@@ -64,6 +65,22 @@ async def test_the_model_calls_tools_and_reads_its_mistakes(running: RunTest) ->
     (session,) = running.sessions()
     assert session["reward"] == 1.0
     assert "missing a required argument: 'key'" in session["turns"][1]["context_text"]
+
+
+async def test_a_call_of_a_tool_earns_a_reward_and_ends_the_episode(running: RunTest) -> None:
+    def answer(prompt: str) -> str:
+        item = "b" if "here" in prompt else "a"
+        return f'<tool_call>\n{{"name": "fetch", "arguments": {{"item": "{item}"}}}}\n</tool_call>'
+
+    running.engine.answer = answer
+    summary = await running.play("Errand", group_size=1, episodes=1)
+    assert summary["by_status"] == {"completed": 1}
+    (session,) = running.sessions()
+    assert [turn["reward"] for turn in session["turns"]] == [0.5, None]
+    assert session["reward"] == 1.0
+    ended = entries_of(running.run_dir)[-1]
+    assert isinstance(ended, EpisodeEnded)
+    assert ended.metrics == {"left": 0}
 
 
 async def test_an_evaluation_is_never_trained_and_says_how_sure_it_is(running: RunTest) -> None:

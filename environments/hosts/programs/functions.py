@@ -5,6 +5,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import said
+
+OF_A_STEP = 5
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -26,15 +29,22 @@ def tool(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": described}
 
 
-def call(functions: dict[str, Callable[..., Any]], name: str, arguments: str) -> str:
-    """What the function returns, as text. The model reads its own mistakes; other errors are the
-    environment's."""
+def call(functions: dict[str, Callable[..., Any]], name: str, arguments: str) -> dict[str, Any]:
+    """The step that a call makes. The model reads its own mistakes; other errors are the environment's.
+
+    A function returns what the model reads, or the five values of Gymnasium's `step`, which begin with it."""
     if name not in functions:
-        return f"error: there is no tool {name!r}, only {', '.join(functions)}"
+        return said.step(_result(f"error: there is no tool {name!r}, only {', '.join(functions)}"))
     try:
         given = json.loads(arguments or "{}")
         bound = inspect.signature(functions[name]).bind(**given)
     except (ValueError, TypeError) as error:
-        return f"error: {error}"
+        return said.step(_result(f"error: {error}"))
     result = functions[name](*bound.args, **bound.kwargs)
-    return result if isinstance(result, str) else json.dumps(result)
+    if isinstance(result, tuple) and len(result) == OF_A_STEP:
+        return said.step(_result(result[0]), *result[1:])
+    return said.step(_result(result))
+
+
+def _result(result: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": result if isinstance(result, str) else json.dumps(result)}

@@ -9,8 +9,9 @@ class Double:
     def step(self, answer):
         return None, float(answer == str(2 * self.number)), True, False, {}
 
-`tools = ("look",)` offers methods to the model. What `step` returns is: what the model reads next, the reward
-of its answer, whether the episode ended, whether it was cut off, and numbers to record.
+What `step` returns is: what the model reads next, the reward of its answer, whether the episode ended,
+whether it was cut off, and numbers to record. `tools = ("look",)` offers methods to the model. A method
+returns what the model reads, or the five values of `step`.
 `len()` says how many tasks there are. A game sets `players = 2`; `player` says whose turn is next, and
 `rewards` what each of them has won.
 """
@@ -74,8 +75,8 @@ class UserEnvironment:
             "rewards": {str(who): said.number(rewards[who]) for who in rewards},
         }
 
-    def call(self, name: str, arguments: str) -> str:
-        return functions.call(self._tools, name, arguments)
+    def call(self, name: str, arguments: str) -> dict[str, Any]:
+        return functions.call(self._tools, name, arguments) | self._game()
 
     def close(self) -> None:
         if hasattr(self._environment, "close"):

@@ -104,6 +104,24 @@ class Lookup:
         return None, float(self.secret in answer), True, False, {}
 
 
+class Errand:
+    """A tool that earns: each right item half of the reward, and the second call ends the episode."""
+
+    tools = ("fetch",)
+
+    def reset(self, task: dict[str, int]) -> str:
+        self.left = ["a", "b"]
+        return "fetch a, then b"
+
+    def fetch(self, item: str) -> tuple[str, float, bool, bool, dict[str, float]]:
+        """Fetch an item."""
+        right = item == self.left.pop(0)
+        return "here" if right else "no", 0.5 * right, not self.left, False, {"left": len(self.left)}
+
+    def step(self, answer: str) -> Ending:
+        return None, 0.0, True, False, {}
+
+
 class Picture:
     """Shows an image, and after the first answer another one."""
 

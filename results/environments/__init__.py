@@ -1,0 +1,1 @@
+"""The experiments' own environments: classes as docs/environments.md describes them."""

@@ -1,0 +1,92 @@
+"""Colours, an image task on a tiny Qwen3-VL: learning with the images, and without them."""
+
+import hashlib
+import itertools
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from results.environments.colours import COLOURS as NAMES
+from results.environments.colours import SIDE, Colours
+from results.experiment import Experiment, Say, Variant
+from tests.support.tiny_vision_model import FACTOR, make_tiny_vision_model
+
+ENVIRONMENT = "python:results.environments.colours:Colours"
+STEPS, BATCH = 160, 16
+PADS = (SIDE // FACTOR) ** 2
+ASKED = f"<|im_start|>user\ncolour?<|vision_start|>{'<|image_pad|>' * PADS}<|vision_end|><|im_end|>\n"
+
+
+def model(models: Path, say: Say) -> Path:
+    """A model that answers with any of the names, whatever it sees."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    out = models / f"colours-{digest}-seed0"
+    if not (out / "config.json").exists():
+        models.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=models) as scratch:
+            made = make_tiny_vision_model(Path(scratch) / "model")
+            say(f"the vision model: loss {learn_names(made):.3f} after {STEPS} steps")
+            made.rename(out)
+    return out
+
+
+def learn_names(directory: Path) -> float:
+    """Supervised learning of the names with images of random colours. Returns the last loss, in nats: with
+    four names, ln 4 for their first token is the least."""
+    import torch
+    from PIL import Image
+    from tokenizers import Tokenizer
+    from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    seeing = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    process = AutoImageProcessor.from_pretrained(directory)
+    optimizer = torch.optim.AdamW(seeing.parameters(), lr=1e-3, weight_decay=0.0)
+    draw, seen = Random(0), Colours().tasks(0)
+    loss = torch.tensor(0.0)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for task in itertools.islice(seen, BATCH):
+            asked = tokenizer.encode(f"{ASKED}<|im_start|>assistant\n").ids
+            said = tokenizer.encode(f"{draw.choice([*NAMES])}<|im_end|>").ids
+            ids_1L = torch.tensor([[*asked, *said]])
+            shown: Any = process(
+                images=[Image.new("RGB", (SIDE, SIDE), tuple(task["rgb"]))],
+                do_resize=False,
+                return_tensors="pt",
+            )
+            pads_1L = (ids_1L == seeing.config.image_token_id).int()
+            logits = seeing(input_ids=ids_1L, mm_token_type_ids=pads_1L, **shown).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[0, len(asked) - 1 : -1].float(), torch.tensor(said)
+            )
+            (loss / BATCH).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    seeing.save_pretrained(directory)
+    return float(loss)
+
+
+COLOURS = Experiment(
+    name="colours",
+    question="Say which of four colours an image has. Does a model learn to see? The other variant shows a "
+    "grey image each time, so that only guessing can be learned.",
+    warm_start=f"{STEPS} steps of supervised learning on images with names drawn at random: it answers with "
+    "any of the four names",
+    model=model,
+    run={
+        "environment": ENVIRONMENT,
+        "sampling": {"max_tokens": 8},
+        "episodes": 3072,
+        "concurrency": 32,
+    },
+    target=0.6,
+    variants={
+        "shown": Variant("the image has the colour"),
+        "hidden": Variant("the image is grey", run={"options": {"shown": False}}),
+    },
+    services={"trainer": {"optimizer": {"lr": 2e-3}}},
+    judged={"tasks": 256, "group_size": 1},
+)

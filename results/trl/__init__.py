@@ -1,0 +1,1 @@
+"""The same tasks with TRL's GRPOTrainer, from the same first model."""

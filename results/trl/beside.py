@@ -1,0 +1,61 @@
+"""Runs TRL on an experiment's task, in TRL's own environment (`make run/bench/trl/installed`)."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from environments.settings import RunSettings
+from results.experiment import Experiment, Say
+from results.figures import Judged, Spent, TrialResult, curve_of, reached
+from results.trial import Place, evaluation_of, training_of
+
+TRL = "trl"
+PYTHON = Path("run/bench/trl/bin/python")
+LIBRARY = Path("run/environments/reasoning_gym/lib/python3.11/site-packages")
+"""At the end of TRL's path, so that its own packages win."""
+TIMEOUT_S = 1800
+
+
+def run_trl(experiment: Experiment, name: str, seed: int, place: Place, say: Say) -> TrialResult:
+    """Raises CalledProcessError if TRL's process fails."""
+    training = training_of(experiment, next(iter(experiment.variants.values())), seed)
+    wanted = {
+        "model": str(experiment.model(place.models, say)),
+        "training": _sent(training),
+        "evaluation": _sent(evaluation_of(experiment, training)),
+    }
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(LIBRARY.absolute())]),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    done = subprocess.run(
+        [str(PYTHON), "-m", "results.trl.training"],
+        input=json.dumps(wanted),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    spent = [Spent(*each) for each in found["spent"]]
+    return TrialResult(
+        experiment=experiment.name,
+        variant=name,
+        seed=seed,
+        before=Judged(*found["before"]),
+        after=Judged(*found["after"]),
+        to_target=reached(found["rewards"], spent, experiment.target),
+        spent=spent[-1],
+        versions=found["versions"],
+        curve=curve_of(found["rewards"]),
+        load=round(os.getloadavg()[0], 1),
+    )
+
+
+def _sent(fields: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run, in full."""
+    settings = RunSettings(**fields)
+    return settings.model_dump(mode="json") | {"library": settings.library, "name": settings.name}

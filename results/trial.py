@@ -6,6 +6,7 @@ first model ─▶ stack up ─▶ evaluation ─▶ training ─▶ evaluation 
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from weir.stack.stack import Stack
 
 EVAL_SEED = 100_000
 """Tasks of evaluations are drawn with other seeds than those of the training."""
+PINNED_WITHIN_S = 60.0
 LARGE_FOLDERS = ("redis", "policies", "weights", "checkpoints", "tensorboard")
 
 
@@ -151,8 +153,14 @@ class Admin:
         self._client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
     def pin_first(self) -> None:
-        """Keep version 0 on one server, for calls that name it."""
-        self._client.post("/admin/policies/0/pin", json={"servers": 1}).raise_for_status()
+        """Keep version 0 on one server, for calls that name it. The gateway may not know both servers yet."""
+        deadline = time.monotonic() + PINNED_WITHIN_S
+        while True:
+            answer = self._client.post("/admin/policies/0/pin", json={"servers": 1})
+            if answer.status_code != httpx.codes.CONFLICT or time.monotonic() > deadline:
+                break
+            time.sleep(0.5)  # the gateway asks its servers every few seconds
+        answer.raise_for_status()
 
     def serving(self) -> int:
         return int(self._asked("/admin/policies/serving")["serving"])

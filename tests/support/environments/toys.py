@@ -161,6 +161,13 @@ class Race:
         return None, None, True, False, {}
 
 
+class Longer(Race):
+    """Two players say something; the longer text wins."""
+
+    def step(self, answer: str) -> Ending:
+        return super().step(str(len(answer)))
+
+
 class Faulty:
     """Fails in the way that its task's number names, for the tasks `fails`."""
 

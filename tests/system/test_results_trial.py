@@ -1,0 +1,49 @@
+"""A run of an experiment on the real stack, with a second engine that keeps the first model."""
+
+from pathlib import Path
+
+import pytest
+
+from results.experiment import Experiment, Say, Variant
+from results.trial import Place, run
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+
+def tiny_model(models: Path, say: Say) -> Path:
+    return make_tiny_model(models / "tiny")
+
+
+LONGER = Experiment(
+    name="longer",
+    question="Does a model learn to say more than its first self?",
+    warm_start="random weights",
+    model=tiny_model,
+    run={
+        "environment": "python:tests.support.environments.toys:Longer",
+        "sampling": {"max_tokens": 4},
+        "episodes": 1024,
+        "group_size": 4,
+    },
+    target=-1.0,
+    variants={"frozen": Variant("the opponent is the first model", run={"opponent": "policy@0"})},
+    services={"trainer": {"algorithm": {"min_live_rows": 8}}},
+    judged={"opponent": "policy@0", "tasks": 16, "group_size": 1},
+    against_first=True,
+)
+
+
+def test_a_run_trains_against_the_first_model_and_says_what_it_took(tmp_path: Path) -> None:
+    lines: list[str] = []
+    result = run(LONGER, "frozen", 0, Place(tmp_path / "work", tmp_path), lines.append)
+    assert result.spent.episodes == 1024
+    assert result.to_target is not None
+    assert result.to_target.episodes == 512, "the target is below every mean"
+    assert 0 < result.to_target.cpu_s <= result.spent.cpu_s
+    assert result.versions >= 1, "nothing was served, so the opponent was the policy itself"
+    assert result.verdicts["trained"] > 0
+    assert result.verdicts.get("failed", 0) == 0
+    assert -1 <= result.after.low <= result.after.mean <= result.after.high <= 1.5
+    assert result.curve[0][0] == 512
+    assert result.curve[-1][0] == 1024

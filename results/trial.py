@@ -150,13 +150,14 @@ class Admin:
     """The gateway's admin endpoints that a run needs."""
 
     def __init__(self, url: str, key: str) -> None:
-        self._client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60)
+        self._url = url
+        self._asking: Any = {"headers": {"authorization": f"Bearer {key}"}, "timeout": 60.0}
 
     def pin_first(self) -> None:
         """Keep version 0 on one server, for calls that name it. The gateway may not know both servers yet."""
         deadline = time.monotonic() + PINNED_WITHIN_S
         while True:
-            answer = self._client.post("/admin/policies/0/pin", json={"servers": 1})
+            answer = httpx.post(f"{self._url}/admin/policies/0/pin", json={"servers": 1}, **self._asking)
             if answer.status_code != httpx.codes.CONFLICT or time.monotonic() > deadline:
                 break
             time.sleep(0.5)  # the gateway asks its servers every few seconds
@@ -171,4 +172,4 @@ class Admin:
         return {name.partition(":")[2]: count for name, count in counts if name.startswith("session:")}
 
     def _asked(self, path: str) -> Any:
-        return self._client.get(path).raise_for_status().json()
+        return httpx.get(f"{self._url}{path}", **self._asking).raise_for_status().json()

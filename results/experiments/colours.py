@@ -79,7 +79,7 @@ COLOURS = Experiment(
     run={
         "environment": ENVIRONMENT,
         "sampling": {"max_tokens": 8},
-        "episodes": 3072,
+        "episodes": 2560,
         "concurrency": 32,
     },
     target=0.6,

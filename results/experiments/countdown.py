@@ -43,7 +43,7 @@ COUNTDOWN = Experiment(
         "environment": "python:results.environments.countdown:Countdown",
         "tasks": 10_000,
         "sampling": {"max_tokens": 12},
-        "episodes": 3072,
+        "episodes": 2048,
         "concurrency": 64,
     },
     target=0.3,

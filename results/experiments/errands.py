@@ -66,7 +66,7 @@ ERRANDS = Experiment(
     run={
         "environment": ENVIRONMENT,
         "sampling": {"max_tokens": 32},
-        "episodes": 640,
+        "episodes": 512,
         "concurrency": 48,
     },
     target=0.7,
@@ -75,7 +75,6 @@ ERRANDS = Experiment(
         "episode": Variant(
             "the sum at the end; `turn_gae` with `gamma: 1` and a critic", services=EPISODE, run=BY_EPISODE
         ),
-        "episode-groups": Variant("the sum at the end; groups compared, as by default", run=BY_EPISODE),
     },
     judged={"tasks": 192, "group_size": 1},
 )

@@ -66,7 +66,7 @@ NIM = Experiment(
         "environment": ENVIRONMENT,
         "options": OPTIONS,
         "sampling": {"max_tokens": 12},
-        "episodes": 1280,
+        "episodes": 1024,
         "concurrency": 48,
     },
     target=0.3,

@@ -68,7 +68,7 @@ def experiment(name: str, options: Mapping[str, Any], steps: int, about: str, mo
             "options": options,
             "tasks": TASKS,
             "sampling": {"max_tokens": most_tokens},
-            "episodes": 2048,
+            "episodes": 1536,
             "concurrency": 64,
         },
         target=0.6,

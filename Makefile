@@ -81,6 +81,10 @@ bench-learning: install  ## how a model learns at staleness 0, 2, 4, 8, with fiv
 bench-asynchrony: install  ## asynchronous against synchronous training, where tools are slow at times (hours)
 	@$(BIN)/python -m bench.asynchrony
 
+results: install $(foreach each,reasoning_gym textarena,run/environments/$(each)/installed) run/bench/trl/installed
+results:  ## the experiments of results/: makes the runs that lack figures, and the page (an hour or more)
+	@$(BIN)/python -m results countdown chain_sum count_bits nim errands colours --report
+
 gpu-check: install  ## what to run first on a GPU: environment, kernels, a step, the loop with a push (docs/gpu.md; ARGS="--model DIR")
 	@$(BIN)/python -m bench.gpu $(ARGS)
 
@@ -203,4 +207,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install map lock licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets crash soak check up status down clean
+.PHONY: help install map lock licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets crash soak check up status down clean

@@ -1,11 +1,12 @@
 """The figures of one run, as they lie in results/data."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
-WINDOW = 512
+WINDOW = 256
 """A curve has the mean reward of the last so many episodes."""
 CURVE_POINTS = 100
 
@@ -27,6 +28,13 @@ class Spent(NamedTuple):
     cpu_s: float
 
 
+class CurvePoint(NamedTuple):
+    """The mean reward of the last 256 episodes, and what they and all before them took."""
+
+    reward: float
+    spent: Spent
+
+
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     """`variant` is `trl` for a run of TRL."""
 
@@ -35,35 +43,34 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     before: Judged
     after: Judged
-    to_target: Spent | None
-    """Until the mean reward of the last 512 episodes reached the target; None if it did not."""
-    spent: Spent
-    """In the whole training."""
     versions: int
     """Optimizer steps."""
     left_out: int = 0
     """How often a task was left out because it taught nothing."""
     verdicts: dict[str, int] = {}
     """Sessions by verdict, those of the evaluations included."""
-    curve: list[tuple[int, float]]
-    """Episodes, and the mean reward of the last 512."""
+    curve: list[CurvePoint]
     load: float
     """Load average of the machine at the end."""
 
+    @property
+    def spent(self) -> Spent:
+        """In the whole training."""
+        return self.curve[-1].spent
 
-def reached(rewards: Sequence[float], spent: Sequence[Spent], target: float) -> Spent | None:
-    """What was spent when the mean reward of the last 512 episodes first reached the target; None if it never
-    did. `rewards` and `spent` have an entry for each episode, in the order in which they ended."""
-    total = 0.0
-    for place, reward in enumerate(rewards):
-        total += reward - (rewards[place - WINDOW] if place >= WINDOW else 0.0)
-        if place + 1 >= WINDOW and total / WINDOW >= target - 1e-9:
-            return spent[place]
-    return None
+    def reached(self, target: float) -> Spent | None:
+        """What was spent when the mean reward of the last 256 episodes first reached the target; None if it
+        never did."""
+        return next((point.spent for point in self.curve if point.reward >= target), None)
 
 
-def curve_of(rewards: Sequence[float]) -> list[tuple[int, float]]:
-    """Episodes, and the mean reward of the last 512 of them."""
-    every = max(1, len(rewards) // CURVE_POINTS)
-    places = [*range(WINDOW, len(rewards), every), len(rewards)] if len(rewards) >= WINDOW else []
-    return [(place, round(sum(rewards[place - WINDOW : place]) / WINDOW, 4)) for place in places]
+def curve_of(rewards: Sequence[float], spent: Sequence[Spent]) -> list[CurvePoint]:
+    """About a hundred points. Both have an entry for each episode, in the order in which they ended. Raises
+    ValueError if there are less than 256."""
+    count = len(rewards)
+    if count < WINDOW:
+        raise ValueError(f"a curve needs {WINDOW} episodes, not {count}")
+    places = [*range(WINDOW, count, max(1, count // CURVE_POINTS)), count]
+    return [
+        CurvePoint(round(fmean(rewards[place - WINDOW : place]), 4), spent[place - 1]) for place in places
+    ]

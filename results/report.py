@@ -54,7 +54,7 @@ def readme(data: Path = DATA) -> str:
 
 
 def section(experiment: Experiment, results: Sequence[TrialResult]) -> str:
-    rows = [HEAD, ("---",) * len(HEAD), *map(_row, results)]
+    rows = [HEAD, ("---",) * len(HEAD), *(_row(each, experiment.target) for each in results)]
     meanings = {name: each.meaning for name, each in experiment.variants.items()}
     if experiment.in_trl:
         meanings[TRL] = IN_TRL
@@ -69,16 +69,16 @@ def section(experiment: Experiment, results: Sequence[TrialResult]) -> str:
             f"```\npython -m results {experiment.name}\n```",
             "\n".join(f"| {' | '.join(row)} |" for row in rows),
             "\n".join(_means(experiment, results)),
-            f"![Mean reward of the last 512 episodes, by episodes]({experiment.name}.png)",
+            f"![Mean reward of the last 256 episodes, by episodes]({experiment.name}.png)",
         ]
     )
 
 
-def _row(result: TrialResult) -> tuple[str, ...]:
-    of_trl = result.variant == TRL
+def _row(result: TrialResult, target: float) -> tuple[str, ...]:
+    of_trl, reached = result.variant == TRL, result.reached(target)
     return (
         *(result.variant, str(result.seed), _judged(result.before), _judged(result.after)),
-        *(_spent(result.to_target) if result.to_target else ("-",) * 3),
+        *(_spent(reached) if reached else ("-",) * 3),
         *_spent(result.spent),
         str(result.versions),
         *(("", "") if of_trl else (str(result.verdicts.get("trained", 0)), str(result.left_out))),
@@ -102,7 +102,7 @@ def _means(experiment: Experiment, results: Sequence[TrialResult]) -> list[str]:
             continue
         after = fmean(each.after.mean for each in of_variant)
         line = f"- `{name}`: {fmean(each.before.mean for each in of_variant):.2f} → {after:.2f}"
-        reached = [each.to_target for each in of_variant if each.to_target]
+        reached = [spent for each in of_variant if (spent := each.reached(experiment.target))]
         if reached:
             line += f"; the target after {fmean(each.episodes for each in reached):.0f} episodes and "
             line += f"{fmean(each.cpu_s for each in reached):.0f} CPU s"
@@ -126,12 +126,13 @@ def draw(path: Path, experiment: Experiment, results: Sequence[TrialResult]) -> 
     )
     for panel, variant in zip(row[0], variants, strict=True):
         for result in results:
-            if result.variant == variant and result.curve:
-                episodes, rewards = zip(*result.curve, strict=True)
+            if result.variant == variant:
+                episodes = [point.spent.episodes for point in result.curve]
+                rewards = [point.reward for point in result.curve]
                 panel.plot(episodes, rewards, label=f"seed {result.seed}")
         panel.axhline(experiment.target, color="tab:gray", linestyle="--", linewidth=1)
         panel.set(title=variant, xlabel="episodes")
-    row[0][0].set(ylabel="reward of the last 512")
+    row[0][0].set(ylabel="reward of the last 256")
     row[0][-1].legend(loc="lower right", fontsize="small")
     figure.savefig(path, dpi=100)
     plt.close(figure)

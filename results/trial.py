@@ -22,7 +22,7 @@ from environments.settings import RunSettings
 from environments.start import RunPlace, play_run
 from results.cpu_clock import CpuClock
 from results.experiment import Experiment, Say, Variant
-from results.figures import Judged, Spent, TrialResult, curve_of, reached
+from results.figures import Judged, Spent, TrialResult, curve_of
 from weir.demo.settings import services_of_demo
 from weir.stack.probes import http_ready
 from weir.stack.process import Service
@@ -73,19 +73,16 @@ def run(experiment: Experiment, name: str, seed: int, place: Place, say: Say) ->
     for left in LARGE_FOLDERS:
         shutil.rmtree(run_dir / left, ignore_errors=True)
     ended = [each for each in entries_of(run_dir / "train") if isinstance(each, EpisodeEnded)]
-    rewards, spent = judged_in_order(ended), spent_by(ended, clock)
     return TrialResult(
         experiment=experiment.name,
         variant=name,
         seed=seed,
         before=Judged(**before["reward"]),
         after=Judged(**after["reward"]),
-        to_target=reached(rewards, spent, experiment.target),
-        spent=spent[-1],
         versions=version,
         left_out=trained["tasks_left_out"],
         verdicts=verdicts,
-        curve=curve_of(rewards),
+        curve=curve_of(judged_in_order(ended), spent_by(ended, clock)),
         load=round(os.getloadavg()[0], 1),
     )
 

@@ -46,7 +46,7 @@ COUNTDOWN = Experiment(
         "episodes": 2048,
         "concurrency": 64,
     },
-    target=0.3,
+    target=0.25,
     variants={
         "async": Variant("rollouts up to eight versions old"),
         "sync": Variant("rollouts of the trainer's own version only", services=SYNCHRONOUS),

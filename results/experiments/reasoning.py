@@ -71,7 +71,7 @@ def experiment(name: str, options: Mapping[str, Any], steps: int, about: str, mo
             "episodes": 1536,
             "concurrency": 64,
         },
-        target=0.6,
+        target=0.5,
         variants=VARIANTS,
         judged={"tasks": 256, "group_size": 1},
         in_trl=True,

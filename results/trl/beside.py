@@ -8,7 +8,7 @@ from typing import Any
 
 from environments.settings import RunSettings
 from results.experiment import Experiment, Say
-from results.figures import Judged, Spent, TrialResult, curve_of, reached
+from results.figures import Judged, Spent, TrialResult, curve_of
 from results.trial import Place, evaluation_of, training_of
 
 TRL = "trl"
@@ -40,17 +40,14 @@ def run_trl(experiment: Experiment, name: str, seed: int, place: Place, say: Say
         check=True,
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    spent = [Spent(*each) for each in found["spent"]]
     return TrialResult(
         experiment=experiment.name,
         variant=name,
         seed=seed,
         before=Judged(*found["before"]),
         after=Judged(*found["after"]),
-        to_target=reached(found["rewards"], spent, experiment.target),
-        spent=spent[-1],
         versions=found["versions"],
-        curve=curve_of(found["rewards"]),
+        curve=curve_of(found["rewards"], [Spent(*each) for each in found["spent"]]),
         load=round(os.getloadavg()[0], 1),
     )
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from results.experiments import EXPERIMENTS
-from results.figures import Judged, Spent, TrialResult
+from results.figures import CurvePoint, Judged, Spent, TrialResult
 from results.report import HERE, readme, results_of
 
 
@@ -17,10 +17,11 @@ def result(variant: str, seed: int, *, reached: bool) -> TrialResult:
         seed=seed,
         before=Judged(0.1, 0.05, 0.15),
         after=Judged(0.5, 0.45, 0.55),
-        to_target=Spent(1000, 20.0, 40.0) if reached else None,
-        spent=Spent(3072, 60.0, 120.0),
         versions=50,
-        curve=[(512, 0.1)],
+        curve=[
+            CurvePoint(0.9 if reached else 0.1, Spent(1000, 20.0, 40.0)),
+            CurvePoint(0.1, Spent(3072, 60.0, 120.0)),
+        ],
         load=1.0,
     )
 

@@ -7,7 +7,8 @@ import pytest
 from gateway.language.render import ChatRenderer
 from results.experiments.errands import call, errand
 from results.warm_starts import Conversation, row_of
-from weir.demo.plan import TOOL, write_student
+from weir.demo.plan import write_student
+from weir.demo.task import TOOL
 
 
 @pytest.fixture(scope="module")

@@ -50,8 +50,9 @@ COUNTDOWN = Experiment(
     variants={
         "async": Variant("rollouts up to eight versions old"),
         "sync": Variant("rollouts of the trainer's own version only", services=SYNCHRONOUS),
-        "groups-of-4": Variant("as async, with 4 episodes of a puzzle instead of 8", run={"group_size": 4}),
-        "groups-of-16": Variant("as async, with 16 episodes of a puzzle", run={"group_size": 16}),
+        "groups-of-16": Variant(
+            "as async, with 16 episodes of a puzzle instead of 8", run={"group_size": 16}
+        ),
     },
     judged={"group_size": 1},
     judged_on="all 293 puzzles",

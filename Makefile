@@ -85,7 +85,7 @@ results: install $(foreach each,reasoning_gym textarena,run/environments/$(each)
 results:  ## the experiments of results/: makes the runs that lack figures, and the page (an hour or more)
 	@$(BIN)/python -m results countdown chain_sum count_bits nim errands colours --report
 
-gpu-check: install  ## what to run first on a GPU: environment, kernels, a step, the loop with a push (docs/gpu.md; ARGS="--model DIR")
+gpu-check: install  ## what to run first on a GPU: environment, kernels, trainings, a step, the loop with a push (docs/gpu.md; ARGS="--model DIR")
 	@$(BIN)/python -m bench.gpu $(ARGS)
 
 crash: install  ## kill parts of the whole system, one after the other, then audit it (KILLS=n SEED=n)

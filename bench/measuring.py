@@ -28,7 +28,7 @@ def timed(step: Callable[[], float]) -> tuple[float, float]:
     return step(), time.process_time() - started
 
 
-def print_facts(**facts: float) -> None:
+def print_facts(**facts: float | str) -> None:
     """Print figures by name as one line of JSON."""
     print(json.dumps(facts), flush=True)
 

@@ -1,6 +1,7 @@
 """Checks attention, output head and a whole forward pass on the device against float64 or float32 on CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,8 +31,14 @@ LOGPROBS = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 LENGTHS = {"cuda": 8192, "cpu": 256}
 
 
-def kernels(device: torch.device, dtype: torch.dtype, model: Path) -> Iterator[Check]:
+def kernels(device: torch.device, dtypes: Sequence[torch.dtype], model: Path) -> Iterator[Check]:
     torch.manual_seed(0)
+    for dtype in dtypes:
+        for check in _of_type(device, dtype, model):
+            yield replace(check, what=f"{str(dtype).removeprefix('torch.')}: {check.what}")
+
+
+def _of_type(device: torch.device, dtype: torch.dtype, model: Path) -> Iterator[Check]:
     for window in (None, 100):
         yield _attention_error(device, dtype, window)
     for window in (None, 128):

@@ -18,6 +18,7 @@ from tests.support.trainer_service.command_harness import (
     command_settings,
 )
 from tests.support.trainer_service.command_log import MemoryCommandLog
+from tests.support.trainer_service.device import DEVICE, ON_DEVICE
 from tests.support.trainer_service.harness import FakeGateway, Harness, MakeHarness
 from tests.support.trainer_service.publications import InlineExecutor
 from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, OneRankLearner, random_rows
@@ -29,6 +30,15 @@ from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 
 torch.set_num_threads(1)  # the models are too small for more, and other test processes use the other cores
+
+
+@pytest.fixture(autouse=True)
+def freed_memory() -> Iterator[None]:
+    """On a GPU, free the policies of the test. They are in circles, and each has gigabytes of buffers."""
+    yield
+    if DEVICE.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +80,7 @@ def imported(model_path: Path) -> None:
     DeepSpeed collects garbage whenever it makes a policy of stage 3. With the million objects of torch and
     transformers, each collection would take half a second.
     """
-    settings = TrainerSettings(model_path=model_path, threads=1, device="cpu", zero_stage=3)
+    settings = TrainerSettings(model_path=model_path, threads=1, zero_stage=3, **ON_DEVICE)
     DistributedPolicy(DeepSpeedPolicy(settings)).optimise(
         StepRequest(random_rows(0, 1), 0, settings.algorithm)
     )
@@ -98,7 +108,7 @@ def make_harness(tmp_path: Path, model_path: Path, imported: None) -> Iterator[M
             "policies_dir": root / "policies",
             "metrics_path": root / "metrics.jsonl",
             "threads": 1,
-            "device": "cpu",
+            **ON_DEVICE,
             "retry_s": 0.01,
             "checkpoint_every_steps": 1,
             "optimizer": {"lr": 1e-2, "warmup_steps": 0},
@@ -132,7 +142,7 @@ def make_learner(tmp_path: Path, model_path: Path, imported: None) -> MakeLearne
         given: dict[str, Any] = {
             "model_path": model_path,
             "threads": 1,
-            "device": "cpu",
+            **ON_DEVICE,
             "optimizer": {"lr": 1e-2, "warmup_steps": 0},
             "algorithm": {"max_tokens": 64},
         }

@@ -18,6 +18,7 @@ from tests.support.trainer_service.command_harness import (
     learn,
     step,
 )
+from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.head_gradients import gradients
 from tests.support.trainer_service.model_families import Family, made
 from tests.support.trainer_service.peft_models import peft_model
@@ -53,13 +54,14 @@ def given(dtype: torch.dtype, tokens: int = TOKENS, vocabulary: int = VOCABULARY
     """Hidden states, the head's weight, and the two factors of an adapter's part of the logits."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((tokens, WIDTH), (vocabulary, WIDTH), (tokens, RANK), (vocabulary, RANK))
-    return [(torch.randn(each, generator=generator) / 2).to(dtype).requires_grad_() for each in shapes]
+    drawn = (torch.randn(each, generator=generator) / 2 for each in shapes)
+    return [each.to(DEVICE, dtype).requires_grad_() for each in drawn]
 
 
 def chunked(factors: list[Tensor], after: LogitTransform, entropy: bool = False) -> Tensor:
     hidden, weight, low, factor = factors
-    targets_T = torch.arange(len(hidden)) * 7 % len(weight)
-    temperatures_T = torch.linspace(0.3, 1.5, len(hidden)).to(
+    targets_T = torch.arange(len(hidden), device=DEVICE) * 7 % len(weight)
+    temperatures_T = torch.linspace(0.3, 1.5, len(hidden), device=DEVICE).to(
         torch.promote_types(hidden.dtype, torch.float32)
     )
     low_rank = LowRank(low, factor)
@@ -72,8 +74,8 @@ def plain(factors: list[Tensor], after: LogitTransform) -> Tensor:
     logits = (hidden @ weight.T + low @ factor.T) * after.scale
     if after.softcap is not None:
         logits = after.softcap * torch.tanh(logits / after.softcap)
-    targets_T = torch.arange(len(hidden)) * 7 % len(weight)
-    temperatures_T = torch.linspace(0.3, 1.5, len(hidden))
+    targets_T = torch.arange(len(hidden), device=DEVICE) * 7 % len(weight)
+    temperatures_T = torch.linspace(0.3, 1.5, len(hidden), device=DEVICE)
     lp_T, _ = selected_logprobs(logits, targets_T, temperatures_T)
     return torch.stack([lp_T, entropies(logits, temperatures_T)], 1).float()
 

@@ -17,6 +17,7 @@ from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.turn_parts.images import TurnImage
 from tests.support.images import encoded, image_of
 from tests.support.tiny_vision_model import FACTOR, make_tiny_vision_model
+from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.harness import turn
 from tests.support.trainer_service.made_rows import rows_of
 from trainer_service.model.attention.packed_attention import packing_of
@@ -28,7 +29,6 @@ from trainer_service.rows.rows import Row, micro_batches
 from trainer_service.rows.turns import contradiction
 
 pytestmark = pytest.mark.numeric
-CPU = torch.device("cpu")
 SIZES = {"a": (96, 64), "b": (64, 128), "c": (96, 64), "d": (32, 64)}
 PNGS = {name: encoded(image_of(*size, seed)) for seed, (name, size) in enumerate(SIZES.items())}
 HASHES = {name: hashlib.sha256(png).hexdigest() for name, png in PNGS.items()}
@@ -42,7 +42,7 @@ def vision_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(vision_path: Path) -> Any:
-    return load_model(vision_path, torch.float32)
+    return load_model(vision_path, torch.float32).to(DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +106,9 @@ def names_of(row: Row) -> list[str]:
 def packed_logprobs(model: Any, inputs: ImageInputs, rows: list[Row]) -> Tensor:
     (batch,) = micro_batches(rows, 10_000)
     with torch.no_grad():
-        lp_T, *_ = scores(model, batch, packing_of(model), CPU, images=inputs)
+        lp_T, *_ = scores(model, batch, packing_of(model), DEVICE, images=inputs)
     order_T = np.argsort(batch.rows_T, kind="stable")
-    return lp_T[torch.from_numpy(order_T)]
+    return lp_T.cpu()[torch.from_numpy(order_T)]
 
 
 def test_packed_rows_with_images_have_the_logprobs_of_each_row_alone(
@@ -120,6 +120,13 @@ def test_packed_rows_with_images_have_the_logprobs_of_each_row_alone(
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
     other = replace(made[2], images=made[3].images)
     assert (packed_logprobs(model, inputs, [other]) - found[-6:-3]).abs().max() > 1e-3
+
+
+def test_convolutions_of_float32_are_not_rounded_to_tf32(vision_path: Path) -> None:
+    """On a GPU, cuDNN computes the embeddings of patches; on CPU the setting changes nothing."""
+    torch.backends.cudnn.allow_tf32 = True
+    load_model(vision_path, torch.float32)
+    assert not torch.backends.cudnn.allow_tf32
 
 
 def test_a_sampled_pad_is_a_token_and_no_image(
@@ -154,7 +161,7 @@ def test_the_images_of_rows_keep_their_places_in_micro_batches(inputs: ImageInpu
 def test_a_model_that_reads_no_images_makes_no_pass_over_them(model: Any, inputs: ImageInputs) -> None:
     (batch,) = micro_batches(rows(inputs.rule.pad), 10_000)
     with pytest.raises(RuntimeError, match="does not read the images"):
-        scores(model, batch, packing_of(model), CPU)
+        scores(model, batch, packing_of(model), DEVICE)
 
 
 def test_several_ranks_and_a_critic_train_no_images(model: Any, vision_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.tolerances import BFLOAT16, ulps
+from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.head_gradients import gradients
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import row_of
@@ -55,7 +56,8 @@ def given(dtype: torch.dtype, tokens: int = TOKENS, vocabulary: int = VOCABULARY
     shapes = ((tokens, WIDTH), (vocabulary, WIDTH), (vocabulary,))
     floats = [(torch.randn(shape, generator=generator) / 2).to(dtype).requires_grad_() for shape in shapes]
     targets_T = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    return [*floats, targets_T, torch.linspace(0.3, 1.5, tokens)]
+    made = [*floats, targets_T, torch.linspace(0.3, 1.5, tokens)]
+    return [each.detach().to(DEVICE).requires_grad_(each.requires_grad) for each in made]
 
 
 def plainly(
@@ -259,13 +261,13 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_scored_from_all_lo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made(FAMILIES[0], tmp_path)
-    model = load_model(tmp_path, torch.float32).eval()
+    model = load_model(tmp_path, torch.float32).eval().to(DEVICE)
     (batch,) = micro_batches([row_of(9), row_of(12)], 100)
     doubled = dataclasses.replace(batch, temperatures_T=batch.temperatures_T * 2)
-    expected = scores(model, doubled, packing_of(model), torch.device("cpu"))[:2]
+    expected = scores(model, doubled, packing_of(model), DEVICE)[:2]
     changed(model, monkeypatch)
     for _ in range(2):
-        got = scores(model, batch, packing_of(model), torch.device("cpu"))[:2]
+        got = scores(model, batch, packing_of(model), DEVICE)[:2]
         torch.testing.assert_close(got, expected)
     assert [
         record.message
@@ -276,15 +278,15 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_scored_from_all_lo
 
 @pytest.mark.parametrize("family", [FAMILIES[1], FAMILIES[4]], ids=["tied", "capped"])
 def test_the_head_keeps_its_place_in_the_model(family: Family, tmp_path: Path) -> None:
-    plain = made(family, tmp_path)
-    model = load_model(tmp_path, torch.float32).eval()
+    plain = made(family, tmp_path).to(DEVICE)
+    model = load_model(tmp_path, torch.float32).eval().to(DEVICE)
     assert isinstance(model.get_output_embeddings(), LogprobHead)
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    ids = torch.arange(9)[None]
+    ids = torch.arange(9, device=DEVICE)[None]
     (batch,) = micro_batches([row_of(9)], 100)
     before = model(ids, use_cache=False).logits
     torch.testing.assert_close(before, plain(ids, use_cache=False).logits)
-    scores(model, batch, packing_of(model), torch.device("cpu"))
+    scores(model, batch, packing_of(model), DEVICE)
     assert torch.equal(model(ids, use_cache=False).logits, before), "a pass leaves the model as it was"

@@ -1,21 +1,28 @@
 """After a pass that does not fit into the memory: smaller micro-batches, or no long rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from trainer_service.__main__ import marked_if_out_of_memory
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import MicroBatch
+from trainer_service.sizing.memory import BUCKET
 from trainer_service.step.memory_limit import OutOfMemory, first_too_long
 from trainer_service.storage.run_files import AttemptFile, OutOfMemoryMark
 
 FITS = 40
 """How many tokens of a micro-batch fit into the memory, in these tests."""
+WITH_BUCKETS = [
+    {"zero_stage": stage, "dtype": dtype} for stage in (1, 2) for dtype in ("float32", "bfloat16")
+]
+"""The ways to train in which DeepSpeed copies gradients into buffers of BUCKET values."""
 TOO_MUCH = 1 << 60
 """More bytes than any address space has."""
 
@@ -27,14 +34,38 @@ class NeedsTooMuch(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, where: str) -> torch.Tensor:
         ctx.where = where
         if where == "forward":
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
+            torch.empty(TOO_MUCH, dtype=torch.uint8, device=hidden.device)
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if ctx.where == "backward":
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
+            torch.empty(TOO_MUCH, dtype=torch.uint8, device=gradients[0].device)
         return gradients[0], None
+
+
+def limit_buckets(harness: Harness) -> None:
+    """From now on, a backward pass over more than FITS tokens has no memory for these buffers."""
+    policy, tokens = harness.policy, [0]
+    scores, backward = policy.scores, policy.backward
+
+    def scored(batch: MicroBatch) -> Any:
+        tokens[0] = len(batch.ids_N)
+        return scores(batch)
+
+    def added(loss: torch.Tensor) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if tokens[0] > FITS:
+                patch.setattr(torch, "empty", without_buckets)
+            backward(loss)
+
+    empty = torch.empty
+
+    def without_buckets(*size: Any, **kind: Any) -> torch.Tensor:
+        return empty(TOO_MUCH if size == (BUCKET,) else size[0], *size[1:], **kind)
+
+    for name, method in {"scores": scored, "backward": added}.items():
+        setattr(policy, name, method)
 
 
 def limit_memory(harness: Harness, where: str = "backward", fits: int = FITS) -> None:
@@ -83,11 +114,26 @@ def long(harness: Harness, group_id: str, tokens: int) -> None:
 def test_the_step_is_made_with_half_as_many_tokens_and_nothing_of_the_failed_pass_is_left(
     make_harness: MakeHarness, where: str, recomputes: bool, stage: int, dtype: str, lora: Any
 ) -> None:
-    """Bitwise as if the micro-batches had been that small from the beginning."""
     settings = {"zero_stage": stage, "dtype": dtype, "lora": lora, "activation_checkpointing": recomputes}
+    assert_halved(make_harness, settings, partial(limit_memory, where=where))
+
+
+@pytest.mark.parametrize("settings", [*WITH_BUCKETS, {"lora": {}}], ids=str)
+def test_buffers_of_gradients_that_do_not_fit_are_as_a_pass_that_does_not_fit(
+    make_harness: MakeHarness, settings: dict[str, Any]
+) -> None:
+    """DeepSpeed makes them at the first gradient of a pass, where activations take the most memory."""
+    assert_halved(make_harness, settings, limit_buckets)
+
+
+def assert_halved(
+    make_harness: MakeHarness, settings: dict[str, Any], limit: Callable[[Harness], None]
+) -> None:
+    """Assert that a step that meets this limit is bitwise as if the micro-batches had been half as large from
+    the beginning."""
     narrow = make_harness("narrow", **settings, algorithm={"max_tokens": FITS}).start()
     struck = make_harness("struck", **settings, algorithm={"max_tokens": 2 * FITS}).start()
-    limit_memory(struck, where)
+    limit(struck)
     for harness in (narrow, struck):
         harness.agents.group("a", [1.0, 0.0])
         assert harness.trainer.run_once()
@@ -180,7 +226,7 @@ def test_a_later_pass_that_does_not_fit_ends_the_process_and_the_next_one_trains
     long(harness, "a", 30)
     with monkeypatch.context() as patch:
         patch.setattr(DeepSpeedPolicy, "step", stepping)
-        with pytest.raises(RuntimeError, match="can't allocate memory"):
+        with pytest.raises(RuntimeError, match="can't allocate memory|out of memory"):
             harness.trainer.run_once()
     assert set(harness.session_codes().values()) == {None}
     harness = harness.restart()
@@ -196,7 +242,7 @@ def test_a_rank_that_ended_without_memory_halves_the_micro_batches_at_once(make_
         patch.setattr(harness.policy, "ranks", 2)
         limit_memory(harness, fits=0)
         with (
-            pytest.raises(RuntimeError, match="can't allocate memory"),
+            pytest.raises(RuntimeError, match="can't allocate memory|out of memory"),
             marked_if_out_of_memory(harness.settings.checkpoint_dir),
         ):
             harness.trainer.run_once()
@@ -227,7 +273,7 @@ def limit_later_passes(harness: Harness, fits: int, after: int) -> None:
 
     def scored(batch: MicroBatch) -> Any:
         if passes[0] >= after and len(batch.ids_N) > fits:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
+            torch.empty(TOO_MUCH, dtype=torch.uint8, device=DEVICE)
         return scores(batch)
 
     def added(loss: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.tolerances import BFLOAT16, ulps
+from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.model_families import FAMILIES, SMALL, Family, made
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.model.attention.packed_attention import packing_of
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.numeric
 
 
 def scored(model: Any, batch: MicroBatch) -> torch.Tensor:
-    lp_T, entropy_T, _ = scores(model, batch, packing_of(model), torch.device("cpu"))
-    return torch.stack([lp_T, entropy_T], 1).detach()
+    lp_T, entropy_T, _ = scores(model, batch, packing_of(model), DEVICE)
+    return torch.stack([lp_T, entropy_T], 1).detach().cpu()
 
 
 def largest(values: torch.Tensor) -> float:
@@ -47,7 +48,7 @@ def test_packed_rows_are_scored_as_transformers_scores_each_alone(
     family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = made(family, tmp_path)
-    model = load_model(tmp_path, torch.float32).eval()
+    model = load_model(tmp_path, torch.float32).eval().to(DEVICE)
     assert packing_of(model) is family.packing
     rows = [row_of(length, seed) for seed, length in enumerate([23, 9, 9, 17, 2, 9])]
     (batch,) = micro_batches(rows, 1000)
@@ -59,9 +60,17 @@ def test_packed_rows_are_scored_as_transformers_scores_each_alone(
     assert "computed at once" not in caplog.text, "every family gets the trainer's own head"
 
 
+def test_no_plan_is_made_for_each_length_of_row(tmp_path: Path) -> None:
+    """cuDNN's attention plans each new length, for longer than it takes to compute."""
+    made(FAMILIES[0], tmp_path)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load_model(tmp_path, torch.bfloat16)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
 def test_no_row_changes_a_bit_of_another(family: Family, tmp_path: Path) -> None:
     made(family, tmp_path)
-    model = load_model(tmp_path, torch.float32).eval()
+    model = load_model(tmp_path, torch.float32).eval().to(DEVICE)
     rows = [row_of(length, seed) for seed, length in enumerate([23, 9, 9, 17])]
     (batch,) = micro_batches(rows, 1000)
     before = scored(model, batch)
@@ -77,7 +86,7 @@ def test_no_row_changes_a_bit_of_another(family: Family, tmp_path: Path) -> None
 
 def test_a_row_has_the_gradient_that_it_has_alone(family: Family, tmp_path: Path) -> None:
     made(family, tmp_path)
-    model = load_model(tmp_path, torch.float32).eval()
+    model = load_model(tmp_path, torch.float32).eval().to(DEVICE)
     rows = [row_of(length, seed) for seed, length in enumerate([23, 9, 9, 17])]
     (batch,) = micro_batches(rows, 1000)
     tokens = len(batch.targets_T)
@@ -85,7 +94,7 @@ def test_a_row_has_the_gradient_that_it_has_alone(family: Family, tmp_path: Path
     for passes in ((batch,), batch.single_rows()):
         model.zero_grad()
         for one in passes:
-            lp_T, *_ = scores(model, one, packing_of(model), torch.device("cpu"))
+            lp_T, *_ = scores(model, one, packing_of(model), DEVICE)
             (lp_T.sum() / tokens).backward()  # type: ignore[no-untyped-call]
         gradients.append(
             {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
@@ -99,7 +108,7 @@ def test_a_row_has_the_gradient_that_it_has_alone(family: Family, tmp_path: Path
 
 def test_a_pack_of_half_precision_is_scored_as_each_row_alone(tmp_path: Path) -> None:
     made(FAMILIES[0], tmp_path)
-    model = load_model(tmp_path, torch.bfloat16).eval()
+    model = load_model(tmp_path, torch.bfloat16).eval().to(DEVICE)
     rows = [row_of(length, seed) for seed, length in enumerate([23, 9, 9, 17])]
     (batch,) = micro_batches(rows, 1000)
     apart = torch.cat([scored(model, one) for one in batch.single_rows()])
@@ -111,7 +120,7 @@ def test_a_pack_of_half_precision_is_scored_as_each_row_alone(tmp_path: Path) ->
 
 def test_a_model_that_loses_the_bounds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(FAMILIES[0], tmp_path)
-    model = load_model(tmp_path, torch.float32).eval()
+    model = load_model(tmp_path, torch.float32).eval().to(DEVICE)
     whole = model.model.forward
     monkeypatch.setattr(model.model, "forward", lambda *a, segments, **rest: whole(*a, **rest))
     (batch,) = micro_batches([row_of(9)], 1000)
@@ -121,7 +130,7 @@ def test_a_model_that_loses_the_bounds_is_refused(tmp_path: Path, monkeypatch: p
 
 def test_an_attention_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     made(FAMILIES[0], tmp_path)
-    model = load_model(tmp_path, torch.float32).eval()
+    model = load_model(tmp_path, torch.float32).eval().to(DEVICE)
     model.model.layers[0].self_attn.is_causal = False
     (batch,) = micro_batches([row_of(9)], 1000)
     with pytest.raises(ValueError, match="Qwen3Attention asks for attention that packed rows do not support"):

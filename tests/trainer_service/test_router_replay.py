@@ -13,6 +13,7 @@ from torch import Tensor
 from rollout_queue.contract.records import Turn
 from rollout_queue.contract.stream import Entry
 from rollout_queue.contract.turn_parts.experts import RoutedExperts
+from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.expert_models import FAMILIES, made_experts
 from tests.support.trainer_service.harness import turn
 from tests.support.trainer_service.made_rows import rows_of
@@ -26,7 +27,6 @@ from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 from trainer_service.step.step_request import StepRequest
 
 pytestmark = pytest.mark.numeric
-CPU = torch.device("cpu")
 EXPERTS = 4
 
 
@@ -41,7 +41,7 @@ def is_router(module: Any) -> bool:
 
 def model_of(family: str, directory: Path) -> Any:
     made_experts(family, directory)
-    return load_model(directory, torch.float32)
+    return load_model(directory, torch.float32).to(DEVICE)
 
 
 def chosen(model: Any, batch: MicroBatch) -> np.ndarray[Any, Any]:
@@ -51,7 +51,7 @@ def chosen(model: Any, batch: MicroBatch) -> np.ndarray[Any, Any]:
 
     def note(layer: int, outputs: tuple[Tensor, ...]) -> None:
         (indices,) = (each for each in outputs if not each.is_floating_point())
-        experts_NLK[:, layer] = indices.numpy()
+        experts_NLK[:, layer] = indices.cpu().numpy()
 
     routers = {int(name.split(".")[2]): each for name, each in model.named_modules() if is_router(each)}
     handles = [
@@ -59,7 +59,7 @@ def chosen(model: Any, batch: MicroBatch) -> np.ndarray[Any, Any]:
         for layer, each in routers.items()
     ]
     with torch.no_grad():
-        scores(model, batch, packing_of(model), CPU)
+        scores(model, batch, packing_of(model), DEVICE)
     for handle in handles:
         handle.remove()
     return experts_NLK.reshape(len(batch.ids_N), -1)
@@ -67,7 +67,7 @@ def chosen(model: Any, batch: MicroBatch) -> np.ndarray[Any, Any]:
 
 def gradients(model: Any, batch: MicroBatch, routers: Routers | None) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
-    lp_T, *_ = scores(model, batch, packing_of(model), CPU, routers=routers)
+    lp_T, *_ = scores(model, batch, packing_of(model), DEVICE, routers=routers)
     torch.autograd.backward(lp_T.sum())
     found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     return lp_T.detach(), found

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tolerances import ulps
+from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner
 from tests.support.trainer_service.related_rows import related_rows, row_with
@@ -97,21 +98,21 @@ def gradients(model: Any, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
     """The gradient of the sum of log p, each token weighted by its advantage and place in the row."""
     model.zero_grad()
     for batch in batches:
-        lp_T, *_ = scores(model, batch, packing_of(model), torch.device("cpu"))
-        (lp_T * torch.from_numpy(batch.advantages_T)).sum().backward()  # type: ignore[no-untyped-call]
+        lp_T, *_ = scores(model, batch, packing_of(model), DEVICE)
+        (lp_T * torch.from_numpy(batch.advantages_T).to(DEVICE)).sum().backward()  # type: ignore[no-untyped-call]
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 @pytest.mark.parametrize("family", SHARING, ids=lambda family: f"{family.name}-{len(family.options)}")
 def test_every_architecture_gives_shared_rows_what_each_has_alone(family: Family, tmp_path: Path) -> None:
     made(family, tmp_path)
-    model = load_model(tmp_path, torch.float32).eval()
+    model = load_model(tmp_path, torch.float32).eval().to(DEVICE)
     rows = related_rows(roots=1, branches=2, tips=2)
     (shared,), apart = micro_batches(rows, 1000, share_prefixes=True), list(micro_batches(rows, 1))
     assert len(shared.ids_N) < sum(len(batch.ids_N) for batch in apart) / 2
 
     def scored(batch: MicroBatch) -> dict[int, torch.Tensor]:
-        pair = torch.stack(scores(model, batch, packing_of(model), torch.device("cpu"))[:2], 1).detach()
+        pair = torch.stack(scores(model, batch, packing_of(model), DEVICE)[:2], 1).detach().cpu()
         return {int(row): pair[torch.from_numpy(batch.rows_T == row)] for row in set(batch.rows_T)}
 
     together, alone = scored(shared), {row: pair for batch in apart for row, pair in scored(batch).items()}
@@ -129,15 +130,13 @@ def test_every_architecture_gives_shared_rows_what_each_has_alone(family: Family
 
 def test_a_row_changes_no_bit_of_its_sibling(tmp_path: Path) -> None:
     made(FAMILIES[0], tmp_path)
-    model = load_model(tmp_path, torch.float32).eval()
+    model = load_model(tmp_path, torch.float32).eval().to(DEVICE)
     rows = related_rows(roots=1, branches=1, tips=3)
     changed = replace(rows[1], ids_L=np.append(rows[1].ids_L[:-1], 2 + (rows[1].ids_L[-1] + 7) % 60))
     before, after = (
         next(micro_batches(each, 1000, share_prefixes=True)) for each in (rows, [rows[0], changed, rows[2]])
     )
-    one, other = (
-        scores(model, batch, packing_of(model), torch.device("cpu"))[0] for batch in (before, after)
-    )
+    one, other = (scores(model, batch, packing_of(model), DEVICE)[0].cpu() for batch in (before, after))
     for row in range(3):
         same = torch.equal(
             one[torch.from_numpy(before.rows_T == row)], other[torch.from_numpy(after.rows_T == row)]
@@ -150,12 +149,12 @@ def test_a_long_part_that_needs_a_mask_has_blocks_of_it(
 ) -> None:
     for family in SHARING[:2]:  # without and with a window
         made(family, tmp_path)
-        model = load_model(tmp_path, torch.float32).eval()
+        model = load_model(tmp_path, torch.float32).eval().to(DEVICE)
         (batch,) = micro_batches(related_rows(roots=1, branches=2, tips=2), 1000, share_prefixes=True)
-        lp_T = scores(model, batch, packing_of(model), torch.device("cpu"))[0].detach()
+        lp_T = scores(model, batch, packing_of(model), DEVICE)[0].detach()
         with monkeypatch.context() as patch:
             patch.setattr("trainer_service.model.attention.attention_kernels.BLOCK", 7)
-            in_blocks_T = scores(model, batch, packing_of(model), torch.device("cpu"))[0].detach()
+            in_blocks_T = scores(model, batch, packing_of(model), DEVICE)[0].detach()
         torch.testing.assert_close(in_blocks_T, lp_T, atol=ulps(48, of=float(lp_T.abs().max())), rtol=0)
 
 

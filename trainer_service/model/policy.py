@@ -35,6 +35,7 @@ from trainer_service.model.sharding.layout import Layout, LoraLayout
 from trainer_service.model.sharding.parallel import Parallel
 from trainer_service.model.sharding.zero import (
     deepspeed_config,
+    end_failed_backward,
     local_part,
     offload_states,
     prepare_deepspeed,
@@ -166,7 +167,7 @@ class DeepSpeedPolicy:
             self._engine.backward(loss * self.ranks, scale_wrt_gas=False)
         except RuntimeError:
             if self.ranks == 1:  # else DeepSpeed refuses the next pass, as it has some gradients of this one
-                self._engine._backward_epilogue()
+                end_failed_backward(self._engine)
             raise
 
     def step(self, scale: float = 1.0) -> float:
@@ -183,9 +184,8 @@ class DeepSpeedPolicy:
         return float(self._engine.get_global_grad_norm())
 
     def discard_gradients(self) -> None:
-        """Drop the gradient that was added since the last step. It is made NaN, so that the step drops it: no
-        stage of ZeRO has another way to drop all of it. Every rank must call it. Raises RuntimeError if
-        DeepSpeed made a step all the same."""
+        """Drop the gradient since the last step. It is made NaN, so that the step drops it: ZeRO has no other
+        way. Every rank must call it. Raises RuntimeError if DeepSpeed made a step all the same."""
         torch.cuda.empty_cache()  # of a pass that did not fit
         self.backward(math.nan * self.logprobs(shortest())[0].sum())
         if math.isfinite(norm := self.step()):

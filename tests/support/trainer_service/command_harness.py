@@ -14,6 +14,7 @@ from rollout_queue.commands.result import Passed, Published, Result
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.memory import MemoryStream
 from tests.support.trainer_service.command_log import MemoryCommandLog
+from tests.support.trainer_service.device import ON_DEVICE
 from tests.support.trainer_service.publications import InlineExecutor
 from tests.support.trainer_service.random_rows import VOCABULARY
 from tests.support.trainer_service.same_training import Weights
@@ -119,7 +120,7 @@ def command_settings(root: Path, model_path: Path, **given: Any) -> TrainerSetti
         "policies_dir": root / "policies",
         "metrics_path": None,
         "threads": 1,
-        "device": "cpu",
+        **ON_DEVICE,
         "checkpoint_every_steps": 1_000_000,
         "algorithm": {"max_tokens": 64},
     }

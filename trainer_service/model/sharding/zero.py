@@ -111,6 +111,20 @@ def reload_states(engine: Any) -> None:
     engine.reload_states()
 
 
+def end_failed_backward(engine: Any) -> None:
+    """End a backward pass in which an error was raised; without this, DeepSpeed refuses the next one. On
+    several ranks it would wait for the others.
+
+    The first gradient of a pass makes the buffers of stages 1 and 2. If they do not fit into the memory,
+    DeepSpeed has none, and cannot end the pass. Empty ones stand in for them until the next pass."""
+    if hasattr(engine.optimizer, "setup_buckets"):
+        for dtype, bucket in engine.optimizer.ipg_buckets.items():
+            if not bucket.buffer:
+                bucket.buffer.append(torch.empty(0, dtype=dtype, device=engine.device))
+                bucket.index = 0
+    engine._backward_epilogue()
+
+
 def _frozen(engine: Any) -> list[Tensor]:
     """The weights that DeepSpeed does not move, because its optimizer does not have them."""
     return [each for each in engine.module.parameters() if not each.requires_grad]

@@ -23,7 +23,7 @@ from trainer_service.model.optimizer import make_optimizer, set_rates
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.sharding.file_copies import FileCopies
 from trainer_service.model.sharding.parallel import Parallel
-from trainer_service.model.sharding.zero import deepspeed_config, uses_cuda
+from trainer_service.model.sharding.zero import deepspeed_config, end_failed_backward, uses_cuda
 from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
 from trainer_service.model.trained.adapted import AdaptedModel
 from trainer_service.rows.rows import MicroBatch
@@ -85,7 +85,7 @@ class TrainedModel:
             self._engine.backward(loss * self._shared.parallel.ranks, scale_wrt_gas=False)
         except RuntimeError:
             if self._shared.parallel.ranks == 1:  # else DeepSpeed refuses the next pass
-                self._engine._backward_epilogue()
+                end_failed_backward(self._engine)
             raise
 
     def step(self, rates: OptimStep) -> float:

@@ -35,6 +35,8 @@ def load_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # cuDNN would round the factors of convolutions in float32 to the 10 bits of TF32. Products have all bits.
+    torch.backends.cudnn.allow_tf32 = False
     sees = reads_images(path)
     if zero_config is None:
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM

@@ -94,6 +94,8 @@ def set_attention(model: Any, flash: bool = False) -> None:
     from transformers.utils import is_flash_attn_2_available
 
     AttentionInterface.register(PACKED, packed_attention)
+    # On Hopper, torch prefers cuDNN's attention, which plans each new length of row: 0.1 s in either pass.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     # Only models with support for flash attention pass sliding windows to their attention.
     if (
         _only_attention_mixes_tokens(model)

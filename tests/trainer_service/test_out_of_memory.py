@@ -226,7 +226,7 @@ def test_a_later_pass_that_does_not_fit_ends_the_process_and_the_next_one_trains
     long(harness, "a", 30)
     with monkeypatch.context() as patch:
         patch.setattr(DeepSpeedPolicy, "step", stepping)
-        with pytest.raises(RuntimeError, match="can't allocate memory|out of memory"):
+        with pytest.raises(RuntimeError, match=r"can't allocate memory|out of memory"):
             harness.trainer.run_once()
     assert set(harness.session_codes().values()) == {None}
     harness = harness.restart()
@@ -242,7 +242,7 @@ def test_a_rank_that_ended_without_memory_halves_the_micro_batches_at_once(make_
         patch.setattr(harness.policy, "ranks", 2)
         limit_memory(harness, fits=0)
         with (
-            pytest.raises(RuntimeError, match="can't allocate memory|out of memory"),
+            pytest.raises(RuntimeError, match=r"can't allocate memory|out of memory"),
             marked_if_out_of_memory(harness.settings.checkpoint_dir),
         ):
             harness.trainer.run_once()

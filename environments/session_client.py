@@ -150,7 +150,7 @@ class SessionClient:
                 if status not in BUSY and status < 500:
                     refused = SessionRefused if status in OF_SESSIONS else GatewayFault
                     raise refused(f"{method} {path}: {status}: {why}")
-            pause_s = max(wished_s, pause_after(attempt))
+            pause_s = pause_after(attempt, wished_s)
             if time.monotonic() + pause_s > min(deadline, patience.until if patience else deadline):
                 raise GatewayFault(f"the gateway at {self._url} did not serve {method} {path}: {why}")
             level = logging.WARNING if attempt == TOLD_AFTER else logging.INFO
@@ -160,8 +160,11 @@ class SessionClient:
         raise AssertionError
 
 
-def pause_after(attempt: int) -> float:
-    """Seconds before the next attempt: doubled each time, of which a random half is taken."""
+def pause_after(attempt: int, wished_s: float = 0.0) -> float:
+    """Seconds before the next attempt: what the gateway wishes, and up to a quarter more, so that runners
+    do not come back at once. Without a wish, it is doubled each time, and a random half of it is taken."""
+    if wished_s:
+        return wished_s * random.uniform(1.0, 1.25)
     longest_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempt, 10))
     return longest_s * random.uniform(0.5, 1.0)
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 from redis.asyncio import Redis
 
 from gateway.admission.backpressure import Backpressure, read_backpressure
-from gateway.admission.limits import Rate, Trend, exhausted, limit_reached, retry_after_s
+from gateway.admission.limits import Rate, StepTrend, Trend, exhausted, limit_reached, retry_after_s
 from gateway.admission.quotas import Quota, Quotas
 from gateway.admission.rate_limiter import RateLimiter
 from gateway.admission.staleness import StalenessBudget
@@ -57,7 +57,7 @@ class Admission:
         self._downstream = Backpressure()
         named = {name: getattr(limits, name) for name in ("open_sessions_per_key", "open_sessions")}
         self._open_limits = {name: limit for name, limit in named.items() if limit is not None}
-        self._entries, self._bytes, self._opened, self._versions = Trend(), Trend(), Trend(), Trend()
+        self._entries, self._bytes, self._opened, self._steps = Trend(), Trend(), Trend(), StepTrend()
 
     @property
     def max_row_tokens(self) -> int | None:
@@ -139,7 +139,7 @@ class Admission:
         quotas = self._applicable(specs, budget)
         shut = self._shut(specs[0])
         if shut is None and budget is not None and budget.used_up:
-            shut = budget.refusal(budget.trainer.rollouts_waiting, self._versions)
+            shut = budget.refusal(budget.trainer.rollouts_waiting, self._steps)
         if not quotas and shut is None:
             return
         result = await self._quotas.take(specs, quotas, shut=shut is not None)
@@ -179,7 +179,7 @@ class Admission:
 
     def _quota_reached(self, quota: Quota, count: int, budget: StalenessBudget | None) -> LimitReached:
         if budget is not None and quota.key == keys.UNTRAINED:
-            return budget.refusal(count - budget.trainer.rollouts_owed, self._versions)
+            return budget.refusal(count - budget.trainer.rollouts_owed, self._steps)
         name, whose = (
             ("open_sessions", "") if quota.key == keys.OPEN else ("open_sessions_per_key", " of this key")
         )
@@ -244,4 +244,4 @@ class Admission:
         self._bytes.note(now, seen.used_bytes)
         self._opened.note(now, seen.sessions)
         if seen.trainer is not None:
-            self._versions.note(now, seen.trainer.version)
+            self._steps.note(now, seen.trainer.version, seen.trainer.busy)

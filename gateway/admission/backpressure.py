@@ -45,6 +45,11 @@ class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it wants no sessions for training: it is paused, and set to refuse them."""
 
     @property
+    def busy(self) -> bool:
+        """Whether it makes a step, or publishes one. An older trainer does not say, and counts as busy."""
+        return self.state in (None, "training", "publishing")
+
+    @property
     def paused(self) -> bool:
         """Whether it is alive and paused: then it reads on, and makes no step."""
         return self.state == "paused" and time.time() - self.last_seen <= SILENT_S

@@ -103,6 +103,30 @@ class Trend:
         return distance * (ended - began) / moved if moved * distance > 0 else None
 
 
+@dataclass
+class StepTrend:
+    """The trend of the trainer's version over the time in which it worked.
+
+    A trainer that waits for rollouts makes its next step soon after they come. If the time of its waiting
+    counted, clients would be told to wait as long as it has waited for them, and so it would wait on.
+    """
+
+    _busy_s: float = 0.0
+    _noted_at: float | None = None
+    _versions: Trend = field(default_factory=Trend)
+
+    def note(self, now: float, version: float, busy: bool) -> None:
+        """Note the version, and whether the trainer has worked since the note before."""
+        if busy and self._noted_at is not None:
+            self._busy_s += now - self._noted_at
+        self._noted_at = now
+        self._versions.note(self._busy_s, version)
+
+    def seconds_to_move(self, steps: float) -> float | None:
+        """Seconds that so many steps take; None if none was seen."""
+        return self._versions.seconds_to_move(steps)
+
+
 def retry_after_s(seconds: float | None) -> float:
     """The delay before a retry; `seconds` is the estimate of a trend, or None if there is none."""
     return DEFAULT_RETRY_S if seconds is None else min(seconds, MAX_RETRY_S)

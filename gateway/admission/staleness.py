@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from gateway.admission.backpressure import TrainerBacklog
-from gateway.admission.limits import DEFAULT_RETRY_S, Trend, limit_reached, retry_after_s
+from gateway.admission.limits import DEFAULT_RETRY_S, StepTrend, limit_reached, retry_after_s
 from gateway.errors import LimitReached
 
 
@@ -45,8 +45,8 @@ class StalenessBudget:
         """Whether the rollouts that wait for training fill the room already."""
         return self.trainer.rollouts_waiting >= self.room
 
-    def refusal(self, ahead: int, pace: Trend) -> LimitReached:
-        """The error for too many rollouts `ahead`; `pace` is the trend of the trainer's version."""
+    def refusal(self, ahead: int, pace: StepTrend) -> LimitReached:
+        """The error for too many rollouts `ahead`; `pace` says how long a step takes."""
         silent_s = time.time() - self.trainer.last_seen
         message = (
             f"a session opened now would be trained too late for gateway.limits.staleness_versions "

@@ -11,6 +11,7 @@ import io
 import re
 import struct
 import zlib
+from collections.abc import Iterator
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ one is read."""
 GREY_OF_16_BITS = frozenset({"I", "I;16", "I;16L", "I;16B"})
 DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
 MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp"})
+PIECE = 2**18
+"""Characters of base64 that are decoded at a time, a multiple of 4. All other threads wait during each."""
 COMPRESSION = 3
 """The level of the PNG's compression, from 0 to 9. Higher ones take much longer and save little."""
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, OverflowError, TypeError)
@@ -37,6 +40,17 @@ UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.err
 Image.MAX_IMAGE_PIXELS = None
 
 
+class ClientImage(NamedTuple):
+    """An image as the client has sent it."""
+
+    data: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, data: bytes) -> "ClientImage":
+        return cls(data, sha256(data).digest())
+
+
 class Png(NamedTuple):
     """A decoded image, and its bytes."""
 
@@ -44,8 +58,8 @@ class Png(NamedTuple):
     data: bytes
 
 
-def bytes_of(url: str, where: str, max_bytes: int) -> bytes:
-    """The bytes of a data URL. Raises InvalidRequest for another media type, bad base64 or too many bytes."""
+def image_of(url: str, where: str, max_bytes: int) -> ClientImage:
+    """The image of a data URL. Raises InvalidRequest for another media type, bad base64 or too many bytes."""
     head = DATA_URL.match(url, 0, 200)
     if head is None or not head[3]:
         raise refusal(where, "a data URL begins with data:image/png;base64,")
@@ -56,9 +70,21 @@ def bytes_of(url: str, where: str, max_bytes: int) -> bytes:
     if (len(url) - head.end()) * 3 // 4 > max_bytes + 2:
         raise too_large(where, max_bytes)
     try:
-        return base64.b64decode(url[head.end() :].encode("ascii"), validate=True)
+        data = b"".join(_pieces(url, head.end()))
     except (binascii.Error, ValueError) as error:
         raise refusal(where, "not base64") from error
+    if len(data) > max_bytes:
+        raise too_large(where, max_bytes)
+    return ClientImage.of(data)
+
+
+def _pieces(url: str, start: int) -> Iterator[bytes]:
+    """What the base64 from this character on stands for. Raises ValueError if it is malformed."""
+    for begin in range(start, len(url), PIECE):
+        piece = url[begin : begin + PIECE]
+        if piece.endswith("=") and begin + PIECE < len(url):
+            raise ValueError("padding before the end")
+        yield base64.b64decode(piece, validate=True)
 
 
 def png_of(data: bytes, where: str, vision: Vision, max_pixels: int, max_tokens: int) -> Png:

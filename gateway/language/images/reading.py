@@ -7,16 +7,18 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 from gateway.errors import InvalidRequest
-from gateway.language.images.decoding import Png, bytes_of, png_of, refusal
+from gateway.language.images.decoding import ClientImage, Png, image_of, png_of, refusal
 from gateway.language.images.fetching import ImageFetcher
 from gateway.language.images.pads import IMAGE, image_parts
 from gateway.language.images.vision import Vision
 from gateway.settings import ImageSettings
 
+READERS = 2
+"""How many images are made bytes and hashed at the same time. These threads are others than the decoders', so
+that an image that was read before does not wait for images that are decoded."""
 DECODERS = 2
 """How many images are decoded at the same time: one of many pixels takes much memory."""
 
@@ -50,7 +52,8 @@ class ImageReader:
         self._kept: OrderedDict[bytes, Png] = OrderedDict()
         """By the digest of the client's bytes, the oldest first."""
         self._kept_bytes = 0
-        self._threads = ThreadPoolExecutor(DECODERS, "decoder")
+        self._readers = ThreadPoolExecutor(READERS, "image-reader")
+        self._decoders = ThreadPoolExecutor(DECODERS, "decoder")
 
     async def read(self, messages: Sequence[Message], count: Callable[[int], None]) -> ReadImages:
         """The messages with hashes in place of addresses. Calls `count` with the bytes of each image before
@@ -89,23 +92,21 @@ class ImageReader:
         self._kept_bytes = 0
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._readers, self._decoders):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _png(self, url: str, where: str, vision: Vision, max_tokens: int) -> Png:
         """The image at the address. One that was read before is not decoded again."""
-        settings = self._settings
+        settings, loop = self._settings, asyncio.get_running_loop()
         if url[:5].lower() == "data:":
-            data = bytes_of(url, where, settings.max_bytes)
-            if len(data) > settings.max_bytes:
-                raise refusal(where, f"an image has at most {settings.max_bytes} bytes")
+            sent = await loop.run_in_executor(self._readers, image_of, url, where, settings.max_bytes)
         else:
             data = await self._fetcher.fetch(url, where)
-        digest = sha256(data).digest()
-        if (png := self._kept.get(digest)) is None:
+            sent = await loop.run_in_executor(self._readers, ClientImage.of, data)
+        if (png := self._kept.get(sent.digest)) is None:
             bounds = (settings.max_pixels, max_tokens)
-            loop = asyncio.get_running_loop()
-            png = await loop.run_in_executor(self._threads, png_of, data, where, vision, *bounds)
-        self._keep(digest, png)
+            png = await loop.run_in_executor(self._decoders, png_of, sent.data, where, vision, *bounds)
+        self._keep(sent.digest, png)
         return png
 
     def _keep(self, digest: bytes, png: Png) -> None:

@@ -7,12 +7,14 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 from gateway.errors import InvalidRequest
 from gateway.language.images.decoding import ClientImage, Png, image_of, png_of, refusal
 from gateway.language.images.fetching import ImageFetcher
 from gateway.language.images.pads import IMAGE, image_parts
+from gateway.language.images.shared_decodes import SharedDecodes
 from gateway.language.images.vision import Vision
 from gateway.settings import ImageSettings
 
@@ -52,6 +54,7 @@ class ImageReader:
         self._kept: OrderedDict[bytes, Png] = OrderedDict()
         """By the digest of the client's bytes, the oldest first."""
         self._kept_bytes = 0
+        self._decodes = SharedDecodes()
         self._readers = ThreadPoolExecutor(READERS, "image-reader")
         self._decoders = ThreadPoolExecutor(DECODERS, "decoder")
 
@@ -104,8 +107,8 @@ class ImageReader:
             data = await self._fetcher.fetch(url, where)
             sent = await loop.run_in_executor(self._readers, ClientImage.of, data)
         if (png := self._kept.get(sent.digest)) is None:
-            bounds = (settings.max_pixels, max_tokens)
-            png = await loop.run_in_executor(self._decoders, png_of, sent.data, where, vision, *bounds)
+            decode = partial(png_of, sent.data, where, vision, settings.max_pixels, max_tokens)
+            png = await self._decodes.png(sent.digest, lambda: loop.run_in_executor(self._decoders, decode))
         self._keep(sent.digest, png)
         return png
 

@@ -9,7 +9,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,13 +26,14 @@ from environments.hosts.libraries import PLAY_THEMSELVES, host_command, tools_co
 from environments.hosts.pool import HostedEnvironments, HostedLibrary
 from environments.loops import conversation, players
 from environments.openenv.server import OpenEnvServer
-from environments.results.journal import EpisodeEnded, GroupBegun, Journal, entries_of, write_document
+from environments.results.journal import EpisodeEnded, Journal, each_entry, each_episode, write_document
 from environments.results.picture import draw, draw_evaluations
-from environments.results.summary import judged, summary_of
+from environments.results.summary import RunResults, judged
 from environments.results.versions import with_versions
 from environments.runs.evaluations import EvaluationSchedule, evaluations_in
+from environments.runs.figures import RunFigures
 from environments.runs.progress import sentence, telling
-from environments.runs.resume import unfinished_groups
+from environments.runs.resume import PlayedBefore, unfinished_groups
 from environments.runs.run import Run
 from environments.runs.task_order import TaskOrder
 from environments.session_client import SessionClient
@@ -83,19 +84,22 @@ async def _play(
             run.evaluations = _evaluations(settings, place, source, gateway, say, loop)
         async with telling(run, say):
             await run.play()
-    ended = await with_versions(gateway, run.ended) if settings.mode == "eval" else run.ended
+    ended: Iterable[EpisodeEnded] = each_episode(place.run_dir)
+    if settings.mode == "eval":
+        ended = await with_versions(gateway, ended)
+    results = RunResults.of(ended, settings.mode)
     summary: dict[str, Any] = {
         "settings": settings.model_dump(mode="json"),
         "run": run.plan.run_id,
         "model": run.plan.model,
     }
-    summary |= summary_of(ended, settings.mode) | {"tasks_left_out": run.order.skipped}
+    summary |= results.document() | {"tasks_left_out": run.order.skipped}
     if run.evaluations:
         found = evaluations_in(run.evaluations.directory)
         summary["evaluations"] = found
         draw_evaluations(place.run_dir / "evaluations.png", settings.environment, found)
     write_document(place.run_dir / "summary.json", summary)
-    draw(place.run_dir / "reward.png", settings.environment, ended)
+    draw(place.run_dir / "reward.png", settings.environment, results.rewards)
     say(sentence(run))
     return summary
 
@@ -212,22 +216,23 @@ async def _run(
 ) -> Run:
     if settings.opponent and source.description.players == 1:
         raise UnknownEnvironment(f"{settings.environment} has one player, so it has no opponent")
-    entries = entries_of(place.run_dir)
     model = settings.model or await gateway.model_name()
     plan = SeatPlan(run_id, settings, model, source.description.players, source.description.frozen)
     known = source.description.task_count or 0
     size = min(settings.tasks, known) if settings.tasks and known else settings.tasks or known
     order = TaskOrder(source, settings.seed, size, settings.skip_after, once=settings.mode == "eval")
     player = EpisodePlayer(gateway, _plays(settings, place, source, gateway, loop))
-    again, found = await unfinished_groups(gateway, plan, journal, entries)
-    begun = [each for each in entries if isinstance(each, GroupBegun)]
-    order.visit = max((each.visit + 1 for each in begun), default=0)
-    run = Run(
-        settings, order, player, plan, journal, again, max((each.group + 1 for each in begun), default=0)
-    )
-    for each in (*(each for each in entries if isinstance(each, EpisodeEnded)), *found):
-        run.knows(each)
-    return run
+    before, figures = PlayedBefore(), RunFigures()
+    for entry in each_entry(place.run_dir):
+        before.add(entry)
+        if isinstance(entry, EpisodeEnded):
+            figures.add(entry)
+    again, found = await unfinished_groups(gateway, plan, journal, before)
+    for entry in found:
+        before.add(entry)
+        figures.add(entry)
+    order.visit = before.visit
+    return Run(settings, order, player, plan, journal, again, before.group, before.episodes, figures)
 
 
 def loop_of(name: str | None, player_count: int) -> Loop:

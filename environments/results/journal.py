@@ -86,11 +86,19 @@ class Journal:
 
 def entries_of(directory: Path) -> list[Entry]:
     """The whole lines of a journal, in their order; none if there is no journal."""
+    return list(each_entry(directory))
+
+
+def each_episode(directory: Path) -> Iterator[EpisodeEnded]:
+    """The episodes of a journal, in the order in which they ended, one at a time."""
+    return (each for each in each_entry(directory) if isinstance(each, EpisodeEnded))
+
+
+def each_entry(directory: Path) -> Iterator[Entry]:
+    """As `entries_of`, one at a time: a journal may have millions."""
     path = directory / "journal.jsonl"
-    return list(_read(path)) if path.exists() else []
-
-
-def _read(path: Path) -> Iterator[Entry]:
+    if not path.exists():
+        return
     decoder = msgspec.json.Decoder(Entry)
     with path.open("rb") as file:
         for line in file:

@@ -5,8 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from environments.results.journal import EpisodeEnded
-from environments.results.summary import WINDOW, judged_in_order
+from environments.results.summary import WINDOW
 
 
 def draw_evaluations(path: Path, title: str, evaluations: Sequence[dict[str, Any]]) -> None:
@@ -32,16 +31,15 @@ def draw_evaluations(path: Path, title: str, evaluations: Sequence[dict[str, Any
     pyplot.close(figure)
 
 
-def draw(path: Path, title: str, ended: Sequence[EpisodeEnded]) -> None:
+def draw(path: Path, title: str, rewards: Sequence[float]) -> None:
     """Write a PNG of the mean reward of the last 128 episodes; nothing without rewards."""
+    if not rewards:
+        return
     import matplotlib  # takes half a second
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rewards = judged_in_order(ended)
-    if not rewards:
-        return
     means = [fmean(rewards[max(0, place - WINDOW) : place]) for place in range(1, len(rewards) + 1)]
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(range(1, len(means) + 1), means)

@@ -1,12 +1,15 @@
 """The summary of a run: its mean reward with an interval, pass@k, a row for each task, and what failed."""
 
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from environments.results.intervals import mean_interval, pass_at_k, wilson
 from environments.results.journal import EpisodeEnded
+from environments.settings import Mode
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 PASSES_AT = 1.0
@@ -14,46 +17,79 @@ PASSES_AT = 1.0
 WINDOW = 128
 
 
-def rewards_by_task(ended: Sequence[EpisodeEnded]) -> dict[str, list[float]]:
-    """The rewards of the episodes that were judged."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for each in ended:
-        if each.reward is not None and each.status in ("completed", "truncated"):
-            found[each.task_id].append(each.reward)
-    return dict(found)
+@dataclass
+class RunResults:
+    """What the episodes of a run came to. Of an episode it keeps its reward alone; by task, too, if this is
+    an evaluation."""
 
+    mode: Mode
+    episodes: int = 0
+    judged: int = 0
+    turns: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    versions: Counter[int] = field(default_factory=Counter)
+    rewards: "array[float]" = field(default_factory=lambda: array("d"))
+    """In the order in which the episodes ended."""
+    by_task: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-def summary_of(ended: Sequence[EpisodeEnded], mode: str) -> dict[str, Any]:
-    """A document for `summary.json`. In training rewards change as the model learns, so there is no
-    interval."""
-    rewards = rewards_by_task(ended)
-    judged = [reward for each in rewards.values() for reward in each]
-    document: dict[str, Any] = {
-        "episodes": len(ended),
-        "judged": len(judged),
-        "by_status": dict(Counter(each.status for each in ended)),
-        "reasons": dict(Counter(each.reason for each in ended if each.reason).most_common(10)),
-        "turns": sum(each.turns for each in ended),
-    }
-    if not judged:
-        return document
-    if mode == "train":
-        return document | {
-            "reward_start": fmean(judged_in_order(ended)[:WINDOW]),
-            "reward_end": fmean(judged_in_order(ended)[-WINDOW:]),
+    @classmethod
+    def of(cls, ended: Iterable[EpisodeEnded], mode: Mode) -> Self:
+        results = cls(mode)
+        for each in ended:
+            results.add(each)
+        return results
+
+    def add(self, entry: EpisodeEnded) -> None:
+        """Count an episode, which ended after those that were added before."""
+        self.episodes += 1
+        self.turns += entry.turns
+        self.statuses[entry.status] += 1
+        self.versions.update(entry.versions)
+        if entry.reason:
+            self.reasons[entry.reason] += 1
+        if entry.reward is not None:
+            self.rewards.append(entry.reward)
+            if entry.status in ("completed", "truncated"):
+                self.judged += 1
+                if self.mode == "eval":
+                    self.by_task[entry.task_id].append(entry.reward)
+
+    def document(self) -> dict[str, Any]:
+        """A document for `summary.json`. In training rewards change as the model learns, so there is no
+        interval."""
+        document: dict[str, Any] = {
+            "episodes": self.episodes,
+            "judged": self.judged,
+            "by_status": dict(self.statuses),
+            "reasons": dict(self.reasons.most_common(10)),
+            "turns": self.turns,
         }
-    mean, low, high = mean_interval(rewards)
-    passed = {task: sum(reward >= PASSES_AT for reward in each) for task, each in rewards.items()}
-    return document | {
-        "reward": {"mean": mean, "low": low, "high": high},
-        "pass_rate": _rate(sum(passed.values()), len(judged)),
-        "pass_at_k": _pass_at_k(rewards, passed),
-        "versions": dict(Counter(version for each in ended for version in each.versions)),
-        "tasks": [
-            {"task_id": task, "episodes": len(each), "reward": fmean(each), "passed": passed[task]}
-            for task, each in sorted(rewards.items())
-        ],
-    }
+        if not self.judged:
+            return document
+        if self.mode == "train":
+            start, end = self.rewards[:WINDOW], self.rewards[-WINDOW:]
+            return document | {"reward_start": fmean(start), "reward_end": fmean(end)}
+        return document | self._evaluated()
+
+    def _evaluated(self) -> dict[str, Any]:
+        mean, low, high = mean_interval(self.by_task)
+        passed = {task: sum(reward >= PASSES_AT for reward in each) for task, each in self.by_task.items()}
+        return {
+            "reward": {"mean": mean, "low": low, "high": high},
+            "pass_rate": _rate(sum(passed.values()), self.judged),
+            "pass_at_k": _pass_at_k(self.by_task, passed),
+            "versions": dict(self.versions),
+            "tasks": [
+                {"task_id": task, "episodes": len(each), "reward": fmean(each), "passed": passed[task]}
+                for task, each in sorted(self.by_task.items())
+            ],
+        }
+
+
+def rewards_by_task(ended: Iterable[EpisodeEnded]) -> dict[str, list[float]]:
+    """The rewards of the episodes that were judged."""
+    return dict(RunResults.of(ended, "eval").by_task)
 
 
 def judged(summary: dict[str, Any]) -> str:
@@ -61,11 +97,6 @@ def judged(summary: dict[str, Any]) -> str:
     if (reward := summary.get("reward")) is None:
         return "no episode was judged"
     return f"{reward['mean']:.4f} [{reward['low']:.4f}, {reward['high']:.4f}]"
-
-
-def judged_in_order(ended: Sequence[EpisodeEnded]) -> list[float]:
-    in_order = sorted(ended, key=lambda each: each.ended_at)
-    return [each.reward for each in in_order if each.reward is not None]
 
 
 def _rate(passed: int, count: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Asks the gateway which policy versions sampled the tokens of each episode."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -11,7 +11,7 @@ from environments.session_client import SessionClient
 AT_ONCE = 16
 
 
-async def with_versions(gateway: SessionClient, ended: Sequence[EpisodeEnded]) -> list[EpisodeEnded]:
+async def with_versions(gateway: SessionClient, ended: Iterable[EpisodeEnded]) -> list[EpisodeEnded]:
     """The same episodes with their versions; one whose session is gone keeps what it has."""
     slots = asyncio.Semaphore(AT_ONCE)
 

@@ -27,9 +27,8 @@ async def _tell(run: Run, say: Callable[[str], None]) -> None:
 
 
 def sentence(run: Run) -> str:
-    mean = run.rewards.mean
+    figures, mean = run.figures, run.figures.recent.mean
     so_far = "" if mean is None else f", mean reward of the last 128: {mean:.3f}"
-    failed = sum(each.status == "failed" for each in run.ended)
-    trouble = f", {failed} failed" if failed else ""
+    trouble = f", {figures.failed} failed" if figures.failed else ""
     skipped = f", {run.order.skipped} tasks left out" if run.order.skipped else ""
-    return f"{len(run.ended)} episodes{so_far}{trouble}{skipped}"
+    return f"{figures.ended} episodes{so_far}{trouble}{skipped}"

@@ -6,8 +6,8 @@ environment is gone.
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -21,19 +21,43 @@ from environments.task import Task
 ENDED = ("waiting_reward", "finished")
 
 
+@dataclass
+class PlayedBefore:
+    """What the journal of an earlier process says, entry by entry. Of groups that have ended it keeps
+    nothing."""
+
+    visit: int = 0
+    """The first visit that is not drawn."""
+    group: int = 0
+    """The first number that no group has."""
+    episodes: int = 0
+    """Episodes that have ended."""
+    left: dict[int, GroupBegun] = field(default_factory=dict)
+    """The groups that have not ended, by number."""
+    missing: dict[int, set[int]] = field(default_factory=dict)
+    """Their members without an entry."""
+
+    def add(self, entry: Entry) -> None:
+        if isinstance(entry, GroupBegun):
+            self.visit, self.group = max(self.visit, entry.visit + 1), max(self.group, entry.group + 1)
+            self.left[entry.group], self.missing[entry.group] = entry, set(entry.members)
+        elif entry.member in self.missing.get(entry.group, ()):  # each seat of a member has an entry
+            self.episodes += 1
+            self.missing[entry.group].remove(entry.member)
+            if not self.missing[entry.group]:
+                del self.left[entry.group], self.missing[entry.group]
+
+
 async def unfinished_groups(
-    gateway: SessionClient, plan: SeatPlan, journal: Journal, entries: Sequence[Entry]
+    gateway: SessionClient, plan: SeatPlan, journal: Journal, before: PlayedBefore
 ) -> tuple[list[GroupBegun], list[EpisodeEnded]]:
     """The groups to play again, each with the members that have not ended, and the outcomes that were found
     at the gateway. In training one episode alone is not played again: there is nothing to compare it with."""
-    known = {(each.group, each.member) for each in entries if isinstance(each, EpisodeEnded)}
-    last = {each.group: each for each in entries if isinstance(each, GroupBegun)}
     again: list[GroupBegun] = []
     found: list[EpisodeEnded] = []
-    for begun in last.values():
-        missing = [member for member in begun.members if (begun.group, member) not in known]
+    for begun in before.left.values():
         left: list[int] = []
-        for member in missing:
+        for member in sorted(before.missing[begun.group]):
             ended = await _outcomes(gateway, plan, begun, member)
             found += ended
             left += [] if ended else [member]

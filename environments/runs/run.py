@@ -16,8 +16,8 @@ from environments.episodes.episode import EpisodePlayer
 from environments.episodes.seats import SeatPlan
 from environments.errors import EnvironmentFault, RunStopped
 from environments.results.journal import EpisodeEnded, GroupBegun, Journal
-from environments.results.recent_rewards import RecentRewards
 from environments.runs.evaluations import EvaluationSchedule
+from environments.runs.figures import RunFigures
 from environments.runs.group import EpisodeGroup
 from environments.runs.task_order import TaskOrder
 from environments.session_client import pause_after
@@ -41,19 +41,18 @@ class Run:
     journal: Journal
     unfinished: Sequence[GroupBegun] = ()
     next_group: int = 0
-    ended: list[EpisodeEnded] = field(default_factory=list)
-    rewards: RecentRewards = field(default_factory=RecentRewards)
+    begun: int = 0
+    """Episodes that were begun, those of an earlier process too."""
+    figures: RunFigures = field(default_factory=RunFigures)
     evaluations: EvaluationSchedule | None = None
     _playing: dict[int, EpisodeGroup] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _failed_groups: list[str] = field(default_factory=list)
-    _begun: int = 0
     _started_at: float = field(default_factory=time.monotonic)
 
     async def play(self) -> None:
         """Play until the run has enough. Raises RunStopped, and GatewayFault if the gateway does not serve
         it."""
-        self._begun = len({(each.group, each.member) for each in self.ended})
         slots = asyncio.Semaphore(self.settings.concurrency)
         try:
             async with asyncio.TaskGroup() as groups:
@@ -89,10 +88,9 @@ class Run:
 
     def enough(self) -> bool:
         """Whether no further group begins."""
-        learned = (
-            self.settings.until_reward is not None and (self.rewards.mean or 0) >= self.settings.until_reward
-        )
-        played = self.settings.episodes is not None and self._begun >= self.settings.episodes
+        wanted = self.settings.until_reward
+        learned = wanted is not None and (self.figures.recent.mean or 0) >= wanted
+        played = self.settings.episodes is not None and self.begun >= self.settings.episodes
         limit_s = self.settings.time_limit_s
         return learned or played or (limit_s is not None and time.monotonic() - self._started_at > limit_s)
 
@@ -110,7 +108,7 @@ class Run:
         begins."""
         await slots.acquire()
         slots.release()
-        self._begun += len(begun.members)
+        self.begun += len(begun.members)
         self.journal.add(begun)
         group = EpisodeGroup(
             begun.group,
@@ -129,7 +127,7 @@ class Run:
         del self._playing[group.number]
         self.order.saw(group.task.id, group.rewards)
         self._watch_failures(group)
-        if self.evaluations and (due := await self.evaluations.due(self.ended[-1].session_id)):
+        if self.evaluations and (due := await self.evaluations.due(self.figures.last_session)):
             self._add(groups, self.evaluations.play(due))
 
     def _add(self, groups: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
@@ -137,15 +135,9 @@ class Run:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def knows(self, entry: EpisodeEnded) -> None:
-        """Count an episode that has ended."""
-        self.ended.append(entry)
-        if entry.reward is not None and entry.status != "failed":
-            self.rewards.add(entry.reward)
-
     def _record(self, entry: EpisodeEnded) -> None:
         self.journal.add(entry)
-        self.knows(entry)
+        self.figures.add(entry)
         if entry.status == "failed":
             logger.warning("episode %s failed: %s", entry.session_id, entry.reason)
 

@@ -14,8 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from environments.errors import GatewayFault, RunStopped
-from environments.results.journal import EpisodeEnded
+from environments.results.journal import each_episode
 from environments.results.versions import with_versions
+from environments.runs.figures import RunFigures
 from environments.runs.run import Run
 from environments.settings import Mode, RunSettings
 from environments.start import RunPlace, opened_run, read_run
@@ -50,8 +51,6 @@ class JobTraining:
     policy: PolicyWatch
     _seen: int = 0
     """The last version that has a checkpoint, or the first version."""
-    _counted: int = 0
-    """Episodes that the metrics of earlier versions have."""
     _evaluations: list[asyncio.Task[None]] = field(default_factory=list)
     """The last one that was begun during the training, if any."""
     _last_change: float = field(default_factory=time.monotonic)
@@ -69,7 +68,7 @@ class JobTraining:
         async with opened_run(
             settings, self._place(directory), self._source(rows), answer_once, _holds_a_run(directory)
         ) as (run, _):
-            self._counted = len(run.ended)
+            run.figures.take_fresh()  # earlier versions have them
             following = asyncio.create_task(self._follow(run))
             try:
                 await run.play()
@@ -144,7 +143,7 @@ class JobTraining:
         """Record each new version, and begin an evaluation when it is due. Raises GatewaySilent."""
         fresh = await self.policy.published_after(self._seen)
         for version in fresh:
-            self._record(version, run.ended)
+            self._record(version, run.figures)
         evaluating = any(not task.done() for task in self._evaluations)
         if not evaluating and (due := self._due()) is not None:
             self._evaluations = [asyncio.create_task(self._evaluate(due))]
@@ -157,12 +156,12 @@ class JobTraining:
             if serving <= self._seen:  # a lower one after a rollback
                 return serving
 
-    def _record(self, version: PolicyVersion, ended: list[EpisodeEnded]) -> None:
-        rewards = [each.reward for each in ended[self._counted :] if each.reward is not None]
+    def _record(self, version: PolicyVersion, figures: RunFigures) -> None:
+        reward = figures.take_fresh().mean
         step = version.version if version.step is None else version.step
-        metrics = {"step": step, "version": version.version, "episodes": len(ended)}
-        mean = {"reward_mean": fmean(rewards)} if rewards else {}
-        self._counted, self._seen, self._last_change = len(ended), version.version, time.monotonic()
+        metrics = {"step": step, "version": version.version, "episodes": figures.ended}
+        mean = {} if reward is None else {"reward_mean": reward}
+        self._seen, self._last_change = version.version, time.monotonic()
         checkpoint = JobCheckpoint(
             f"ftckpt_{new_id()}",
             int(version.created_at or time.time()),
@@ -213,7 +212,7 @@ class JobTraining:
             gateway,
         ):
             await run.play()
-            ended = await with_versions(gateway, run.ended)
+            ended = await with_versions(gateway, each_episode(directory))
         rewards = [each.reward for each in ended if each.reward is not None]
         mean = fmean(rewards) if rewards else None
         versions = sorted({served for each in ended for served in each.versions})

@@ -114,13 +114,10 @@ def compare_runs(
 ) -> None:
     """Compare two evaluations task by task: the mean difference of their rewards, with its 95 % interval."""
     from environments.results.intervals import paired_difference
-    from environments.results.journal import EpisodeEnded, entries_of
+    from environments.results.journal import each_episode
     from environments.results.summary import rewards_by_task
 
-    one_rewards, other_rewards = (
-        rewards_by_task([each for each in entries_of(run) if isinstance(each, EpisodeEnded)])
-        for run in (one, other)
-    )
+    one_rewards, other_rewards = (rewards_by_task(each_episode(run)) for run in (one, other))
     try:
         mean, low, high, tasks = paired_difference(one_rewards, other_rewards)
     except ValueError as error:

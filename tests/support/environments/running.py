@@ -30,7 +30,10 @@ class RunTest:
 
     @property
     def place(self) -> RunPlace:
-        return RunPlace(self.run_dir, self.url, None)
+        return self.place_of(self.run_dir)
+
+    def place_of(self, directory: Path) -> RunPlace:
+        return RunPlace(directory, self.url, None)
 
     def settings(self, toy: str, **given: Any) -> RunSettings:
         return RunSettings(environment=f"{TOYS}:{toy}", **({"step_s": 20.0} | given))

@@ -172,21 +172,21 @@ def source_of(settings: RunSettings, place: RunPlace) -> Source:
     UnknownEnvironment."""
     if settings.library in PLAY_THEMSELVES:
         options = {"max_turns": settings.max_turns, **settings.options}
-        command = host_command(
-            settings.library, settings.name, options, settings.python, place.environments_dir
-        )
-        return HostedLibrary(command, place.directory, settings.hosts, settings.step_s)
+        return HostedLibrary(*_hosts(settings, place), options)
     if settings.library == "openenv":
         source: EnvironmentSource = OpenEnvServer(settings)
     else:
-        command = host_command(
-            settings.library, settings.name, settings.options, settings.python, place.environments_dir
-        )
-        source = HostedEnvironments(command, place.directory, settings.hosts, settings.step_s)
+        source = HostedEnvironments(*_hosts(settings, place), settings.options)
     if not settings.tool_servers:
         return source
     host = tools_command(place.environments_dir)
     return ToolServers(source, settings.tool_servers, host, place.directory, settings.step_s)
+
+
+def _hosts(settings: RunSettings, place: RunPlace) -> tuple[list[str], Path, int, float]:
+    """The command of the hosts, where they run, how many they are, and the seconds of one step."""
+    command = host_command(settings.library, settings.name, settings.python, place.environments_dir)
+    return command, place.directory, settings.hosts, settings.step_s
 
 
 def _plays(

@@ -1,10 +1,7 @@
 """Finds the Python of an environment's library, and the program that serves the library."""
 
-import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from environments.errors import UnknownEnvironment
 
@@ -21,9 +18,7 @@ PLAY_THEMSELVES = ("verifiers", "verifiers_v0")
 """The libraries that play whole episodes."""
 
 
-def host_command(
-    library: str, name: str, options: Mapping[str, Any], python: Path | None, environments_dir: Path
-) -> list[str]:
+def host_command(library: str, name: str, python: Path | None, environments_dir: Path) -> list[str]:
     """The command of a host. `python` is the user's choice of interpreter; without it, a library has the one
     in `environments_dir`, and a class of the user runs with this one."""
     if library not in WRAPPERS:
@@ -31,7 +26,7 @@ def host_command(
         raise UnknownEnvironment(f"there are no environments of {library!r}, only of {known}")
     interpreter = python or _interpreter(library, environments_dir)
     program = PROGRAMS / ("play.py" if library in PLAY_THEMSELVES else "serve.py")
-    return [str(interpreter), str(program), WRAPPERS[library], name, json.dumps(dict(options))]
+    return [str(interpreter), str(program), WRAPPERS[library], name]
 
 
 def tools_command(environments_dir: Path) -> list[str]:

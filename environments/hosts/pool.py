@@ -6,7 +6,7 @@ HostPool ──┬─ HostedEnvironments   environments that an agent loop plays
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -25,13 +25,21 @@ TASK_ATTEMPTS = 3
 
 class HostPool:
     """`count` host processes, and the tasks that they know. `step_s` is how long one request may take, in
-    seconds."""
+    seconds. `options` are what the environment is made with."""
 
     ends_within_s = 0.0
 
-    def __init__(self, command: Sequence[str], directory: Path, count: int, step_s: float) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: Path,
+        count: int,
+        step_s: float,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        first = dict(options or {})
         self._hosts = [
-            HostProcess(command, directory, STARTS_WITHIN_S, self.ends_within_s) for _ in range(count)
+            HostProcess(command, directory, STARTS_WITHIN_S, self.ends_within_s, first) for _ in range(count)
         ]
         self._running = dict.fromkeys(range(count), 0)
         self._numbers = itertools.count()

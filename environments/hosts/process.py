@@ -42,9 +42,16 @@ class HostProcess:
     """Sends requests to a child process, many at a time, and starts it anew after its death."""
 
     def __init__(
-        self, command: Sequence[str], directory: Path, starts_within_s: float, ends_within_s: float = 0.0
+        self,
+        command: Sequence[str],
+        directory: Path,
+        starts_within_s: float,
+        ends_within_s: float = 0.0,
+        first: Mapping[str, Any] | None = None,
     ) -> None:
-        """`ends_within_s` is how long the process may take to clean up when it is closed, in seconds."""
+        """`ends_within_s` is how long the process may take to clean up when it is closed, in seconds. `first`
+        is what each new process reads before any request."""
+        self._first = first
         self._command, self._directory = command, directory
         self._starts_within_s, self._ends_within_s = starts_within_s, ends_within_s
         self._mark = secrets.token_hex(8)
@@ -134,6 +141,8 @@ class HostProcess:
             raise HostDied(f"the environment's process cannot be started: {error}") from None
         self._process = process
         self.generation += 1
+        if self._first is not None and process.stdin is not None:
+            process.stdin.write(json.dumps(self._first).encode() + b"\n")
         self._readers = [asyncio.create_task(self._answers(process)), asyncio.create_task(self._log(process))]
 
     async def _answers(self, process: asyncio.subprocess.Process) -> None:

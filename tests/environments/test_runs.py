@@ -130,6 +130,15 @@ async def test_what_a_library_prints_is_no_answer(running: RunTest) -> None:
     assert summary["by_status"] == {"completed": 1}
 
 
+async def test_options_do_not_stand_in_the_command_line_of_a_host(running: RunTest) -> None:
+    await running.play("Visible", options={"key": "sk-secret"}, group_size=1, episodes=1)
+    (session,) = running.sessions()
+    made, _, visible = session["turns"][0]["context_text"].partition("command line")
+    assert "made with sk-secret" in made
+    assert "toys:Visible" in visible
+    assert "sk-secret" not in visible
+
+
 async def test_an_episode_without_end_is_truncated(running: RunTest) -> None:
     running.engine.answer = lambda prompt: "1"
     summary = await running.play("Count", group_size=1, episodes=1, max_turns=2)

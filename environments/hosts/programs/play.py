@@ -1,7 +1,8 @@
 """Serves a library that plays whole episodes itself, many side by side, over stdin and stdout.
 
-python play.py KIND NAME [JSON OPTIONS]        KIND is the name of a module in this directory
+python play.py KIND NAME        KIND is the name of a module in this directory
 
+options  {…}                    the first line, with which the environment is made
 request  {"id": 7, "do": "play", "episode": "3", "with": {…}}                  one JSON object a line
 answer   {"id": 7, "ok": {"ok": true, "errors": [], "traces": […]}}   or   {"id": 7, "error": "ValueError: …"}
 
@@ -92,7 +93,7 @@ async def serve(kind: str, name: str, options: dict[str, Any], answers: TextIO) 
 
 def main() -> None:
     kind, name = sys.argv[1:3]
-    options = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+    options = json.loads(sys.stdin.readline())  # not an argument, which other users of the machine read
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not lie between the answers
     here = str(Path.cwd())

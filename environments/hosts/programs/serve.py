@@ -1,7 +1,8 @@
 """Serves environments over stdin and stdout, in the Python environment of their library.
 
-python serve.py KIND NAME [JSON OPTIONS]        KIND is the name of a module in this directory
+python serve.py KIND NAME        KIND is the name of a module in this directory
 
+options  {…}                    the first line, with which the environment is made
 request  {"id": 7, "do": "step", "episode": "3", "with": {"answer": "42"}}     one JSON object a line
 answer   {"id": 7, "ok": {…}}   or   {"id": 7, "error": "ValueError: …"}
 
@@ -55,7 +56,7 @@ def end_with_parent() -> None:
 def main() -> None:
     end_with_parent()
     kind, name = sys.argv[1:3]
-    options = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+    options = json.loads(sys.stdin.readline())  # not an argument, which other users of the machine read
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not lie between the answers
     server = Server(importlib.import_module(kind).environments(name, options))

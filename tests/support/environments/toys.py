@@ -45,6 +45,19 @@ class Count:
         return "go on", 0.1 * right, False, False, {}
 
 
+class Visible:
+    """Says what it was made with, and what everybody on the machine sees of its process."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def reset(self, task: dict[str, int]) -> str:
+        return f"made with {self.key}, command line {Path('/proc/self/cmdline').read_text()!r}"
+
+    def step(self, answer: str) -> Ending:
+        return None, 1.0, True, False, {}
+
+
 class Zeros:
     """The first answer earns 0; of the second one the environment has no opinion."""
 

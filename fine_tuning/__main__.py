@@ -1,11 +1,5 @@
 """Runs the service for fine-tuning jobs until SIGTERM: python -m fine_tuning [--config weir.yaml]."""
 
-import argparse
-import logging
-import os
-
-from pydantic import ValidationError
-
 from fine_tuning.app import create_app
 from fine_tuning.errors import DirectoryInUse
 from fine_tuning.settings import FineTuningSettings
@@ -13,7 +7,7 @@ from reward_service.sandbox.secrets import hide_from_children
 from rollout_queue.http.connections import ConnectionBounds
 from rollout_queue.http.keys import Keyring, refuse_open_binding
 from rollout_queue.http.server import serve
-from rollout_queue.settings import CONFIG_VARIABLE
+from rollout_queue.http.starting import start
 
 LAST_ANSWERS_S = 10.0
 """How long requests may still take after SIGTERM."""
@@ -22,14 +16,7 @@ CONNECTIONS = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="fine_tuning", description="Fine-tuning jobs in OpenAI's form.")
-    parser.add_argument("--config", metavar="FILE", help="weir.yaml; wins over WEIR_CONFIG")
-    arguments = parser.parse_args()
-    if arguments.config:
-        os.environ[CONFIG_VARIABLE] = arguments.config
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx would log each call
-    settings = _settings()
+    settings = start("fine_tuning", "Fine-tuning jobs in OpenAI's form.", FineTuningSettings)
     refuse_open_binding(settings.host, Keyring(settings.client_keys, settings.admin_keys))
     if settings.client_keys and not settings.admin_keys:
         raise SystemExit("fine_tuning.admin_keys: set one: every route needs an admin key")
@@ -40,15 +27,6 @@ def main() -> None:
     except (DirectoryInUse, OSError) as error:
         raise SystemExit(f"fine_tuning: {error}") from error
     serve(app, settings.host, settings.port, LAST_ANSWERS_S, bounds=bounds, loop="asyncio")
-
-
-def _settings() -> FineTuningSettings:
-    try:
-        return FineTuningSettings()
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise SystemExit(f"fine_tuning.{where}: {first['msg']}") from error
 
 
 if __name__ == "__main__":

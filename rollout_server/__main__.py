@@ -1,14 +1,8 @@
 """Runs one rollout server until SIGTERM: python -m rollout_server [--config weir.yaml]."""
 
-import argparse
-import logging
-import os
-
-from pydantic import ValidationError
-
 from rollout_queue.http.keys import Keyring, refuse_open_binding
 from rollout_queue.http.server import serve
-from rollout_queue.settings import CONFIG_VARIABLE
+from rollout_queue.http.starting import start
 from rollout_server.app import create_app
 from rollout_server.engine.command import find_device
 from rollout_server.engine.process import port_in_use
@@ -24,14 +18,7 @@ reload has no use by then."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="rollout_server", description="Runs one SGLang engine.")
-    parser.add_argument("--config", metavar="FILE", help="weir.yaml; wins over WEIR_CONFIG")
-    arguments = parser.parse_args()
-    if arguments.config:
-        os.environ[CONFIG_VARIABLE] = arguments.config
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx would log each probe of the engine
-    settings = _settings()
+    settings = start("rollout_server", "Runs one SGLang engine.", RolloutServerSettings)
     keyring = Keyring(admin_keys=settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
     _refuse_what_cannot_work(settings)
@@ -41,15 +28,6 @@ def main() -> None:
         raise SystemExit(f"rollout_server.weights_dir: {error}") from error
     server = build_server(settings, find_device(settings.engine_device), claim.directory)
     serve(create_app(server, keyring), settings.host, settings.port, LAST_ANSWERS_S, server.leave)
-
-
-def _settings() -> RolloutServerSettings:
-    try:
-        return RolloutServerSettings()
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise SystemExit(f"rollout_server.{where}: {first['msg']}") from error
 
 
 def _refuse_what_cannot_work(settings: RolloutServerSettings) -> None:

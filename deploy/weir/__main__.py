@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 from rich.console import Console
 
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.settings import CONFIG_VARIABLE
+from rollout_queue.settings import CONFIG_VARIABLE, MalformedSettings
 from weir import status
 from weir.configuration import effective_configuration
 from weir.env.commands import app as env_commands
@@ -160,7 +160,7 @@ def show_audit(
     try:
         sources = sources_of(_settings(config, run_dir=run_dir), redis_url, trainer_url, checkpoint_dir)
         report = audit(sources, read_answers(answers) if answers else [])
-    except (StackError, ValidationError, yaml.YAMLError) as error:
+    except (StackError, ValidationError, MalformedSettings, SettingsError) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
         raise typer.Exit(2) from None
     if as_json:
@@ -201,7 +201,7 @@ def main() -> None:
     """Run a command. An expected failure prints one sentence; only a bug prints a traceback."""
     try:
         app()
-    except (StackError, StorageUnavailable, ValidationError, yaml.YAMLError) as error:
+    except (StackError, StorageUnavailable, ValidationError, MalformedSettings, SettingsError) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
         sys.exit(1)
 

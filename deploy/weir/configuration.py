@@ -6,8 +6,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rollout_queue.settings import ServiceSettings
-from weir.stack.settings import StackSettings, file_document
+from rollout_queue.settings import ServiceSettings, file_document
+from weir.stack.settings import StackSettings
 
 MASKED_FIELDS = frozenset({"client_keys", "admin_keys", "api_key"})
 CREDENTIALS = re.compile(r"://[^/@\s]*@")

@@ -5,11 +5,11 @@ Later wins:  defaults < weir.yaml < WEIR_REDIS_URL and the like < WEIR_GATEWAY__
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -18,6 +18,7 @@ from pydantic_settings import (
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 CONFIG_VARIABLE = "WEIR_CONFIG"
@@ -28,6 +29,10 @@ SHORT_NAMES = frozenset(
     }
 )
 """Fields that deployments set for several services at once, by variables such as WEIR_REDIS_URL."""
+
+
+class MalformedSettings(ValueError):
+    """The configuration cannot be read. The text says where, for the user."""
 
 
 def _split(value: object) -> object:
@@ -77,6 +82,9 @@ class ServiceSettings(BaseSettings):
         )
 
 
+S = TypeVar("S", bound=ServiceSettings)
+
+
 class _ShortNames(EnvSettingsSource):
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         # Other fields have no short name: Kubernetes sets WEIR_PORT itself if a service is named "weir".
@@ -92,8 +100,38 @@ def _given(section: dict[str, Any], settings_cls: type[BaseSettings]) -> dict[st
 
 
 def _file_section(section: str) -> dict[str, Any]:
+    return file_document().get(section, {})
+
+
+def file_document() -> dict[str, dict[str, Any]]:
+    """All sections of weir.yaml, with an empty one in place of null; empty if no file is given. Raises
+    MalformedSettings."""
     path = os.environ.get(CONFIG_VARIABLE)
     if not path:
         return {}
-    document = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    return document.get(section) or {}
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeError) as error:
+        raise MalformedSettings(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:  # its text would quote the file, and so a secret
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise MalformedSettings(f"{path} cannot be read: it is no YAML{where}") from None
+    if not isinstance(document, dict):
+        raise MalformedSettings(f"{path} has no sections: write gateway: and the like, with fields below")
+    for section, fields in document.items():
+        if not isinstance(fields, dict | None):
+            raise MalformedSettings(f"{path}: the section {section!r} has no fields: write NAME: VALUE below")
+    return {section: fields or {} for section, fields in document.items()}
+
+
+def read_settings(kind: type[S], **given: Any) -> S:
+    """The settings of a service. Raises MalformedSettings with the first fault as one sentence."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MalformedSettings(f"{kind.section}.{where}: {first['msg']}") from error
+    except SettingsError as error:  # a variable is not JSON
+        raise MalformedSettings(f"{kind.section}: {error}: {error.__cause__}") from error

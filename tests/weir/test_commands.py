@@ -6,7 +6,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from weir.__main__ import app
+from weir.__main__ import app, main
 
 runner = CliRunner()
 
@@ -52,3 +52,17 @@ def test_what_config_writes_configures_the_same(tmp_path: Path) -> None:
     file.write_text(runner.invoke(app, ["config"]).output)
     again = runner.invoke(app, ["config", "--config", str(file)], env={"WEIR_CONFIG": None})
     assert again.output == file.read_text()
+
+
+@pytest.mark.parametrize("written", ["rewards: [1]", "[gateway]", "gateway: {"])
+def test_a_malformed_configuration_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], written: str
+) -> None:
+    file = tmp_path / "weir.yaml"
+    file.write_text(written)
+    monkeypatch.setattr("sys.argv", ["weir", "up", "--config", str(file)])
+    monkeypatch.setenv("WEIR_CONFIG", str(file))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(f"weir: {file}")

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from redis import Redis
 
+from rollout_queue.settings import MalformedSettings
 from tests.support.serving import free_port
 from weir.errors import StackError
 from weir.stack.preflight import check_machine
@@ -160,6 +161,30 @@ def test_the_reward_service_is_started_if_it_has_rules(
     names = [service.name for service in services_of(settings)]
     ours = ["redis", "rollout_server", "gateway", "trainer_service"]
     assert names == ([*ours, "reward_service"] if starts else ours)
+
+
+@pytest.mark.parametrize(
+    ("section", "variable", "why"),
+    [
+        ("rewards: {rules: 3}", "", r"rewards\.rules: Input should be a valid list"),
+        ("rewards: {rules: [{kind: poem}]}", "", r"rewards\.rules\.0: Input tag 'poem'"),
+        ("", "[{", 'rewards: .*"rules".*'),
+        ("rewards: [{kind: poem}]", "", "the section 'rewards' has no fields"),
+        ("[rewards]", "", "has no sections"),
+        ("rewards: {rules: [", "", "cannot be read"),
+    ],
+)
+def test_malformed_rules_are_told_in_a_sentence_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, section: str, variable: str, why: str
+) -> None:
+    file = tmp_path / "weir.yaml"
+    file.write_text(section)
+    monkeypatch.setenv("WEIR_CONFIG", str(file))
+    if variable:
+        monkeypatch.setenv("WEIR_REWARDS__RULES", variable)
+    with pytest.raises((StackError, MalformedSettings), match=why) as told:
+        services_of(StackSettings(run_dir=tmp_path / "run"))
+    assert len(str(told.value).splitlines()) <= 5
 
 
 def test_the_reward_service_rewards_at_the_gateway_of_this_stack(

@@ -12,11 +12,18 @@ from typing import Any
 
 import yaml
 
-from rollout_queue.settings import CONFIG_VARIABLE, SHORT_NAMES
+from rollout_queue.settings import (
+    CONFIG_VARIABLE,
+    SHORT_NAMES,
+    MalformedSettings,
+    file_document,
+    read_settings,
+)
+from weir.errors import StackError
 from weir.stack.probes import http_ready
 from weir.stack.process import Service
 from weir.stack.redis_server import redis_service
-from weir.stack.settings import OWNERS, PYTHON, StackSettings, file_document, variable
+from weir.stack.settings import OWNERS, PYTHON, StackSettings, variable
 
 Sections = dict[str, dict[str, Any]]
 
@@ -45,9 +52,20 @@ def services_of(settings: StackSettings) -> tuple[Service, ...]:
         service("gateway", "gateway", "gateway_port"),
         service("trainer_service", "trainer", "trainer_port", ranks=settings.trainer_ranks),
     )
-    if settings.has_reward_rules:
+    if _has_reward_rules(settings):
         return (*services, service("reward_service", "rewards", "rewards_port"))
     return services
+
+
+def _has_reward_rules(settings: StackSettings) -> bool:
+    """Whether the section `rewards` has rules, so that the reward service is to run. Raises StackError for a
+    malformed section."""
+    from reward_service.settings import RewardSettings
+
+    try:
+        return bool(read_settings(RewardSettings, **settings.services.get("rewards", {})).rules)
+    except MalformedSettings as error:
+        raise StackError(str(error)) from error
 
 
 def launcher(ranks: int) -> tuple[str, ...]:

@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
 from pydantic import Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from rollout_queue.settings import CONFIG_VARIABLE, SHORT_NAMES, CommaSeparated, ServiceSettings
+from rollout_queue.settings import SHORT_NAMES, CommaSeparated, ServiceSettings, file_document
 
 OWNERS = {
     "gateway_port": ("gateway", "port"),
@@ -80,13 +79,6 @@ class StackSettings(ServiceSettings):
     def logs_dir(self) -> Path:
         return self.run_dir / "logs"
 
-    @property
-    def has_reward_rules(self) -> bool:
-        """Whether the section `rewards` has rules, so that the reward service is to run."""
-        named = os.environ.get(variable("rewards", "rules"))
-        given = yaml.safe_load(named) if named else file_document().get("rewards", {}).get("rules")
-        return bool(self.services.get("rewards", {}).get("rules", given))
-
 
 class _FieldsOfServices(PydanticBaseSettingsSource):
     """Reads the fields in OWNERS from where their service reads them: the environment, then its section."""
@@ -111,15 +103,6 @@ def service_field(section: str, name: str) -> str | None:
     short = os.environ.get(f"WEIR_{name}".upper()) if name in SHORT_NAMES else None
     found = os.environ.get(variable(section, name)) or short or file_document().get(section, {}).get(name)
     return str(found) if found else None
-
-
-def file_document() -> dict[str, dict[str, Any]]:
-    """All sections of weir.yaml, with an empty one in place of null; empty if no file is given."""
-    path = os.environ.get(CONFIG_VARIABLE)
-    if not path:
-        return {}
-    document = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    return {section: fields or {} for section, fields in document.items()}
 
 
 PYTHON = sys.executable

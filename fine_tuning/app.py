@@ -63,6 +63,7 @@ def create_app(settings: FineTuningSettings) -> FastAPI:
             yield
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+            await judge.close()
         lock.close()
 
     async def readiness() -> str | None:

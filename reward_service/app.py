@@ -116,6 +116,7 @@ def create_app(settings: RewardSettings) -> FastAPI:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
+            await parts.judge.close()
 
     async def readiness() -> str | None:
         return dispatcher.gateway_fault

@@ -30,6 +30,8 @@ ANSWER_BYTES = 4 * 2**20
 TOO_BUSY = (429, 503)
 PAUSES_S = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *itertools.repeat(12.8, 1000))
 """The shortest pauses before a server that is too busy is asked again."""
+LAST_ENDS_S = 3.0
+"""How long sessions of judges may still take to end when the service stops."""
 JUDGE_PREFIX = "weir-judge-"
 """The ids of the sessions of judges begin so. They are graded by nobody."""
 
@@ -78,6 +80,10 @@ class JudgeModelClient(Protocol):
         """Raises JudgeUnavailable."""
         ...
 
+    async def close(self) -> None:
+        """End what calls have left behind."""
+        ...
+
 
 class OpenAiModel:
     """Models of a server of OpenAI's kind."""
@@ -91,12 +97,16 @@ class OpenAiModel:
             self._client, f"{self._settings.base_url}", call, key, self._settings.timeout_s
         )
 
+    async def close(self) -> None:
+        """As the protocol says; there is nothing."""
+
 
 class GatewayModel:
     """The models of Weir's gateway. `client` has the gateway's URL and a key."""
 
     def __init__(self, settings: JudgeSettings, client: httpx.AsyncClient) -> None:
         self._settings, self._client = settings, client
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def ask(self, call: JudgeCall) -> JudgeAnswer:
         session_id = f"{JUDGE_PREFIX}{new_id()}"
@@ -111,9 +121,21 @@ class GatewayModel:
         try:
             return await completion(self._client, f"{path}/v1", call, {}, self._settings.timeout_s)
         finally:
-            with suppress(JudgeUnavailable):  # then the session expires
-                ended = {"status": "abandoned", "reason": "the call of a judge"}
-                await _post(self._client, f"{path}/finish", ended, self._settings.timeout_s)
+            # Who waits for the answer has a time limit, and a busy gateway may take longer than that.
+            ending = asyncio.create_task(self._end(path))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=LAST_ENDS_S)
+        for ending in self._ending:
+            ending.cancel()
+
+    async def _end(self, path: str) -> None:
+        with suppress(JudgeUnavailable):  # then the session expires
+            ended = {"status": "abandoned", "reason": "the call of a judge"}
+            await _post(self._client, f"{path}/finish", ended, self._settings.timeout_s)
 
 
 class ChatAnswerMessage(msgspec.Struct):

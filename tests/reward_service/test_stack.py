@@ -11,7 +11,7 @@ from tests.support.gateway.running import ADMIN_KEY, RunningGateway
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 from weir import status
-from weir.errors import ServiceDied
+from weir.errors import ServiceDied, StackError
 from weir.stack import state
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
@@ -68,7 +68,11 @@ def test_it_rewards_is_told_and_comes_back_after_a_kill(gateway: RunningGateway,
 def test_a_rule_that_cannot_work_is_the_reason_why_nothing_starts(
     gateway: RunningGateway, tmp_path: Path
 ) -> None:
-    settings = settings_of(gateway, tmp_path / "run", kind="http")
+    with pytest.raises(StackError, match=r"rewards\.rules\.0\.http\.url"):
+        services_of(settings_of(gateway, tmp_path / "run", kind="http"))
+    rule = {"name": "half", "kind": "python", "source_file": str(tmp_path / "nowhere.py")}
+    services = {"rewards": {"rules": [rule]}}
+    settings = settings_of(gateway, tmp_path / "run").model_copy(update={"services": services})
     with (
         Stack(settings, [services_of(settings)[-1]]) as stack,
         pytest.raises(ServiceDied, match=r"reward_service ended with exit code 1(.|\n)*rewards\.rules"),

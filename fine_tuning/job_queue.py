@@ -114,7 +114,8 @@ class JobQueue:
             if isinstance(error, OSError) and error.errno in DISK_IS_FULL:  # no fault of the job
                 raise error
             logger.error("job %s failed", job.id, exc_info=error)
-            self._fail(job.id, "internal_error", "internal error; the log has it")
+            told = f"internal error: {type(error).__name__}: {error}; the log has more"
+            self._fail(job.id, "internal_error", told)
         finally:
             if not task.done():  # the service ends: the job goes on when it starts again
                 task.cancel()

@@ -8,10 +8,11 @@ rows ──▶ groups of answers ──▶ rewards at the gateway ──▶ its 
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 from environments.errors import GatewayFault, RunStopped
 from environments.results.journal import each_episode
@@ -71,8 +72,8 @@ class JobTraining:
             run.figures.take_fresh()  # earlier versions have them
             following = asyncio.create_task(self._follow(run))
             try:
-                await run.play()
-                await self._settled(following)
+                await _beside(following, run.play())
+                await _beside(following, self._settled())
                 following.cancel()
                 serving = await answered(
                     lambda: self._served_in_the_end(run), self.settings.gateway_wait_s, self._warn
@@ -130,8 +131,9 @@ class JobTraining:
             **{name: begun.get(name, value) for name, value in alike.items()},
         )
 
-    async def _follow(self, run: Run) -> None:
-        """Look for new versions until cancelled."""
+    async def _follow(self, run: Run) -> NoReturn:
+        """Look for new versions until cancelled. A gateway that is away may come back; raises what else goes
+        wrong, which ends the job."""
         while True:
             try:
                 await self._look(run)
@@ -144,6 +146,9 @@ class JobTraining:
         fresh = await self.policy.published_after(self._seen)
         for version in fresh:
             self._record(version, run.figures)
+        for task in self._evaluations:
+            if task.done():
+                task.result()  # raises what ended it
         evaluating = any(not task.done() for task in self._evaluations)
         if not evaluating and (due := self._due()) is not None:
             self._evaluations = [asyncio.create_task(self._evaluate(due))]
@@ -226,14 +231,27 @@ class JobTraining:
         }
         self._tell(f"Evaluation at version {version}: {told}", metrics)
 
-    async def _settled(self, following: asyncio.Task[None]) -> None:
+    async def _settled(self) -> None:
         """Wait until no new version has come for a while: the trainer may still train the last groups."""
         began = time.monotonic()
         self._last_change = began
         while (now := time.monotonic()) - self._last_change < self.settings.settle_s:
-            if now - began > SLOWEST_END_S or following.done():
+            if now - began > SLOWEST_END_S:
                 return
             await asyncio.sleep(min(self.settings.poll_every_s, self.settings.settle_s))
+
+
+async def _beside(following: asyncio.Task[NoReturn], work: Coroutine[Any, Any, None]) -> None:
+    """Do the work. Raises what ends `following` meanwhile, and cancels the work."""
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait((working, following), return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            following.result()
+        await working
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 def _holds_a_run(directory: Path) -> bool:

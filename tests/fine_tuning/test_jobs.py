@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from fine_tuning.training.versions import PolicyWatch
+from rollout_queue.protocol.policies import PolicyVersion
 from tests.support.environments.running import RunTest
 from tests.support.fine_tuning.running import EQUAL, RunningJobs, fine_tuning, sums
 
@@ -102,6 +104,28 @@ def test_a_job_whose_rows_do_not_fit_into_the_context_fails(running: RunTest, se
     assert job.error is not None
     assert (job.status, job.error.code) == ("failed", "episodes_failed")
     assert "does not fit into the model's context" in job.error.message
+
+
+def test_a_job_whose_versions_cannot_be_followed_fails_at_once_and_says_why(
+    running: RunTest, service: RunningJobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = [RuntimeError("a version of the future")]
+
+    async def published_after(watch: PolicyWatch, version: int) -> list[PolicyVersion]:
+        if faults:
+            raise faults.pop()
+        return []
+
+    shut = Shut()
+    running.engine.answer = shut.answer
+    monkeypatch.setattr(PolicyWatch, "published_after", published_after)
+    job = service.ended(service.start(sums(2)).id)
+    shut.opened.set()
+    assert job.error is not None
+    assert (job.status, job.error.code) == ("failed", "internal_error")
+    assert "RuntimeError: a version of the future" in job.error.message
+    assert f"job {job.id} failed" in caplog.text
+    assert {each["status"] for each in running.sessions()} == {"abandoned"}
 
 
 def test_one_job_trains_at_a_time_and_the_others_are_queued(running: RunTest, service: RunningJobs) -> None:

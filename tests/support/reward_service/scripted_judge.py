@@ -36,6 +36,9 @@ class ScriptedModel:
             raise answer
         return answer
 
+    async def close(self) -> None:
+        """It leaves nothing behind."""
+
 
 def said(text: str, **more: Any) -> JudgeAnswer:
     """An answer of 7 + 3 tokens."""

@@ -156,6 +156,7 @@ class PartialAnswer:
         if chunk.ids and not (min(chunk.ids) >= 0 and max(chunk.ids) < self._vocab_size):
             # SGLang crashes on a prompt with such an id. After a failover, the prompt would contain this one.
             raise EngineFault("nonsense", f"a token id lies outside the vocabulary of {self._vocab_size}")
+        self._check_prompt(chunk)
         if chunk.finish is None:
             versions: Iterable[int] = (chunk.version,)
         else:
@@ -165,11 +166,15 @@ class PartialAnswer:
         if only is not None and any(version != only for version in versions):
             raise EngineFault("nonsense", f"the engine does not serve version {only}")
 
-    def _check_last(self, chunk: OutputChunk) -> None:
+    def _check_prompt(self, chunk: OutputChunk) -> None:
+        """SGLang counts the prompt in each event, so nothing of a wrong answer is delivered."""
         expected = self._wanted.prompt_tokens
-        queued = chunk.finish == "abort" and not chunk.prompt_tokens  # aborted before it was read
-        if expected is not None and not queued and chunk.prompt_tokens != expected + self._start:
+        # It is not counted if the engine aborts the request before it reads it.
+        unknown = not chunk.prompt_tokens and chunk.finish in (None, "abort")
+        if expected is not None and not unknown and chunk.prompt_tokens != expected + self._start:
             raise EngineFault("nonsense", f"the engine made other than {expected} tokens of the prompt")
+
+    def _check_last(self, chunk: OutputChunk) -> None:
         end = 0
         for span in chunk.versions:
             if span.start != end:

@@ -39,7 +39,7 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """How many tokens of its prompt the server had in its cache."""
     prompt_tokens: int = 0
-    """How many tokens the server made of the prompt; in the last chunk only."""
+    """How many tokens the server made of the prompt; 0 if it has not said so."""
     finish: str | None = None
     """`stop`, `length` or `abort`, in the last chunk only."""
     matched: str | None = None
@@ -103,6 +103,7 @@ class EventStream:
         self._version = "0"
         self._number = version or 0
         self._cached = 0
+        self._prompt = 0
         self.finished = False
 
     def feed(self, data: bytes) -> list[OutputChunk]:
@@ -137,6 +138,7 @@ class EventStream:
             if meta is None:
                 raise engine_error(200, data[6:])
             self._cached = meta.cached_tokens or self._cached
+            self._prompt = meta.prompt_tokens or self._prompt
             reason = meta.finish_reason
             if reason is not None and reason.status_code == 400:
                 # The grammar did not compile. The event has one random id, which was not sampled.
@@ -185,6 +187,7 @@ class EventStream:
             version=self._number,
             server=self._server,
             cached_tokens=self._cached,
+            prompt_tokens=self._prompt,
         )
 
     def _last_chunk(self, chunk: OutputChunk, meta: _Meta, reason: _Reason) -> OutputChunk:

@@ -182,6 +182,15 @@ def test_an_answer_of_an_engine_that_counts_other_tokens_is_not_recorded(seeing:
     assert turns_of(seeing, session["session_id"]) == []
 
 
+def test_a_stream_of_an_engine_that_counts_other_tokens_is_not_begun(seeing: RunningGateway) -> None:
+    session = seeing.session()
+    seeing.engine.miscounted = 1
+    path = f"/sessions/{session['session_id']}{CHAT}"
+    reply = seeing.post(path, {"messages": [asking(WIDE)], "stream": True})
+    assert (reply.status_code, "data:" in reply.text) == (503, False), reply.text
+    assert turns_of(seeing, session["session_id"]) == []
+
+
 def test_another_engine_continues_an_answer_to_an_image(seeing: RunningGateway) -> None:
     seeing.engine.script.extend(["so on and on", "so on and on"])
     seeing.engine.interruptions.append(Interruption(2, "abort"))

@@ -71,6 +71,8 @@ class FakeEngine:
     expert_of: Callable[[int], int] | None = None
     """The expert that the token at a position passes through. None: it does not tell."""
     last_words: dict[str, Any] = field(default_factory=dict)
+    miscounted: int = 0
+    """So many tokens more than the prompt has are reported."""
     """Fields that replace those of the last event's `meta_info`."""
 
     def app(self) -> Starlette:
@@ -143,6 +145,9 @@ class FakeEngine:
                 "cached_tokens": self.cached_tokens,
                 "finish_reason": None,
                 "weight_version": self.version,
+                "prompt_tokens": len(body["input_ids"])
+                + pads_of(body.get("image_data", ()))
+                + self.miscounted,
                 "output_token_logprobs": [[logprobs[index], ids[index], None] for index in range(start, end)],
             }
             if tops := body["top_logprobs_num"]:
@@ -152,7 +157,6 @@ class FakeEngine:
                 ]
             if end == len(ids):
                 meta["finish_reason"] = reason
-                meta["prompt_tokens"] = len(body["input_ids"]) + pads_of(body.get("image_data", ()))
                 meta["weight_versions"] = self.spans or [
                     {"version": self.version, "start": 0, "end": len(ids)}
                 ]

@@ -75,6 +75,28 @@ async def test_what_is_not_fetched(
     assert "/image" not in host.asked or most < len(PNG)
 
 
+@pytest.mark.parametrize(
+    ("listed", "url", "allowed"),
+    [
+        ("192.0.2.7:443", "https://192.0.2.7/a.png", True),
+        ("192.0.2.7:80", "http://192.0.2.7/a.png", True),
+        ("192.0.2.7", "https://192.0.2.7:443/a.png", True),
+        ("192.0.2.7", "http://192.0.2.7:80/a.png", True),
+        ("192.0.2.7:443", "http://192.0.2.7/a.png", False),
+        ("192.0.2.7:443", "https://192.0.2.7:444/a.png", False),
+        ("192.0.2.7", "https://192.0.2.7:444/a.png", False),
+        ("192.0.2.7", "http://192.0.2.7:443/a.png", False),
+        ("[2606:4700::1111]:443", "https://[2606:4700::1111]/a.png", True),
+        ("2606:4700::1111", "https://[2606:4700::1111]/a.png", True),
+    ],
+)
+async def test_the_port_of_the_scheme_may_be_written_or_not(listed: str, url: str, allowed: bool) -> None:
+    fetcher = ImageFetcher([listed], 1000, 5.0, lambda _: False)
+    with pytest.raises(InvalidRequest) as refused:
+        await fetcher.fetch(url, "where")
+    assert ("not fetched from this host" in str(refused.value)) is not allowed
+
+
 async def test_a_listed_host_with_a_private_address_is_not_asked(host: ImageHost) -> None:
     port = urlsplit(host.url).port
     for name in ("127.0.0.1", "localhost"):
@@ -105,6 +127,10 @@ async def test_a_host_that_does_not_answer_is_told() -> None:
         ("2606:4700::1111", True),
         *[(private, False) for private in ("127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "0.0.0.0")],
         *[(private, False) for private in ("169.254.169.254", "100.64.0.1", "224.0.0.1", "255.255.255.255")],
+        ("64:ff9b::8.8.8.8", True),
+        *[(private, False) for private in ("64:ff9b::10.0.0.1", "64:ff9b::127.0.0.1", "64:ff9b::a9fe:a9fe")],
+        *[(private, False) for private in ("2002:a00:1::1", "2002:7f00:1::", "2002:808:808::1")],
+        *[(private, False) for private in ("64:ff9b:1::1", "2001::1")],
         *[(private, False) for private in ("::1", "fe80::1", "fd00::1", "::ffff:10.0.0.1", "::", "ff02::1")],
     ],
 )

@@ -17,14 +17,25 @@ from aiohttp.resolver import ThreadedResolver
 
 from gateway.language.images.decoding import refusal, too_large
 
-SCHEMES = ("http", "https")
+DEFAULT_PORTS = {"http": 80, "https": 443}
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+"""Addresses that stand for IPv4 addresses in networks without IPv4 (RFC 6052)."""
+TRANSLATED = (ipaddress.IPv6Network("64:ff9b:1::/48"), ipaddress.IPv6Network("2002::/16"))
+"""Addresses of a network's own translator (RFC 8215), and of 6to4, which nobody uses any more (RFC 7526)."""
 CHUNK_BYTES = 64 * 2**10
 
 
 def is_public(address: str) -> bool:
-    """Whether the address can be reached from everywhere."""
+    """Whether the address can be reached from everywhere, and leads nowhere else: a translator sends a packet
+    on to the IPv4 address that is part of it."""
     found = ipaddress.ip_address(address)
-    found = getattr(found, "ipv4_mapped", None) or found
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            found = found.ipv4_mapped
+        elif found in NAT64:
+            found = ipaddress.IPv4Address(found.packed[-4:])
+        elif any(found in network for network in TRANSLATED):
+            return False
     return found.is_global and not found.is_multicast
 
 
@@ -88,10 +99,13 @@ class ImageFetcher:
             host, port, scheme = (parts.hostname or "").lower(), parts.port, parts.scheme
         except ValueError as error:
             raise refusal(where, "not an address") from error
-        if scheme not in SCHEMES:
+        if scheme not in DEFAULT_PORTS:
             raise refusal(where, "send the image as a data URL")
-        named = host if port is None else f"{host}:{port}"
-        if named not in self._hosts:
+        bracketed = f"[{host}]" if ":" in host else host
+        names = {f"{bracketed}:{port or DEFAULT_PORTS[scheme]}"}
+        if port in (None, DEFAULT_PORTS[scheme]):
+            names |= {host, bracketed}
+        if self._hosts.isdisjoint(names):
             raise refusal(where, "images are not fetched from this host; send a data URL")
         if parts.username is not None or parts.password is not None:
             raise refusal(where, "an address with a password")

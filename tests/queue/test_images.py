@@ -1,11 +1,13 @@
 """A turn's images: their places are in its record; their bytes lie once, as long as a session shows them."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import decode, encode
+from rollout_queue.contract.episodes import Episode
 from rollout_queue.contract.errors import InvalidRecord, SessionDeleted
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn, Verdict
@@ -13,7 +15,9 @@ from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.turn_parts.images import TurnImage
 from rollout_queue.memory import MemoryStream
+from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import RedisDeleter
+from rollout_queue.redis.restore import restore
 from rollout_queue.redis.retention import RedisForgetter
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.ends import Ends
@@ -138,3 +142,31 @@ async def test_the_bytes_go_with_the_last_session_that_is_forgotten(ends: Ends, 
         )
         await forgetter.forget(0, 10)
         assert await ends.writer.images([ONE]) == left
+
+
+async def test_the_bytes_go_with_a_session_whose_turns_cannot_be_read(ends: Ends, client: AsyncRedis) -> None:
+    if ends.redis is None:
+        pytest.skip("the stream in memory holds no bytes of another build")
+    for session_id in ("a", "b"):
+        await write(ends, session_id, ONE, *([TWO] if session_id == "a" else []))
+    field, newer = "t:a-t", b"\xff"
+    record: Any = ends.redis.hget(keys.session("a"), field)
+    ends.redis.hset(keys.session("a"), field, newer + record[1:])
+    await delete(ends, client, "a")
+    assert await ends.writer.images([ONE, TWO]) == {ONE: PNGS[ONE]}
+    await delete(ends, client, "b")
+    assert ends.redis.keys("weir:image*") == []
+
+
+async def test_the_bytes_stay_as_long_as_an_imported_session_shows_them(
+    ends: Ends, client: AsyncRedis
+) -> None:
+    if ends.redis is None:
+        pytest.skip("sessions are imported into Redis")
+    await write(ends, "a", ONE)
+    imported = Episode(spec=spec("b", group_id="g"), turns=(showing("b-t", "b", ONE, TWO),))
+    assert restore(ends.redis, imported) == "restored"
+    await delete(ends, client, "a")
+    assert await ends.writer.images([ONE]) == {ONE: PNGS[ONE]}
+    await delete(ends, client, "b")
+    assert ends.redis.keys("weir:image*") == []

@@ -7,6 +7,7 @@
 """
 
 import logging
+import re
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -32,6 +33,8 @@ PAGE = 100
 OVERDUE_S = 30.0
 """A deletion that is unfinished after this time is finished by any gateway."""
 SESSIONS_AT_ONCE = 1000
+IMAGE_HASH = re.compile(rb"\xd9\x40([0-9a-f]{64})")
+"""The SHA-256 of an image in the bytes of a record: a text of 64 characters in MessagePack."""
 
 
 class RedisDeleter:
@@ -80,7 +83,7 @@ class RedisDeleter:
                 return None
             head = _readable_part(fields) or await self._minimal_head(session_id)
             tombstone = _tombstone(head, fields)
-            named, arguments = _deletion(head, tombstone, len(fields))
+            named, arguments = _deletion(head, tombstone, fields)
             match await stored(self._delete(named, arguments)):
                 case b"done":
                     return tombstone
@@ -133,11 +136,12 @@ def _tombstone(head: SessionHead, fields: Mapping[bytes, bytes]) -> Tombstone:
 
 
 def _deletion(
-    head: SessionHead, tombstone: Tombstone, seen: int
+    head: SessionHead, tombstone: Tombstone, fields: Mapping[bytes, bytes]
 ) -> tuple[list[str], list[str | bytes | float]]:
-    """Keys and arguments of DELETE. `seen` is how many fields the session's hash had."""
+    """Keys and arguments of DELETE. `fields` are those of the session's hash."""
     spec = head.spec
-    traces, numbers = traces_of(head)
+    unread = () if head.turns else _hashes_in(fields)
+    traces, numbers = traces_of(head, unread)
     named = [keys.session(spec.session_id), keys.STREAM, keys.VERDICTS, keys.DELETED, keys.DELETING]
     named += traces
     record = Deletion(
@@ -146,22 +150,30 @@ def _deletion(
         group_id=spec.group_id,
         group_size=spec.group_size,
     )
-    arguments: list[str | bytes | float] = [spec.session_id, seen, encode_tombstone(tombstone)]
+    arguments: list[str | bytes | float] = [spec.session_id, len(fields), encode_tombstone(tombstone)]
     arguments += [encode(record), tombstone.deleted_at, *numbers]
     return named, arguments
 
 
-def traces_of(head: SessionHead) -> tuple[list[str], list[int]]:
+def _hashes_in(fields: Mapping[bytes, bytes]) -> set[str]:
+    """What may be hashes of images in turns that this build cannot read. Only an image that no other session
+    shows is removed, so a text that looks like a hash does no harm."""
+    turns = [value for name, value in fields.items() if name.startswith(b"t:")]
+    return {found.decode() for turn in turns for found in IMAGE_HASH.findall(turn)}
+
+
+def traces_of(head: SessionHead, more_images: Collection[str] = ()) -> tuple[list[str], list[int]]:
     """The other keys that refer to a session: sorted sets, sets of users, responses, two for each image, then
     continuations.
 
-    The numbers say how many there are of each of the first four kinds.
+    The numbers say how many there are of each of the first four kinds. `more_images` are hashes of images
+    beside those of the head.
     """
     owner = head.spec.owner
     sorted_sets = [keys.DEADLINES, keys.SETTLED, keys.OPEN, keys.open_of(owner), keys.UNTRAINED]
     users = [keys.user_sessions(user) for user in head.users]
     responses = [keys.response(name) for name in sorted({turn.completion_id for turn in head.turns})]
     continuations = [key for turn in head.turns for key in continuations_of(turn, owner)]
-    images = sorted({image.sha256 for turn in head.turns for image in turn.images})
+    images = sorted({image.sha256 for turn in head.turns for image in turn.images} | set(more_images))
     numbers = [len(sorted_sets), len(users), len(responses), len(images)]
     return [*sorted_sets, *users, *responses, *images_of(images), *continuations], numbers

@@ -39,6 +39,7 @@ def restore(redis: Redis, episode: Episode) -> Restored:
         "" if verdict is None else verdict.code,
         len(users),
         *map(user_digest, users),
+        len(_images(episode)),
         spec.group_id or "",
         *_fields(episode),
     ]
@@ -54,11 +55,18 @@ def _users(episode: Episode) -> list[str]:
     return sorted({user for user in (episode.spec.user, *(turn.user for turn in episode.turns)) if user})
 
 
+def _images(episode: Episode) -> list[str]:
+    """The hashes of the images that its turns show, sorted. Their bytes stay in Redis for it, if they are
+    there."""
+    return sorted({image.sha256 for turn in episode.turns for image in turn.images})
+
+
 def _names(episode: Episode) -> list[str]:
     spec = episode.spec
     named = [keys.session(spec.session_id), keys.STREAM, keys.SESSIONS, keys.DEADLINES, keys.VERDICTS]
     named += [keys.DELETED, keys.DELETED_USERS, keys.SETTLED, keys.FORGOTTEN_IDS]
     named += map(keys.user_sessions, _users(episode))
+    named += map(keys.image_sessions, _images(episode))
     if spec.group_id is not None:
         named += [keys.group(spec.group_id), keys.group_members(spec.group_id)]
     return named

@@ -8,12 +8,13 @@ SAME = "SAME"
 RESTORE = (
     SETTLE
     + """
--- KEYS: session, stream, sessions, deadlines, verdicts, deleted, deleted users, settled, forgotten ids, user…
---       [, group, members]
+-- KEYS: session, stream, sessions, deadlines, verdicts, deleted, deleted users, settled, forgotten ids,
+--       user…, sessions that show an image… [, group, members]
 -- ARGV: id, spec, created, deadline, owner, size, verdict, verdict code, number of users, digest of user…,
---       group, (field, value, record for the stream: empty for none, SAME, or its bytes)…
+--       number of images, group, (field, value, record for the stream: empty for none, SAME, or its bytes)…
 local id, users = ARGV[1], tonumber(ARGV[9])
-local group = 10 + users
+local images = tonumber(ARGV[10 + users])
+local group = 10 + users + images
 local function forgotten(name) return redis.call('ZSCORE', KEYS[9], name) end
 if redis.call('HEXISTS', KEYS[6], id) == 1 then return 'deleted' end
 for user = 1, users do
@@ -23,7 +24,7 @@ if redis.call('EXISTS', KEYS[1]) == 1 then return 'exists' end
 if forgotten('s:' .. id) then return 'forgotten' end
 if KEYS[group] then
     local size, owner = unpack(redis.call('HMGET', KEYS[group], 'size', 'owner'))
-    if not owner and forgotten('g:' .. ARGV[group]) then return 'forgotten' end
+    if not owner and forgotten('g:' .. ARGV[11 + users]) then return 'forgotten' end
     if owner and owner ~= ARGV[5] then return 'owner' end
     if not size or size == '' then size = ARGV[6] end
     if ARGV[6] ~= '' and size ~= ARGV[6] then return 'size' end
@@ -34,8 +35,8 @@ if KEYS[group] then
 end
 redis.call('HSET', KEYS[1], 'spec', ARGV[2])
 redis.call('ZADD', KEYS[3], ARGV[3], id)
-for user = 1, users do redis.call('SADD', KEYS[9 + user], id) end
-for index = 11 + users, #ARGV, 3 do
+for set = 10, 9 + users + images do redis.call('SADD', KEYS[set], id) end
+for index = 12 + users, #ARGV, 3 do
     redis.call('HSET', KEYS[1], ARGV[index], ARGV[index + 1])
     local record = ARGV[index + 2]
     if record == 'SAME' then record = ARGV[index + 1] end

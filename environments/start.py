@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,17 @@ class RunPlace:
     """Where hosts run, so that a class of the user is found."""
 
 
+@dataclass(frozen=True)
+class RunParts:
+    """What a run is made from. The source and the gateway are open."""
+
+    settings: RunSettings
+    place: RunPlace
+    source: Source
+    gateway: SessionClient
+    loop: Loop | str | None
+
+
 async def play_run(
     settings: RunSettings, place: RunPlace, say: Say, loop: str | None = None, resume: bool = False
 ) -> dict[str, Any]:
@@ -66,27 +76,20 @@ async def play_run(
     _refuse_what_a_library_decides(settings, loop)
     source = source_of(settings, place)
     async with source, SessionClient(place.gateway_url, place.client_key, settings.wait_s) as gateway:
-        return await _play(settings, place, source, gateway, say, loop, resume)
+        return await _play(RunParts(settings, place, source, gateway, loop), say, resume)
 
 
-async def _play(
-    settings: RunSettings,
-    place: RunPlace,
-    source: Source,
-    gateway: SessionClient,
-    say: Say,
-    loop: str | None,
-    resume: bool,
-) -> dict[str, Any]:
-    """Play the run with environments and a gateway that are there, and write what it leaves."""
-    async with _begun(settings, place, source, gateway, loop, resume) as run:
+async def _play(parts: RunParts, say: Say, resume: bool) -> dict[str, Any]:
+    """Play the run, and write what it leaves."""
+    settings, place = parts.settings, parts.place
+    async with _begun(parts, resume) as run:
         if settings.mode == "train" and settings.eval_every:
-            run.evaluations = _evaluations(settings, place, source, gateway, say, loop)
+            run.evaluations = _evaluations(parts, say)
         async with telling(run, say):
             await run.play()
     ended: Iterable[EpisodeEnded] = each_episode(place.run_dir)
     if settings.mode == "eval":
-        ended = await with_versions(gateway, ended)
+        ended = await with_versions(parts.gateway, ended)
     results = RunResults.of(ended, settings.mode)
     summary: dict[str, Any] = {
         "settings": settings.model_dump(mode="json"),
@@ -104,29 +107,21 @@ async def _play(
     return summary
 
 
-def _evaluations(
-    settings: RunSettings,
-    place: RunPlace,
-    source: Source,
-    gateway: SessionClient,
-    say: Say,
-    loop: str | None,
-) -> EvaluationSchedule:
+def _evaluations(parts: RunParts, say: Say) -> EvaluationSchedule:
     """The evaluations during a training run. They use its environments unless theirs have other options."""
-    wanted = settings.evaluation
+    settings, place, wanted = parts.settings, parts.place, parts.settings.evaluation
 
     async def judge(directory: Path, resume: bool) -> dict[str, Any]:
-        here = replace(place, run_dir=directory)
-        playing = partial(_play, wanted, here, gateway=gateway, say=_silent, loop=loop, resume=resume)
+        evaluation = replace(parts, settings=wanted, place=replace(place, run_dir=directory))
         if wanted.options == settings.options:
-            summary = await playing(source=source)
+            summary = await _play(evaluation, _silent, resume)
         else:
             async with source_of(wanted, place) as own:
-                summary = await playing(source=own)
+                summary = await _play(replace(evaluation, source=own), _silent, resume)
         say(f"evaluation at version {int(directory.name)}: {judged(summary)}")
         return summary
 
-    return EvaluationSchedule(gateway, place.run_dir / "evaluations", settings.eval_every, judge)
+    return EvaluationSchedule(parts.gateway, place.run_dir / "evaluations", settings.eval_every, judge)
 
 
 def _silent(line: str) -> None:
@@ -147,24 +142,18 @@ async def opened_run(
     async with (
         source,
         SessionClient(place.gateway_url, place.client_key, settings.wait_s) as gateway,
-        _begun(settings, place, source, gateway, loop, resume) as run,
+        _begun(RunParts(settings, place, source, gateway, loop), resume) as run,
     ):
         yield run, gateway
 
 
 @asynccontextmanager
-async def _begun(
-    settings: RunSettings,
-    place: RunPlace,
-    source: Source,
-    gateway: SessionClient,
-    loop: Loop | str | None,
-    resume: bool,
-) -> AsyncIterator[Run]:
-    """A run with its journal; the source and the gateway are open."""
-    run_id = str(read_run(place.run_dir)["run"]) if resume else _begin(settings, place.run_dir)
-    with Journal(place.run_dir) as journal:
-        yield await _run(settings, place, run_id, source, gateway, journal, loop)
+async def _begun(parts: RunParts, resume: bool) -> AsyncIterator[Run]:
+    """A run with its journal."""
+    run_dir = parts.place.run_dir
+    run_id = str(read_run(run_dir)["run"]) if resume else _begin(parts.settings, run_dir)
+    with Journal(run_dir) as journal:
+        yield await _run(parts, run_id, journal)
 
 
 def source_of(settings: RunSettings, place: RunPlace) -> Source:
@@ -189,10 +178,9 @@ def _hosts(settings: RunSettings, place: RunPlace) -> tuple[list[str], Path, int
     return command, place.directory, settings.hosts, settings.step_s
 
 
-def _plays(
-    settings: RunSettings, place: RunPlace, source: Source, gateway: SessionClient, loop: Loop | str | None
-) -> Plays:
+def _plays(parts: RunParts) -> Plays:
     """Who plays the episodes: the library itself, or an agent loop."""
+    settings, place, source, loop = parts.settings, parts.place, parts.source, parts.loop
     limits: dict[str, Any] = {
         "time_limit_s": settings.episode_s,
         "graded_elsewhere": settings.graded_elsewhere,
@@ -202,18 +190,11 @@ def _plays(
         address = one_address(place.gateway_url, place.client_key) if known_by_header else own_addresses
         return LibraryEpisodes(source, address, source=settings.environment, **limits).play
     found = loop if callable(loop) else loop_of(loop, source.description.players)
-    return LoopedEpisodes(gateway, source, found, max_turns=settings.max_turns, **limits).play
+    return LoopedEpisodes(parts.gateway, source, found, max_turns=settings.max_turns, **limits).play
 
 
-async def _run(
-    settings: RunSettings,
-    place: RunPlace,
-    run_id: str,
-    source: Source,
-    gateway: SessionClient,
-    journal: Journal,
-    loop: Loop | str | None,
-) -> Run:
+async def _run(parts: RunParts, run_id: str, journal: Journal) -> Run:
+    settings, source, gateway = parts.settings, parts.source, parts.gateway
     if settings.opponent and source.description.players == 1:
         raise UnknownEnvironment(f"{settings.environment} has one player, so it has no opponent")
     model = settings.model or await gateway.model_name()
@@ -221,9 +202,9 @@ async def _run(
     known = source.description.task_count or 0
     size = min(settings.tasks, known) if settings.tasks and known else settings.tasks or known
     order = TaskOrder(source, settings.seed, size, settings.skip_after, once=settings.mode == "eval")
-    player = EpisodePlayer(gateway, _plays(settings, place, source, gateway, loop))
+    player = EpisodePlayer(gateway, _plays(parts))
     before, figures = PlayedBefore(), RunFigures()
-    for entry in each_entry(place.run_dir):
+    for entry in each_entry(parts.place.run_dir):
         before.add(entry)
         if isinstance(entry, EpisodeEnded):
             figures.add(entry)

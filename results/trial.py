@@ -16,8 +16,7 @@ import httpx
 
 from bench.isolated_stack import isolated_stack
 from bench.processes import free_port
-from environments.results.journal import EpisodeEnded, entries_of
-from environments.results.summary import judged_in_order
+from environments.results.journal import EpisodeEnded, each_episode
 from environments.settings import RunSettings
 from environments.start import RunPlace, play_run
 from results.cpu_clock import CpuClock
@@ -72,7 +71,8 @@ def run(experiment: Experiment, name: str, seed: int, place: Place, say: Say) ->
         version, verdicts = admin.serving(), admin.verdicts()
     for left in LARGE_FOLDERS:
         shutil.rmtree(run_dir / left, ignore_errors=True)
-    ended = [each for each in entries_of(run_dir / "train") if isinstance(each, EpisodeEnded)]
+    ended = [each for each in each_episode(run_dir / "train") if each.reward is not None]
+    ended.sort(key=lambda each: each.ended_at)
     return TrialResult(
         experiment=experiment.name,
         variant=name,
@@ -82,17 +82,20 @@ def run(experiment: Experiment, name: str, seed: int, place: Place, say: Say) ->
         versions=version,
         left_out=trained["tasks_left_out"],
         verdicts=verdicts,
-        curve=curve_of(judged_in_order(ended), spent_by(ended, clock)),
+        curve=curve_of([each.reward or 0.0 for each in ended], spent_by(ended, clock)),
         load=round(os.getloadavg()[0], 1),
     )
 
 
 def spent_by(ended: Sequence[EpisodeEnded], clock: CpuClock) -> list[Spent]:
-    """What the run had spent when each judged episode ended."""
-    moments = sorted(each.ended_at for each in ended if each.reward is not None)
+    """What the run had spent when each episode ended."""
     return [
-        Spent(number, round(clock.seconds_at(moment), 1), round(clock.cpu_s_at(moment), 1))
-        for number, moment in enumerate(moments, start=1)
+        Spent(
+            number,
+            round(clock.seconds_at(each.ended_at), 1),
+            round(clock.cpu_s_at(each.ended_at), 1),
+        )
+        for number, each in enumerate(ended, start=1)
     ]
 
 

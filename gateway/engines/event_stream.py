@@ -235,6 +235,11 @@ def version_number(label: str) -> int:
     return int(label) if label.isascii() and label.isdigit() else 0
 
 
+TOO_LONG = ("context length", "Input length")
+"""What SGLang's refusals say of a prompt that is too long: its tokenizer's, and its scheduler's, which keeps a few
+tokens of the context free."""
+
+
 def engine_error(status: int, body: bytes) -> EngineFault | RequestRefused:
     """The error that SGLang's response reports. SGLang has six shapes of error, one with status 200."""
     error: Any = body.decode(errors="replace")
@@ -251,7 +256,7 @@ def engine_error(status: int, body: bytes) -> EngineFault | RequestRefused:
 def _error(status: int, message: str) -> EngineFault | RequestRefused:
     """The error for a status: only 400 means that the request is at fault."""
     if status == 400:
-        code = "context_length_exceeded" if "context length" in message else None
+        code = "context_length_exceeded" if any(each in message for each in TOO_LONG) else None
         return RequestRefused(f"the engine refused the request: {message[:2000]}", code=code)
     return EngineFault(
         "busy" if status == 503 else "failed", f"the engine failed with {status}: {message[:500]}"

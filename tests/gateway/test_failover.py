@@ -300,6 +300,22 @@ async def test_what_is_the_requests_fault_is_a_400_at_once(scene: Scene, refusal
 
 
 @pytest.mark.parametrize(
+    "message",
+    [
+        "The input is longer than the model's context length (512 tokens)",
+        "Input length (508 tokens) exceeds the maximum allowed length (506 tokens). Use a shorter input.",
+    ],
+)
+async def test_a_prompt_that_does_not_fit_into_the_engine_is_known_as_such(
+    scene: Scene, message: str
+) -> None:
+    scene.first.refusals.append(JSONResponse({"error": {"message": message}}, 400))
+    with pytest.raises(GatewayError) as caught:
+        await scene.hear()
+    assert api_error(caught.value).code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
     ("words", "status"),
     [({"error": {"message": "no", "code": 500}}, 503), ("abort", 503), ("reset", 503)],
 )

@@ -236,8 +236,8 @@ def version_number(label: str) -> int:
 
 
 TOO_LONG = ("context length", "Input length")
-"""What SGLang's refusals say of a prompt that is too long: its tokenizer's, and its scheduler's, which keeps a
-few tokens of the context free."""
+"""What SGLang's refusals say of a prompt that is too long: its tokenizer's, and its scheduler's, which keeps
+a few tokens of the context free."""
 
 
 def engine_error(status: int, body: bytes) -> EngineFault | RequestRefused:

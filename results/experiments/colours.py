@@ -74,8 +74,8 @@ def learn_names(directory: Path) -> float:
 
 COLOURS = Experiment(
     name="colours",
-    question="Say which of four colours an image has. Does a model learn from what it sees? The other variant "
-    "shows a grey image each time, so that only guessing can be learned.",
+    question="Say which of four colours an image has. Does a model learn from what it sees? The other "
+    "variant shows a grey image each time, so that only guessing can be learned.",
     warm_start=f"{RIGHT_STEPS} steps of supervised learning on images with their names, then "
     f"{MOSTLY_WRONG_STEPS} steps in which seven of ten names are drawn at random",
     model=model,

@@ -69,7 +69,7 @@ ERRANDS = Experiment(
         "episodes": 512,
         "concurrency": 48,
     },
-    target=0.5,
+    target=0.35,
     variants={
         "turns": Variant("a reward for each call; `turn_gae` with `gamma: 0` and a critic", services=TURNS),
         "episode": Variant(

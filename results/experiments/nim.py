@@ -69,7 +69,7 @@ NIM = Experiment(
         "episodes": 1024,
         "concurrency": 48,
     },
-    target=0.3,
+    target=0.25,
     variants={
         "frozen-self": Variant(
             "the opponent is the first model, in each seat in turn", run={"opponent": FIRST}

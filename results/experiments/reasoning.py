@@ -11,7 +11,7 @@ from environments.start import RunPlace, source_of
 from results.experiment import Experiment, Variant
 from results.warm_starts import WarmStart, made_by, one_answer
 
-TASKS = 192
+TASKS = 48
 CURRICULUM = {"skip_after": 1, "stop_uniform_after": 4}
 VARIANTS = {
     "curriculum": Variant(
@@ -55,7 +55,9 @@ def warm_start_of(environment: str, options: Mapping[str, Any], steps: int) -> C
     return warm_start
 
 
-def experiment(name: str, options: Mapping[str, Any], steps: int, about: str, most_tokens: int) -> Experiment:
+def experiment(
+    name: str, options: Mapping[str, Any], steps: int, about: str, most_tokens: int, target: float, found: str
+) -> Experiment:
     environment = f"reasoning_gym:{name}"
     return Experiment(
         name=name,
@@ -71,7 +73,8 @@ def experiment(name: str, options: Mapping[str, Any], steps: int, about: str, mo
             "episodes": 1536,
             "concurrency": 64,
         },
-        target=0.5,
+        target=target,
+        found=found,
         variants=VARIANTS,
         judged={"tasks": 256, "group_size": 1},
         in_trl=True,
@@ -84,6 +87,8 @@ CHAIN_SUM = experiment(
     200,
     "Sums and differences of two digits, by reasoning-gym.",
     8,
+    0.3,
+    "",
 )
 COUNT_BITS = experiment(
     "count_bits",
@@ -91,4 +96,6 @@ COUNT_BITS = experiment(
     150,
     "How many bits of a number below 128 are 1, by reasoning-gym.",
     4,
+    0.4,
+    "",
 )

@@ -56,5 +56,9 @@ COUNTDOWN = Experiment(
     },
     judged={"group_size": 1},
     judged_on="all 293 puzzles",
+    found="All variants learn as much from the same number of episodes. Synchronous training takes more than "
+    "twice the time and a third more CPU time: engine and trainer wait for each other in turn. Groups "
+    "of 16 cost least. TRL takes an eighth of the CPU time: with so small a model, most of Weir's is "
+    "that of services, of HTTP and of records.",
     in_trl=True,
 )

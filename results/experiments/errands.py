@@ -77,4 +77,6 @@ ERRANDS = Experiment(
         ),
     },
     judged={"tasks": 192, "group_size": 1},
+    found="With a reward for each call, the model reaches the target after a tenth fewer episodes, and is "
+    "0.06 better at the end in the mean of the seeds; in one of the three seeds it is not.",
 )

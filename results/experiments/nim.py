@@ -79,4 +79,7 @@ NIM = Experiment(
     judged={"opponent": FIRST, "tasks": 256, "group_size": 1},
     judged_on="games against the first model",
     against_first=True,
+    found="Against its frozen self a model learns reliably; by playing with itself it learns less, and with "
+    "more variance between seeds. The mean reward of self-play is 0 by its nature, so its curve shows "
+    "nothing. A game of self-play is two episodes, one for each player.",
 )

@@ -6,6 +6,7 @@ introduction.md, results/data/NAME-VARIANT-seedN.json ─▶ README.md, NAME.png
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 
 import msgspec
 
@@ -16,6 +17,7 @@ from results.trl.beside import TRL
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
+WIDTH = 120
 HEAD = (
     *("variant", "seed", "before", "after", "to the target: episodes", "CPU s", "s"),
     *("in all: episodes", "CPU s", "s", "steps", "trained", "left out"),
@@ -58,14 +60,19 @@ def section(experiment: Experiment, results: Sequence[TrialResult]) -> str:
     meanings = {name: each.meaning for name, each in experiment.variants.items()}
     if experiment.in_trl:
         meanings[TRL] = IN_TRL
+    asked = (
+        f"{experiment.question} Evaluations are on {experiment.judged_on}. The target is {experiment.target}."
+    )
     return "\n\n".join(
         [
             f"## {experiment.name}",
-            f"{experiment.question} Evaluations are on {experiment.judged_on}. The target is "
-            f"{experiment.target}.",
-            f"The first model: {experiment.warm_start}.",
-            "\n".join(f"- `{name}`: {meaning}." for name, meaning in meanings.items()),
-            *([experiment.found] if experiment.found else []),
+            fill(asked, WIDTH),
+            fill(f"The first model: {experiment.warm_start}.", WIDTH),
+            "\n".join(
+                fill(f"- `{name}`: {meaning}.", WIDTH, subsequent_indent="  ")
+                for name, meaning in meanings.items()
+            ),
+            *([fill(experiment.found, WIDTH)] if experiment.found else []),
             f"```\npython -m results {experiment.name}\n```",
             "\n".join(f"| {' | '.join(row)} |" for row in rows),
             "\n".join(_means(experiment, results)),

@@ -88,8 +88,8 @@ CHAIN_SUM = experiment(
     "Sums and differences of two digits, by reasoning-gym.",
     8,
     0.3,
-    "The curriculum reaches the target after a sixth fewer episodes, and ends where the others end. Its mean is "
-    "that of the tasks that it plays: of 192 groups it leaves out 28.",
+    "The curriculum reaches the target after a sixth fewer episodes, and ends where the others end. Its "
+    "mean is that of the tasks that it plays: of 192 groups it leaves out 28.",
 )
 COUNT_BITS = experiment(
     "count_bits",
@@ -98,6 +98,6 @@ COUNT_BITS = experiment(
     "How many bits of a number below 128 are 1, by reasoning-gym.",
     4,
     0.4,
-    "The curriculum reaches the target after a third fewer episodes, and ends where the others end. Its mean is "
-    "that of the tasks that it plays: of 192 groups it leaves out 23.",
+    "The curriculum reaches the target after a third fewer episodes, and ends where the others end. Its "
+    "mean is that of the tasks that it plays: of 192 groups it leaves out 23.",
 )

@@ -13,8 +13,8 @@ from results.trial import Place, evaluation_of, training_of
 
 TRL = "trl"
 PYTHON = Path("run/bench/trl/bin/python")
-LIBRARY = Path("run/environments/reasoning_gym/lib/python3.11/site-packages")
-"""At the end of TRL's path, so that its own packages win."""
+LIBRARY = Path("run/environments/reasoning_gym/lib")
+"""Its packages are at the end of TRL's path, so that TRL's own win."""
 TIMEOUT_S = 1800
 
 
@@ -26,8 +26,9 @@ def run_trl(experiment: Experiment, name: str, seed: int, place: Place, say: Say
         "training": _sent(training),
         "evaluation": _sent(evaluation_of(experiment, training)),
     }
+    packages = [str(each.absolute()) for each in LIBRARY.glob("python*/site-packages")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(LIBRARY.absolute())]),
+        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *packages]),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     done = subprocess.run(

@@ -12,11 +12,14 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
 def test_a_group_is_trained_on_the_rewards_of_a_rule(system: System) -> None:
-    source = "def grade(sample, item):\n    return len(set(sample['transcript'])) / 100\n"
-    rule = {"name": "variety", "kind": "python", "source": source, "task_prefix": "variety-"}
+    """Each member has another item, so that no reward is the mean of the group, which would train nothing."""
+    source = "def grade(sample, item):\n    return item['worth'] if sample['transcript'] else 0\n"
+    rule = {"name": "worth", "kind": "python", "source": source, "task_prefix": "worth-"}
     given: Any = {"gateway_url": system.stack.gateway_url, "admin_keys": [ADMIN_KEY], "rules": [rule]}
     with reward_service(**given) as rewards:
-        members = system.post("/groups", {"size": 4, "task_id": "variety-1"})["sessions"]
+        group = {"group_id": "worth-group", "group_size": 4, "task_id": "worth-1"}
+        worths = [{"metadata": {"item": {"worth": worth}}} for worth in (0.0, 0.1, 0.2, 1.0)]
+        members = [system.post("/sessions", group | worth) for worth in worths]
         for member in members:
             system.say(member, "tell me", max_tokens=16)
             system.post(f"/sessions/{member['session_id']}/finish", {"status": "completed"})
@@ -26,8 +29,8 @@ def test_a_group_is_trained_on_the_rewards_of_a_rule(system: System) -> None:
             return all(system.get(path)["verdict"]["code"] == "trained" for path in paths)
 
         wait_until(trained, timeout_s=300)
-        assert rewards.metric('weir_rewards_sessions_total{outcome="rewarded",rule="variety"}') == 4
-    assert {system.get(path)["rewards"][0]["key"] for path in paths} == {"variety"}
+        assert rewards.metric('weir_rewards_sessions_total{outcome="rewarded",rule="worth"}') == 4
+    assert {system.get(path)["rewards"][0]["key"] for path in paths} == {"worth"}
 
 
 def test_the_engine_takes_the_formats_of_the_judges(system: System) -> None:

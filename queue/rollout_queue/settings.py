@@ -1,9 +1,12 @@
 """The configuration of every service: a section of `weir.yaml`, environment variables, keyword arguments.
 
 Later wins:  defaults < weir.yaml < WEIR_REDIS_URL and the like < WEIR_GATEWAY__PORT < keyword arguments
+
+A secret may stand in a file: WEIR_ADMIN_KEYS_FILE names one with the value of WEIR_ADMIN_KEYS.
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
@@ -29,6 +32,10 @@ SHORT_NAMES = frozenset(
     }
 )
 """Fields that deployments set for several services at once, by variables such as WEIR_REDIS_URL."""
+
+SECRETS = frozenset({"client_keys", "admin_keys", "redis_url"})
+"""Fields whose short variable may name a file in place of the value: WEIR_ADMIN_KEYS_FILE."""
+MOST_SECRET_BYTES = 65536
 
 
 class MalformedSettings(ValueError):
@@ -78,6 +85,7 @@ class ServiceSettings(BaseSettings):
             init_settings,
             EnvSettingsSource(settings_cls, env_prefix=f"WEIR_{cls.section.upper()}__"),
             _ShortNames(settings_cls, env_prefix="WEIR_"),
+            InitSettingsSource(settings_cls, _secrets_in_files(SECRETS & settings_cls.model_fields.keys())),
             InitSettingsSource(settings_cls, _given(_file_section(cls.section), settings_cls)),
         )
 
@@ -91,6 +99,34 @@ class _ShortNames(EnvSettingsSource):
         if field_name not in SHORT_NAMES:
             return None, field_name, False
         return super().get_field_value(field, field_name)
+
+
+def secret(name: str) -> str:
+    """The value of the variable of this name (`WEIR_CLIENT_KEYS`), or what the file holds that `{name}_FILE`
+    names, with commas in place of line ends; empty if neither is set. Raises MalformedSettings."""
+    value, path = os.environ.get(name, ""), os.environ.get(f"{name}_FILE", "")
+    if not path:
+        return value
+    if value:
+        raise MalformedSettings(f"{name} and {name}_FILE are both set: set one of them")
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MOST_SECRET_BYTES + 1).decode()
+    except OSError as error:
+        raise MalformedSettings(f"{name}_FILE: {path} cannot be read: {error.strerror}") from error
+    except UnicodeError:
+        raise MalformedSettings(f"{name}_FILE: {path} is not UTF-8") from None
+    found = ",".join(filter(None, map(str.strip, text.splitlines())))
+    if not found or len(text) > MOST_SECRET_BYTES:
+        fault = "empty" if not found else f"larger than {MOST_SECRET_BYTES} bytes"
+        raise MalformedSettings(f"{name}_FILE: {path} is {fault}")
+    return found
+
+
+def _secrets_in_files(names: Iterable[str]) -> dict[str, Any]:
+    """The secrets of these fields that stand in files."""
+    variables = {name: f"WEIR_{name.upper()}" for name in names}
+    return {name: secret(each) for name, each in variables.items() if os.environ.get(f"{each}_FILE")}
 
 
 def _given(section: dict[str, Any], settings_cls: type[BaseSettings]) -> dict[str, Any]:

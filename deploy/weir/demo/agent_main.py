@@ -12,6 +12,7 @@ import time
 
 import httpx
 
+from rollout_queue.settings import secret
 from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.report import account
 from weir.errors import StackError
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     gateway_url = os.environ.get("WEIR_GATEWAY_URL", "http://127.0.0.1:8000")
-    client_key = os.environ.get("WEIR_CLIENT_KEYS", "").partition(",")[0]
+    client_key = secret("WEIR_CLIENT_KEYS").partition(",")[0]
     episodes = EpisodeRunner(gateway_url, client_key, group_size=8, groups_in_flight=4, seed=arguments.seed)
     try:
         record = asyncio.run(episodes.play(lambda so_far: len(so_far.episodes) >= arguments.episodes))

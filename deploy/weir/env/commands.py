@@ -17,6 +17,7 @@ from rich.table import Table
 from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
 from environments.results.summary import judged
 from environments.settings import Mode, RunSettings
+from rollout_queue.settings import secret
 from weir.errors import StackError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
@@ -150,7 +151,7 @@ def _play(
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", settings.environment)
     run_dir = run_dir or RUNS_DIR / f"{name}-{settings.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     url = gateway or os.environ.get("WEIR_GATEWAY_URL") or "http://127.0.0.1:8000"
-    key = os.environ.get("WEIR_CLIENT_KEYS", "").partition(",")[0] or None
+    key = secret("WEIR_CLIENT_KEYS").partition(",")[0] or None
     try:
         if resume:
             settings = _resumed(read_run(run_dir), settings)

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 Role = Literal["client", "admin"]
 DEFAULT_KEYS = ("dev-client-key", "dev-admin-key")
-"""The keys that docker-compose.yml sets where the deployment sets none: everybody knows them."""
+"""Keys of examples, which everybody knows."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 

@@ -1,0 +1,61 @@
+"""Secrets may stand in files, which the variables of orchestrators name."""
+
+from pathlib import Path
+
+import pytest
+
+from gateway.settings import GatewaySettings
+from rollout_queue.settings import MOST_SECRET_BYTES, MalformedSettings, read_settings
+from rollout_server.settings import RolloutServerSettings
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "admin_keys"
+    monkeypatch.setenv("WEIR_ADMIN_KEYS_FILE", str(path))
+    return path
+
+
+def settings(model: Path = Path("m")) -> GatewaySettings:
+    return read_settings(GatewaySettings, model_path=model)
+
+
+def test_a_file_has_one_key_a_line_or_several_with_commas(keys: Path) -> None:
+    keys.write_text("one\n two,three \n\n")
+    assert settings().admin_keys == ["one", "two", "three"]
+    assert RolloutServerSettings(model_path=Path("m")).admin_keys == ["one", "two", "three"]
+
+
+def test_it_wins_over_weir_yaml_and_a_services_own_variable_wins_over_it(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys.write_text("from-file")
+    (tmp_path / "weir.yaml").write_text("gateway: {admin_keys: [from-yaml]}\n")
+    monkeypatch.setenv("WEIR_CONFIG", str(tmp_path / "weir.yaml"))
+    assert settings().admin_keys == ["from-file"]
+    monkeypatch.setenv("WEIR_GATEWAY__ADMIN_KEYS", "own")
+    assert settings().admin_keys == ["own"]
+
+
+def test_the_address_of_redis_may_have_a_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "url").write_text("redis://:secret@redis:6379/0\n")
+    monkeypatch.setenv("WEIR_REDIS_URL_FILE", str(tmp_path / "url"))
+    assert settings().redis_url == "redis://:secret@redis:6379/0"
+
+
+def test_a_secret_that_cannot_be_read_opens_nothing(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway without keys is open to every process of its machine."""
+    for content, fault in (
+        (None, "cannot be read: No such file"),
+        (b"", "is empty"),
+        (b" \n,\n"[:2], "is empty"),
+        (b"\xff", "is not UTF-8"),
+        (b"x" * (MOST_SECRET_BYTES + 1), "is larger than"),
+    ):
+        if content is not None:
+            keys.write_bytes(content)
+        with pytest.raises(MalformedSettings, match=f"WEIR_ADMIN_KEYS_FILE: .*{fault}"):
+            settings()
+    monkeypatch.setenv("WEIR_ADMIN_KEYS", "another")
+    with pytest.raises(MalformedSettings, match="are both set"):
+        settings()

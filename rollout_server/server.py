@@ -8,6 +8,7 @@ POST /memory/… ─▶ memory ─┘
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from rollout_server.adapters import COMPARE_EVERY_S, NamedAdapters
 from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
+from rollout_server.engine.engine_log import POLL_S as LOG_POLL_S
+from rollout_server.engine.engine_log import EngineLog
 from rollout_server.engine.process import EngineProcess, port_in_use
 from rollout_server.errors import ReloadError
 from rollout_server.memory import POLL_S, EngineMemory
@@ -86,6 +89,8 @@ class RolloutServer:
         self.orchestrated = OrchestratedEngine(settings, self.engine, self.reloader, self.reloads, http)
         self.process = new_id()
         """Tells this process from any other that has the same id or URL."""
+        copy = sys.stdout.buffer if settings.engine_log_to_stdout else None
+        self._engine_log = EngineLog(settings.log_path, settings.engine_log_bytes, copy)
         self._registration = RegistrationClient(settings, http, self.process)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -96,6 +101,7 @@ class RolloutServer:
             (self.adapters.keep, COMPARE_EVERY_S),
             (self.memory.keep_time, POLL_S),
             (self.orchestrated.keep_time, PAUSE_POLL_S),
+            (self._engine_log.keep, LOG_POLL_S),
         )
         self._tasks = [asyncio.create_task(self.engine.run(self._choose), name="engine")]
         self._tasks += [asyncio.create_task(_repeat(work, every_s)) for work, every_s in repeated]
@@ -112,6 +118,7 @@ class RolloutServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._engine_log.keep()
         await self._control.aclose()
         await self._http.aclose()
 

@@ -95,6 +95,10 @@ class RolloutServerSettings(ServiceSettings):
     """Appended to SGLang's command line, so they override the arguments of this service."""
     engine_log: Path | None = None
     """Null means run/logs/<name>-engine.log. The log of the former run is kept beside it, as `.1`."""
+    engine_log_bytes: int = Field(64 * 2**20, ge=2**20)
+    """When the log is larger, its content moves to `.1`, and it begins anew."""
+    engine_log_to_stdout: bool = False
+    """Copy the engine's log to the standard output of the rollout server, for `docker logs`."""
     dtype: str | None = None
     """Null means float32 on CPU (exact logprobs) and the checkpoint's own type on CUDA."""
     context_length: int | None = None

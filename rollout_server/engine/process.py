@@ -78,11 +78,12 @@ class EngineProcess:
 
 
 def _new_log(path: Path) -> BinaryIO:
-    """Open a new log. The former log is kept beside it, because it tells why the former engine died."""
+    """Open a new log, to append (`engine_log.py`). The former log is kept beside it, because it tells why the
+    former engine died."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         path.replace(path.with_name(f"{path.name}.1"))
-    return path.open("wb")
+    return path.open("ab")
 
 
 def port_in_use(host: str, port: int) -> bool:

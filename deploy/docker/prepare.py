@@ -1,10 +1,14 @@
-"""Runs once in compose: writes weir.yaml, and makes the demo's model if WEIR_MODEL_DIR names no other.
+"""Runs before the services of compose: writes weir.yaml and the keys, and makes the demo's model if the
+variable WEIR_MODEL_DIR names no other.
 
 WEIR_MODEL_DIR ─┬─ empty ─▶ /model/tool-…-seed0 is made once ─▶ its path and the demo's settings ─┐
                 └─ named ─▶ /model is that directory ─────────▶ its path, and the defaults ───────┴▶ weir.yaml
+
+WEIR_CLIENT_KEYS, WEIR_ADMIN_KEYS, or else new keys that are made and printed once ─▶ files that services read
 """
 
 import os
+import secrets
 from pathlib import Path
 
 import yaml
@@ -16,6 +20,10 @@ from weir.stack.services import Sections, merged, write_private
 
 MODEL_DIR = Path("/model")
 CONFIG_PATH = Path("/etc/weir/weir.yaml")
+SECRETS_DIR = Path("/run/weir")
+"""What Weir's own services read."""
+CLIENT_SECRETS_DIR, REWARDS_SECRETS_DIR = Path("/run/weir-clients"), Path("/run/weir-rewards")
+"""What the demo's agent and the reward service read: the client keys; the keys, and nothing of Redis."""
 SEED = 0
 
 
@@ -27,8 +35,36 @@ def main() -> None:
     elif not (MODEL_DIR / "config.json").is_file():
         raise SystemExit(f"no config.json in {os.environ['WEIR_MODEL_DIR']}: WEIR_MODEL_DIR names no model")
     paths = {section: {"model_path": str(path)} for section in ("gateway", "rollout_server", "trainer")}
+    write_keys()
     write_private(CONFIG_PATH, yaml.safe_dump(merged(paths, settings), sort_keys=False))
     print(f"{CONFIG_PATH}: {path}", flush=True)
+
+
+def write_keys() -> None:
+    """Write the keys of the environment. Those that it lacks are kept, or made and printed."""
+    keys = {role: key_of(role) for role in ("client", "admin")}
+    password = kept(SECRETS_DIR / "redis_password") or secrets.token_hex(32)
+    write_private(SECRETS_DIR / "redis_password", password)
+    write_private(SECRETS_DIR / "redis_password.conf", f"requirepass {password}\n")
+    write_private(SECRETS_DIR / "redis_url", f"redis://:{password}@redis:6379/0")
+    for role, value in keys.items():
+        write_private(SECRETS_DIR / f"{role}_keys", value)
+        write_private(REWARDS_SECRETS_DIR / f"{role}_keys", value)
+    write_private(CLIENT_SECRETS_DIR / "client_keys", keys["client"])
+
+
+def key_of(role: str) -> str:
+    """The keys of this role, as the services read them."""
+    path = SECRETS_DIR / f"{role}_keys"
+    if value := os.environ.get(f"WEIR_{role.upper()}_KEYS") or kept(path):
+        return value
+    made = f"weir-{role}-{secrets.token_urlsafe(24)}"
+    print(f"a new {role} key: {made}", flush=True)
+    return made
+
+
+def kept(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def demo() -> tuple[Path, Sections]:

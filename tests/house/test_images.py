@@ -15,7 +15,11 @@ from trainer_service.settings import TrainerSettings
 from weir.demo.settings import services_of_demo
 
 ROOT = Path(__file__).parents[2]
-DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
+DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
+STAGES = {
+    stage[2]: stage[0] for stage in re.findall(r"(^FROM (\S+) AS (\w+)\n(?:(?!FROM).*\n)*)", DOCKERFILE, re.M)
+}
+IMAGES = ("gateway", "rewards", "rollout_server", "trainer")
 ONE_SHOTS = {"model", "redis_owner", "agent"}
 
 
@@ -26,26 +30,50 @@ def services() -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
-def test_an_image_runs_the_installed_wheel_as_an_unprivileged_user(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert not text.startswith("# syntax=")
-    assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"python:3.11-slim-bookworm"}
-    assert re.search(r"^USER 10001$", text, re.M)
-    assert "PYTHONSAFEPATH=1" in text
-    assert "pip install --no-deps /dist/*.whl" in text
-    commands = re.split(r"&&|;|\n", text.replace("\\\n", " "))
-    locked = [command for command in commands if "pip install" in command and " -r " in command]
-    assert locked
-    assert all("--require-hashes" in command for command in locked)
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_runs_the_installed_wheel_as_an_unprivileged_user(image: str) -> None:
+    stage = STAGES[image]
+    assert stage.startswith("FROM service AS")
+    assert re.search(r"^USER 10001$", stage, re.M)
+    assert "--no-deps --no-index /dist/*.whl" in stage
+    assert STAGES["service"].startswith("FROM python:3.11-slim-bookworm AS")
+    assert "PYTHONSAFEPATH=1" in STAGES["service"]
 
 
-def test_only_the_gateway_and_the_reward_service_are_published_and_on_loopback_alone(
+def test_images_are_made_of_one_base_and_of_locked_files() -> None:
+    assert not DOCKERFILE.startswith("# syntax=")
+    assert set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)) - STAGES.keys() == {"python:3.11-slim-bookworm"}
+    commands = re.split(r"&&|;|\n", DOCKERFILE.replace("\\\n", " "))
+    locked = [each for each in commands if re.search(r"\bpip (install|wheel)\b", each) and " -r " in each]
+    assert len(locked) == 9
+    assert all("--require-hashes" in command and "--no-deps" in command for command in locked)
+
+
+def test_only_the_proxy_and_the_reward_service_are_published_and_only_https_beyond_loopback(
     services: dict[str, dict[str, Any]],
 ) -> None:
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert list(published) == ["gateway", "reward_service"]
-    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+    assert list(published) == ["proxy", "reward_service"]
+    ports = [port for each in published.values() for port in each]
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == [
+        "${WEIR_BIND:-127.0.0.1}:${WEIR_TLS_PORT:-8443}:8443"
+    ]
+
+
+def test_every_container_has_a_bounded_log_and_every_service_bounded_memory(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    for name, service in services.items():
+        assert service["logging"]["options"] == {"max-size": "10m", "max-file": "3"}, name
+        assert name in ONE_SHOTS or service["deploy"]["resources"]["limits"]["memory"], name
+
+
+def test_no_service_takes_a_secret_from_its_environment(services: dict[str, dict[str, Any]]) -> None:
+    """Whoever may inspect a container would read it there. `model` writes them into files."""
+    for name in services.keys() - {"model"}:
+        variables = services[name].get("environment", {})
+        secrets = [each for each in variables if re.search("KEYS|PASSWORD|REDIS_URL", each)]
+        assert all(each.endswith("_FILE") for each in secrets), name
 
 
 def test_every_container_runs_without_privileges(services: dict[str, dict[str, Any]]) -> None:
@@ -73,8 +101,10 @@ def test_the_agent_reaches_nothing_but_the_gateway(services: dict[str, dict[str,
     assert services["agent"]["networks"] == ["edge"]
     assert [name for name, service in services.items() if "edge" in service.get("networks", [])] == [
         "gateway",
+        "proxy",
         "agent",
     ]
+    assert services["agent"]["volumes"] == ["client_secrets:/run/weir:ro"]
 
 
 def test_the_reward_service_starts_on_demand_and_reaches_nothing_of_weir_but_the_gateway(
@@ -89,9 +119,9 @@ def test_the_reward_service_starts_on_demand_and_reaches_nothing_of_weir_but_the
         "reward_service",
     ]
     assert rewards["networks"] == ["rewards"]
-    assert [volume["target"] for volume in rewards["volumes"] if volume["read_only"]] == [
-        "/etc/weir/weir.yaml"
-    ]
+    settings, keys = rewards["volumes"]
+    assert (settings["target"], settings["read_only"]) == ("/etc/weir/weir.yaml", True)
+    assert keys == "rewards_secrets:/run/weir:ro"
     assert not any(
         name == "reward_service" for each in services.values() for name in each.get("depends_on", {})
     )
@@ -105,15 +135,16 @@ def test_the_reward_service_of_compose_has_the_settings_of_a_reward_service(
         "rewards: {port: 9, gateway_url: 'http://elsewhere', "
         "rules: [{name: half, kind: python, source: 'def grade(sample, item): return 0.5'}]}\n"
     )
-    image = (ROOT / "deploy" / "docker" / "rewards.Dockerfile").read_text(encoding="utf-8")
-    for name, value in re.findall(r"(WEIR_\w+)=(\S+)", image):
+    for role in ("client", "admin"):
+        (tmp_path / f"{role}_keys").write_text(f"{role}-key\n")
+    for name, value in re.findall(r"(WEIR_\w+)=(\S+)", STAGES["rewards"]):
         monkeypatch.setenv(name, value)
     for name, value in services["reward_service"]["environment"].items():
-        monkeypatch.setenv(name, re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value))
+        monkeypatch.setenv(name, value.replace("/run/weir/", f"{tmp_path}/"))
     monkeypatch.setenv("WEIR_CONFIG", str(file))
     settings = RewardSettings()
     assert (settings.host, settings.port, settings.gateway_url) == ("0.0.0.0", 8300, "http://gateway:8000")
-    assert settings.gateway_headers == {"authorization": "Bearer dev-admin-key"}
+    assert settings.gateway_headers == {"authorization": "Bearer admin-key"}
     assert [rule.name for rule in settings.rules] == ["half"]
 
 
@@ -162,13 +193,42 @@ def test_settings_for_loops_of_the_tinker_sdk_are_settings_of_the_services(
     assert server.lora == EngineLoraSettings(max_rank=32)
 
 
+def test_the_first_start_makes_keys_and_the_next_ones_keep_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tmp_path, monkeypatch, model_dir="")
+    made = {path.name: path.read_text() for path in (tmp_path / "all").iterdir()}
+    assert set(made) == {"redis_password", "redis_password.conf", "redis_url", "client_keys", "admin_keys"}
+    printed = capsys.readouterr().out
+    assert all(f"a new {role} key: {made[f'{role}_keys']}\n" in printed for role in ("client", "admin"))
+    assert made["redis_password"] not in printed
+    assert made["redis_url"] == f"redis://:{made['redis_password']}@redis:6379/0"
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "all").iterdir())
+    prepare(tmp_path, monkeypatch, model_dir="")
+    assert made == {path.name: path.read_text() for path in (tmp_path / "all").iterdir()}
+    assert "a new" not in capsys.readouterr().out
+
+
+def test_keys_of_ones_own_take_the_place_of_those_that_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path, monkeypatch, model_dir="")
+    monkeypatch.setenv("WEIR_CLIENT_KEYS", "own-1,own-2")
+    prepare(tmp_path, monkeypatch, model_dir="")
+    for folder in ("all", "clients", "rewards"):
+        assert (tmp_path / folder / "client_keys").read_text() == "own-1,own-2"
+    assert {path.name for path in (tmp_path / "clients").iterdir()} == {"client_keys"}
+    assert {path.name for path in (tmp_path / "rewards").iterdir()} == {"client_keys", "admin_keys"}
+
+
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: str) -> TrainerSettings:
     """Run prepare.py in `tmp_path` without a warm start; return the settings that a trainer then reads."""
     config = tmp_path / "weir.yaml"
     monkeypatch.setenv("WEIR_MODEL_DIR", model_dir)
     script = runpy.run_path(str(ROOT / "deploy" / "docker" / "prepare.py"))
     names = script["main"].__globals__
-    names |= {"MODEL_DIR": tmp_path, "CONFIG_PATH": config}
+    names |= {"MODEL_DIR": tmp_path, "CONFIG_PATH": config, "SECRETS_DIR": tmp_path / "all"}
+    names |= {"CLIENT_SECRETS_DIR": tmp_path / "clients", "REWARDS_SECRETS_DIR": tmp_path / "rewards"}
     names["model_for"] = lambda cache, seed, on_progress: (cache / "tool", True)
     script["main"]()
     monkeypatch.setenv("WEIR_CONFIG", str(config))

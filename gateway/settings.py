@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gateway.setting_groups import ImageSettings, PageSettings, TinkerSettings, WrongKeySettings
 from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.policies.canary import CanaryGates, Sticky
 from rollout_queue.contract.records import ReasoningEffort, SamplingMode
@@ -103,50 +104,6 @@ class CanarySettings(BaseModel):
     def gates(self, **others: float | None) -> CanaryGates:
         """The bounds, except `others`."""
         return CanaryGates(**(self.model_dump(exclude={"share", "sticky"}) | others))
-
-
-class ImageSettings(BaseModel):
-    """Images in the requests of agents, for models that read them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    hosts: CommaSeparated = []
-    """Hosts, with their port if it is not the scheme's, from which images are fetched that a request names by
-    an http or https address. From no other host, and from none inside a private network."""
-    max_images: int = Field(32, ge=1)
-    """Images of one conversation."""
-    max_bytes: int = Field(20 * 2**20, ge=1)
-    """Bytes of one image, as the client sends it."""
-    max_pixels: int = Field(2**25, ge=1)
-    """Pixels of one image, before it is resized. One is decoded in about 10 bytes a pixel; two at once."""
-    fetch_timeout_s: float = Field(10.0, gt=0)
-    cache_bytes: int = Field(64 * 2**20, ge=0)
-    """Memory for decoded images, which agents send again with every call."""
-
-
-class TinkerSettings(BaseModel):
-    """The interface of the Tinker SDK (`/api/v1`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    base_model: str | None = None
-    """The name by which clients know the base model, and load its tokenizer: a name on the Hugging Face hub,
-    or a directory on their machine. Null: `model_path`."""
-    max_log_bytes: int = Field(256 * 2**20, ge=2**20)
-    """What the commands and the unread results of all models may take in Redis, at most an eighth of its
-    `maxmemory`. The model whose command is the oldest may take as much again."""
-    session_timeout_s: float = Field(1800.0, gt=0)
-    """The models of a client without a sign of life for so long are freed; checkpoints stay. The SDK sends
-    one every 10 s while its process lives."""
-    session_retention_s: float = Field(7 * 86400.0, gt=0)
-    """How long the records of a client session stay after its models have ended: what it sampled from, and
-    which commands it sent. A model with named weights stays."""
-    max_samples: int = Field(2000, ge=1)
-    """How many sequences one gateway process samples at once; half of them for one client key."""
-    sample_patience_s: float = Field(600.0, ge=0)
-    """How long a sample is tried again while no engine can make it."""
-    poll_s: float = Field(25.0, gt=0, le=40)
-    """How long a poll waits for its result. The SDK gives up after 45 s."""
 
 
 class GatewaySettings(ServiceSettings):
@@ -261,6 +218,8 @@ class GatewaySettings(ServiceSettings):
     canary: CanarySettings = CanarySettings()
     tinker: TinkerSettings = TinkerSettings()
     images: ImageSettings = ImageSettings()
+    page: PageSettings = PageSettings()
+    wrong_keys: WrongKeySettings = WrongKeySettings()
     leave_s: float = Field(2.0, ge=0)
     """How long the gateway takes calls after SIGTERM while `/ready` fails, so that load balancers notice."""
     drain_timeout_s: float = 30.0

@@ -1,11 +1,24 @@
 """The gateway's metrics, for Prometheus."""
 
+import msgspec
+from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gateway.metrics.calls import SECONDS, CallFigures
 from gateway.metrics.collector import CacheCollector, CallCollector, DistributionCollector
 from gateway.metrics.distribution import Distribution
 from rollout_queue.contract.records import Turn
+
+
+class Traffic(msgspec.Struct):
+    """What was recorded since the start."""
+
+    turns: int = 0
+    context_tokens: int = 0
+    output_tokens: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(own + its for own, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Metrics:
@@ -23,6 +36,7 @@ class Metrics:
             "why",
         )
         self._rows = self._answers = 0
+        self.traffic = Traffic()
         self._turns_of: dict[tuple[str, str], Counter] = {}
         """The counters of turns by relation and finish: `turns.labels()` costs more than the increment."""
 
@@ -104,6 +118,9 @@ class Metrics:
             self._rows += turn.relation != "extends"
         if turn.reason is not None:
             self.drift.labels(turn.relation, turn.reason).inc()
+        self.traffic.turns += 1
+        self.traffic.context_tokens += len(turn.context_ids)
+        self.traffic.output_tokens += len(turn.output_ids)
         self.context_tokens.inc(len(turn.context_ids))
         self.output_tokens.inc(len(turn.output_ids))
         self._turn_seconds.add(turn.finished_at - turn.started_at)

@@ -16,6 +16,7 @@ from starlette.routing import Mount, Route
 from gateway.edge.joins import HAVE_PATH, JOIN_PATH, JoinableCalls
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.distribution import TimeSpent
+from gateway.metrics.metrics import Traffic
 from gateway.wiring import GatewayParts
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.workers.merged_metrics import exported, merged
@@ -25,6 +26,7 @@ from rollout_queue.http.workers.worker import Worker
 logger = logging.getLogger(__name__)
 
 LIVE_PATH, METRICS_PATH, PARTS_PATH, CHANGED_PATH = "/live", "/metrics", "/parts", "/changed"
+TRAFFIC_PATH = "/traffic"
 _parts = msgspec.json.Decoder(dict[str, tuple[float, int]])
 
 
@@ -43,6 +45,9 @@ def private_app(gateway: GatewayParts, joinable: JoinableCalls) -> Starlette:
             msgspec.json.encode({name: (each.seconds, each.runs) for name, each in spent.items()})
         )
 
+    async def traffic(_: Request) -> Response:
+        return Response(msgspec.json.encode(gateway.metrics.traffic))
+
     async def changed(_: Request) -> Response:
         """Read keys that an operator has changed at another worker, before the operator hears of it.
 
@@ -55,6 +60,7 @@ def private_app(gateway: GatewayParts, joinable: JoinableCalls) -> Starlette:
         return Response()
 
     routes = {LIVE_PATH: live, METRICS_PATH: metrics, PARTS_PATH: parts, CHANGED_PATH: changed}
+    routes |= {TRAFFIC_PATH: traffic}
     return Starlette(
         routes=[
             *(Route(path, route, methods=["POST"]) for path, route in routes.items()),
@@ -82,6 +88,12 @@ async def parts_of_all(figures: Mapping[str, CallFigures], siblings: Siblings) -
             spent.seconds += seconds
             spent.runs += runs
     return sums
+
+
+async def traffic_of_all(own: Traffic, siblings: Siblings) -> Traffic:
+    """What all workers have recorded."""
+    answers = await siblings.ask(TRAFFIC_PATH)
+    return sum((msgspec.json.decode(each, type=Traffic) for each in answers.values()), own)
 
 
 def sums_of(figures: Mapping[str, CallFigures]) -> dict[str, TimeSpent]:

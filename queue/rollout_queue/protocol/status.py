@@ -73,6 +73,15 @@ class SlowPart(ServiceMessage):
     runs: int
 
 
+class TrafficReport(ServiceMessage):
+    """What one gateway recorded since it started, with all its workers."""
+
+    turns: int
+    context_tokens: int
+    """Tokens that turns added to their parent turns, and that were not sampled."""
+    output_tokens: int
+
+
 class SystemStatus(ServiceMessage):
     """The answer to `GET /admin/status`."""
 
@@ -82,6 +91,7 @@ class SystemStatus(ServiceMessage):
     queue: QueueReport
     slowest_parts: tuple[SlowPart, ...] = ()
     """The five parts that took most seconds since this gateway started, the slowest first."""
+    traffic: TrafficReport | None = None
     renderer: str = ""
     """Whose chat template this gateway renders, and what it found out about it."""
     warnings: tuple[str, ...]

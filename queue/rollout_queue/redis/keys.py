@@ -72,6 +72,9 @@ KEYS_TOKENS = "weir:keys_tokens"
 """Hash: name of an API key → how many tokens its calls have used."""
 ADMIN_ACTIONS = "weir:admin_actions"
 """Stream: the last requests with an admin key that may have changed something."""
+PAGE_SESSIONS = "weir:page_sessions:"
+"""Prefix of names that end with the digest of an API key's secret. Sorted set: digests of the tokens with
+which browsers are signed in, by the time at which they end at the latest."""
 OPEN = "weir:open"
 """Sorted set: open sessions, by time. Kept while the number of open sessions is limited."""
 UNTRAINED = "weir:untrained"
@@ -83,6 +86,11 @@ DELETING = "weir:deleting"
 """Sorted set: deleted sessions that may still have entries in the streams, by the time of the deletion."""
 DELETED_USERS = "weir:deleted_users"
 """Set: SHA-256 of the names of users whose data was deleted."""
+
+
+def page_session(token_digest: str) -> str:
+    """String: who is signed in on the page with a token, JSON; expires when the sign-in does."""
+    return f"weir:page_session:{token_digest}"
 
 
 def session(session_id: str) -> str:

@@ -1,0 +1,76 @@
+"""Fixtures: a browser, and a gateway with doubles of its engine and its rollout servers, on a real Redis."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+from redis import Redis
+from tokenizers import Tokenizer
+
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.running import ADMIN_KEY, Backends
+from tests.support.page.browser import (
+    WHY_NOT,
+    WIDE,
+    Watched,
+    chromium,
+    chromium_executable,
+    context_of,
+    watched_tab,
+)
+from tests.support.page.deployment import ShownDeployment, shown_deployment
+from tests.support.serving import serving
+
+Tab = Callable[..., Watched]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    if chromium_executable() is None:
+        pytest.skip(WHY_NOT)
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
+    own = redis_url.removesuffix("0") + "6"
+    backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    with serving(backends) as backends.engine_url:
+        yield backends
+    backends.redis.close()
+
+
+@pytest.fixture
+def shown(backends: Backends) -> Iterator[ShownDeployment]:
+    with shown_deployment(backends) as shown:
+        shown.report()
+        yield shown
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Tab]:
+    """Opens tabs, each in a browser profile of its own. At the end, no script may have complained."""
+    with ExitStack() as stack:
+        opened: list[Watched] = []
+
+        def open_tab(
+            url: str, key: str | None = ADMIN_KEY, size: tuple[int, int] = WIDE, dark: bool = False
+        ) -> Watched:
+            context = context_of(browser, size, dark)
+            stack.callback(context.close)
+            watched = watched_tab(context)
+            opened.append(watched)
+            watched.tab.goto(url)
+            if key is not None:
+                watched.tab.get_by_label("API key").fill(key)
+                watched.tab.get_by_role("button", name="Sign in").click()
+                watched.tab.get_by_role("navigation").wait_for()
+            return watched
+
+        yield open_tab
+        for watched in opened:
+            assert not watched.unexpected()
+            assert len(watched.hosts) <= 1  # the page's own

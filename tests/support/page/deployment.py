@@ -1,0 +1,76 @@
+"""A gateway with three rollout servers that are doubles, and with a trainer's report, for the page to show."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.redis import keys
+from tests.support.gateway.fake_rollout_server import Endpoint, FakeRolloutServer
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.serving import serving
+from tests.support.waiting import wait_until
+
+METRICS = {
+    "reward_mean": 0.6125,
+    "staleness/total_mean": 0.84,
+    "staleness/total_max": 2.0,
+    "tokens_per_s": 5321.4,
+    "rollouts": 64,
+    "loss": 0.0123,
+}
+
+
+@dataclass
+class ShownDeployment:
+    """What the page shows."""
+
+    gateway: RunningGateway
+    servers: dict[str, Endpoint] = field(default_factory=dict)
+
+    def admin(
+        self, method: str, path: str, body: Any = None, status: tuple[int, ...] = (200, 201, 202)
+    ) -> Any:
+        reply = self.gateway.call(method, path, body, key=ADMIN_KEY)
+        assert reply.status_code in status, reply.text
+        return reply.json()
+
+    def publish(self, version: int, **more: Any) -> None:
+        body = {"version": version, "location": f"file:///srv/weir/policies/v{version:08d}", **more}
+        self.admin("POST", "/admin/policies", {"step": 8 * version, "size_bytes": 1_288_490_188} | body)
+
+    def report(self, **fields: Any) -> None:
+        """Let a trainer report."""
+        given: dict[str, Any] = {
+            "state": "waiting",
+            "step": 96,
+            "version": 12,
+            "waiting_for": "3 more groups: 5 of 8 are complete",
+            "last_seen": time.time(),
+            "url": "http://127.0.0.1:9",
+            "source": "turns",
+            "metrics": METRICS,
+        }
+        self.gateway.redis.hset(keys.TRAINER, mapping=TrainerReport(**given | fields).fields())  # type: ignore[arg-type]
+
+
+@contextmanager
+def shown_deployment(backends: Backends, servers: int = 3, **settings: Any) -> Iterator[ShownDeployment]:
+    """The deployment, with the rollout servers that registered."""
+    backends.clear(None)
+    with ExitStack() as stack:
+        given = {"engines": [], "page": {"every_s": 0.2}} | settings
+        shown = ShownDeployment(stack.enter_context(backends.gateway(**given)))
+        for number in range(servers):
+            shown.servers[f"rollout-{number}"] = endpoint = Endpoint(FakeRolloutServer())
+            url = stack.enter_context(serving(endpoint))
+            body = {"id": f"rollout-{number}", "url": url, "engine_url": backends.engine_url}
+            shown.admin("POST", "/admin/rollout_servers", body)
+        wait_until(lambda: _ready(shown) == servers)
+        yield shown
+
+
+def _ready(shown: ShownDeployment) -> int:
+    return sum(each["state"] == "ready" for each in shown.admin("GET", "/admin/rollout_servers")["data"])

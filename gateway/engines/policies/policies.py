@@ -53,6 +53,10 @@ class Policies:
         plan = await self._serving.read()
         return [_with_state(each, plan) for each in await known_policies(self._register, self._serving)]
 
+    async def reserved(self) -> int | None:
+        """As `KnownPolicies.reserved_ahead`. Raises StorageUnavailable."""
+        return (await self._register.look()).reserved_ahead
+
     async def one(self, version: int) -> PolicyRecord:
         """Raises ObjectNotFound, StorageUnavailable."""
         for record in await self.all():

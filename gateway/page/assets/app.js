@@ -21,8 +21,8 @@ import { html, render } from "./dom.js";
 import { Shell } from "./shell.js";
 
 export const VIEWS = [
-  { id: "now", title: "Now", icon: "pulse", roles: ["admin"], load: () => import("./views/now.js") },
-  { id: "policies", title: "Policies", icon: "layers", roles: ["admin"], load: () => import("./views/policies.js") },
+  { id: "now", title: "Now", icon: "pulse", roles: ["admin"], style: "operators.css", load: () => import("./views/now.js") },
+  { id: "policies", title: "Policies", icon: "layers", roles: ["admin"], style: "operators.css", load: () => import("./views/policies.js") },
 ];
 
 const root = document.getElementById("app");

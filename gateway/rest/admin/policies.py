@@ -39,8 +39,9 @@ router = APIRouter(prefix="/policies")
 @router.get("")
 async def list_policies(request: Request) -> PolicyPage:
     """Every version that can be served, ascending."""
-    known = await parts_of(request).policies.all()
-    return PolicyPage(data=tuple(policy_version(each) for each in known))
+    policies = parts_of(request).policies
+    known = await policies.all()
+    return PolicyPage(data=tuple(policy_version(each) for each in known), reserved=await policies.reserved())
 
 
 @router.post("", responses=PUSHED)

@@ -1,4 +1,4 @@
-"""A gateway with three rollout servers that are doubles, and with a trainer's report, for the page to show."""
+"""A gateway, three rollout servers that are doubles, and a trainer's report, for the page to show."""
 
 import time
 from collections.abc import Iterator

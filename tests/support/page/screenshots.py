@@ -1,0 +1,64 @@
+"""Takes the screenshots of docs/page: `make page-screenshots`."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import Browser
+from tokenizers import Tokenizer
+
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.running import ADMIN_KEY, Backends
+from tests.support.page.browser import PHONE, WIDE, chromium, context_of, watched_tab
+from tests.support.page.deployment import ShownDeployment, shown_deployment
+from tests.support.page.scene import fill, live
+from tests.support.redis_process import RedisProcess
+from tests.support.serving import serving
+from tests.support.tiny_model import make_tiny_model
+
+OUT = Path(__file__).parents[3] / "docs/page"
+
+
+def shoot(browser: Browser, shown: ShownDeployment, out: Path) -> None:
+    for theme, size in (("light", WIDE), ("dark", WIDE), ("light", PHONE), ("dark", PHONE)):
+        context = context_of(browser, size, theme == "dark")
+        tab = watched_tab(context).tab
+        tab.goto(shown.gateway.url)
+        name = "" if size == WIDE else "-phone"
+        tab.get_by_label("API key").wait_for()
+        tab.screenshot(path=out / f"sign-in-{theme}{name}.png")
+        tab.get_by_label("API key").fill(ADMIN_KEY)
+        tab.get_by_role("button", name="Sign in").click()
+        tab.get_by_role("heading", name="Fleet").wait_for()
+        live(shown)
+        tab.screenshot(path=out / f"now-{theme}{name}.png", full_page=True)
+        tab.get_by_role("link", name="Policies", exact=True).click()
+        tab.get_by_role("heading", name="Last pushes").wait_for()
+        tab.screenshot(path=out / f"policies-{theme}{name}.png", full_page=True)
+        tab.get_by_role("button", name="Roll back to version 11").click()
+        tab.get_by_role("dialog").wait_for()
+        tab.screenshot(path=out / f"dialog-{theme}{name}.png")
+        context.close()
+
+
+def main() -> None:
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
+    out.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        redis = RedisProcess(Path(folder) / "redis").start()
+        model = make_tiny_model(Path(folder) / "model")
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        backends = Backends(redis.url, model, tokenizer, redis.client, FakeEngine(tokenizer))
+        try:
+            with serving(backends) as backends.engine_url, shown_deployment(backends) as shown:
+                fill(shown)
+                with chromium() as browser:
+                    shoot(browser, shown, out)
+        finally:
+            redis.kill()
+    subprocess.run(["ls", "-l", str(out)], check=True)
+
+
+if __name__ == "__main__":
+    main()

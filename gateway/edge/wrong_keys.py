@@ -32,6 +32,11 @@ class WrongKeys:
         """By address, when its whole allowance is there again; the one that tried last is last."""
         self._all_full_at = 0.0
 
+    @property
+    def remembered(self) -> int:
+        """How many addresses are remembered."""
+        return len(self._full_at)
+
     async def refusal(self, address: str) -> ApiError | None:
         """Count a wrong key. Returns the error that it gets in place of a 401, after a delay, or None."""
         settings, now, name = self._settings, self._clock(), _counted_as(address)

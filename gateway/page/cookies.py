@@ -33,8 +33,10 @@ def set_cookie(scope: Scope, token: str, longest_s: float) -> str:
 
 
 def _is_secure(scope: Scope) -> bool:
-    """Whether the browser used https. A proxy says so by `x-forwarded-proto`, which is in the scheme."""
-    return bool(scope["scheme"] == "https")
+    """Whether the browser used https. A proxy says so by `x-forwarded-proto`, which no other site can have a
+    browser send."""
+    told = dict(scope["headers"]).get(b"x-forwarded-proto", b"").decode("latin-1").strip().lower()
+    return (told if told in ("http", "https") else scope["scheme"]) == "https"
 
 
 def _cookies(scope: Scope) -> list[tuple[str, str]]:

@@ -1,35 +1,38 @@
 """Fixtures: a browser, and a gateway with doubles of its engine and its rollout servers, on a real Redis."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 from playwright.sync_api import Browser
 from redis import Redis
 from tokenizers import Tokenizer
 
+from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import FakeEngine
-from tests.support.gateway.running import ADMIN_KEY, Backends
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.page.browser import (
     WHY_NOT,
     WIDE,
+    Tab,
     Watched,
     chromium,
     chromium_executable,
     context_of,
+    missing,
     watched_tab,
 )
+from tests.support.page.client import PageClient
 from tests.support.page.deployment import ShownDeployment, shown_deployment
 from tests.support.serving import serving
-
-Tab = Callable[..., Watched]
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     if chromium_executable() is None:
-        pytest.skip(WHY_NOT)
+        missing(WHY_NOT)
     with chromium() as browser:
         yield browser
 
@@ -41,6 +44,30 @@ def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator
     with serving(backends) as backends.engine_url:
         yield backends
     backends.redis.close()
+
+
+@pytest.fixture(scope="session")
+def gateway_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
+    """A gateway that several tests share, and its secret."""
+    backends.clear(None)
+    with backends.gateway_url(page={"every_s": 0.2}) as url:
+        yield url, bytes(backends.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
+    """It has a bare engine. Redis is empty."""
+    url, secret = gateway_url
+    backends.clear(secret)
+    with httpx.Client(timeout=10) as http:
+        yield RunningGateway(url, backends.engine, backends.redis, http)
+
+
+@pytest.fixture
+def page(gateway: RunningGateway) -> Iterator[PageClient]:
+    """The page's requests; nobody is signed in."""
+    with httpx.Client(timeout=10) as http:
+        yield PageClient(http, gateway.url)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from playwright.sync_api import expect
 
-from tests.page.conftest import Tab
+from tests.support.page.browser import Tab
 from tests.support.page.deployment import ShownDeployment
 
 

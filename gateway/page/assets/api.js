@@ -7,7 +7,7 @@ let signedOut = () => {};
 // An answer that is an error, in the contract's words. `status` 0: no answer came.
 export class ApiError extends Error {
   constructor(status, { message, type = null, param = null, code = null } = {}) {
-    super(message || `the gateway answered with status ${status}`);
+    super(message || `the gateway answered with status ${status}, and without words`);
     this.name = "ApiError";
     Object.assign(this, { status, type, param, code });
   }
@@ -33,8 +33,11 @@ export async function request(method, path, body = undefined, { signal } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, { message: "the gateway does not answer" });
   }
-  const answer = await reply.json().catch(() => null);
-  if (reply.ok) return answer;
+  const answer = await reply.json().catch((error) => {
+    if (signal?.aborted) throw error;
+    return null; // a proxy's page, or an answer that broke off
+  });
+  if (reply.ok && answer !== null) return answer;
   if (reply.status === 401 && path !== "/page/session") signedOut();
   throw new ApiError(reply.status, answer?.error);
 }
@@ -66,24 +69,39 @@ function keep(session) {
 }
 
 // The answer to a GET, in a component: {data, error, loading, reload}. While it is read again, the former data stay.
-// `path` null reads nothing; a change of `again` reads again.
+// `path` null reads nothing. A change of `again` reads again, once the read that is under way has ended.
 export function useGet(path, again = null) {
-  const [state, setState] = useState({ path, data: null, error: null, loading: path !== null });
-  const [count, setCount] = useState(0);
-  const latest = useRef(path);
-  latest.current = path;
+  const unread = { path, data: null, error: null, loading: path !== null };
+  const [state, setState] = useState(unread);
+  const reader = useRef(null);
   useEffect(() => {
     if (path === null) return undefined;
-    const stopped = new AbortController();
-    setState((former) => ({ ...(former.path === path ? former : { data: null, error: null }), path, loading: true }));
-    get(path, { signal: stopped.signal }).then(
-      (data) => setState({ path, data, error: null, loading: false }),
-      (error) => {
-        if (error.name !== "AbortError") setState((former) => ({ ...former, path, error, loading: false }));
-      },
-    );
-    return () => stopped.abort();
-  }, [path, again, count]);
-  const reload = useCallback(() => setCount((number) => number + 1), []);
-  return state.path === path ? { ...state, reload } : { data: null, error: null, loading: path !== null, reload };
+    const own = { stopped: new AbortController(), running: false, wanted: false };
+    reader.current = own;
+    return () => {
+      own.stopped.abort();
+      reader.current = null;
+    };
+  }, [path]);
+  const reload = useCallback(async () => {
+    const own = reader.current;
+    if (own === null) return;
+    own.wanted = true;
+    if (own.running) return;
+    own.running = true;
+    while (own.wanted && !own.stopped.signal.aborted) {
+      own.wanted = false;
+      const read = await get(path, { signal: own.stopped.signal }).then(
+        (data) => ({ data, error: null }),
+        (error) => ({ error }),
+      );
+      if (own.stopped.signal.aborted) return;
+      setState((former) => ({ ...(former.path === path ? former : unread), ...read, loading: false }));
+    }
+    own.running = false;
+  }, [path]);
+  useEffect(() => {
+    reload();
+  }, [reload, again]);
+  return { ...(state.path === path ? state : unread), reload };
 }

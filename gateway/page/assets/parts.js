@@ -47,18 +47,21 @@ export function Badge({ tone = "", children }) {
   return html`<span class="badge" data-tone=${tone}>${children}</span>`;
 }
 
-// `columns`: [{name, title, cell: (row) => child, numeric}]. On a phone each row becomes a block with its titles.
-export function Table({ columns, rows, rowKey, caption, empty = "Nothing here." }) {
+// `columns`: [{title, cell: (row) => child, numeric, rare, wide}]. A `rare` column is left out if all its cells are empty.
+// On a phone each row becomes a block: the first two cells in one line, a `wide` one in a line of its own.
+export function Table({ columns: given, rows, rowKey, caption, empty = "Nothing here." }) {
   if (!rows.length) return html`<p class="muted">${empty}</p>`;
+  const columns = given.filter((each) => !each.rare || rows.some((row) => each.cell(row)));
+  const kind = (each) => [each.numeric && "numeric", each.wide && "wide"].filter(Boolean).join(" ");
   return html`<table class="table">
     <caption class="hidden">${caption}</caption>
     <thead>
-      <tr>${columns.map((each) => html`<th scope="col" class=${each.numeric ? "numeric" : ""}>${each.title}</th>`)}</tr>
+      <tr>${columns.map((each) => html`<th scope="col" class=${kind(each)}>${each.title}</th>`)}</tr>
     </thead>
     <tbody>
       ${rows.map(
         (row) => html`<tr key=${rowKey(row)}>
-          ${columns.map((each) => html`<td data-title=${each.title} class=${each.numeric ? "numeric" : ""}>${each.cell(row)}</td>`)}
+          ${columns.map((each) => html`<td data-title=${each.title} class=${kind(each)}>${each.cell(row)}</td>`)}
         </tr>`,
       )}
     </tbody>
@@ -81,7 +84,7 @@ export function Meter({ value, most, label, tone }) {
   const share = most > 0 ? Math.min(1, value / most) : 0;
   return html`<span class="meter" data-tone=${tone}>
     <svg viewBox="0 0 100 6" preserveAspectRatio="none" aria-hidden="true">
-      <rect class="track" width="100" height="6" rx="3" /><rect class="bar" width=${100 * share} height="6" rx="3" />
+      <rect class="track" width="100" height="6" /><rect class="bar" width=${100 * share} height="6" />
     </svg>
     <span>${label}</span>
   </span>`;

@@ -2,11 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
 
 VARIABLE = "WEIR_TEST_CHROMIUM"
@@ -20,8 +21,16 @@ OPTIONS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+REQUIRED = "WEIR_TEST_BROWSER"
 WIDE, PHONE = (1280, 860), (375, 740)
 WHY_NOT = f"no Chromium: apt-get install --no-install-recommends chromium, or name one in {VARIABLE}"
+
+
+def missing(why: str) -> None:
+    """Skip the test; fail it if WEIR_TEST_BROWSER is `required`."""
+    if os.environ.get(REQUIRED) == "required":
+        pytest.fail(why)
+    pytest.skip(why)
 
 
 def chromium_executable() -> str | None:
@@ -59,6 +68,10 @@ class Watched:
         address = urlsplit(request.url)
         if address.scheme not in ("data", "blob"):
             self.hosts.add(address.netloc)
+
+
+Tab = Callable[..., Watched]
+"""Opens a tab at an address, and signs in: (url, key, size, dark)."""
 
 
 def watched_tab(context: BrowserContext) -> Watched:

@@ -6,13 +6,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
-from tests.support.gateway.fake_rollout_server import Endpoint, FakeRolloutServer
+from tests.support.gateway.fake_engine import FakeEngine, scores_of
+from tests.support.gateway.fake_rollout_server import FakeRolloutServer
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
+ENGINE_PATHS = ("/generate", "/model_info", "/abort_request")
 METRICS = {
     "reward_mean": 0.6125,
     "staleness/total_mean": 0.84,
@@ -23,12 +28,39 @@ METRICS = {
 }
 
 
+@dataclass(eq=False)
+class ScoringEngine(FakeEngine):
+    """Also scores answers, and each version a little differently."""
+
+    async def generate(self, request: Request) -> Response:
+        body = await request.json()
+        if "stream" in body:
+            return await super().generate(request)
+        meta = scores_of(body)
+        for score in meta["input_token_logprobs"]:
+            score[0] = score[0] and score[0] * (1 + int(self.version) / 200)
+        return JSONResponse({"meta_info": meta})
+
+
+@dataclass
+class ServerWithEngine:
+    """A double of a rollout server, and of its engine, at one address."""
+
+    engine: FakeEngine
+    part: FakeRolloutServer = field(default_factory=FakeRolloutServer)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.engine.version = str(self.part.version)
+        engines = scope["type"] == "http" and scope["path"] in ENGINE_PATHS
+        await (self.engine if engines else self.part).app()(scope, receive, send)
+
+
 @dataclass
 class ShownDeployment:
     """What the page shows."""
 
     gateway: RunningGateway
-    servers: dict[str, Endpoint] = field(default_factory=dict)
+    servers: dict[str, ServerWithEngine] = field(default_factory=dict)
 
     def admin(
         self, method: str, path: str, body: Any = None, status: tuple[int, ...] = (200, 201, 202)
@@ -64,9 +96,10 @@ def shown_deployment(backends: Backends, servers: int = 3, **settings: Any) -> I
         given = {"engines": [], "page": {"every_s": 0.2}} | settings
         shown = ShownDeployment(stack.enter_context(backends.gateway(**given)))
         for number in range(servers):
-            shown.servers[f"rollout-{number}"] = endpoint = Endpoint(FakeRolloutServer())
-            url = stack.enter_context(serving(endpoint))
-            body = {"id": f"rollout-{number}", "url": url, "engine_url": backends.engine_url}
+            double = ServerWithEngine(ScoringEngine(backends.tokenizer))
+            shown.servers[f"rollout-{number}"] = double
+            url = stack.enter_context(serving(double))
+            body = {"id": f"rollout-{number}", "url": url, "engine_url": url}
             shown.admin("POST", "/admin/rollout_servers", body)
         wait_until(lambda: _ready(shown) == servers)
         yield shown

@@ -1,4 +1,4 @@
-"""What screenshots show: a deployment in the middle of its work, with a canary, a drained server and a warning."""
+"""What screenshots show: a deployment in the middle of its work, with a canary and a warning."""
 
 import time
 from typing import Any
@@ -37,7 +37,6 @@ def fill(shown: ShownDeployment) -> None:
     play(shown, "countdown-4131", 8, 5)
     play(shown, "chain-sum-977", 8, 2)
     shown.gateway.session(task_id="nim-12")
-    shown.admin("POST", "/admin/rollout_servers/rollout-2/drain")
     shown.gateway.redis.hset("weir:policy_reserved", mapping={"version": 14, "location": "file:///srv/v14"})
     shown.gateway.redis.hset(
         "weir:verdicts",
@@ -48,6 +47,7 @@ def fill(shown: ShownDeployment) -> None:
             "session:expired": 7,
         },
     )
+    shown.gateway.redis.xadd("weir:dead", {"error": "turn of a newer build: field 'experts'"})
     live(shown)
 
 

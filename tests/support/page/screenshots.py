@@ -1,4 +1,4 @@
-"""Takes the screenshots of docs/page: `make page-screenshots`."""
+"""Takes the screenshots of docs/page: `make page-shots`."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
     out.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        redis = RedisProcess(Path(folder) / "redis").start()
+        redis = RedisProcess(Path(folder) / "redis").start(maxmemory="256mb")
         model = make_tiny_model(Path(folder) / "model")
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         backends = Backends(redis.url, model, tokenizer, redis.client, FakeEngine(tokenizer))

@@ -125,11 +125,11 @@ function Fleet({ servers, policy }) {
     {
       title: "Version",
       numeric: true,
-      cell: (each) => html`<span class=${each.version === policy.target ? "" : "behind"}>${each.version ?? "–"}</span>`,
+      cell: (each) => html`<span class=${each.version < policy.target ? "behind" : ""}>${each.version ?? "–"}</span>`,
     },
     { title: "Calls", cell: (each) => html`<${Meter} value=${each.in_flight} most=${most} label=${number(each.in_flight)} />` },
     { title: "Seen", cell: (each) => html`<${Ago} at=${each.last_seen} />` },
-    { title: "Error", cell: (each) => each.error && html`<span class="error-text">${each.error}</span>` },
+    { title: "Error", rare: true, wide: true, cell: (each) => each.error && html`<span class="error-text">${each.error}</span>` },
   ];
   const able = servers.filter((each) => each.state === "ready").length;
   return html`<${Card} title="Fleet" note=${`${able} of ${count(servers.length, "server")} can take calls.`}

@@ -9,7 +9,7 @@ import { Canary, CanaryHistory } from "./canary.js";
 import { Push, PushHistory } from "./push.js";
 import { SERVER_TONES, serverState } from "./servers.js";
 
-const SHOWN = 20;
+const SHOWN = 10;
 
 export default function Policies() {
   const { picture, history } = useLive();
@@ -18,7 +18,7 @@ export default function Policies() {
   const plan = picture?.status.policy ?? null;
   const busy = plan?.push?.state === "pushing" || plan?.canary;
   // What is read again when the plan changes, and with every picture while a push or a canary is under way.
-  const again = `${acted} ${JSON.stringify(plan)} ${busy ? history.length : ""}`;
+  const again = `${acted} ${JSON.stringify(plan)} ${busy ? history.at(-1)?.at : ""}`;
   const versions = useGet("/admin/policies", again);
   const pushes = useGet("/admin/policies/pushes", again);
   const canaries = useGet("/admin/policies/canaries", again);
@@ -125,8 +125,8 @@ function Versions({ versions, reserved, plan, canary, servers, newest, done }) {
     { title: "Step", numeric: true, cell: (each) => number(each.step) },
     { title: "Made", cell: (each) => html`<${Ago} at=${each.created_at} />` },
     { title: "Size", numeric: true, cell: (each) => bytes(each.size_bytes) },
-    { title: "Files", cell: (each) => html`<span class="place">${each.location ?? (each.state === "reserved" ? "" : "the engines' first weights")}</span>` },
-    { title: "Actions", cell: (each) => html`<${Actions} record=${each} ...${{ plan, canary, servers, done }} />` },
+    { title: "Files", wide: true, cell: (each) => html`<span class="place">${each.location ?? (each.state === "reserved" ? "" : "the engines' first weights")}</span>` },
+    { title: "Actions", wide: true, cell: (each) => html`<${Actions} record=${each} ...${{ plan, canary, servers, done }} />` },
   ];
   return html`<${Card} title="Versions" note=${count(rows.length, "version")}>
     <${Table} columns=${columns} rows=${shown} rowKey=${(each) => each.version} caption="Versions, the newest first" empty="No version is registered." />
@@ -164,9 +164,10 @@ function Servers({ plan, servers, canary, done }) {
     },
     { title: "Version", numeric: true, cell: (each) => each.version ?? "–" },
     { title: "Calls", numeric: true, cell: (each) => figure(each.in_flight) },
-    { title: "Error", cell: (each) => each.error && html`<span class="error-text">${each.error}</span>` },
+    { title: "Error", rare: true, wide: true, cell: (each) => each.error && html`<span class="error-text">${each.error}</span>` },
     {
       title: "Actions",
+      wide: true,
       cell: (each) => {
         const { id } = each;
         const others = servers.filter((other) => other !== each && able(other)).length;

@@ -15,7 +15,7 @@ export function Push({ push, results }) {
     { title: "Serves", numeric: true, cell: (each) => each.version_served ?? "–" },
     { title: "Paused", numeric: true, cell: (each) => duration(each.paused_s) },
     { title: "Took", numeric: true, cell: (each) => duration(each.total_s) },
-    { title: "Error", cell: (each) => each.error && html`<span class="error-text">${each.error}</span>` },
+    { title: "Error", rare: true, wide: true, cell: (each) => each.error && html`<span class="error-text">${each.error}</span>` },
   ];
   const words = push.state === "pushing" ? `${proved} of ${results.length} servers have proved it.` : html`Ended <${Ago} at=${push.ended_at} />.`;
   return html`<${Card} title=${`Push of version ${push.version}`} tools=${html`<${Badge} tone=${PUSH_TONES[push.state]}>${push.state}<//>`}
@@ -44,9 +44,9 @@ export function PushHistory({ pushes }) {
     { title: "End", cell: (each) => html`<${Badge} tone=${PUSH_TONES[each.state]}>${each.state}<//>` },
     { title: "Took", numeric: true, cell: (each) => duration(each.ended_at - each.started_at) },
     { title: "When", cell: (each) => html`<${Ago} at=${each.ended_at} />` },
-    { title: "Error", cell: (each) => each.error && html`<span class="error-text">${each.error}</span>` },
+    { title: "Error", rare: true, wide: true, cell: (each) => each.error && html`<span class="error-text">${each.error}</span>` },
   ];
   return html`<${Card} title="Last pushes">
-    <${Table} columns=${columns} rows=${pushes.slice(0, 10)} rowKey=${(each) => each.id} caption="The last pushes, the newest first" empty="No push has ended yet." />
+    <${Table} columns=${columns} rows=${pushes.slice(0, 6)} rowKey=${(each) => each.id} caption="The last pushes, the newest first" empty="No push has ended yet." />
   <//>`;
 }

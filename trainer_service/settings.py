@@ -10,6 +10,8 @@ from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceS
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.model.settings import ModelSettings
 
+RecordedTokens = Literal["none", "advantages", "all"]
+
 
 class GuardSettings(BaseModel):
     """Section `trainer.guards`: the limits beyond which a guard raises an alarm, and what happens then. A
@@ -132,6 +134,9 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
     keep_policies: int = Field(4, ge=2)
+    record_tokens: RecordedTokens = "all"
+    """What is stored of each trained token, for `GET /sessions/{id}?tokens=true`. advantages: its advantage.
+    all: also the ratio of its probability under the trainer's weights to that under the engine's."""
     paused_traffic: Literal["record", "discard", "refuse"] = "record"
     """What happens to sessions for training while the training is paused or held. record: they wait for the
     next step. discard: they end without training. refuse: the gateway opens no new ones."""

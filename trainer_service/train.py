@@ -77,7 +77,7 @@ class Trainer:
         self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state)
         self._memory = memory or DeviceMemory((), heartbeat)
         self._attempts = StepAttempts.beside(settings.checkpoint_dir)
-        parts = (self._attempts, teacher, intake.shown)
+        parts = (self._attempts, teacher, intake.shown, settings.record_tokens)
         self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, *parts)
         self._stopwatch = watch = Stopwatch()
         contents = Contents(self._state, intake.evaluations.state, self._recoveries.wanted, self._acknowledge)
@@ -204,10 +204,11 @@ class Trainer:
                 raise Diverged(f"step {self.step + 1}, {values.diverged}")
             return None
         self.step += 1
-        self.version = version
+        base, self.version = self.version, version
         self._heartbeat.note(self.step, self.version)
-        self._cycle.add(LedgerStep.of(self.step, self.version, scored.rows))
-        return values | self._intake.mark_trained(scored.groups, scored.rows, self.step, self.version)
+        self._cycle.add(made := LedgerStep.of(self.step, self.version, scored.rows))
+        trained = made.from_base(base), self._groups.records
+        return values | self._intake.mark_trained(scored.groups, scored.rows, *trained)
 
     def _try_alone(self, algorithm: AlgorithmSettings, screened: ScreenedGroup) -> None:
         """Compute the gradient of one group, which may end the process."""

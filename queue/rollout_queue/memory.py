@@ -19,10 +19,11 @@ from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, total
 from rollout_queue.contract.verdicts import DELETED, expiry
 from rollout_queue.memory_groups import join_group, may_describe, members_of, progress_of_group
 from rollout_queue.memory_images import MemoryImages
+from rollout_queue.memory_steps import MemorySteps, with_turn_verdict
 
 
 @dataclass
-class MemoryStream(MemoryImages):
+class MemoryStream(MemoryImages, MemorySteps):
     """StreamWriter, StreamReader and StreamDeleter of one stream."""
 
     heads: dict[str, SessionHead] = field(default_factory=dict)
@@ -34,7 +35,6 @@ class MemoryStream(MemoryImages):
     trainer: dict[str, str | int | float] = field(default_factory=dict)
     tombstones: dict[str, Tombstone] = field(default_factory=dict)
     deleted_users: set[str] = field(default_factory=set)
-    reserved: int = -1
     taken_over: bool = False
     """A test sets this. The trainer's end then behaves as if another trainer had claimed the lease."""
     _waiting: list[Entry] = field(default_factory=list)
@@ -232,14 +232,14 @@ class MemoryStream(MemoryImages):
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
         self.confirm()
-        for session_id, verdict in verdicts.sessions.items():
-            if session_id in self.heads:
-                self._close(session_id, verdict)
+        for session_id in verdicts.sessions.keys() & self.heads.keys():
+            self._close(session_id, verdicts.sessions[session_id])
         for (session_id, turn_id), verdict in verdicts.turns.items():
-            if session_id in self.heads:
-                known = self.heads[session_id].turn_verdicts
-                self._recount("turn", known.get(turn_id), verdict)
-                self._change(session_id, turn_verdicts={**known, turn_id: verdict})
+            if (head := self.heads.get(session_id)) is not None:
+                self._recount("turn", head.turn_verdicts.get(turn_id), verdict)
+                tokens = verdicts.tokens.get((session_id, turn_id))
+                self.heads[session_id] = with_turn_verdict(head, turn_id, verdict, tokens)
+        self.keep_steps(verdicts.steps)
         for entry_id in entry_ids:
             self._pending.pop(entry_id, None)
 

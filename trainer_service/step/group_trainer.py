@@ -19,6 +19,7 @@ from trainer_service.groups.comparison import Baselines, updated_baselines, with
 from trainer_service.groups.screening import ScreenedGroup, with_verdict, without_sessions
 from trainer_service.rows.images import ShownRows
 from trainer_service.rows.rows import Row
+from trainer_service.settings import RecordedTokens
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.step.early_groups import EarlyGroups
 from trainer_service.step.memory_limit import OutOfMemory, first_too_long
@@ -71,9 +72,11 @@ class GroupTrainer:
         attempts: StepAttempts,
         teacher: TeacherClient | None,
         images: Callable[[Sequence[Row]], ShownRows[Row]],
+        recorded: RecordedTokens = "none",
     ) -> None:
-        """`images` gives rows the bytes of their images."""
+        """`images` gives rows the bytes of their images. `recorded` is what steps record of each token."""
         self._policy, self._algorithm, self._heartbeat = policy, algorithm, heartbeat
+        self._recorded = recorded
         self._attempts = attempts
         self._early = EarlyGroups(policy)
         self._teacher, self._images = teacher, images
@@ -96,6 +99,13 @@ class GroupTrainer:
     def discard_early(self) -> None:
         """Forget what was learned for the next step: the weights become others."""
         self._early.discard()
+
+    @property
+    def records(self) -> Mapping[tuple[str, str], bytes]:
+        """The packed `TrainedTokens` of the last step's turns, by session id and turn id, if they are
+        recorded."""
+        found = () if self._recorded == "none" else self._policy.records
+        return {(each.session_id, each.turn_id): each.packed for each in found}
 
     @property
     def early_group_ids(self) -> Collection[str]:
@@ -245,7 +255,8 @@ class GroupTrainer:
 
     def _request(self, rows: Sequence[Row], version: int, algorithm: AlgorithmSettings) -> StepRequest:
         algorithm = algorithm.with_kl_coefficient(self._kl_coefficient)
-        return StepRequest(rows, version, algorithm, partial(self._heartbeat.beat, "training"))
+        beat = partial(self._heartbeat.beat, "training")
+        return StepRequest(rows, version, algorithm, beat, self._recorded)
 
 
 def _parted(

@@ -36,6 +36,8 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     outcome: Outcome | None = None
     verdict: Verdict | None = None
     turn_verdicts: Mapping[str, Verdict] = {}
+    trained_tokens: Mapping[str, bytes] = {}
+    """The packed `TrainedTokens` of trained turns, by turn id."""
     beaten_at: float = 0.0
     """The time of the last heartbeat, seconds since the epoch; 0 if there was none."""
     stored: bool = True

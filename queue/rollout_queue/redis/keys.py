@@ -18,6 +18,10 @@ VERDICTS = "weir:verdicts"
 """Hash: how many sessions and turns ended with which verdict ("session:trained", "turn:stale", …)."""
 SETTLED = "weir:settled"
 """Sorted set: session with a verdict, by the time of the verdict, in ms by the stream's clock (SETTLE)."""
+TRAINED = "weir:trained"
+"""Sorted set: trained session, by the version that its step made."""
+STEPS = "weir:steps"
+"""Sorted set: durable step, JSON (`TrainedStep`), by the version that it made; the last ones."""
 FORGOTTEN = "weir:forgotten"
 """Hash: how many of the sessions and turns that VERDICTS counts were removed by retention ("session:trained",
 "turn:stale", …); and how many trained tokens they had ("tokens:trained")."""
@@ -95,9 +99,10 @@ def page_session(token_digest: str) -> str:
 
 def session(session_id: str) -> str:
     """Hash of one session: `spec`, `outcome`, `verdict`, `t:{turn}`, `r:{reward key}`, `v:{turn}`, and
-    `q:{request}` once a retry of that request is among the turns; `beat`, the last heartbeat; `magnitude`,
-    the sum of its rewards' magnitudes. A session that was described late (DESCRIBE) has its time to live,
-    `ttl`, what its outcome must say, `terms`, and the record of its group, `joined`."""
+    `n:{turn}`, what a step used of a trained turn's tokens (`TrainedTokens`); `q:{request}` once a retry of
+    that request is among the turns; `beat`, the last heartbeat; `magnitude`, the sum of its rewards'
+    magnitudes. A session that was described late (DESCRIBE) has its time to live, `ttl`, what its outcome
+    must say, `terms`, and the record of its group, `joined`."""
     return f"weir:s:{session_id}"
 
 

@@ -57,9 +57,9 @@ def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead
 
 
 async def fields_without_turns(redis: Redis, key: str) -> dict[bytes, bytes]:
-    """The fields of a session's hash, except its turns and their verdicts. Raises StorageUnavailable."""
+    """The fields of a session's hash, except those of its turns. Raises StorageUnavailable."""
     names: list[bytes] = await stored(redis.hkeys(key))
-    others = [name for name in names if name[:2] not in (b"t:", b"v:", b"q:")]
+    others = [name for name in names if name[:2] not in (b"t:", b"v:", b"n:", b"q:")]
     values: list[bytes | None] = await stored(redis.hmget(key, others)) if others else []
     return {name: value for name, value in zip(others, values, strict=True) if value is not None}
 
@@ -71,6 +71,7 @@ def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
     turns: list[Turn] = []
     rewards: list[Reward] = []
     turn_verdicts: dict[str, Verdict] = {}
+    trained_tokens: dict[str, bytes] = {}
     for field, value in fields.items():
         match field[:2]:
             case b"t:":
@@ -79,6 +80,8 @@ def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
                 rewards.append(cast(Reward, decode(value)))
             case b"v:":
                 turn_verdicts[field[2:].decode()] = msgspec.json.decode(value, type=Verdict)
+            case b"n:":
+                trained_tokens[field[2:].decode()] = value
     outcome, verdict = fields.get(b"outcome"), fields.get(b"verdict")
     return SessionHead(
         spec=decode_spec(fields[b"spec"]),
@@ -87,5 +90,6 @@ def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
         outcome=cast(Outcome, decode(outcome)) if outcome else None,
         verdict=msgspec.json.decode(verdict, type=Verdict) if verdict else None,
         turn_verdicts=turn_verdicts,
+        trained_tokens=trained_tokens,
         beaten_at=float(fields.get(b"beat", 0)),
     )

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import ListedSession, ListPosition
+from rollout_queue.contract.listing import ALL_SESSIONS, ListedSession, ListPosition, ListScope
 from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
@@ -103,11 +103,17 @@ class StreamWriter(Protocol):
         ...
 
     async def sessions(
-        self, after: ListPosition, count: int, wanted: Callable[[SessionSpec], bool] = lambda _: True
+        self,
+        after: ListPosition,
+        count: int,
+        wanted: Callable[[SessionSpec], bool] = lambda _: True,
+        scope: ListScope = ALL_SESSIONS,
     ) -> Sequence[ListedSession]:
-        """Up to `count` sessions after a position, oldest first. Deleted sessions keep their position.
+        """Up to `count` sessions after a position, in the order of `scope`. Deleted sessions keep their
+        position.
 
-        A session whose spec `wanted` refuses is not read, and is None in the list.
+        A session whose spec `wanted` refuses is not read, and is None in the list. The scope may leave out
+        sessions of other groups and users, and need not.
         """
         ...
 

@@ -101,8 +101,8 @@ def session(session_id: str) -> str:
     """Hash of one session: `spec`, `outcome`, `verdict`, `t:{turn}`, `r:{reward key}`, `v:{turn}`, and
     `n:{turn}`, what a step used of a trained turn's tokens (`TrainedTokens`); `q:{request}` once a retry of
     that request is among the turns; `beat`, the last heartbeat; `magnitude`, the sum of its rewards'
-    magnitudes. A session that was described late (DESCRIBE) has its time to live, `ttl`, what its outcome
-    must say, `terms`, and the record of its group, `joined`."""
+    magnitudes; `turns`, sums over its turns (`TurnSums`). A session that was described late (DESCRIBE) has its
+    time to live, `ttl`, what its outcome must say, `terms`, and the record of its group, `joined`."""
     return f"weir:s:{session_id}"
 
 

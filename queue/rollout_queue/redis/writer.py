@@ -14,7 +14,7 @@ from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, SessionClosed, StorageUnavailable, UserDeleted
 from rollout_queue.contract.head import SessionHead, with_terms
-from rollout_queue.contract.listing import ListedSession, ListPosition
+from rollout_queue.contract.listing import ALL_SESSIONS, ListedSession, ListPosition, ListScope
 from rollout_queue.contract.progress import GroupProgress, group_progress
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import NO_IMAGES
@@ -26,7 +26,7 @@ from rollout_queue.redis.connection.pipelined import PipelinedConnection
 from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.connection.writer_connection import ConnectionFactory
 from rollout_queue.redis.heads.cache import CACHE_BYTES, HeadCache
-from rollout_queue.redis.heads.listing import positions_after, wanted_heads
+from rollout_queue.redis.heads.listing import positions_in, wanted_heads
 from rollout_queue.redis.heads.reading import fields_without_turns, read_head, reading
 from rollout_queue.redis.heads.session_heads import SessionHeads
 from rollout_queue.redis.progress import progress_of
@@ -141,10 +141,15 @@ class RedisWriter:
         return None if known is None else known.head
 
     async def sessions(
-        self, after: ListPosition, count: int, wanted: Callable[[SessionSpec], bool] = lambda _: True
+        self,
+        after: ListPosition,
+        count: int,
+        wanted: Callable[[SessionSpec], bool] = lambda _: True,
+        scope: ListScope = ALL_SESSIONS,
     ) -> Sequence[ListedSession]:
-        positions = await positions_after(self._redis, after, count)
-        heads, gone = await wanted_heads(self._redis, [each.session_id for each in positions], wanted)
+        positions = await positions_in(self._redis, after, count, scope)
+        names = [each.session_id for each in positions]
+        heads, gone = await wanted_heads(self._redis, names, wanted, turns=scope.turns)
         tombstones = await self._tombstones(gone)
         found: dict[str, SessionHead | Tombstone] = {**tombstones, **heads}
         return [ListedSession(position, found.get(position.session_id)) for position in positions]

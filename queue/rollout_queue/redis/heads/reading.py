@@ -12,6 +12,7 @@ from rollout_queue.contract.codec import decode, decode_spec
 from rollout_queue.contract.errors import InvalidRecord, StorageUnavailable, UnknownSchema
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, Reward, Turn, Verdict
+from rollout_queue.contract.turn_parts.sums import TurnSums, decode_sums
 from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
@@ -93,3 +94,18 @@ def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
         trained_tokens=trained_tokens,
         beaten_at=float(fields.get(b"beat", 0)),
     )
+
+
+def read_summary(fields: Mapping[bytes, bytes], turns: int) -> SessionHead | None:
+    """A head without its turns, from the other fields of its hash, which has `turns` turns.
+
+    None when the hash has no spec. Raises InvalidRecord also if the sums are not those of all turns, because
+    a process of an older build appended some of them.
+    """
+    head = read_head(fields)
+    if head is None:
+        return None
+    sums = decode_sums(fields[b"turns"]) if b"turns" in fields else TurnSums()
+    if sums.turns != turns:
+        raise InvalidRecord(f"the sums are of {sums.turns} turns, and the session has {turns}")
+    return msgspec.structs.replace(head, unread=sums)

@@ -1,43 +1,8 @@
 """The message that a recorded turn's tokens mean, with the names of chat completions."""
 
-from typing import Literal
-
-from typing_extensions import TypedDict
-
 from gateway.language.render import ChatRenderer
+from gateway.rest.turns.shapes import MessageShape, ToolCallShape
 from rollout_queue.contract.records import Turn
-
-
-class FunctionShape(TypedDict):
-    name: str
-    arguments: str
-    """As the model wrote them; they may not be JSON."""
-
-
-class ToolCallShape(TypedDict):
-    id: str
-    type: Literal["function"]
-    function: FunctionShape
-
-
-class ImageShape(TypedDict):
-    """An image that a turn's prompt shows, and its place among the turn's `context_ids`."""
-
-    sha256: str
-    start: int
-    end: int
-    width: int
-    height: int
-    grid: list[int]
-
-
-class MessageShape(TypedDict):
-    """An answer, with the names of chat completions."""
-
-    role: Literal["assistant"]
-    content: str
-    reasoning_content: str | None
-    tool_calls: list[ToolCallShape]
 
 
 def message_of(turn: Turn, renderer: ChatRenderer) -> MessageShape:

@@ -10,7 +10,7 @@ rerendered   the agent only added messages, but the chat template changed the to
 
 from collections import Counter
 
-from gateway.rest.shapes import Drift
+from gateway.rest.turns.shapes import Drift
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn
 

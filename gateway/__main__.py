@@ -18,6 +18,7 @@ from rollout_queue.http.server import LAST_WORDS_S, serve
 from rollout_queue.http.workers.parent import run_workers
 from rollout_queue.http.workers.worker import Worker, bound_sockets, end_with_parent
 from rollout_queue.settings import CONFIG_VARIABLE
+from rollout_queue.signals.log_start import begin_log
 
 logger = logging.getLogger("gateway")
 
@@ -39,9 +40,8 @@ def main() -> None:
         os.environ[CONFIG_VARIABLE] = arguments.config
     if arguments.workers is not None:
         os.environ["WEIR_GATEWAY__WORKERS"] = str(arguments.workers)
-    name = "" if arguments.worker is None else f" worker {arguments.worker}"
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s{name} %(levelname)s %(name)s %(message)s")
     settings = GatewaySettings()
+    begin_log(settings, "" if arguments.worker is None else f"worker {arguments.worker}")
     try:
         keys = ApiKeys(configured_keys(settings))
     except WrongKeyFile as error:
@@ -90,6 +90,7 @@ def serve_gateway(settings: GatewaySettings, worker: Worker | None = None) -> No
         app.leave,
         bounds=settings.connections,
         end_requests=app.end_calls,
+        access_log=settings.access_log,
         sockets=None if worker is None else bound_sockets(settings.host, settings.port, shared=True),
     )
 

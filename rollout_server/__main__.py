@@ -27,7 +27,14 @@ def main() -> None:
     except (DirectoryTaken, OSError) as error:
         raise SystemExit(f"rollout_server.weights_dir: {error}") from error
     server = build_server(settings, find_device(settings.engine_device), claim.directory)
-    serve(create_app(server, keyring), settings.host, settings.port, LAST_ANSWERS_S, server.leave)
+    serve(
+        create_app(server, keyring),
+        settings.host,
+        settings.port,
+        LAST_ANSWERS_S,
+        server.leave,
+        access_log=settings.access_log,
+    )
 
 
 def _refuse_what_cannot_work(settings: RolloutServerSettings) -> None:

@@ -28,6 +28,8 @@ from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.settings import CONFIG_VARIABLE
+from rollout_queue.signals.access_log import AccessLog
+from rollout_queue.signals.log_start import begin_log
 from trainer_service.app import HttpThread, create_app
 from trainer_service.commands.ranks import follow_models
 from trainer_service.commands.serving import train_by_commands
@@ -69,10 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.config:
         os.environ[CONFIG_VARIABLE] = given.config
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     os.environ |= joined(os.environ, torch.cuda.device_count())
     settings = TrainerSettings()
+    begin_log(settings, f"rank {own_rank()}" if own_rank() else "")
     settings = resolved(settings, find_gpu(settings), own_ranks())
     if own_rank() > 0:
         by_commands = settings.source == "commands"
@@ -117,7 +118,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     client = httpx.Client(base_url=settings.gateway_url, headers=headers)
     with (
         lock_directory(settings.checkpoint_dir),
-        HttpThread(app, settings.host, settings.port),
+        HttpThread(AccessLog(app) if settings.access_log else app, settings.host, settings.port),
         closing(sender) if sender is not None else nullcontext(),
         redis,
         lease_redis,

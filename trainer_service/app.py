@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Gauge
+from starlette.types import ASGIApp
 
 from rollout_queue.contract.policies.policy import MANIFEST
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
@@ -239,11 +240,12 @@ def _published_file(store: PolicyStore, version: int, name: str) -> Path:
 class HttpThread:
     """Serves the app on a thread, as long as the `with` block runs."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         config = uvicorn.Config(
             app,
             host=host,
             port=port,
+            log_config=None,
             log_level="warning",
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from rollout_queue.signals.log_ids import begin_log_ids, log_ids
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.guards import Alarm
 from trainer_service.groups.screening import ScreenedGroup
@@ -51,8 +52,8 @@ class Trainer:
     """Runs the loop on the main thread. The HTTP thread reaches it only through `shared_state`.
 
     `policy` is the model on all ranks, driven by rank 0. `heartbeat` reports the trainer to Redis, and
-    confirms the lease: only one trainer at a time trains. `teacher` scores the sampled tokens with a better
-    model. `memory` is the device's; engines may use it between steps.
+    confirms the lease: only one trainer trains. `teacher` scores the sampled tokens with a better model.
+    `memory` is the device's; engines may use it between steps.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Trainer:
     def run(self) -> None:
         """Train until told to stop, then save everything that was trained in a checkpoint."""
         try:
+            begin_log_ids()
             self.start()
             while not self._shared_state.stopping:
                 self.run_once()
@@ -192,7 +194,7 @@ class Trainer:
         if not scored.rows:
             return None
         # Before the step, because nothing may fail between new weights and their number.
-        version = self._numbers.reserve_after(self.version)
+        version, log_ids().step = self._numbers.reserve_after(self.version), self.step + 1
         with self._memory.held(self._policy), self._stopwatch.timed("train"):
             self._report("training")
             values = self._groups.step(scored, self.version, algorithm)

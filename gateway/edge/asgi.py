@@ -26,6 +26,7 @@ from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from gateway.sessions.identity import Identities
 from rollout_queue.http.errors import ApiError, request_id_of
 from rollout_queue.http.keys import presented_key
+from rollout_queue.signals.log_ids import begin_log_ids
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +100,11 @@ class EdgeApp:
                 return
             session_id, path = _split(scope["path"])
             if (endpoint := self.endpoints.get(path)) is not None:
+                prefix = "" if session_id is None else "/sessions/{session_id}"
+                scope.setdefault("state", {})["path_template"] = prefix + path
                 await self._serve(endpoint, session_id, scope, receive, send)
             else:
+                scope.setdefault("state", {})["session_id"] = session_id
                 await self._serve_rest(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -147,6 +151,7 @@ class EdgeApp:
     ) -> None:
         headers = headers_of(scope)
         request_id = request_id_of(headers.get("x-request-id", ""))
+        begin_log_ids(request_id, session_id)
         figures = endpoint.figures
         reply = Reply(send, request_id, figures, last=self.leaving)
         figures.in_flight += 1

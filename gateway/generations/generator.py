@@ -36,6 +36,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import PastThoughts, ReasoningEffort
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.signals.log_ids import of_turn
 
 T = TypeVar("T")
 ENCODERS = 2
@@ -187,7 +188,8 @@ class Generator:
             generation.note_engine(works)
 
         try:
-            await self._sampler.sample(self._sample_request(generation), take, note)
+            with of_turn(generation.turn_id):
+                await self._sampler.sample(self._sample_request(generation), take, note)
         except GatewayError as error:
             if generation.trial is not None and isinstance(error, EngineFault | NoServer):
                 self._canary.failed(generation.trial)

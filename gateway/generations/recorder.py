@@ -23,6 +23,7 @@ from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClos
 from rollout_queue.contract.records import Finish, Turn
 from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.signals.log_ids import of_turn
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +121,10 @@ class Recorder:
     async def _append(self, turn: Turn, generation: Generation) -> None:
         started, head, images = perf_counter(), generation.head, generation.call.images
         spec, opening = head.spec, None if head.stored else head.spec
-        turn = await self._writer.append_turn(
-            turn, turn.finished_at + spec.ttl_s, spec.owner, opening, images
-        )
+        with of_turn(turn.turn_id):
+            turn = await self._writer.append_turn(
+                turn, turn.finished_at + spec.ttl_s, spec.owner, opening, images
+            )
         self._metrics.turn_recorded(turn, perf_counter() - started)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -15,6 +15,7 @@ from gateway.errors import NotPermitted, UnknownCaller
 from gateway.keys.api_keys import ApiKeys
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.http.keys import Role, digest, presented_key
+from rollout_queue.signals.log_ids import log_ids
 
 PREFIX = "sess-"
 TINKER_PREFIX = "tml-"
@@ -117,6 +118,7 @@ class Identities:
             session_id = self._session_of(key)
             if session_id is None:
                 raise UnknownCaller("the session key is not valid")
+            log_ids().key = "session"
             return Caller("client", "", session_id)
         if self.keys.open:
             return Caller("admin", "")
@@ -137,6 +139,7 @@ class Identities:
         if (known := self.keys.find(presented)) is None:
             return None
         self.keys.note_use(known)
+        log_ids().key = known.name
         if known.role == "admin":
             return Caller("admin", "", key=known.name)
         return Caller("client", known.owner, key=known.name, former=presented)

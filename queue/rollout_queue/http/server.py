@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from rollout_queue.http.bounded_protocol import BoundedProtocol
 from rollout_queue.http.connections import ConnectionBounds, ConnectionCount, allow_files
+from rollout_queue.signals.access_log import AccessLog
 
 KEEP_ALIVE_S = 75
 """Clients keep an idle connection for less time (httpx and openai 5 s, aiohttp 15 s). So the client closes
@@ -35,6 +36,7 @@ def serve(
     end_requests: Callable[[], None] | None = None,
     sockets: Sequence[socket.socket] | None = None,
     loop: Literal["uvloop", "asyncio"] = "uvloop",
+    access_log: bool = False,
 ) -> None:
     """Listen until SIGTERM; then call `leave`, finish requests in flight, and exit with 0.
 
@@ -52,7 +54,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     count = ConnectionCount(allow_files(bounds or ConnectionBounds()))
     config = uvicorn.Config(
-        app,
+        AccessLog(app) if access_log else app,
         host=host,
         port=port,
         loop=loop,

@@ -1,0 +1,68 @@
+"""The ids that each log line of a request or a step carries.
+
+request ──▶ LogIds in a context variable ──▶ every log line of its task, and of the tasks that it starts
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+MOST_CHARACTERS = 256
+"""Of one id in a log line: a session id may come from a client."""
+
+
+class LogIds:
+    """What is known so far of the present work. The parts that find out more write it here."""
+
+    __slots__ = ("key", "request_id", "session_id", "step", "turn_id")
+
+    def __init__(self, request_id: str | None = None, session_id: str | None = None) -> None:
+        self.request_id = request_id
+        self.session_id = session_id
+        self.turn_id: str | None = None
+        self.step: int | None = None
+        self.key: str | None = None
+        """The name of the caller's key; for the access log alone."""
+
+    def fields(self) -> dict[str, str | int]:
+        """The ids that are known, by the names that they have in a log line."""
+        found = {
+            "request_id": self.request_id,
+            "session_id": self.session_id,
+            "turn_id": self.turn_id,
+            "step": self.step,
+        }
+        return {
+            name: value if isinstance(value, int) else value[:MOST_CHARACTERS]
+            for name, value in found.items()
+            if value is not None
+        }
+
+
+_ids: ContextVar[LogIds | None] = ContextVar("log_ids", default=None)
+
+
+def begin_log_ids(request_id: str | None = None, session_id: str | None = None) -> LogIds:
+    """The ids of a request that begins, or of a thread's work."""
+    ids = LogIds(request_id, session_id)
+    _ids.set(ids)
+    return ids
+
+
+def log_ids() -> LogIds:
+    """The ids of the present work. Without any, new ones that no other line has."""
+    return _ids.get() or LogIds()
+
+
+@contextmanager
+def of_turn(turn_id: str) -> Iterator[None]:
+    """Log lines in the block carry this turn's id. Turns of one call may be made concurrently."""
+    former = log_ids()
+    own = LogIds(former.request_id, former.session_id)
+    own.step, own.key, own.turn_id = former.step, former.key, turn_id
+    token = _ids.set(own)
+    former.turn_id = former.turn_id or turn_id
+    try:
+        yield
+    finally:
+        _ids.reset(token)

@@ -10,6 +10,7 @@ from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.policies.canary import CanaryGates, Sticky
 from rollout_queue.contract.records import ReasoningEffort, SamplingMode
 from rollout_queue.http.connections import ConnectionBounds
+from rollout_queue.redis.client.settings import WriterRedisSettings
 from rollout_queue.redis.heads.cache import CACHE_BYTES
 from rollout_queue.settings import CommaSeparated, ServiceSettings
 
@@ -106,7 +107,7 @@ class CanarySettings(BaseModel):
         return CanaryGates(**(self.model_dump(exclude={"share", "sticky"}) | others))
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(ServiceSettings, WriterRedisSettings):
     """Section `gateway` of weir.yaml."""
 
     section: ClassVar[str] = "gateway"
@@ -118,7 +119,6 @@ class GatewaySettings(ServiceSettings):
     bodies, answers in the background and cached sessions. `--workers` counts first."""
     public_url: str | None = None
     """The address that agents use, in `base_url` of new sessions; default: the address of the request."""
-    redis_url: str = "redis://127.0.0.1:6379/0"
     redis_connection: Literal["pipelined", "pooled"] = "pipelined"
     """How turns are written to Redis: over one connection that all calls share, or by redis-py's own client,
     which takes more CPU time per call."""

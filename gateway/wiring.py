@@ -47,6 +47,8 @@ from gateway.settings import GatewaySettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 from rollout_queue.redis import keys
+from rollout_queue.redis.client.opening import open_async_redis
+from rollout_queue.redis.connection.replicas import Replication
 from rollout_queue.redis.deletion import RedisDeleter
 from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 
@@ -122,9 +124,12 @@ async def opened(
 
 
 async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics) -> GatewayParts:
-    redis = Redis.from_url(settings.redis_url, socket_connect_timeout=2, socket_timeout=10)
+    redis = open_async_redis(settings, timeout_s=10)
     writer = RedisWriter(
-        redis, CONNECTIONS[settings.redis_connection], head_cache_bytes=settings.session_cache_bytes
+        redis,
+        CONNECTIONS[settings.redis_connection],
+        head_cache_bytes=settings.session_cache_bytes,
+        replication=Replication(settings.redis_wait_replicas, settings.redis_wait_timeout_s),
     )
     engine = EngineClient(transport_of(settings.engine_http, settings.engine_timeout_s))
     key_store = KeyStore(redis)

@@ -24,6 +24,9 @@ from redis.retry import Retry
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.http.addresses import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
 from rollout_queue.http.keys import Keyring, refuse_open_binding
+from rollout_queue.redis.client.address import read_address
+from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
@@ -110,9 +113,9 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     store, sender = _policy_store(settings), _tensor_sender(settings)
     app = create_app(shared_state, checkpoints.ledger, store, keyring, registry, sender)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
-    redis = connect(settings.redis_url)
+    redis = connect(settings)
     # The lease has its own connection: when a call on it times out, the lease is still valid for a retry.
-    lease_redis = connect(settings.redis_url, settings.lease_s / 3)
+    lease_redis = connect(settings, settings.lease_s / 3)
     lease = Lease(lease_redis, settings.lease_s)
     headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
     client = httpx.Client(base_url=settings.gateway_url, headers=headers)
@@ -245,18 +248,24 @@ def own_url(settings: TrainerSettings) -> str:
     wildcard = LOOPBACK_ADDRESS
     if settings.host in WILDCARDS:
         with suppress(OSError):
-            wildcard = address_towards(settings.redis_url)
+            wildcard = _address_towards_redis(settings)
     return http_url(settings.host, settings.port, wildcard)
 
 
-def connect(redis_url: str, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:
+def _address_towards_redis(settings: RedisSettings) -> str:
+    """Raises OSError."""
+    nodes = read_address(settings.redis_url).nodes
+    return address_towards(http_url(*nodes[0])) if nodes else LOOPBACK_ADDRESS
+
+
+def connect(settings: RedisSettings, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:
     """A client whose calls time out if Redis does not answer. The trainer then reports this, and tries again.
 
     The client repeats no call by itself, even if the URL asks for that. When the answer of a read is lost,
     Redis counts the entries in it as delivered, and a repeated read would skip them.
     """
     once = Retry(NoBackoff(), 0)
-    return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=timeout_s, retry=once)
+    return open_redis(settings, timeout_s, retry=once)
 
 
 def _open_stream(redis: Redis, lease: Lease, shared_state: SharedState, retry_s: float) -> RedisReader | None:

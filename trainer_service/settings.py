@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
+from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.model.settings import ModelSettings
@@ -86,7 +87,7 @@ class CollectiveSettings(BaseModel):
     engines receive the former one, and at most so long for a bucket."""
 
 
-class TrainerSettings(ServiceSettings, ModelSettings):
+class TrainerSettings(ServiceSettings, RedisSettings, ModelSettings):
     """Section `trainer` of weir.yaml."""
 
     section: ClassVar[str] = "trainer"
@@ -101,7 +102,6 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     public_url: str | None = None
     """Where gateways reach the trainer; null means http://host:port. If `host` is 0.0.0.0, the URL has
     the address from which this machine reaches Redis."""
-    redis_url: str = "redis://127.0.0.1:6379/0"
     gateway_url: str = "http://127.0.0.1:8000"
     client_keys: CommaSeparated = []
     """The clients' keys. The trainer answers them with 403, and unknown keys with 401."""

@@ -18,7 +18,7 @@ from weir.env.commands import app as env_commands
 from weir.errors import StackError
 from weir.stack import down as stopping
 from weir.stack import state, supervisor
-from weir.stack.settings import PYTHON, StackSettings, service_field
+from weir.stack.settings import PYTHON, StackSettings, redis_access, service_field
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 app.add_typer(env_commands, name="env")
@@ -26,6 +26,8 @@ console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)
 
 DEMO_RUN_DIR = Path("run/demo")
+IMPORT_TIMEOUT_S = 60.0
+"""How long Redis may take for one session."""
 Config = Annotated[
     Path | None, typer.Option("--config", help="weir.yaml to read", exists=True, dir_okay=False)
 ]
@@ -81,7 +83,7 @@ def show_status(config: Config = None, run_dir: RunDir = None) -> None:
     gateway_url = service_field("trainer", "gateway_url")
     if found is None and gateway_url is not None:
         redis_url = service_field("trainer", "redis_url") or settings.redis_url
-        rows = status.rows_elsewhere(gateway_url.rstrip("/"), redis_url, admin_key)
+        rows = status.rows_elsewhere(gateway_url.rstrip("/"), redis_access(redis_url), admin_key)
         console.print(status.table_of(rows))
         raise typer.Exit(0 if all(row.up for row in rows) else 1)
     if found is None or found.phase == "failed":
@@ -184,13 +186,12 @@ def import_sessions(
     ] = None,
 ) -> None:
     """Write exported sessions back to the queue, to be trained as if agents had just finished them."""
-    from redis import Redis
-
+    from rollout_queue.redis.client.opening import open_redis
     from weir.audit.sources import sources_of
     from weir.importing.run import import_files
 
     sources = sources_of(_settings(config, run_dir=run_dir), redis_url)
-    with Redis.from_url(sources.redis_url) as redis:
+    with open_redis(sources.redis, IMPORT_TIMEOUT_S) as redis:
         account = import_files(redis, files, as_new, strict, lambda why: errors.print(why, markup=False))
     _say(list(account.sentences()))
     if account.refused:

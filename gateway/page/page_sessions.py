@@ -43,7 +43,7 @@ class PageSessions:
         """
         token, now = secrets.token_urlsafe(32), time.time()
         session = PageSession(key_digest, secrets.token_urlsafe(32), now + self._settings.longest_s)
-        of_key = keys.PAGE_SESSIONS + key_digest
+        of_key = keys.page_sessions_of(key_digest)
         async with self._redis.pipeline(transaction=True) as beginning:
             name = keys.page_session(digest(token))
             beginning.set(name, msgspec.json.encode(session), ex=self._idle_s(session, now))
@@ -73,7 +73,7 @@ class PageSessions:
     async def end(self, token: str, session: PageSession) -> None:
         """Sign out."""
         await stored(self._redis.delete(keys.page_session(digest(token))))
-        await stored(self._redis.zrem(keys.PAGE_SESSIONS + session.key_digest, digest(token)))
+        await stored(self._redis.zrem(keys.page_sessions_of(session.key_digest), digest(token)))
 
     def _idle_s(self, session: PageSession, now: float) -> int:
         return max(1, int(min(self._settings.idle_s, session.ends_at - now)))

@@ -27,7 +27,9 @@ from pydantic_settings import (
 CONFIG_VARIABLE = "WEIR_CONFIG"
 SHORT_NAMES = frozenset(
     {
-        *("redis_url", "gateway_url", "client_keys", "admin_keys"),
+        *("redis_url", "redis_password_file", "redis_sentinel_password_file", "redis_key_prefix"),
+        *("redis_ca_file", "redis_certificate_file", "redis_key_file", "redis_check_hostname"),
+        *("gateway_url", "client_keys", "admin_keys"),
         *("model_path", "model_name", "engines", "router_replay"),
         *("log_format", "access_log"),
     }
@@ -80,7 +82,12 @@ class ServiceSettings(BaseSettings):
     """The form of the log: lines of text, or one JSON object a line."""
     access_log: bool = False
     """Log a line for each request that was served."""
-    model_config = SettingsConfigDict(extra="forbid", env_nested_delimiter="__", protected_namespaces=())
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        env_nested_delimiter="__",
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # an input may be a secret
+    )
 
     @classmethod
     def settings_customise_sources(

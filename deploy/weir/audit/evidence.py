@@ -15,6 +15,7 @@ from redis.exceptions import RedisError, ResponseError
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
 from rollout_queue.redis import keys
+from rollout_queue.redis.client.opening import open_redis
 from weir.audit.facts import ClientAnswer, Evidence, GroupFact, SessionFact, StreamFact
 from weir.audit.heads import UNREADABLE, digest, field_of, session_fact
 from weir.audit.ledger import EvidenceMissing, read_ledger
@@ -30,7 +31,7 @@ TIMEOUT_S = 60.0
 def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
     """Read everything once. Raises EvidenceMissing."""
     # The shapes of replies differ between RESP2 and RESP3; every server speaks RESP2.
-    redis = Redis.from_url(sources.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=5, protocol=2)
+    redis = open_redis(sources.redis, TIMEOUT_S, protocol=2)
     try:
         with redis:
             dead_letters = _dead_letters(redis)

@@ -5,12 +5,13 @@ import urllib.request
 from typing import Any
 
 import msgspec
-from redis import Redis
 from redis.exceptions import RedisError
 
 from rollout_queue.protocol.errors import ErrorReply
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
+from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.redis.client.settings import RedisSettings
 from weir.stack.process import Readiness
 
 PROBE_TIMEOUT_S = 5.0
@@ -39,12 +40,12 @@ def http_ready(url: str) -> Readiness:
     return ready
 
 
-def redis_ready(url: str) -> Readiness:
+def redis_ready(settings: RedisSettings) -> Readiness:
     """A probe by PING, which Redis refuses while it loads its file."""
 
     def ready() -> str | None:
         try:
-            with Redis.from_url(url, socket_timeout=PROBE_TIMEOUT_S) as client:
+            with open_redis(settings, PROBE_TIMEOUT_S) as client:
                 client.ping()
             return None
         except RedisError as error:

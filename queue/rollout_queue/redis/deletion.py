@@ -142,7 +142,13 @@ def _deletion(
     spec = head.spec
     unread = () if head.turns else _hashes_in(fields)
     traces, numbers = traces_of(head, unread)
-    named = [keys.session(spec.session_id), keys.STREAM, keys.VERDICTS, keys.DELETED, keys.DELETING]
+    named: list[str] = [
+        keys.session(spec.session_id),
+        keys.STREAM,
+        keys.VERDICTS,
+        keys.DELETED,
+        keys.DELETING,
+    ]
     named += traces
     record = Deletion(
         session_id=spec.session_id,

@@ -71,5 +71,5 @@ def _entries(found: Any) -> list[RawEntry]:
         raise found
     if not found:
         return []
-    entries: list[RawEntry] = found[keys.STREAM.encode()] if isinstance(found, dict) else found[0][1]
+    entries: list[RawEntry] = next(iter(found.values())) if isinstance(found, dict) else found[0][1]
     return entries

@@ -61,7 +61,7 @@ class RedisForgetter:
         if not await stored(self._redis.exists(keys.SETTLED)):
             return Forgotten(verdicts, 0, "")
         age_ms = int(settled_for_s * 1000)
-        named = [keys.SETTLED, keys.STREAM]
+        named: list[str] = [keys.SETTLED, keys.STREAM]
         reply: list[Any] = await stored(self._due(named, [keys.GROUP, age_ms, most, keys.session("")]))
         before, held_by, *found = reply
         names = [name.decode() for name in found[::2]]
@@ -127,7 +127,13 @@ def _forgetting(
     """Keys and arguments of FORGET. `seen` is how many fields the session's hash had."""
     session_id, group_id = head.spec.session_id, head.spec.group_id or ""
     traces, numbers = traces_of(head)
-    named = [keys.session(session_id), keys.SETTLED, keys.SESSIONS, keys.FORGOTTEN, keys.FORGOTTEN_IDS]
+    named: list[str] = [
+        keys.session(session_id),
+        keys.SETTLED,
+        keys.SESSIONS,
+        keys.FORGOTTEN,
+        keys.FORGOTTEN_IDS,
+    ]
     named += [keys.group(group_id), keys.group_members(group_id), *traces]
     arguments: list[str | bytes | int | float] = [session_id, seen, before, keys.session(""), group_id]
     arguments += [IDS_KEPT, *numbers]

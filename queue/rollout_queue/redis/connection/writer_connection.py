@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from rollout_queue.redis.connection.replicas import Replication
+
 Argument = str | bytes | float
 Listener = Callable[[], None]
 """Called after each new connection, because a Redis that was restarted may have lost records."""
@@ -27,9 +29,14 @@ class WriterConnection(Protocol):
         """What the script answers. If Redis does not know the script, its text is sent. Raises RedisError."""
         ...
 
+    async def confirmed(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
+        """What the script answers, once as many replicas have what it wrote as this connection was told to
+        wait for. Raises RedisError; TimeoutError if the script ran, and the replicas took too long."""
+        ...
+
     async def close(self) -> None:
         """Close every connection. Callers that still wait get an error."""
         ...
 
 
-ConnectionFactory = Callable[[Redis, Listener], WriterConnection]
+ConnectionFactory = Callable[[Redis, Listener, Replication], WriterConnection]

@@ -47,7 +47,7 @@ class Descriptions:
 
 
 def _arguments(spec: SessionSpec, seen: bytes, now: float, counts: bool) -> tuple[list[str], list[Argument]]:
-    named = [keys.session(spec.session_id), keys.STREAM, keys.DEADLINES, keys.DELETED_USERS]
+    named: list[str] = [keys.session(spec.session_id), keys.STREAM, keys.DEADLINES, keys.DELETED_USERS]
     named += [keys.user_sessions(spec.user or ""), keys.FORGOTTEN_IDS, keys.UNTRAINED]
     if spec.group_id is not None:
         named += [keys.group(spec.group_id), keys.group_members(spec.group_id)]

@@ -30,7 +30,7 @@ def append_arguments(
     """Keys and arguments of APPEND_TURN; `images` has the bytes of the turn's images by hash. Numbers are
     passed as text, which hiredis packs in half the time."""
     users = _users_of(turn, opening)
-    named = [keys.session(turn.session_id), *_FIXED_KEYS, *map(keys.user_sessions, users)]
+    named: list[str] = [keys.session(turn.session_id), *_FIXED_KEYS, *map(keys.user_sessions, users)]
     shown = sorted({image.sha256 for image in turn.images})
     named += images_of(shown)
     named += continuations_of(turn, owner)

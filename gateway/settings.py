@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gateway.engine_settings import ConcurrencySettings
 from gateway.setting_groups import ImageSettings, PageSettings, TinkerSettings, WrongKeySettings
 from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.policies.canary import CanaryGates, Sticky
@@ -190,6 +191,7 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     scheduler_silence_s: float = Field(30.0, gt=0)
     """How long an engine's scheduler may neither send a token nor respond. Then its answers move to an engine
     whose scheduler responds. Set it to more than the longest forward pass takes."""
+    concurrency: ConcurrencySettings = ConcurrencySettings()
     engine_wait_s: float = 20.0
     """How long a call waits for an available engine before it gets a 503."""
     failover_patience_s: float = 180.0

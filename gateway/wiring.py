@@ -137,7 +137,8 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     identities = Identities(api_keys, await _secret(redis))
     await _read_keys(api_keys)
     admin_key = settings.admin_keys[0] if settings.admin_keys else None
-    fleet = Fleet(redis, engine, admin_key, settings.engines)
+    fleet = Fleet(redis, engine, admin_key, settings.engines, concurrency=settings.concurrency)
+    metrics.fleet.read = fleet.figures
     push_driver = PushDriver(redis, fleet, _push_bounds(settings))
     admission = Admission(settings.limits, api_keys, redis, fleet, metrics, settings.poll_every_s)
     sessions = SessionService(settings, writer, admission, identities)

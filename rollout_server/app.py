@@ -188,8 +188,7 @@ def _memory(server: RolloutServer) -> APIRouter:
 
 
 async def _status(server: RolloutServer) -> JSONResponse:
-    running, waiting = await server.load_counts()
-    engine = server.engine
+    engine, load = server.engine, await server.load()
     status = ServerStatus(
         id=server.name,
         process=server.process,
@@ -200,8 +199,9 @@ async def _status(server: RolloutServer) -> JSONResponse:
         adapters=_shapes(engine),
         engine_url=server.engine_url,
         restarts=engine.restarts,
-        running=running,
-        waiting=waiting,
+        running=load.running,
+        waiting=load.waiting,
+        kv_usage=load.kv_usage,
     )
     return JSONResponse(status.model_dump())
 

@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from gateway.engines.event_stream import EventStream, OutputChunk, engine_error
 from gateway.engines.generate_request import GenerateBody, encode
-from gateway.engines.placement import Adapter
+from gateway.engines.placement.choice import Adapter
 from gateway.engines.transports.aiohttp_transport import AiohttpTransport, engine_connector
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.engines.transports.transport import (

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.conversations.conversation import Prompt
 from gateway.engines.event_stream import OutputChunk
-from gateway.engines.placement import Wish
+from gateway.engines.placement.choice import Wish
 from gateway.engines.policies.canary_watch import Trial
 from gateway.generations.pinning import Pinned
 from gateway.language.chat_messages import Message, Tool

@@ -218,6 +218,10 @@ class Generator:
             top_logprobs=call.top_logprobs,
             experts_from=min(experts_from, default=None) if self._router_replay else None,
             cache_salt=call.cache_salt,
+            prefix=prompt.parent.engine or "" if prompt.parent else "",
+            prefix_version=prompt.parent.versions[-1].version
+            if prompt.parent and prompt.parent.versions
+            else None,
         )
 
     def _locate(self, head: SessionHead, call: Call) -> Prompt:

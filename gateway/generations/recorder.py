@@ -125,7 +125,8 @@ class Recorder:
             turn = await self._writer.append_turn(
                 turn, turn.finished_at + spec.ttl_s, spec.owner, opening, images
             )
-        self._metrics.turn_recorded(turn, perf_counter() - started)
+        prompt_tokens = len(generation.prompt.prompt_ids)
+        self._metrics.turn_recorded(turn, perf_counter() - started, prompt_tokens, generation.cached_tokens)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start work for which `close` waits; its caller need not wait."""

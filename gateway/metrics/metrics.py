@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from gateway.metrics.calls import SECONDS, CallFigures
 from gateway.metrics.collector import CacheCollector, CallCollector, DistributionCollector
 from gateway.metrics.distribution import Distribution
+from gateway.metrics.fleet_figures import FleetCollector, PromptTokens
 from rollout_queue.contract.records import Turn
 
 
@@ -29,6 +30,9 @@ class Metrics:
         self._define_turns()
         self._define_fleet()
         self._define_calls()
+        self.tokens = PromptTokens()
+        self.fleet = FleetCollector(self.tokens)
+        self.registry.register(self.fleet)
         self.refusals = self._counter("weir_refusals_total", "Calls and sessions refused with 429", "code")
         self.forgotten = self._counter(
             "weir_sessions_forgotten_total",
@@ -108,7 +112,10 @@ class Metrics:
         self.registry.register(DistributionCollector(name, text, found))
         return found
 
-    def turn_recorded(self, turn: Turn, record_s: float) -> None:
+    def turn_recorded(self, turn: Turn, record_s: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """`prompt_tokens`: of the whole prompt; `cached_tokens`: those that the engine had in its cache."""
+        self.tokens.prompt += prompt_tokens
+        self.tokens.cached += cached_tokens
         kind = turn.relation, turn.finish
         if (counter := self._turns_of.get(kind)) is None:
             counter = self._turns_of[kind] = self.turns.labels(*kind)

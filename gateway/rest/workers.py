@@ -4,6 +4,7 @@ request ──▶ one worker ── asks ──▶ the other workers, over Unix 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -22,11 +23,13 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.workers.merged_metrics import exported, merged
 from rollout_queue.http.workers.siblings import Siblings
 from rollout_queue.http.workers.worker import Worker
+from rollout_queue.protocol.status import PlacementReport
 
 logger = logging.getLogger(__name__)
 
 LIVE_PATH, METRICS_PATH, PARTS_PATH, CHANGED_PATH = "/live", "/metrics", "/parts", "/changed"
 TRAFFIC_PATH = "/traffic"
+PLACED_PATH = "/placed"
 _parts = msgspec.json.Decoder(dict[str, tuple[float, int]])
 
 
@@ -48,6 +51,9 @@ def private_app(gateway: GatewayParts, joinable: JoinableCalls) -> Starlette:
     async def traffic(_: Request) -> Response:
         return Response(msgspec.json.encode(gateway.metrics.traffic))
 
+    async def placed(_: Request) -> Response:
+        return Response(placement_of(gateway).model_dump_json())
+
     async def changed(_: Request) -> Response:
         """Read keys that an operator has changed at another worker, before the operator hears of it.
 
@@ -59,8 +65,8 @@ def private_app(gateway: GatewayParts, joinable: JoinableCalls) -> Starlette:
             logger.warning("changed keys are read at a later poll: %s", error)
         return Response()
 
-    routes = {LIVE_PATH: live, METRICS_PATH: metrics, PARTS_PATH: parts, CHANGED_PATH: changed}
-    routes |= {TRAFFIC_PATH: traffic}
+    routes = {LIVE_PATH: live, METRICS_PATH: metrics, PARTS_PATH: parts, PLACED_PATH: placed}
+    routes |= {CHANGED_PATH: changed, TRAFFIC_PATH: traffic}
     return Starlette(
         routes=[
             *(Route(path, route, methods=["POST"]) for path, route in routes.items()),
@@ -77,6 +83,32 @@ async def metrics_text(registry: CollectorRegistry, worker: Worker | None, sibli
     answers = await siblings.ask(METRICS_PATH)
     others = {number: answers.get(number) for number in siblings.numbers}
     return merged({worker.number: exported(registry), **others})
+
+
+def placement_of(gateway: GatewayParts) -> PlacementReport:
+    """Where this process sent its calls."""
+    tokens, fleet = gateway.metrics.tokens, gateway.fleet
+    return PlacementReport(
+        placed=dict(fleet.rotation.placed),
+        prompt_tokens=tokens.prompt,
+        cached_tokens=tokens.cached,
+        waiting=len(fleet.queue),
+    )
+
+
+async def placement_of_all(gateway: GatewayParts, siblings: Siblings) -> PlacementReport:
+    """Where all workers sent their calls."""
+    answers = (await siblings.ask(PLACED_PATH)).values()
+    reports = [placement_of(gateway), *(PlacementReport.read(answer) for answer in answers)]
+    placed: Counter[str] = Counter()
+    for report in reports:
+        placed.update(report.placed)
+    return PlacementReport(
+        placed=placed,
+        prompt_tokens=sum(report.prompt_tokens for report in reports),
+        cached_tokens=sum(report.cached_tokens for report in reports),
+        waiting=sum(report.waiting for report in reports),
+    )
 
 
 async def parts_of_all(figures: Mapping[str, CallFigures], siblings: Siblings) -> dict[str, TimeSpent]:

@@ -16,7 +16,8 @@ from gateway.engines.breaker import Breaker
 from gateway.engines.client import EngineClient
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer, Registration
-from gateway.engines.placement import ANY, Wish, choose_server
+from gateway.engines.placement.choice import Wish, choose_server
+from gateway.engines.rotation.rotation import WantedServer
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.errors import NoServer
 from rollout_queue.contract.policies.serving import plan_of
@@ -26,7 +27,7 @@ from tests.support.waiting import PATIENCE_S
 @dataclass
 class Busy:
     id: str
-    in_flight: int = 0
+    load: int = 0
 
 
 def placed(servers: list[Busy], sessions: int) -> dict[str, str]:
@@ -50,7 +51,7 @@ def test_an_overloaded_server_keeps_its_sessions_only_while_others_are_as_busy()
     (session,) = [name for name, home in placed([one, two], 20).items() if home == "r0"][:1]
 
     def taken_by(in_flight: int, elsewhere: int) -> str:
-        one.in_flight, two.in_flight = in_flight, elsewhere
+        one.load, two.load = in_flight, elsewhere
         server = choose_server([one, two], session)
         assert server is not None
         return server.id
@@ -163,12 +164,12 @@ async def test_a_half_open_server_takes_one_call_and_all_once_it_answered(fleet:
     (r0,) = fleet.servers.values()
     r0.breaker.failed(unreachable=True)
     r0.breaker.try_soon()
-    trial = await fleet.acquire("s", ANY, 0.1)
+    trial = await fleet.acquire(WantedServer("s"), 0.1)
     assert trial.enter()
     with pytest.raises(NoServer) as caught:
-        await fleet.acquire("s", ANY, 0.05)
+        await fleet.acquire(WantedServer("s"), 0.05)
     assert "breaker half_open" in caught.value.message
-    waiting = asyncio.create_task(fleet.acquire("s", ANY, 5))
+    waiting = asyncio.create_task(fleet.acquire(WantedServer("s"), 5))
     await asyncio.sleep(0)  # the second call begins to wait
     fleet.call_succeeded(trial)
     assert await asyncio.wait_for(waiting, PATIENCE_S) is r0

@@ -13,7 +13,7 @@ from gateway.rest.admin import actions, adapters, canaries, images, pipeline, po
 from gateway.rest.admin import keys as api_keys
 from gateway.rest.exports import export
 from gateway.rest.shapes import Removed
-from gateway.rest.workers import parts_of_all, traffic_of_all
+from gateway.rest.workers import parts_of_all, placement_of_all, traffic_of_all
 from gateway.wiring import GatewayParts, parts_of
 from rollout_queue.http.keys import default_keys_sentence
 from rollout_queue.http.workers.siblings import Siblings
@@ -69,6 +69,7 @@ async def system_status(gateway: GatewayParts, siblings: Siblings) -> SystemStat
         queue=queue,
         slowest_parts=await _slowest_parts(gateway, siblings),
         traffic=TrafficReport(**asdict(await traffic_of_all(gateway.metrics.traffic, siblings))),
+        placement=await placement_of_all(gateway, siblings),
         renderer=gateway.renderer.description,
         warnings=tuple(warnings),
     )

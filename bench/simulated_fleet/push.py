@@ -1,6 +1,6 @@
 """A push to a large fleet, simulated: how long it takes, what the trainer sends, how much capacity is lost.
 
-python -m bench.fleet
+python -m bench.fleet push
 
 Simulated: the links, the loads, the deaths, and the time, which passes at once. Real: the order of the push,
 which is the gateway's own (`gateway/engines/policies/rolling.py`). The readers of a source share its link. A
@@ -9,18 +9,18 @@ server that dies comes back after its boot, and fetches again; its readers turn 
 
 import asyncio
 import random
-import selectors
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from bench.simulated_fleet.virtual_time import VirtualTime
 from gateway.engines.policies.rolling import FetchSources, LoadSlots
 
 GB, GBIT = 1e9, 1e9 / 8
 
 
 @dataclass(frozen=True)
-class Fleet:
+class PushedFleet:
     """What is simulated. Links in bytes a second, each in both directions."""
 
     servers: int = 1000
@@ -51,29 +51,6 @@ class Seen:
     """Summed over the servers."""
     most_paused: int = 0
     """At once."""
-
-
-class VirtualTime(asyncio.SelectorEventLoop):
-    """An event loop whose time passes at once when nothing is left to do."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        super().__init__(_Waits(self))
-
-    def time(self) -> float:
-        return self.now
-
-
-class _Waits(selectors.DefaultSelector):
-    """Waits for a timeout by moving the clock."""
-
-    def __init__(self, loop: VirtualTime) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._loop.now += timeout or 0.0
-        return super().select(0)
 
 
 class Link:
@@ -108,7 +85,7 @@ class Link:
 class Push:
     """One push to the whole fleet."""
 
-    def __init__(self, fleet: Fleet, seed: int = 0) -> None:
+    def __init__(self, fleet: PushedFleet, seed: int = 0) -> None:
         self._fleet, self._draw = fleet, random.Random(seed)
         self._sources = FetchSources(fleet.fan_out)
         self._slots = LoadSlots(fleet.max_unavailable, lambda: fleet.servers)
@@ -174,7 +151,7 @@ class Push:
         self.seen.from_trainer += whole
 
 
-def simulated(fleet: Fleet) -> Seen:
+def simulated(fleet: PushedFleet) -> Seen:
     loop = VirtualTime()
     try:
         return loop.run_until_complete(Push(fleet).run())
@@ -182,7 +159,7 @@ def simulated(fleet: Fleet) -> Seen:
         loop.close()
 
 
-def row(title: str, fleet: Fleet) -> Sequence[str]:
+def row(title: str, fleet: PushedFleet) -> Sequence[str]:
     seen = simulated(fleet)
     served = sorted(seen.served_at)
     if len(served) < fleet.servers:
@@ -210,7 +187,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    fleet = Fleet()
+    fleet = PushedFleet()
     rows = [
         row("trainer only", replace(fleet, fan_out=fleet.servers)),
         *(row(f"fan-out {fan_out}", replace(fleet, fan_out=fan_out)) for fan_out in (1, 2, 4, 8)),
@@ -221,7 +198,3 @@ def main() -> None:
     ]
     for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows):
         print(f"| {' | '.join(cells)} |")
-
-
-if __name__ == "__main__":
-    main()

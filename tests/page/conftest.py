@@ -29,6 +29,13 @@ from tests.support.page.deployment import ShownDeployment, shown_deployment
 from tests.support.serving import serving
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A browser on a busy machine takes longer than the other tests."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     if chromium_executable() is None:

@@ -35,7 +35,7 @@ def held(gateway: RunningGateway, key: str | None = ADMIN_KEY) -> bool:
     return gateway.get("/admin/policies/serving", key=key).json()["hold"] is not None
 
 
-@pytest.mark.parametrize("token", ["", "wrong", "é"])
+@pytest.mark.parametrize("token", ["", "wrong", "x" * 43])
 def test_an_action_needs_the_token(page: PageClient, gateway: RunningGateway, token: str) -> None:
     reply = page.send("POST", "/admin/policies/hold", {}, **{"x-weir-csrf": token})
     assert reply.status_code == 403

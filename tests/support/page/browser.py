@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    Request,
+    expect,
+    sync_playwright,
+)
 
 VARIABLE = "WEIR_TEST_CHROMIUM"
 OPTIONS = [
@@ -23,6 +31,8 @@ OPTIONS = [
 ]
 REQUIRED = "WEIR_TEST_BROWSER"
 WIDE, PHONE = (1280, 860), (375, 740)
+PATIENCE_MS = 60_000
+"""How long the page may take to show something; the machine may be busy."""
 WHY_NOT = f"no Chromium: apt-get install --no-install-recommends chromium, or name one in {VARIABLE}"
 
 
@@ -41,6 +51,7 @@ def chromium_executable() -> str | None:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser without a window."""
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium_executable(), args=OPTIONS)
         yield browser
@@ -77,7 +88,7 @@ Tab = Callable[..., Watched]
 def watched_tab(context: BrowserContext) -> Watched:
     """A new tab."""
     watched = Watched(context.new_page())
-    watched.tab.set_default_timeout(20_000)
+    watched.tab.set_default_timeout(PATIENCE_MS)
     watched.tab.on("console", watched.note_console)
     watched.tab.on("pageerror", lambda error: watched.complaints.append(f"error: {error}"))
     watched.tab.on("request", watched.note_request)

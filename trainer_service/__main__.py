@@ -46,6 +46,8 @@ from trainer_service.publishing.publisher import Publisher
 from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
+from trainer_service.sinks.curves import Curves
+from trainer_service.sinks.limits import limits_of
 from trainer_service.sizing.resolution import find_gpu, resolved
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.lease_holder import keep_lease
@@ -111,7 +113,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     # Ranks on other hosts may have another working directory.
     checkpoints = Checkpoints(settings.checkpoint_dir.absolute(), settings.keep_checkpoints)
     store, sender = _policy_store(settings), _tensor_sender(settings)
-    app = create_app(shared_state, checkpoints.ledger, store, keyring, registry, sender)
+    app = create_app(shared_state, checkpoints.ledger, store, keyring, registry, sender, _curves(settings))
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings)
     # The lease has its own connection: when a call on it times out, the lease is still valid for a retry.
@@ -226,6 +228,10 @@ def _policy_store(settings: TrainerSettings) -> PolicyStore:
         settings.anchor_every if settings.transport == "delta" else None,
         collective=settings.transport == "collective",
     )
+
+
+def _curves(settings: TrainerSettings) -> Curves:
+    return Curves(settings.metrics_path, limits_of(settings.guards))
 
 
 def _tensor_sender(settings: TrainerSettings) -> TensorSender | None:

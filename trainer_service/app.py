@@ -24,9 +24,16 @@ from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 from rollout_queue.http.server import KEEP_ALIVE_S
 from rollout_queue.protocol.collective import JoinBody
-from rollout_queue.protocol.trainer import RestoreBody, TrainerReport
+from rollout_queue.protocol.trainer import (
+    MOST_BUCKETS,
+    MOST_METRIC_NAMES,
+    MOST_METRICS,
+    RestoreBody,
+    TrainerReport,
+)
 from trainer_service.model.huggingface import FILE_NAME
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender
+from trainer_service.sinks.curves import Curves
 from trainer_service.status.shared_state import NotRestorable, SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
@@ -51,8 +58,10 @@ def create_app(
     keyring: Keyring,
     registry: CollectorRegistry,
     sender: TensorSender | None = None,
+    curves: Curves | None = None,
 ) -> FastAPI:
-    """With a `sender`, rollout servers may ask it for the tensors of the newest version."""
+    """With a `sender`, rollout servers may ask it for the tensors of the newest version. Without `curves`,
+    the run has none."""
     app = FastAPI(title="Weir trainer", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     app.add_middleware(RequestIds)
@@ -66,6 +75,7 @@ def create_app(
     app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)
     app.include_router(_tasks(shared_state), dependencies=guarded)
+    app.include_router(_learning(curves or Curves(None)), dependencies=guarded)
     app.include_router(_weights(store), dependencies=guarded)
     if sender is not None:
         app.include_router(_collective(sender), dependencies=guarded)
@@ -170,6 +180,26 @@ def _tasks(shared_state: SharedState) -> APIRouter:
             {"task_id": each.task_id, "pass_rate": each.pass_rate, "weight": each.weight} for each in page
         ]
         return JSONResponse({"data": data, "next_cursor": page[-1].task_id if len(found) > limit else None})
+
+    return router
+
+
+def _learning(curves: Curves) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/learning")
+    def learning(
+        metrics: str = Query("", max_length=MOST_METRIC_NAMES),
+        first: int | None = Query(None, alias="from", ge=0),
+        last: int | None = Query(None, alias="to", ge=0),
+        buckets: int = Query(MOST_BUCKETS, ge=1, le=MOST_BUCKETS),
+    ) -> JSONResponse:
+        """The curves of some metrics, whose names have commas between them. While `complete` is false, the
+        next request reads on."""
+        names = [name for name in metrics.split(",") if name]
+        if len(names) > MOST_METRICS:
+            raise ApiError(400, f"at most {MOST_METRICS} metrics are read at once", param="metrics")
+        return JSONResponse(msgspec.to_builtins(curves.read(names, first, last, buckets)))
 
     return router
 

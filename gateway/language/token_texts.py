@@ -39,6 +39,8 @@ def token_texts(renderer: ChatRenderer, ids: Sequence[int]) -> list[str | None]:
 
 
 def texts_in(renderer: ChatRenderer, ids: TokenIds, part: slice) -> list[str | None]:
-    """The texts of a part of a sequence. Decoding begins some tokens earlier, where a character may begin."""
-    first = max(0, (part.start or 0) - LEAD)
-    return token_texts(renderer, ids[first : part.stop].tolist())[(part.start or 0) - first :]
+    """The texts of a part of a sequence. More tokens on both sides are decoded, since a character may lie
+    across the edge of the part."""
+    start, end, _ = part.indices(len(ids))
+    first = max(0, start - LEAD)
+    return token_texts(renderer, ids[first : end + LEAD].tolist())[start - first : end - first]

@@ -87,9 +87,7 @@ def _sentence(head: SessionHead, verdict: Verdict) -> str:
         case "too_long":
             return f"It is too long for the trainer: {detail}."
         case "truncated":
-            return (
-                f"Its session was cut off before its end, and this deployment does not train those: {detail}."
-            )
+            return f"Its session was cut off, and this deployment does not train those: {detail}."
         case "failed":
             return f"Its session failed, so its reward would say nothing of the model: {detail}."
         case "abandoned":

@@ -80,7 +80,7 @@ def test_a_search_ends_after_some_sessions_and_says_how_far_it_looked(
         gateway.session(session_id=f"s{number}", task_id="rare" if number == 0 else "often")
     page = gateway.get("/sessions?task_id=rare&order=newest&limit=1").json()
     assert (page["data"], page["looked_at"]) == ([], 2)
-    assert page["looked_until"] == gateway.get("/sessions?id=s3&limit=1").json()["data"][0]["created_at"]
+    assert page["looked_until"] == gateway.get("/sessions/s3").json()["created_at"]
     assert found(gateway, "task_id=rare&order=newest&limit=1") == ["s0"]
 
 

@@ -23,6 +23,9 @@ import { Shell } from "./shell.js";
 export const VIEWS = [
   { id: "now", title: "Now", icon: "pulse", roles: ["admin"], style: "operators.css", load: () => import("./views/now.js") },
   { id: "policies", title: "Policies", icon: "layers", roles: ["admin"], style: "operators.css", load: () => import("./views/policies.js") },
+  { id: "sessions", title: "Sessions", icon: "list", roles: ["admin", "client"], style: "data.css", load: () => import("./views/sessions.js") },
+  { id: "lineage", title: "Lineage", icon: "branch", roles: ["admin"], style: "data.css", load: () => import("./views/lineage.js") },
+  { id: "learning", title: "Learning", icon: "chart", roles: ["admin"], style: "data.css", load: () => import("./views/learning.js") },
 ];
 
 const root = document.getElementById("app");

@@ -9,7 +9,7 @@ from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
 from gateway.operators.warnings import emptied_redis
 from gateway.rest.access import admins_only
-from gateway.rest.admin import actions, adapters, canaries, images, pipeline, policies, trainer
+from gateway.rest.admin import actions, adapters, canaries, images, learning, pipeline, policies, trainer
 from gateway.rest.admin import keys as api_keys
 from gateway.rest.exports import export
 from gateway.rest.shapes import Removed
@@ -41,6 +41,7 @@ router.include_router(canaries.router)  # before the routes of a version, which 
 router.include_router(policies.router)
 router.include_router(adapters.router)
 router.include_router(trainer.router)
+router.include_router(learning.router)
 router.include_router(api_keys.router)
 router.include_router(actions.router)
 router.include_router(images.router)

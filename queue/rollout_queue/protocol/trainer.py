@@ -12,6 +12,12 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError
 from rollout_queue.protocol.message import ServiceMessage
 
 TEXTS = frozenset({"state", "waiting_for", "url", "source"})
+MOST_BUCKETS = 1000
+"""The most points of one curve that `GET /learning` answers with."""
+MOST_METRICS = 32
+"""The most curves that one request reads."""
+MOST_METRIC_NAMES = 2000
+"""The most characters of their names."""
 
 
 class RestoreBody(ServiceMessage):

@@ -118,9 +118,9 @@ async def read_session(
     token_start: Annotated[int, Query(ge=0)] = 0,
     token_end: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
-    """The session with its turns; `tokens=true` adds ids and logprobs, `text=true` their text, and
-    `token_texts=true` the text of each token. `turn_id` chooses turns; `token_start` and `token_end` a part
-    of the tokens of one turn."""
+    """The session with its turns; `tokens=true` adds ids, logprobs and what was trained, `text=true` their
+    text, and `token_texts=true` the text of each token. `turn_id` chooses turns; `token_start` and
+    `token_end` a part of the tokens of one turn."""
     gateway, caller = client_of(request)
     shown = Shown(tokens, text, token_texts, turn_id, TokenWindow(token_start, token_end))
     shown.check()

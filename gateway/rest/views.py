@@ -6,6 +6,7 @@ import msgspec
 
 from gateway.language.render import ChatRenderer
 from gateway.language.token_texts import texts_in
+from gateway.operators.training import TrainingShape, training_of
 from gateway.rest.shapes import (
     DeletedSessionRow,
     RewardShape,
@@ -15,8 +16,8 @@ from gateway.rest.shapes import (
 )
 from gateway.rest.turns.drift import drift_of, merge_ratio_of
 from gateway.rest.turns.messages import message_of
-from gateway.rest.turns.shapes import TurnShape, VersionRange
-from gateway.rest.turns.shown import WHOLE, WITHOUT_TOKENS, Shown
+from gateway.rest.turns.shapes import TurnExtras, TurnShape, VersionRange
+from gateway.rest.turns.shown import WHOLE, WITHOUT_TOKENS, Shown, TokenWindow
 from gateway.sessions.identity import Caller
 from gateway.sessions.reasons import untrained_spans, why_session, why_turn
 from gateway.sessions.verdicts import turn_verdict
@@ -125,26 +126,43 @@ def _turn(
         "why": why,
         "images": msgspec.to_builtins(turn.images),
     }
-    context, output = shown.window.context(turn), shown.window.output(turn)
+    if shown.tokens:
+        view |= _tokens(head, turn, shown.window, why)
     if shown.window != WHOLE:
         start, end = shown.window.of(turn)
         view["window"] = {"start": start, "end": end}
-    if shown.tokens:
-        view["context_ids"] = turn.context_ids[context].tolist()
-        view["output_ids"] = turn.output_ids[output].tolist()
-        view["logprobs"] = turn.logprobs.tolist()[output]
-        view["untrained"] = [
-            {"start": span.start, "end": span.end, "why": span.why}
-            for span in untrained_spans(turn, why, None)
-        ]
     if shown.token_texts:
-        view["context_token_texts"] = texts_in(renderer, turn.context_ids, context)
-        view["output_token_texts"] = texts_in(renderer, turn.output_ids, output)
+        view["context_token_texts"] = texts_in(renderer, turn.context_ids, shown.window.context(turn))
+        view["output_token_texts"] = texts_in(renderer, turn.output_ids, shown.window.output(turn))
     if shown.text:
         view["context_text"] = renderer.text_of(turn.context_ids)
         view["output_text"] = renderer.text_of(turn.output_ids)
         view["message"] = message_of(turn, renderer)
     return view
+
+
+def _tokens(head: SessionHead, turn: Turn, window: TokenWindow, why: str | None) -> TurnExtras:
+    """The tokens in the window with their numbers, and why those of the turn changed no weight."""
+    output = window.output(turn)
+    training = training_of(head, turn.turn_id, len(turn.output_ids))
+    spans = untrained_spans(turn, why, None if training is None else training["advantages"])
+    return {
+        "context_ids": turn.context_ids[window.context(turn)].tolist(),
+        "output_ids": turn.output_ids[output].tolist(),
+        "logprobs": turn.logprobs.tolist()[output],
+        "training": None if training is None else _part(training, output),
+        "untrained": [{"start": span.start, "end": span.end, "why": span.why} for span in spans],
+    }
+
+
+def _part(training: TrainingShape, output: slice) -> TrainingShape:
+    """The numbers of a part of the output tokens."""
+    advantages, ratios = training["advantages"], training["ratios"]
+    return {
+        **training,
+        "advantages": None if advantages is None else advantages[output],
+        "ratios": None if ratios is None else ratios[output],
+    }
 
 
 def reward_view(reward: Reward) -> RewardShape:

@@ -9,7 +9,17 @@ from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
 from gateway.operators.warnings import emptied_redis
 from gateway.rest.access import admins_only
-from gateway.rest.admin import actions, adapters, canaries, images, learning, pipeline, policies, trainer
+from gateway.rest.admin import (
+    actions,
+    adapters,
+    canaries,
+    images,
+    learning,
+    lineage,
+    pipeline,
+    policies,
+    trainer,
+)
 from gateway.rest.admin import keys as api_keys
 from gateway.rest.exports import export
 from gateway.rest.shapes import Removed
@@ -39,6 +49,7 @@ router.include_router(export.router)
 router.include_router(pipeline.router)
 router.include_router(canaries.router)  # before the routes of a version, which these paths resemble
 router.include_router(policies.router)
+router.include_router(lineage.router)
 router.include_router(adapters.router)
 router.include_router(trainer.router)
 router.include_router(learning.router)

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from gateway.operators.training import TrainingShape
 from rollout_queue.contract.records import Finish, Relation, VerdictCode
 
 
@@ -86,6 +87,7 @@ class TurnExtras(TypedDict, total=False):
     context_ids: list[int]
     output_ids: list[int]
     logprobs: list[float]
+    training: TrainingShape | None
     untrained: list[UntrainedShape]
     context_token_texts: list[str | None]
     """A null belongs to the character of the token before it."""

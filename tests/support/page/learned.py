@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,11 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from rollout_queue.contract.codec import encode
+from rollout_queue.contract.codec import decode, encode
+from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Span, Turn, Verdict
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.http.keys import Keyring
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
@@ -59,9 +62,35 @@ def end(shown: ShownDeployment, session_id: str, reward: float, verdict: Verdict
     shown.gateway.redis.hset(keys.session(session_id), "verdict", msgspec.json.encode(verdict))
 
 
+def keep_step(shown: ShownDeployment, trained: Verdict) -> None:
+    """Note the step that made the version of the verdict."""
+    assert trained.step is not None
+    assert trained.version is not None
+    step = TrainedStep(trained.step, trained.version, trained.version - 1, turns=12, sessions=4, tokens=284)
+    shown.gateway.redis.zadd(keys.STEPS, {msgspec.json.encode(step): trained.version})
+    shown.publish(trained.version)
+
+
+def note_trained(
+    shown: ShownDeployment, session_id: str, turn_id: str, advantage: float, trained: Verdict
+) -> None:
+    """Store what the trainer stores of a turn that it has trained."""
+    redis, key = shown.gateway.redis, keys.session(session_id)
+    stored: Any = redis.hget(key, f"t:{turn_id}")
+    turn = decode(stored)
+    assert isinstance(turn, Turn)
+    count = len(turn.output_ids)
+    advantages = struct.pack(f"<{count}f", *(advantage if at % 9 else 0.0 for at in range(count)))
+    ratios = struct.pack(f"<{count}e", *(1 + 0.6 * math.sin(1.3 * at) for at in range(count)))
+    numbers = TrainedTokens(count, advantages, ratios).pack()
+    redis.hset(key, mapping={f"v:{turn_id}": msgspec.json.encode(trained), f"n:{turn_id}": numbers})
+    redis.zadd(keys.TRAINED, {session_id: trained.version or 0})
+
+
 def fill_sessions(shown: ShownDeployment) -> None:
     """A trained group, one without advantage, one with hostile texts, and a session with a tree of turns."""
     trained = Verdict(code="trained", step=96, version=12)
+    keep_step(shown, trained)
     for number, reward in enumerate((1.0, 0.0, 1.0, 0.5)):
         given = {"group_id": GROUP, "group_size": 4, "task_id": "train-times", "user": "ada"}
         name = f"{GROUP}-{number}"
@@ -75,6 +104,8 @@ def fill_sessions(shown: ShownDeployment) -> None:
             shown, name, f"{name}-d", "16", parent_id=None, finish="abort", relation="retry", reason="retried"
         )
         end(shown, name, reward, trained)
+        for letter in "abc":
+            note_trained(shown, name, f"{name}-{letter}", reward - 0.625, trained)
     for number in range(2):
         name = f"equal-{number}"
         shown.gateway.session(session_id=name, group_id="equal", group_size=2, task_id="equal")
@@ -97,7 +128,8 @@ def trainer_with_curves(shown: ShownDeployment, folder: Path, steps: int = 3000)
     curves = Curves(path, limits_of(GuardSettings()))
     app = create_app(SharedState(), lambda *_: [], store, keyring, CollectorRegistry(), curves=curves)
     with HttpThread(app, "127.0.0.1", port):
-        shown.report(url=f"http://127.0.0.1:{port}")
+        # The report lies in the future, so that the trainer is not silent however long a test takes.
+        shown.report(url=f"http://127.0.0.1:{port}", last_seen=time.time() + 3600)
         yield path
 
 

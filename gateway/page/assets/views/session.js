@@ -76,7 +76,7 @@ function Tree({ session, chosen, query }) {
   ];
   const { drift } = session;
   const forks = Object.entries(drift.forks).map(([reason, times]) => `${times} ${reason}`);
-  const note = `${number(drift.extends)} extend the one before, ${number(drift.rerendered)} were rerendered${forks.length ? `, forks: ${forks.join(", ")}` : ""}.`;
+  const note = `${number(drift.extends)} of the turns extend the one before, ${number(drift.rerendered)} were rerendered${forks.length ? `, forks: ${forks.join(", ")}` : ""}.`;
   const more = rows.length > TURNS_AT_ONCE;
   return html`<${Card} title="Turns" note=${visible(note)}>
     <${Table} columns=${columns} rows=${rows.slice(first, first + TURNS_AT_ONCE)} rowKey=${(each) => each.turn.turn_id} caption="Turns of the session" empty="No call has been answered yet." />
@@ -94,9 +94,9 @@ function Follows({ each }) {
     <span class=${`lane lane-${Math.min(row, 5)}`} aria-hidden="true"></span>
     Row ${row + 1} <${Badge} tone=${split ? "warn" : ""}>${turn.relation}<//>
     ${parent !== null && turn.relation !== "extends" && html` after turn ${parent + 1}`}
-    ${split && html`<span class="muted">: ${visible(split)}</span>`}
-    ${turn.side_call && html` <${Badge}>side call: ${visible(turn.side_call)}<//>`}
-    ${turn.lineage && html` <${Badge}>${visible(turn.lineage)}<//>`}
+    ${split && html`<span class="muted">${visible(split)}</span>`}
+    ${turn.side_call && html`<span class="muted">side call: ${visible(turn.side_call)}</span>`}
+    ${turn.lineage && html`<span class="muted">thread ${visible(turn.lineage)}</span>`}
   </span>`;
 }
 

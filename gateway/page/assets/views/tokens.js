@@ -1,5 +1,5 @@
 // The token view: the tokens of one turn, some thousand at a time, coloured by a scale. Arrow keys go from token to
-// token; the numbers of the one that is pointed at, or reached by keys, are in the line below the text.
+// token; the numbers of the one that is pointed at, or reached by keys, are in the line above the text.
 import { html, useEffect, useMemo, useRef, useState } from "../dom.js";
 import { useGet } from "../api.js";
 import { number } from "../format.js";
@@ -84,7 +84,7 @@ function Legend({ scale, tokens }) {
 function Text({ tokens, scale, label }) {
   const [current, setCurrent] = useState(0);
   const box = useRef(null);
-  useEffect(() => setCurrent(0), [tokens]);
+  useEffect(() => setCurrent(firstSampled(tokens)), [tokens]);
   const shown = Math.min(current, tokens.length - 1);
   const over = (event) => {
     const place = event.target.closest("[data-i]")?.dataset.i;
@@ -101,10 +101,10 @@ function Text({ tokens, scale, label }) {
   const words = useMemo(() => tokens.map((token, i) => word(token, i, scale, tokens[i - 1])), [tokens, scale]);
   if (!tokens.length) return html`<p class="muted">This turn has no tokens.</p>`;
   return html`
+    <${Numbers} token=${tokens[shown]} />
     <div class="tokens" ref=${box} role="region" tabindex="0" aria-label=${`Tokens of ${label}. Arrow keys go from token to token.`} onMouseOver=${over} onClick=${over} onKeyDown=${move}>
       ${words}
     </div>
-    <${Numbers} token=${tokens[shown]} />
     <${Cursor} box=${box} at=${shown} />
   `;
 }
@@ -114,6 +114,10 @@ function word(token, i, scale, before) {
   const mark = scale.classes[scale.of(token)]?.mark ?? "none";
   const changed = token.sampled && before?.sampled && before.version !== token.version;
   return html`${changed && html`<sup class="version-mark">v${token.version}</sup>`}<span key=${i} class=${`tok ${mark}`} data-i=${i}>${visibleToken(token.text)}</span>${token.text.includes("\n") && html`<br />`}`;
+}
+
+function firstSampled(tokens) {
+  return Math.max(0, tokens.findIndex((each) => each.sampled && each.text !== null));
 }
 
 // Marks the current token without drawing all of them again.

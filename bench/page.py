@@ -1,6 +1,6 @@
 """The cost of the page with a long run in Redis: each route of its data views, the first paint, and memory.
 
-python -m bench.page [--turns N] [--steps N] [--repetitions N]
+python -m bench.page [--turns N] [--steps N] [--repetitions N] [--model FOLDER]
 
 templates ── RedisWriter ──▶ Redis ── a script copies them under other ids ──▶ a run of N turns
                                └──▶ gateway ──▶ routes, timed one by one; and a browser
@@ -35,10 +35,9 @@ from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.page.browser import WIDE, chromium, context_of, watched_tab
-from tests.support.page.learned import metrics_of
+from tests.support.page.run_metrics import metrics_of
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
-from tests.support.tiny_model import make_tiny_model
 
 KEY = "bench-admin-key"
 TURNS, GROUP = 10, 8
@@ -147,12 +146,12 @@ def copy_templates(redis: Redis, sessions: int, began: float) -> None:
 
 
 @contextmanager
-def gateway(folder: Path, redis_url: str) -> Iterator[tuple[str, int]]:
+def gateway(model: Path, redis_url: str) -> Iterator[tuple[str, int]]:
     """A gateway in a process of its own: its URL and its process id."""
     port = free_port()
     given = {
         "WEIR_REDIS_URL": redis_url,
-        "WEIR_MODEL_PATH": str(folder / "model"),
+        "WEIR_MODEL_PATH": str(model),
         "WEIR_ADMIN_KEYS": KEY,
         "WEIR_GATEWAY__PORT": str(port),
         "WEIR_GATEWAY__RETENTION_S": "null",
@@ -252,11 +251,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--model", type=Path, help="a model's folder (default: a tiny model is made)")
     given = parser.parse_args()
     sessions, began = given.turns // TURNS, 1.7e9
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_tiny_model(folder / "model")
+        model = given.model or _tiny_model(folder / "model")
         curves(folder, given.steps)
         redis = RedisProcess(folder / "redis").start(appendonly="no", save="")
         try:
@@ -268,9 +268,10 @@ def main() -> None:
             made = f"{sessions} sessions, {sessions * TURNS} turns in {time.perf_counter() - started:.0f} s"
             print(f"{made}; Redis has {facts['used_memory'] / 2**20:.0f} MiB")
             sample: Any = redis.client.memory_usage(keys.session(session_name(sessions - 1)), samples=0)
-            sums: Any = redis.client.hget(keys.session(session_name(sessions - 1)), "turns")
-            print(f"a session takes {sample} bytes; its sums over turns are {len(sums)} of them")
-            with gateway(folder, redis.url) as (url, pid):
+            redis.client.hdel(keys.session(session_name(sessions - 1)), "turns")
+            without: Any = redis.client.memory_usage(keys.session(session_name(sessions - 1)), samples=0)
+            print(f"a session takes {sample} bytes, {sample - without} of them for the sums over its turns")
+            with gateway(model, redis.url) as (url, pid):
                 print(f"the gateway has {resident_mib(pid):.0f} MiB at its start")
                 client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
                 with client:
@@ -282,6 +283,12 @@ def main() -> None:
                 print(f"the gateway has {resident_mib(pid):.0f} MiB at the end")
         finally:
             redis.close()
+
+
+def _tiny_model(folder: Path) -> Path:
+    from tests.support.tiny_model import make_tiny_model  # imports torch
+
+    return make_tiny_model(folder)
 
 
 async def _write(url: str, began: float) -> None:

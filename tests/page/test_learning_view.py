@@ -10,8 +10,9 @@ from playwright.sync_api import Page, expect
 from tests.support.gateway.running import Backends
 from tests.support.page.browser import PHONE, WIDE, Tab
 from tests.support.page.deployment import ShownDeployment, shown_deployment
-from tests.support.page.learned import GROUP, SESSION, fill_sessions, metrics_of, trainer_with_curves
+from tests.support.page.learned import GROUP, SESSION, fill_sessions, trainer_with_curves
 from tests.support.page.looks import overflow, violations
+from tests.support.page.run_metrics import metrics_of
 
 LOOKS = [("light", WIDE), ("dark", WIDE), ("light", PHONE), ("dark", PHONE)]
 VIEWS = {

@@ -21,6 +21,7 @@ from rollout_queue.http.keys import Keyring
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
 from tests.support.page.deployment import ShownDeployment
+from tests.support.page.run_metrics import metrics_of
 from tests.support.serving import free_port
 from trainer_service.app import HttpThread, create_app
 from trainer_service.settings import GuardSettings
@@ -131,22 +132,3 @@ def trainer_with_curves(shown: ShownDeployment, folder: Path, steps: int = 3000)
         # The report lies in the future, so that the trainer is not silent however long a test takes.
         shown.report(url=f"http://127.0.0.1:{port}", last_seen=time.time() + 3600)
         yield path
-
-
-def metrics_of(step: int, lift: float = 0.0) -> dict[str, float]:
-    """One line of metrics, the same for each run."""
-    wave = math.sin(step / 7) + math.sin(step / 1.7)
-    learned = 1 - math.exp(-step / 900)
-    return {
-        "step": step,
-        "version": step,
-        "time": 1.7e9 + 40 * step,
-        "reward_mean": round(0.15 + 0.7 * learned + 0.05 * wave + lift, 4),
-        "loss": round(0.02 * wave, 5),
-        "grad_norm": round(0.8 + 0.3 * abs(wave), 4),
-        "entropy": round(0.9 - 0.5 * learned + 0.03 * wave, 4),
-        "mismatch/kl": round(0.03 + 0.02 * wave + (0.19 if 2000 < step < 2040 else 0), 4),
-        "mismatch/abs_logp": round(0.06 + 0.02 * abs(wave), 4),
-        "staleness/total_mean": round(0.8 + 0.2 * wave, 3),
-        "len/mean": round(180 + 240 * learned + 14 * wave, 1),
-    }

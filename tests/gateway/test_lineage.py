@@ -35,7 +35,6 @@ def step(
     number: int,
     advantages: dict[str, float],
     *,
-    base: int | None = None,
     ratio: float = 1.0,
 ) -> None:
     """The trainer trains everything that it has not read in step `number`, which makes the version of the
@@ -51,7 +50,7 @@ def step(
     made = TrainedStep(
         step=number,
         version=number,
-        base=number - 1 if base is None else base,
+        base=number - 1,
         turns=len(turns),
         sessions=len(advantages),
         tokens=sum(sizes.values()),

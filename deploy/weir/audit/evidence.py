@@ -50,6 +50,7 @@ def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
                 forgotten_before=forgotten_before,
                 forgotten_after=_counts(redis, keys.FORGOTTEN),
                 policies=_policies(redis),
+                taught=_taught(redis),
                 dead_letters=dead_letters,
                 tombstones=_tombstones(redis),
                 missing_images=_missing_images(redis, sessions.values()),
@@ -199,6 +200,11 @@ def _policies(redis: Redis) -> frozenset[int]:
     """Every version that was registered, with files or without."""
     versions = [*_reply(redis.hkeys(keys.POLICIES)), *_reply(redis.smembers(keys.REMOVED))]
     return frozenset(map(int, versions))
+
+
+def _taught(redis: Redis) -> Mapping[str, int]:
+    found: Iterator[tuple[bytes, float]] = redis.zscan_iter(keys.TRAINED, count=NAMES)
+    return {name.decode(): int(version) for name, version in found}
 
 
 def _counts(redis: Redis, key: str) -> Mapping[str, int]:

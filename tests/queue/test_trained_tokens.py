@@ -176,6 +176,16 @@ async def test_retention_leaves_nothing_of_what_was_trained(stream: Stream) -> N
     assert stream.traces("s:old") == [keys.FORGOTTEN_IDS]
 
 
+async def test_what_a_former_build_has_removed_leaves_the_index(stream: Stream) -> None:
+    """It removes heads, and knows no index of trained sessions."""
+    for name in ("kept", "old"):
+        await stream.episode(name)
+    stream.acknowledge(trained(4, "kept", "old"))
+    stream.sync.delete(keys.session("old"))
+    await stream.forgetter.adopt()
+    assert await trained_sessions(stream.redis, 4) == ["kept"]
+
+
 async def test_a_full_redis_still_takes_the_acknowledgement(stream: Stream) -> None:
     await stream.episode("s1")
     entries = stream.reader.read(1000, 0.01)

@@ -140,7 +140,7 @@ async def test_numbers_stay_out_of_the_heads_in_memory(stream: Stream) -> None:
     for _ in range(2):  # read from Redis, and from memory
         head = await stream.writer.load_for_call("s1")
         assert head is not None
-    assert head.trained_tokens == {}
+        assert head.trained_tokens == {}
     assert stream.writer.head_lookups == (1, 1)
 
 

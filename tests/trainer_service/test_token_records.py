@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.support.trainer_service.recorded import (
     recorded,
 )
 from tests.support.trainer_service.related_rows import related_rows
+from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.rows.rows import Row
 from trainer_service.step import optimizer_step
@@ -49,11 +51,10 @@ class Loss:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[Tokens] = []
-        loss = optimizer_step.policy_loss
 
         def noted(tokens: Tokens, *given: Any) -> Any:
             self.seen.append(tokens)
-            return loss(tokens, *given)
+            return policy_loss(tokens, *given)
 
         patch.setattr(optimizer_step, "policy_loss", noted)
 
@@ -146,7 +147,7 @@ def test_each_turn_of_a_tree_has_the_numbers_of_its_own_tokens(make_harness: Mak
         f"{session_id}-{name}": length for session_id in "ab" for name, length in lengths.items()
     }
     # Each turn has another log-probability of the engine, e^-1 times the one before.
-    means = {name: np.mean(numbers.ratios or ()) for name, numbers in found.items()}
+    means = {name: fmean(ratio or 0 for ratio in numbers.ratios or ()) for name, numbers in found.items()}
     assert means["a-one"] / means["a-root"] == pytest.approx(math.e, rel=0.5)
     assert means["a-two"] / means["a-root"] == pytest.approx(math.e**2, rel=0.5)
 
@@ -190,15 +191,15 @@ def test_a_step_that_does_not_last_leaves_no_record(make_harness: MakeHarness) -
     assert list(harness.stream.steps) == [harness.trainer.version - 1, harness.trainer.version]
 
 
-def test_a_step_that_lasts_is_recorded_after_a_crash(make_harness: MakeHarness) -> None:
+def test_a_step_that_lasts_is_recorded_after_a_crash(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process ends between the checkpoint and its acknowledgement."""
     harness = make_harness().start()
-    harness.stream.taken_over = False
-    acknowledge, harness.stream.acknowledge = harness.stream.acknowledge, _fails  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(harness.stream, "acknowledge", _fails)
         harness.step("a")
     assert stored(harness) == {}
-    harness.stream.acknowledge = acknowledge  # type: ignore[method-assign]
     (checkpoint,) = harness.settings.checkpoint_dir.glob("*-step-*")
     owed = json.loads((checkpoint / "state.json").read_bytes())["owed"]
     assert all(each["trained"] for each in owed["turns"])

@@ -254,7 +254,7 @@ class SimulatedTraffic:
         self._warm = True
         self.seen = CallsSeen()
         self.status.polls = 0
-        self.registry.operations.clear()
+        self.registry.operations = 0
         self.registry.bytes_read = 0
         for engine in self.engines.values():
             engine.seen = type(engine.seen)()

@@ -1,6 +1,5 @@
 """What a fleet asks, without sockets: registrations as in Redis, and the status of simulated engines."""
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,52 +20,64 @@ class Registry:
     """Redis, as far as a fleet reads its registrations there."""
 
     def __init__(self) -> None:
-        self.hashes: dict[str, dict[bytes, bytes]] = {keys.SERVERS: {}}
-        self.values: dict[str, bytes] = {keys.SERVING: b"1"}
-        self.operations: Counter[str] = Counter()
+        self._servers: dict[bytes, bytes] = {}
+        self.loading: set[bytes] = set()
+        """The servers that a push has load a version."""
+        self.operations = 0
         self.bytes_read = 0
-        self._asked: list[Any] = []
+        self._changes = 0
 
     def add(self, engine: SimulatedEngine, now: float) -> None:
         url = url_of(engine.id)
         registration = Registration(id=engine.id, url=url, engine_url=url, registered_at=now)
-        self.hashes[keys.SERVERS][engine.id.encode()] = msgspec.json.encode(registration)
+        self._servers[engine.id.encode()] = msgspec.json.encode(registration)
+        self._changes += 1
 
     def remove(self, engine_id: str) -> None:
-        self.hashes[keys.SERVERS].pop(engine_id.encode(), None)
+        self._servers.pop(engine_id.encode(), None)
+        self._changes += 1
 
-    def pipeline(self, *, transaction: bool) -> "Registry":
+    def pipeline(self, *, transaction: bool) -> "RegistryPipeline":
         assert not transaction  # noqa: S101 - the fleet reads without one
-        return self
+        return RegistryPipeline(self)
 
-    async def __aenter__(self) -> "Registry":
-        self._asked = []
+    async def hgetall(self, _: str) -> dict[bytes, bytes]:
+        found = dict(self._servers)
+        self.operations += 1
+        self.bytes_read += sum(len(field) + len(value) for field, value in found.items())
+        return found
+
+    def answer(self, name: str, key: str) -> Any:
+        """The answer to a command of a pipeline."""
+        self.operations += 1
+        found: Any = set(self.loading) if key == keys.LOADING else set()
+        if name == "get":
+            found = b"1" if key == keys.SERVING else str(self._changes).encode()
+        self.bytes_read += len(found) if isinstance(found, bytes) else sum(map(len, found))
+        return found
+
+
+class RegistryPipeline:
+    """Commands that are answered together."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._asked: list[tuple[str, str]] = []
+
+    async def __aenter__(self) -> "RegistryPipeline":
         return self
 
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    def hgetall(self, key: str) -> None:
-        found = self.hashes.get(key, {})
-        self.bytes_read += sum(len(field) + len(value) for field, value in found.items())
-        self._answer("hgetall", dict(found))
-
     def get(self, key: str) -> None:
-        self._answer("get", self.values.get(key))
+        self._asked.append(("get", key))
 
-    def smembers(self, _: str) -> None:
-        self._answer("smembers", set())
+    def smembers(self, key: str) -> None:
+        self._asked.append(("smembers", key))
 
     async def execute(self) -> list[Any]:
-        answered, self._asked = self._asked, []
-        return answered
-
-    async def hdel(self, key: str, field: str) -> int:
-        return int(self.hashes[key].pop(field.encode(), None) is not None)
-
-    def _answer(self, name: str, found: Any) -> None:
-        self.operations[name] += 1
-        self._asked.append(found)
+        return [self._registry.answer(name, key) for name, key in self._asked]
 
 
 class StatusOnly:

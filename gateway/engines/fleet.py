@@ -29,7 +29,14 @@ from gateway.engines.identities import STATUS_TIMEOUT_S, distinct
 from gateway.engines.placement.choice import ANY, Wish
 from gateway.engines.placement.concurrency import next_limit
 from gateway.engines.rotation.call_queue import CallQueue
+from gateway.engines.rotation.registrations import (
+    KnownRegistrations,
+    remove_registration,
+    renewed,
+    write_registration,
+)
 from gateway.engines.rotation.rotation import Rotation, WantedServer
+from gateway.engines.rotation.status_schedule import StatusSchedule
 from gateway.engines.server_status import read_status
 from gateway.errors import NoServer, StateConflict
 from gateway.metrics.fleet_figures import FleetFigures
@@ -62,6 +69,8 @@ class Fleet:
         self._bare_ids = frozenset(self.servers)
         self.rotation = Rotation(self.servers)
         self.queue = CallQueue(self.rotation.place)
+        self._schedule = StatusSchedule()
+        self._known = KnownRegistrations()
         self._changes = 0  # how often `adopt` and `set_drained` were called
         self._former: list[FleetServer] = []
         """Servers that left the fleet, or that registered with another engine, while they had answers."""
@@ -96,14 +105,15 @@ class Fleet:
         StorageUnavailable.
         """
         self._check_not_bare(registration.id)
-        known = (await stored(self.redis.hgetall(keys.SERVERS))).values()
-        earlier = [msgspec.json.decode(value, type=Registration) for value in known]
-        registration, taken = await distinct(registration, earlier, self.engine, self.headers)
-        for server_id in taken:
-            logger.info("rollout server %s takes the place of %s", registration.id, server_id)
-            await self.remove(server_id)
-        stamped = msgspec.structs.replace(registration, registered_at=time.time())
-        await stored(self.redis.hset(keys.SERVERS, stamped.id, msgspec.json.encode(stamped).decode()))
+        stamped = await renewed(self.redis, registration)
+        if stamped is None:
+            known = (await stored(self.redis.hgetall(keys.SERVERS))).values()
+            earlier = [msgspec.json.decode(value, type=Registration) for value in known]
+            registration, taken = await distinct(registration, earlier, self.engine, self.headers)
+            for server_id in taken:
+                logger.info("rollout server %s takes the place of %s", registration.id, server_id)
+                await self.remove(server_id)
+            stamped = await write_registration(self.redis, registration)
         server = self._add(stamped)
         await self._status_request(server)
         return server
@@ -111,7 +121,7 @@ class Fleet:
     async def remove(self, server_id: str) -> bool:
         """Remove a server. Returns whether it was known. Raises StateConflict for a bare engine."""
         self._check_not_bare(server_id)
-        removed = await stored(self.redis.hdel(keys.SERVERS, server_id))
+        removed = await remove_registration(self.redis, server_id)
         await stored(self.redis.srem(keys.HELD, server_id))
         return self._drop(server_id) or bool(removed)
 
@@ -134,12 +144,13 @@ class Fleet:
         self.queue.serve()
 
     async def refresh(self) -> None:
-        """Read the registrations, and request the status of every server."""
+        """Read the registrations, and request the status of the servers whose turn it is."""
         try:
             await self._read_registrations()
         except StorageUnavailable as error:
             logger.warning("the fleet's registrations cannot be read: %s", error)
-        requests = [self._status_request(server) for server in list(self.servers.values())]
+        due = self._schedule.due(self.servers.values(), time.monotonic())
+        requests = [self._status_request(server) for server in due]
         if requests:
             # A slow server does not delay the others: its request goes on in the background.
             await asyncio.wait(requests, timeout=STATUS_TIMEOUT_S / 10)
@@ -173,27 +184,23 @@ class Fleet:
             raise StateConflict(message, param="id")
 
     async def _read_registrations(self) -> None:
-        read_at, changes = time.time(), self._changes
-        async with self.redis.pipeline(transaction=False) as reading:
-            reading.hgetall(keys.SERVERS)
-            reading.get(keys.SERVING)
-            reading.smembers(keys.HELD)
-            raw, packed, drained = await stored(reading.execute())
+        changes = self._changes
+        read = await self._known.read(self.redis)
         if current := changes == self._changes:  # else it changed after Redis was read
-            self.rotation.set_plan(plan_of(packed))
-        for value in raw.values():
-            registration = msgspec.json.decode(value, type=Registration)
+            self.rotation.set_plan(plan_of(read.serving))
+        for registration in read.registrations.values() if read.fresh else ():
             if registration.id not in self._bare_ids:
                 self._add(registration)
         for server_id, server in list(self.servers.items()):
             registration = server.registration
-            # A server that registered while Redis was read may be missing from the result.
-            known = server_id.encode() in raw or registration.registered_at >= read_at
+            # A server that registered after Redis was read may be missing from the result.
+            known = server_id in read.registrations or registration.registered_at >= read.read_at
             if registration.url is not None and not known:
                 self._drop(server_id)
-            server.drained = server_id.encode() in drained if current else server.drained
-            if server.is_forgotten(read_at) and self._drop(server_id):
-                await stored(self.redis.hdel(keys.SERVERS, server_id))
+            server.watched = server_id in read.loading
+            server.drained = server_id in read.drained if current else server.drained
+            if server.is_forgotten(time.time()) and self._drop(server_id):
+                await remove_registration(self.redis, server_id)
                 logger.info("rollout server %s is dead and forgotten", server_id)
 
     def _add(self, registration: Registration) -> FleetServer:
@@ -239,6 +246,8 @@ class Fleet:
         try:
             return await self.queue.wait(wanted, wait_s)
         except TimeoutError:
+            if (server := self.rotation.place(wanted)) is not None:
+                return server
             raise NoServer(self.why_no_server()) from None
 
     def why_no_server(self) -> str:
@@ -255,19 +264,8 @@ class Fleet:
         return f"no engine can serve version {self.serving}: {', '.join(described)}"
 
     def figures(self) -> FleetFigures:
-        """What is measured of the servers, as they reported it last."""
-        ready = [server for server in self.servers.values() if server.state == "ready"]
-        loads = [server.engine_load for server in ready if server.engine_load is not None]
-        usages = [load.kv_usage for load in loads if load.kv_usage is not None]
-        limits = [server.limit for server in ready if server.limit is not None]
-        return FleetFigures(
-            placed=self.rotation.placed,
-            waiting=len(self.queue),
-            running=sum(load.running for load in loads),
-            queued=sum(load.waiting for load in loads),
-            kv_usage=sum(usages) / len(usages) if usages else None,
-            limit=sum(limits) if limits else None,
-        )
+        """What is measured of the fleet."""
+        return self.rotation.figures(len(self.queue))
 
     @property
     def in_rotation(self) -> int:

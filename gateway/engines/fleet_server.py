@@ -78,6 +78,10 @@ class FleetServer:
     pushing: bool = False
     """This gateway is pushing a policy to it: calls wait there while it loads the policy."""
     breaker: Breaker = field(default_factory=Breaker)
+    watched: bool = False
+    """A gateway has it load a version, so that its state changes soon."""
+    asked_at: float = 0.0
+    """time.monotonic() when it was asked last."""
     late: int = 0
     """Consecutive status requests that timed out."""
     status_request: asyncio.Task[None] | None = None
@@ -144,6 +148,12 @@ class FleetServer:
     def loads(self) -> bool:
         """It loads weights: calls wait there meanwhile."""
         return self.pushing or self.state == "loading"
+
+    @property
+    def steady(self) -> bool:
+        """Nothing says that its state changes soon."""
+        well = self.state == "ready" and self.error is None and self.breaker.state == "closed"
+        return well and not (self.silent or self.pushing or self.watched)
 
     @property
     def able(self) -> bool:

@@ -5,6 +5,7 @@ to the one that waited longest. So a server is looked for once, however many cal
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.placement.choice import Wish
 from gateway.engines.rotation.rotation import WantedServer
+
+AGAIN_S = 0.05
+"""For so long after a search without a result, a call that arrives causes no other search."""
 
 
 @dataclass(eq=False)
@@ -27,6 +31,7 @@ class CallQueue:
     def __init__(self, place: Callable[[WantedServer], FleetServer | None]) -> None:
         self._place = place
         self._waiting: dict[Wish, deque[_Waiting]] = {}
+        self._fruitless_at = -math.inf
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -42,7 +47,10 @@ class CallQueue:
         """
         loop = asyncio.get_running_loop()
         waiting = _Waiting(wanted, loop.time(), loop.create_future())
-        self._waiting.setdefault(wanted.wish, deque()).append(waiting)
+        queue = self._waiting.setdefault(wanted.wish, deque())
+        queue.append(waiting)
+        if len(queue) > 1 and loop.time() - self._fruitless_at >= AGAIN_S:
+            self.serve()  # a server may have become able without a sign, as when its breaker's time is over
         try:
             async with asyncio.timeout(timeout_s):
                 server = await waiting.given
@@ -58,6 +66,8 @@ class CallQueue:
             queue = self._waiting[wish]
             while queue and (server := self._place(queue[0].wanted)) is not None:
                 self._give(queue.popleft(), server)
+            if queue:
+                self._fruitless_at = asyncio.get_running_loop().time()
             self._forget_empty(wish)
 
     def freed(self, server: FleetServer, takes: Callable[[FleetServer, WantedServer], bool]) -> None:

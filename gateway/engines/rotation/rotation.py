@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.placement.choice import ANY, Wish, choose_server, most_load
 from gateway.engines.placement.ring import Ring
+from gateway.metrics.fleet_figures import FleetFigures
 from rollout_queue.contract.policies.serving import ServingPlan
 
 SHORTLIST = 16
@@ -85,6 +86,21 @@ class Rotation:
     def takes(self, server: FleetServer, wanted: WantedServer) -> bool:
         """Whether a server can take a call now, without looking at others."""
         return self._takes(server, wanted.wish) and server.id != wanted.avoid
+
+    def figures(self, waiting: int) -> FleetFigures:
+        """What is measured of the servers, as they reported it last; `waiting` calls wait for one."""
+        ready = [server for server in self.servers.values() if server.state == "ready"]
+        loads = [server.engine_load for server in ready if server.engine_load is not None]
+        usages = [load.kv_usage for load in loads if load.kv_usage is not None]
+        limits = [server.limit for server in ready if server.limit is not None]
+        return FleetFigures(
+            placed=self.placed,
+            waiting=waiting,
+            running=sum(load.running for load in loads),
+            queued=sum(load.waiting for load in loads),
+            kv_usage=sum(usages) / len(usages) if usages else None,
+            limit=sum(limits) if limits else None,
+        )
 
     def _prefix_server(self, wanted: WantedServer) -> FleetServer | None:
         server = self.servers.get(wanted.prefix)

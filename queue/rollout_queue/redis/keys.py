@@ -75,6 +75,11 @@ SERVERS = Key("weir:rollout_servers")
 """Hash: rollout server id → registration, JSON."""
 HELD = Key("weir:rollout_servers_held")
 """Set: rollout servers that an operator took out of rotation."""
+SERVERS_CHANGED = Key("weir:rollout_servers_changed")
+"""String: the id of the last change of SERVERS but for the times in it, so that gateways read SERVERS only
+after a change."""
+LOADING = Key("weir:rollout_servers_loading")
+"""Set: rollout servers that a gateway has load a version now: the others ask for their state often."""
 SECRET = Key("weir:secret")
 """String: signs session keys, so that they need not be stored."""
 KEYS = Key("weir:keys")

@@ -8,6 +8,7 @@ import msgspec
 
 from bench.simulated_fleet.engines import SimulatedEngine
 from gateway.engines.fleet_server import Registration
+from rollout_queue.contract.policies.serving import Admissible, ServingPlan
 from rollout_queue.protocol.status import ServerStatus
 from rollout_queue.redis import keys
 
@@ -23,6 +24,7 @@ class Registry:
         self._servers: dict[bytes, bytes] = {}
         self.loading: set[bytes] = set()
         """The servers that a push has load a version."""
+        self.serve(1)
         self.operations = 0
         self.bytes_read = 0
         self._changes = 0
@@ -36,6 +38,11 @@ class Registry:
     def remove(self, engine_id: str) -> None:
         self._servers.pop(engine_id.encode(), None)
         self._changes += 1
+
+    def serve(self, *versions: int) -> None:
+        """Admit these versions, the newest first."""
+        admissible = tuple(Admissible(version, 0) for version in versions)
+        self._plan = msgspec.json.encode(ServingPlan(admissible=admissible))
 
     def pipeline(self, *, transaction: bool) -> "RegistryPipeline":
         assert not transaction  # noqa: S101 - the fleet reads without one
@@ -52,7 +59,7 @@ class Registry:
         self.operations += 1
         found: Any = set(self.loading) if key == keys.LOADING else set()
         if name == "get":
-            found = b"1" if key == keys.SERVING else str(self._changes).encode()
+            found = self._plan if key == keys.SERVING else str(self._changes).encode()
         self.bytes_read += len(found) if isinstance(found, bytes) else sum(map(len, found))
         return found
 

@@ -50,12 +50,13 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis
 from rollout_queue.redis.connection.replicas import Replication
 from rollout_queue.redis.deletion import RedisDeleter
+from rollout_queue.redis.schema import SchemaTooNew, claim_schema_async
 from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 
 logger = logging.getLogger(__name__)
 
 SECRET_RETRY_S = 0.2
-"""Pause between two attempts to read the signing secret from a Redis that does not answer."""
+"""Pause between two attempts to read from a Redis that does not answer, when the gateway starts."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     engine = EngineClient(transport_of(settings.engine_http, settings.engine_timeout_s))
     key_store = KeyStore(redis)
     api_keys = ApiKeys(configured_keys(settings), key_store)
+    await _claim_schema(redis)
     identities = Identities(api_keys, await _secret(redis))
     await _read_keys(api_keys)
     admin_key = settings.admin_keys[0] if settings.admin_keys else None
@@ -230,6 +232,19 @@ async def _read_keys(api_keys: ApiKeys) -> None:
         await api_keys.refresh()
     except StorageUnavailable as error:
         logger.warning("the keys in Redis are read at a later poll: %s", error)
+
+
+async def _claim_schema(redis: Redis) -> None:
+    """Wait until Redis answers. Raises SchemaTooNew if newer gateways have used this Redis."""
+    while True:
+        try:
+            return await claim_schema_async(redis)
+        except StorageUnavailable as error:
+            logger.warning("waiting for Redis: %s", error)
+            await asyncio.sleep(SECRET_RETRY_S)
+        except SchemaTooNew as error:
+            logger.critical("%s", error)
+            raise
 
 
 async def _secret(redis: Redis) -> bytes:

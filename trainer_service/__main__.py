@@ -30,6 +30,7 @@ from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.schema import SchemaTooNew, claim_schema
 from rollout_queue.settings import CONFIG_VARIABLE
 from rollout_queue.signals.access_log import AccessLog
 from rollout_queue.signals.log_start import begin_log
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with marked_if_out_of_memory(settings.checkpoint_dir):
             serve(settings, keyring, shared_state)
-    except LeaseLost as error:
+    except (LeaseLost, SchemaTooNew) as error:
         raise SystemExit(str(error)) from error
     except Stopped:
         logger.info("stopped before the model was loaded")
@@ -275,9 +276,11 @@ def connect(settings: RedisSettings, timeout_s: float = REDIS_TIMEOUT_S) -> Redi
 
 
 def _open_stream(redis: Redis, lease: Lease, shared_state: SharedState, retry_s: float) -> RedisReader | None:
-    """Wait until Redis answers, and return the reader; None if the trainer is told to stop first."""
+    """Wait until Redis answers, and return the reader; None if the trainer is told to stop first. Raises
+    SchemaTooNew if newer releases have used this Redis."""
     while not shared_state.stopping:
         try:
+            claim_schema(redis)
             return RedisReader(redis, lease.token)
         except StorageUnavailable as error:
             logger.warning("%s; trying again in %g s", error, retry_s)

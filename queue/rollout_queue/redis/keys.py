@@ -1,16 +1,7 @@
 """Every Redis key that Weir uses, in one place."""
 
-PREFIX = "weir"
-"""What all names begin with, unless the setting `redis_key_prefix` says otherwise."""
-
-
-class Key(str):
-    """The name of a key, or the beginning of one. For a deployment with another prefix, `client/prefixes.py`
-    replaces PREFIX in arguments of this type, and in no others, when a command is packed."""
-
-    __slots__ = ()
-
-
+SCHEMA = Key("weir:schema")
+"""String: the schema of the newest release that has used this Redis (`schema`)."""
 STREAM = Key("weir:stream")
 """Turns, rewards, late joins, outcomes and deletions, in the order in which they became durable."""
 STREAM_FIELD = b"r"
@@ -50,7 +41,7 @@ RESERVED = Key("weir:policy_reserved")
 """Hash: the highest `version` that the trainer has reserved, the `location` of its weights, and the locations
 of earlier reservations by number."""
 REMOVED = Key("weir:policies_removed")
-"""Set: versions whose files were removed."""
+"""Set: versions whose files were removed, at least the last 1000 of them."""
 SERVING = Key("weir:serving")
 """String: the serving plan, JSON: versions that may answer calls, the last push, the hold."""
 SERVER_PUSHES = Key("weir:server_pushes")
@@ -68,7 +59,7 @@ PUSH_LEASE = Key("weir:push_lease")
 ADAPTERS = Key("weir:adapters")
 """Hash: `name@version` → adapter that is a policy of its own, JSON."""
 ADAPTER_VERSIONS = Key("weir:adapter_versions")
-"""Hash: name → the last version that an adapter of this name has had."""
+"""Hash: name → the last version that an adapter of this name has had; no names of adapters that come back."""
 ADAPTERS_REVISION = Key("weir:adapters_revision")
 """String: a number that grows with each change of ADAPTERS."""
 SERVERS = Key("weir:rollout_servers")

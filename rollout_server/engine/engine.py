@@ -278,6 +278,7 @@ class Engine:
         """Raises EngineFailed once the process is dead or does not answer any more."""
         alive_at = monotonic()
         while True:
+            process.note_memory()
             try:
                 code = await asyncio.wait_for(process.wait(), WATCH_S)
             except TimeoutError:

@@ -1,5 +1,16 @@
 """Every Redis key that Weir uses, in one place."""
 
+PREFIX = "weir"
+"""What all names begin with, unless the setting `redis_key_prefix` says otherwise."""
+
+
+class Key(str):
+    """The name of a key, or the beginning of one. For a deployment with another prefix, `client/prefixes.py`
+    replaces PREFIX in arguments of this type, and in no others, when a command is packed."""
+
+    __slots__ = ()
+
+
 SCHEMA = Key("weir:schema")
 """String: the schema of the newest release that has used this Redis (`schema`)."""
 STREAM = Key("weir:stream")

@@ -11,6 +11,7 @@ from rollout_queue.http.errors import ApiError, RequestIds, install_error_handle
 from rollout_queue.http.files import LargeFile
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
+from rollout_queue.http.release import release
 from rollout_queue.protocol.adapters import AdapterShape, LoadedAdapters, WantedAdapters
 from rollout_queue.protocol.engine_routes import EngineRouteDone, LoadAdapterBody, UpdateWeightsBody
 from rollout_queue.protocol.memory import MemoryReleased, MemoryResumed, ReleaseBody, ResumeBody
@@ -202,6 +203,7 @@ async def _status(server: RolloutServer) -> JSONResponse:
         running=load.running,
         waiting=load.waiting,
         kv_usage=load.kv_usage,
+        release=release(),
     )
     return JSONResponse(status.model_dump())
 

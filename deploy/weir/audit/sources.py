@@ -49,7 +49,7 @@ def sources_of(
     """
     found = state.read(settings.run_dir)
     running = {} if found is None else {name: service.url for name, service in found.services.items()}
-    redis = redis_url or running.get("redis") or service_field("trainer", "redis_url") or settings.redis_url
+    redis = redis_url or redis_of(settings)
     access = redis_access(redis)
     trainer = trainer_url or running.get("trainer_service") or reported_trainer(access)
     directory = None if running else service_field("trainer", "checkpoint_dir")
@@ -61,6 +61,15 @@ def sources_of(
         or Path(directory or effective_sections(settings)["trainer"]["checkpoint_dir"]),
         access=access,
     )
+
+
+def redis_of(settings: StackSettings) -> str:
+    """The Redis of the services that run in the run directory; else that of the services' own settings; else
+    the one that `weir up` would start."""
+    found = state.read(settings.run_dir)
+    running = found.services.get("redis") if found is not None else None
+    url = running.url if running is not None else service_field("trainer", "redis_url")
+    return url or settings.redis_url
 
 
 def reported_trainer(access: RedisSettings) -> str | None:

@@ -33,7 +33,7 @@ def http_ready(url: str) -> Readiness:
             with urllib.request.urlopen(f"{url}/ready", timeout=PROBE_TIMEOUT_S):  # noqa: S310 - http only
                 return None
         except urllib.error.HTTPError as refusal:
-            return _message(refusal.read(), refusal.code)
+            return refusal_of(refusal.read(), refusal.code)
         except OSError:
             return "it does not answer yet"
 
@@ -71,7 +71,8 @@ def reward_status(url: str, admin_key: str | None) -> RewardStatus:
         return msgspec.json.decode(answer.read(), type=RewardStatus)
 
 
-def _message(body: bytes, status: int) -> str:
+def refusal_of(body: bytes, status: int) -> str:
+    """The sentence of an error body; without one, the status."""
     try:
         return ErrorReply.read(body).error.message
     except MalformedMessage:

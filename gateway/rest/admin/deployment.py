@@ -26,6 +26,7 @@ from gateway.rest.shapes import Removed
 from gateway.rest.workers import parts_of_all, placement_of_all, traffic_of_all
 from gateway.wiring import GatewayParts, parts_of
 from rollout_queue.http.keys import default_keys_sentence
+from rollout_queue.http.release import release
 from rollout_queue.http.workers.siblings import Siblings
 from rollout_queue.protocol.registration import Registered, ServerBody
 from rollout_queue.protocol.status import (
@@ -83,6 +84,7 @@ async def system_status(gateway: GatewayParts, siblings: Siblings) -> SystemStat
         traffic=TrafficReport(**asdict(await traffic_of_all(gateway.metrics.traffic, siblings))),
         placement=await placement_of_all(gateway, siblings),
         renderer=gateway.renderer.description,
+        release=release(),
         warnings=tuple(warnings),
     )
 

@@ -30,6 +30,8 @@ class ServerStatus(ServiceMessage):
     """The share of the engine's key-value cache that running requests have; None if it does not say."""
     released: bool = False
     """Whether the trainer has the memory of its engine. Calls wait there, so its state is then loading."""
+    release: str | None = None
+    """The release that it runs."""
 
 
 class ServerShape(ServiceMessage):
@@ -115,4 +117,6 @@ class SystemStatus(ServiceMessage):
     placement: PlacementReport | None = None
     renderer: str = ""
     """Whose chat template this gateway renders, and what it found out about it."""
+    release: str | None = None
+    """The release that this gateway runs."""
     warnings: tuple[str, ...]

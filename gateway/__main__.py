@@ -19,6 +19,7 @@ from rollout_queue.http.workers.parent import run_workers
 from rollout_queue.http.workers.worker import Worker, bound_sockets, end_with_parent
 from rollout_queue.settings import CONFIG_VARIABLE
 from rollout_queue.signals.log_start import begin_log
+from rollout_queue.signals.tracing.start import begin_tracing
 
 logger = logging.getLogger("gateway")
 
@@ -75,6 +76,7 @@ def run_gateways(settings: GatewaySettings) -> int:
 
 def serve_gateway(settings: GatewaySettings, worker: Worker | None = None) -> None:
     """Serve in this process until SIGTERM."""
+    begin_tracing(settings.otel, "weir-gateway")
     return_large_memory()
     app = create_app(settings, worker)
     # The objects built so far live as long as the process: exclude them from garbage collection.

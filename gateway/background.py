@@ -100,7 +100,33 @@ async def retract_failed_turns(gateway: GatewayParts) -> None:
 async def refresh_limits(gateway: GatewayParts) -> None:
     """Read the queue's length, the counts of other gateways, and how recent sessions ended."""
     await gateway.admission.refresh()
+    _show_deployment(gateway)
     await gateway.warnings.refresh()
+
+
+def _show_deployment(gateway: GatewayParts) -> None:
+    """Publish the metrics of what all gateways share."""
+    shown, admission, plan = gateway.metrics.deployment, gateway.admission, gateway.fleet.plan
+    shown.redis_up.set(bool(admission.redis_answers))
+    shown.held.set(plan.hold is not None)
+    if plan.push is not None:
+        shown.push_version.set(plan.push.version)
+        shown.push_is(plan.push.state)
+    if not admission.redis_answers:
+        return
+    seen = admission.backpressure
+    shown.used_bytes.set(seen.used_bytes)
+    shown.max_bytes.set(seen.max_bytes)
+    shown.entries.set(seen.entries)
+    shown.dead_letters.set(seen.dead)
+    shown.unfinished.set(seen.unfinished)
+    if (trainer := seen.trainer) is not None:
+        shown.waiting.set(trainer.rollouts_waiting)
+        shown.owed.set(trainer.rollouts_owed)
+        shown.per_step.set(trainer.rollouts_per_step)
+        shown.trained_version.set(trainer.version)
+        shown.trainer_seen.set(trainer.last_seen)
+        shown.trainer_is(trainer.state)
 
 
 async def refresh_keys(gateway: GatewayParts) -> None:

@@ -14,6 +14,7 @@ from rollout_queue.http.connections import ConnectionBounds
 from rollout_queue.redis.client.settings import WriterRedisSettings
 from rollout_queue.redis.heads.cache import CACHE_BYTES
 from rollout_queue.settings import CommaSeparated, ServiceSettings
+from rollout_queue.signals.tracing.settings import OtelSettings
 
 
 class SamplingSettings(BaseModel):
@@ -113,6 +114,8 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
 
     section: ClassVar[str] = "gateway"
 
+    otel: OtelSettings | None = None
+    """Traces; null: none."""
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = Field(1, ge=1, le=64)
@@ -209,8 +212,7 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     max_unavailable: float = Field(0.25, gt=0, le=1)
     """The share of the servers that may load a policy, and so pause, at once; at least one may."""
     fetch_fan_out: int = Field(4, ge=1)
-    """How many servers may fetch a version at once over HTTP from the trainer, and from each server that has
-    it already."""
+    """How many servers may fetch a version at once from the trainer, and from each server that has it."""
     max_adapters: int = Field(16, ge=1, le=1024)
     """How many adapters may be policies of their own (`POST /admin/adapters`)."""
     max_version_lag: int = Field(4, ge=0)

@@ -17,6 +17,7 @@ from rollout_queue.protocol.engine_routes import EngineRouteDone, LoadAdapterBod
 from rollout_queue.protocol.memory import MemoryReleased, MemoryResumed, ReleaseBody, ResumeBody
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded, ReloadSeconds
 from rollout_queue.protocol.status import ServerStatus
+from rollout_queue.signals.tracing.spans import span
 from rollout_server.engine.engine import Engine
 from rollout_server.engine.state import ServerState
 from rollout_server.errors import ReloadError
@@ -47,8 +48,15 @@ def _reloading(server: RolloutServer) -> APIRouter:
     router = APIRouter()
 
     @router.post("/reload")
-    async def reload(body: ReloadBody) -> JSONResponse:
+    async def reload(body: ReloadBody, request: Request) -> JSONResponse:
         """Fetch, verify and load a version. If any of this fails, the server keeps the former version."""
+        with span("POST /reload", "server", parent=request.headers.get("traceparent")) as traced:
+            traced.set(
+                {"rl.policy.version": body.version, "rl.server": server.name, "rl.prepare": body.prepare}
+            )
+            return await loaded(body)
+
+    async def loaded(body: ReloadBody) -> JSONResponse:
         wanted = WantedPolicy(body.version, body.location, body.manifest_sha256, body.peer)
         await server.reloads.begin(body.push, force=body.force)
         if body.prepare:

@@ -34,6 +34,7 @@ from rollout_queue.redis.schema import SchemaTooNew, claim_schema
 from rollout_queue.settings import CONFIG_VARIABLE
 from rollout_queue.signals.access_log import AccessLog
 from rollout_queue.signals.log_start import begin_log
+from rollout_queue.signals.tracing.start import begin_tracing
 from trainer_service.app import HttpThread, create_app
 from trainer_service.commands.ranks import follow_models
 from trainer_service.commands.serving import train_by_commands
@@ -90,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with marked_if_out_of_memory(settings.checkpoint_dir):
             follow_models(policy) if isinstance(policy, Models) else follow(policy)
         return
+    begin_tracing(settings.otel, "weir-trainer", sample_ratio=1)  # steps are few
     keyring = Keyring(settings.client_keys, settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
     shared_state = SharedState()

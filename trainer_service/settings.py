@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceSettings
+from rollout_queue.signals.tracing.settings import OtelSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.model.settings import ModelSettings
 
@@ -97,6 +98,8 @@ class TrainerSettings(ServiceSettings, RedisSettings, ModelSettings):
     users' own loops ask for; several models are trained over one base model."""
     base_models: CommaSeparated = []
     """With `commands`, the names of the base model in commands; empty: `model_path`, or its last part."""
+    otel: OtelSettings | None = None
+    """Traces; null: none."""
     host: str = "127.0.0.1"
     port: int = 8200
     public_url: str | None = None

@@ -269,10 +269,8 @@ class Trainer:
         self._heartbeat.confirm()
         with self._stopwatch.timed("publish"):
             self._report("publishing")
-            best = self.hold.rollback_target()
-            self.publisher.publish(
-                self.version, self.step, self._content.snapshot, best=best.version if best else None
-            )
+            made, best = (self.version, self.step, self._content.snapshot), self.hold.rollback_target()
+            self.publisher.publish(*made, best and best.version, self._groups.trace)
 
     def _state(self) -> RunState:
         """What a checkpoint contains now, beside the weights."""

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from rollout_queue.settings import ServiceSettings, file_document
 from weir.stack.settings import StackSettings
 
-MASKED_FIELDS = frozenset({"client_keys", "admin_keys", "api_key"})
+MASKED_FIELDS = frozenset({"client_keys", "admin_keys", "api_key", "headers"})
 CREDENTIALS = re.compile(r"://[^/@\s]*@")
 """The part of a URL that may hold Redis' password."""
 
@@ -69,7 +69,9 @@ def _shown(name: str, value: Any) -> Any:
     return _without_password(value)
 
 
-def _masked(keys: list[str] | str | None) -> list[str] | str | None:
+def _masked(keys: dict[str, Any] | list[str] | str | None) -> dict[str, str] | list[str] | str | None:
+    if isinstance(keys, dict):
+        return dict.fromkeys(keys, "***")
     return ["***" for _ in keys] if isinstance(keys, list) else "***" if keys else None
 
 

@@ -26,7 +26,10 @@ from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from gateway.sessions.identity import Identities
 from rollout_queue.http.errors import ApiError, request_id_of
 from rollout_queue.http.keys import presented_key
-from rollout_queue.signals.log_ids import begin_log_ids
+from rollout_queue.signals.access_log import path_template
+from rollout_queue.signals.log_ids import begin_log_ids, log_ids
+from rollout_queue.signals.tracing.requests import describe_request, request_span
+from rollout_queue.signals.tracing.spans import TraceSpan
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +105,12 @@ class EdgeApp:
             if (endpoint := self.endpoints.get(path)) is not None:
                 prefix = "" if session_id is None else "/sessions/{session_id}"
                 scope.setdefault("state", {})["path_template"] = prefix + path
-                await self._serve(endpoint, session_id, scope, receive, send)
+                with request_span(scope, prefix + path) as traced:
+                    await self._serve(endpoint, session_id, scope, receive, send, traced)
             else:
                 scope.setdefault("state", {})["session_id"] = session_id
-                await self._serve_rest(scope, receive, send)
+                with request_span(scope, None) as traced:
+                    await self._serve_rest(scope, receive, send, traced)
             return
         await self._app(scope, receive, send)
 
@@ -118,19 +123,21 @@ class EdgeApp:
             return api_error(error)
         return None
 
-    async def _serve_rest(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = False
+    async def _serve_rest(self, scope: Scope, receive: Receive, send: Send, traced: TraceSpan) -> None:
+        refused, status = False, CLIENT_LEFT
 
         async def counted(message: Message) -> None:
-            nonlocal refused
+            nonlocal refused, status
             if message["type"] == "http.response.start":
-                if message["status"] == 401 and (error := await self._too_many(scope)) is not None:
+                status = message["status"]
+                if status == 401 and (error := await self._too_many(scope)) is not None:
                     refused = True
-                    self._rest.statuses[error.status] += 1
+                    status = error.status
+                    self._rest.statuses[status] += 1
                     named = {k: v for k, v in message["headers"] if k == b"x-request-id"}
                     await send_error(error, named, scope, receive, send)
                     return
-                self._rest.statuses[message["status"]] += 1
+                self._rest.statuses[status] += 1
             if not refused:
                 await send(message)
 
@@ -139,6 +146,7 @@ class EdgeApp:
             await self._app(scope, receive, counted)
         finally:
             self._rest.in_flight -= 1
+            describe_request(traced, scope, path_template(scope), status, log_ids())
 
     async def _too_many(self, scope: Scope) -> ApiError | None:
         """The error that a 401 for a wrong key becomes if too many were wrong. It comes late."""
@@ -147,11 +155,17 @@ class EdgeApp:
         return await self._wrong_keys.refusal((scope.get("client") or ("",))[0])
 
     async def _serve(
-        self, endpoint: Endpoint, session_id: str | None, scope: Scope, receive: Receive, send: Send
+        self,
+        endpoint: Endpoint,
+        session_id: str | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        traced: TraceSpan,
     ) -> None:
         headers = headers_of(scope)
         request_id = request_id_of(headers.get("x-request-id", ""))
-        begin_log_ids(request_id, session_id)
+        ids = begin_log_ids(request_id, session_id)
         figures = endpoint.figures
         reply = Reply(send, request_id, figures, last=self.leaving)
         figures.in_flight += 1
@@ -179,6 +193,7 @@ class EdgeApp:
             figures.in_flight -= 1
             if not reply.begun:
                 figures.statuses[CLIENT_LEFT] += 1
+            describe_request(traced, scope, path_template(scope), reply.status, ids)
 
 
 async def send_error(

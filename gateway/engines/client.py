@@ -26,6 +26,7 @@ from gateway.engines.transports.transport import (
 )
 from gateway.errors import EngineFault
 from rollout_queue.protocol.message import ServiceMessage
+from rollout_queue.signals.tracing.spans import traceparent
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class EngineClient:
     async def _post(self, engine_url: str, body: GenerateBody) -> EngineResponse:
         """The reply once its status has arrived. Raises RequestRefused and EngineFault."""
         try:
-            response = await self._transport.post(engine_url, "/generate", encode(body))
+            response = await self._transport.post(engine_url, "/generate", encode(body), traceparent())
         except ConnectFailed as error:
             raise EngineFault("refused", f"the engine cannot be reached: {error}") from error
         except ConnectionLost as error:

@@ -119,6 +119,8 @@ class Generation(msgspec.Struct):
     """An engine has accepted the request and has not failed since."""
     recorded: bool = False
     """The answer is recorded, or is being recorded."""
+    trace: str | None = None
+    """The span that records it."""
 
     def take(self, chunk: OutputChunk) -> None:
         """Append a chunk."""
@@ -180,6 +182,7 @@ class Generation(msgspec.Struct):
             request_digest=self.client.digest,
             experts=self._own_experts(),
             images=prompt.own_images,
+            trace=self.trace,
         )
 
     def _own_experts(self) -> RoutedExperts | None:

@@ -14,6 +14,7 @@ from gateway.conversations.digests import extend
 from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, StateConflict
 from gateway.generations.generation import Generation
+from gateway.generations.generation_trace import recorded_attributes
 from gateway.language.begun_answer import rest_of
 from gateway.language.fast_parse import FastParser
 from gateway.language.render import ChatRenderer, ParsedAnswer
@@ -24,6 +25,7 @@ from rollout_queue.contract.records import Finish, Turn
 from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.signals.log_ids import of_turn
+from rollout_queue.signals.tracing.spans import span
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +71,12 @@ class Recorder:
             answer = rest_of(answer, begun)
         was_parsed = figures.parse.since(began)
         try:
-            turn = generation.turn(self._settings.model_name, finish, reply_digest)
-            await self._append_shielded(turn, generation)
+            with span("rl.record", "producer") as traced:
+                generation.trace = traced.traceparent
+                turn = generation.turn(self._settings.model_name, finish, reply_digest)
+                if traced.recording:
+                    traced.set(recorded_attributes(turn))
+                await self._append_shielded(turn, generation)
         except InvalidRecord as error:
             raise EngineFault("nonsense", f"the engine's answer is broken: {error}") from error
         except SessionClosed as error:

@@ -6,9 +6,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gateway.metrics.calls import SECONDS, CallFigures
 from gateway.metrics.collector import CacheCollector, CallCollector, DistributionCollector
+from gateway.metrics.deployment import DeploymentGauges
 from gateway.metrics.distribution import Distribution
 from gateway.metrics.fleet_figures import FleetCollector, PromptTokens
 from rollout_queue.contract.records import Turn
+from rollout_queue.signals.tracing.start import show_spans
 
 
 class Traffic(msgspec.Struct):
@@ -27,6 +29,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.deployment = DeploymentGauges(self.registry)
+        show_spans(self.registry)
         self._define_turns()
         self._define_fleet()
         self._define_calls()

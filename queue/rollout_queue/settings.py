@@ -31,7 +31,7 @@ SHORT_NAMES = frozenset(
         *("redis_ca_file", "redis_certificate_file", "redis_key_file", "redis_check_hostname"),
         *("gateway_url", "client_keys", "admin_keys"),
         *("model_path", "model_name", "engines", "router_replay"),
-        *("log_format", "access_log"),
+        *("log_format", "access_log", "otel"),
     }
 )
 """Fields that deployments set for several services at once, by variables such as WEIR_REDIS_URL."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from rollout_queue.contract.records import Verdict
+from rollout_queue.signals.tracing.spans import span
 from trainer_service.algorithms.kl import adapted_coefficient
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.comparison import Baselines, updated_baselines, with_advantages
@@ -27,6 +28,7 @@ from trainer_service.step.quarantine import non_finite_groups
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_attempts import StepAttempts
 from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_trace import step_attributes, traces_of
 from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
 from trainer_service.storage.run_state import RunState
 
@@ -83,6 +85,8 @@ class GroupTrainer:
         self.baselines: Baselines = {}
         self._kl_coefficient = algorithm.kl.coefficient
         self._steps = 0
+        self.trace: str | None = None
+        """The span of the last step; None if it was not traced."""
 
     def resume(self, state: RunState) -> None:
         """Continue with what a checkpoint stored, and count the end of the last process."""
@@ -170,6 +174,16 @@ class GroupTrainer:
         """Make one optimizer step from the weights of `version`. Returns its metrics. Returns None if it does
         not fit into the memory; then the next one is smaller, and the groups wait for it. Raises
         Diverged if the weights were not finite before the step."""
+        with span("rl.step", root=True, links=traces_of(scored.groups)) as traced:
+            self.trace = traced.traceparent
+            values = self._step(scored, version, algorithm)
+            if traced.recording:
+                traced.set(step_attributes(scored.rows, version, values))
+            return values
+
+    def _step(
+        self, scored: ScoredRows, version: int, algorithm: AlgorithmSettings
+    ) -> dict[str, float] | NotFinite | None:
         request = self._request(scored.rows, version, algorithm)
         with self._attempts.noted(scored.groups):
             try:

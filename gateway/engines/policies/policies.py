@@ -22,6 +22,7 @@ from rollout_queue.contract.policies.serving import Admissible, Push, ServerPush
 from rollout_queue.redis.policies.canary_log import CanaryLog
 from rollout_queue.redis.policies.register import KnownPolicies, PolicyRegister
 from rollout_queue.redis.policies.serving import PlanEvent, ServingRegister
+from rollout_queue.signals.tracing.spans import traceparent
 
 WAIT_POLL_S = 0.05
 """How often a caller who waits for a push looks whether it has ended."""
@@ -252,6 +253,7 @@ class Policies:
                 step=step,
                 size_bytes=size_bytes,
                 created_at=time.time(),
+                trace=traceparent() or msgspec.UNSET,
             )
             record = _accepted(asked, known, force=force)
             if await self._register.register(record, known):

@@ -113,6 +113,12 @@ check: install  ## format, lint, types, imports, layout
 	@$(BIN)/lint-imports
 	@$(BIN)/pytest tests/house
 
+redis-servers: run/servers/valkey-8/server  ## Debian's Redis 7 and Valkey 8 for tests, unpacked into run/servers
+
+run/servers/valkey-8/server: $(LOCKS)/redis-servers
+	@$(LOCKS)/redis-servers run/servers
+	@touch $@
+
 map:  ## the packages of the system and their files, each with the sentence that says what it is for
 	@$(PYTHON) docs/map.py
 
@@ -223,4 +229,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install map lock licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets test-page page-shots page-vendor crash soak check up status down clean
+.PHONY: help install redis-servers map lock licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets test-page page-shots page-vendor crash soak check up status down clean

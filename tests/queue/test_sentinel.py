@@ -80,7 +80,7 @@ def test_the_audit_names_what_a_killed_master_had_not_sent_to_its_replicas(
             if number == 1:
                 for replica in replicas:
                     replica.suspend()
-                master.client.execute_command("CLIENT KILL TYPE replica")
+                master.client.client_kill_filter(_type="replica")
             await writer.open_session(spec(f"s{number}"))
             await writer.append_turn(turn(f"s{number}-t", f"s{number}"), expires_at=1e12)
             await writer.append_outcome(outcome(f"s{number}"), None, None)

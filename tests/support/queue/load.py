@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.records import Turn
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis, open_redis
 from rollout_queue.redis.client.settings import RedisSettings
@@ -71,7 +74,7 @@ class Load:
         sessions = 0
         while not self._stopping.is_set():
             session_id, sessions = f"a{number}-{sessions}", sessions + 1
-            await self._until_told(lambda name=session_id: writer.open_session(spec(name)), session_id)
+            await self._until_told(partial(writer.open_session, spec(session_id)), session_id)
             for index in range(TURNS):
                 each = turn(f"{session_id}-t{index}", session_id, started_at=100.0 + index)
                 try:
@@ -81,22 +84,20 @@ class Load:
                     self.refused += 1
                     await asyncio.sleep(0.02)  # as clients do before they try again
             ends, value = outcome(session_id), reward("finish", session_id)
-            await self._until_told(
-                lambda ends=ends, value=value: writer.append_outcome(ends, value, None),
-                session_id, reward_key="finish", finished=True,
-            )  # fmt: skip
+            finish = partial(writer.append_outcome, ends, value, None)
+            await self._until_told(finish, session_id, reward_key="finish", finished=True)
 
-    async def _until_told(self, call: Callable[[], object], session_id: str, **told: object) -> None:
+    async def _until_told(self, call: Callable[[], Awaitable[object]], session_id: str, **told: Any) -> None:
         while True:
             try:
-                await call()  # type: ignore[misc]
+                await call()
             except StorageUnavailable:
                 self.refused += 1
                 if self._stopping.is_set():
                     return
                 await asyncio.sleep(0.02)  # as clients do before they try again
             else:
-                self.answers.append(ClientAnswer(session_id, **told))  # type: ignore[arg-type]
+                self.answers.append(ClientAnswer(session_id, **told))
                 return
 
     def _train(self, reader: RedisReader) -> None:
@@ -111,7 +112,7 @@ class Load:
             entries = list(reader.reclaim())
             while new := reader.read(1000, 0.01):
                 entries += new
-        return {entry.record.turn_id for entry in entries if hasattr(entry.record, "turn_id")}
+        return {entry.record.turn_id for entry in entries if isinstance(entry.record, Turn)}
 
     def lost(self) -> list[ClientAnswer]:
         """The answers of which Redis has no trace, or not all."""

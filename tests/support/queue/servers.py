@@ -26,7 +26,7 @@ class RedisServer:
     ) -> None:
         """`flags` are lines of the configuration; they come after those of queue/redis.conf."""
         directory.mkdir(parents=True)
-        self.directory, self.port = directory, free_port()
+        self.directory, self.port = directory, port or free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._program = program or redis_executable()
         self._configuration = directory / "redis.conf"
@@ -117,8 +117,10 @@ class WatchedMaster:
         wait_until(lambda: self.complete(len(self.servers) - 1), 120)
 
     def close(self) -> None:
-        for each in (*self.sentinels, *self.servers):
-            each.close()
+        for sentinel in self.sentinels:
+            sentinel.close()
+        for server in self.servers:
+            server.close()
 
 
 class Sentinel:

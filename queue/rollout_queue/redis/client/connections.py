@@ -100,7 +100,7 @@ class FollowingAsync(asynchronous.AbstractConnection):
         except ResponseError as error:
             if not not_the_master(error):
                 raise
-            await self.disconnect(nowait=True)  # type: ignore[no-untyped-call]
+            await self.disconnect(nowait=True)
             raise moved(self._host_error(), error) from error
 
 

@@ -30,7 +30,7 @@ class MasterFinder(Protocol):
 
 
 class SentinelFinder:
-    """Asks one sentinel after the other."""
+    """Asks one sentinel after the other, first the one that answered last."""
 
     def __init__(self, nodes: tuple[Node, ...], master: str, fields: dict[str, Any]) -> None:
         """`fields` are those of a connection to a sentinel."""
@@ -41,6 +41,7 @@ class SentinelFinder:
         sentinel: Any = Sentinel(self._nodes, sentinel_kwargs=self._fields)  # type: ignore[no-untyped-call]
         try:
             host, port = sentinel.discover_master(self._master)
+            self._answered(sentinel)
         finally:
             for client in sentinel.sentinels:
                 client.close()
@@ -50,9 +51,17 @@ class SentinelFinder:
         sentinel: Any = AsyncSentinel(self._nodes, sentinel_kwargs=self._fields)  # type: ignore[no-untyped-call]
         try:
             host, port = await sentinel.discover_master(self._master)
+            self._answered(sentinel)
         finally:
             await sentinel.aclose()
         return str(host), int(port)
+
+    def _answered(self, sentinel: Any) -> None:
+        # redis-py puts the sentinel that has answered first. One whose host is down would cost a timeout each
+        # time.
+        answered = sentinel.sentinels[0].connection_pool.connection_kwargs
+        node = (answered["host"], answered["port"])
+        self._nodes = (node, *(each for each in self._nodes if each != node))
 
 
 class ClusterFinder:
@@ -62,7 +71,7 @@ class ClusterFinder:
         """`nodes` are asked first; `fields` are those of a connection to a node."""
         self._configured, self._slot, self._fields = nodes, slot, fields
         self._known: tuple[Node, ...] = ()
-        """The nodes that the last answer named."""
+        """The node that answered last, and those that it named."""
 
     def find(self) -> Node:
         why: Exception | None = None
@@ -73,7 +82,7 @@ class ClusterFinder:
             except (RedisError, OSError) as error:
                 why = error
                 continue
-            if (found := self._owner(reply, host)) is not None:
+            if (found := self._owner(reply, (host, port))) is not None:
                 return found
         raise self._nobody() from why
 
@@ -86,17 +95,17 @@ class ClusterFinder:
             except (RedisError, OSError) as error:
                 why = error
                 continue
-            if (found := self._owner(reply, host)) is not None:
+            if (found := self._owner(reply, (host, port))) is not None:
                 return found
         raise self._nobody() from why
 
     def _candidates(self) -> Iterator[Node]:
         yield from dict.fromkeys((*self._known, *self._configured))
 
-    def _owner(self, ranges: list[list[Any]], asked: str) -> Node | None:
+    def _owner(self, ranges: list[list[Any]], asked: Node) -> Node | None:
         """The master of the slot: each range has its first and its last slot, its master and its replicas."""
-        nodes = [[_node(each, asked) for each in servers] for _, _, *servers in ranges]
-        self._known = tuple(dict.fromkeys(node for servers in nodes for node in servers))
+        nodes = [[_node(each, asked[0]) for each in servers] for _, _, *servers in ranges]
+        self._known = tuple(dict.fromkeys((asked, *(node for servers in nodes for node in servers))))
         for (first, last, *_), servers in zip(ranges, nodes, strict=True):
             if first <= self._slot <= last:
                 return servers[0]

@@ -53,7 +53,8 @@ def log_ids() -> LogIds:
 
 
 class of_turn:  # noqa: N801 - it is used as a function; a generator would take three times as long
-    """Log lines in the block carry this turn's id. Turns of one call may be made concurrently."""
+    """Log lines in the block carry this turn's id. The ids of a call keep that of its first turn; further
+    turns, which may be made concurrently, have ids of their own."""
 
     __slots__ = ("_token", "_turn_id")
 
@@ -61,11 +62,15 @@ class of_turn:  # noqa: N801 - it is used as a function; a generator would take 
         self._turn_id = turn_id
 
     def __enter__(self) -> None:
+        self._token: Token[LogIds | None] | None = None
         former = log_ids()
+        if former.turn_id in (None, self._turn_id):
+            former.turn_id = self._turn_id
+            return
         own = LogIds(former.request_id, former.session_id)
         own.step, own.key, own.turn_id = former.step, former.key, self._turn_id
-        self._token: Token[LogIds | None] = _ids.set(own)
-        former.turn_id = former.turn_id or self._turn_id
+        self._token = _ids.set(own)
 
     def __exit__(self, *_: object) -> None:
-        _ids.reset(self._token)
+        if self._token is not None:
+            _ids.reset(self._token)

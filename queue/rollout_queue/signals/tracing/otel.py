@@ -51,7 +51,7 @@ class OtelTracer:
             endpoint=settings.traces_url, headers=settings.headers or None, timeout=settings.timeout_s
         )
         named = {} if os.environ.get(OTEL_SERVICE_NAME) else {SERVICE_NAME: service}
-        own = {**named, "service.namespace": "weir", "process.pid": os.getpid()}
+        own: dict[str, str | int] = {**named, "service.namespace": "weir", "process.pid": os.getpid()}
         # The SDK's sampler costs as much as a span. Ours decides before the SDK is asked.
         self._ratio = None if os.environ.get(OTEL_TRACES_SAMPLER) else sample_ratio
         sampler = None if self._ratio is None else ALWAYS_ON

@@ -108,8 +108,8 @@ DELETED_USERS = Key("weir:deleted_users")
 
 
 def page_sessions_of(key_digest: str) -> Key:
-    """Sorted set: digests of the tokens with which browsers are signed in by one API key, by the time at which
-    they end at the latest."""
+    """Sorted set: digests of the tokens with which browsers are signed in by one API key, by their latest
+    end."""
     return Key(f"weir:page_sessions:{key_digest}")
 
 
@@ -122,8 +122,8 @@ def session(session_id: str) -> Key:
     """Hash of one session: `spec`, `outcome`, `verdict`, `t:{turn}`, `r:{reward key}`, `v:{turn}`, and
     `n:{turn}`, what a step used of a trained turn's tokens (`TrainedTokens`); `q:{request}` once a retry of
     that request is among the turns; `beat`, the last heartbeat; `magnitude`, the sum of its rewards'
-    magnitudes; `turns`, sums over its turns (`TurnSums`). A session that was described late (DESCRIBE) has its
-    time to live, `ttl`, what its outcome must say, `terms`, and the record of its group, `joined`."""
+    magnitudes; `turns`, sums over its turns (`TurnSums`). A session that was described late (DESCRIBE) has
+    its time to live, `ttl`, what its outcome must say, `terms`, and the record of its group, `joined`."""
     return Key(f"weir:s:{session_id}")
 
 

@@ -22,9 +22,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from rollout_queue.signals.tracing.counts import SpanCounts
 from rollout_queue.signals.tracing.settings import OtelSettings
 from rollout_queue.signals.tracing.spans import MOST_CHARACTERS, MOST_LINKS, TRACEPARENT, Attributes, Kind
-from rollout_queue.signals.tracing.start import SpanCounts
 
 logger = logging.getLogger(__name__)
 

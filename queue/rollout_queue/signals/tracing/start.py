@@ -3,26 +3,14 @@
 import atexit
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rollout_queue.signals.tracing.counts import SpanCounts
 from rollout_queue.signals.tracing.settings import OtelSettings
 from rollout_queue.signals.tracing.spans import use_tracer
-
-
-@dataclass
-class SpanCounts:
-    """Of this process, since it started."""
-
-    exported: int = 0
-    queue_full: int = 0
-    """Dropped, because as many wait as may wait."""
-    not_taken: int = 0
-    """Dropped, because the collector did not take them."""
-
 
 COUNTS = SpanCounts()
 

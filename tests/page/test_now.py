@@ -28,9 +28,8 @@ def test_now_shows_warnings_and_the_lack_of_a_trainer(shown: ShownDeployment, ta
     shown.gateway.redis.delete("weir:trainer")
     shown.gateway.redis.xadd("weir:dead", {"error": "not a record"})
     page = tab(shown.gateway.url).tab
-    expect(
-        page.get_by_text("No trainer has reported yet: nothing is trained before one does.")
-    ).to_be_visible()
+    lead = "No trainer has reported yet: nothing is trained before one does."
+    expect(page.locator(".lead")).to_have_text(lead)
     warnings = page.get_by_role("list", name="Warnings")
     expect(warnings).to_contain_text("The trainer could not read 1 record")
     expect(warnings).to_contain_text("No trainer has reported yet.")

@@ -272,8 +272,7 @@ class Policies:
 
 
 def _accepted(asked: PolicyRecord, known: KnownPolicies, *, force: bool) -> PolicyRecord:
-    """The record to store. Raises StateConflict if the number is too low, too high, reserved, or has other
-    content."""
+    """The record to store. Raises StateConflict if the number or the content does not fit."""
     if asked.version < known.newest:
         raise StateConflict(f"version {asked.version} is lower than {known.newest}", param="version")
     registered, reserved = known.records.get(asked.version), known.reserved

@@ -1,7 +1,7 @@
 // The frame around the views: header, navigation, the heading, signing in and out, the theme, notices.
 import { html, useCallback, useEffect, useErrorBoundary, useLayoutEffect, useRef, useState } from "./dom.js";
 import { onSignedOut, readSession, signOut } from "./api.js";
-import { Dialogs } from "./dialogs.js";
+import { announce, Dialogs } from "./dialogs.js";
 import { onEnded, useLive } from "./live.js";
 import { ErrorNote, Icon, Loading } from "./parts.js";
 import { link, useRoute } from "./router.js";
@@ -37,9 +37,13 @@ export function Shell({ views }) {
   if (!me) return html`<main class="sign-in"><${Loading} /></main>`;
   if (me.role === null) return html`<${SignIn} signedIn=${setMe} ended=${ended} />`;
   const out = async () => {
-    await signOut();
-    setEnded(false);
-    setMe({ ...me, role: null });
+    try {
+      await signOut();
+      setEnded(false);
+      setMe({ ...me, role: null });
+    } catch (problem) {
+      announce(`You are still signed in: ${problem.message}`);
+    }
   };
   return html`<${Frame} views=${views.filter((each) => each.roles.includes(me.role))} me=${me} out=${out} />`;
 }
@@ -77,7 +81,7 @@ function Frame({ views, me, out }) {
         <${ThemeSwitch} />
         ${me.needs_key &&
         html`<span class="who" title="The key that you signed in with">${me.key}</span>
-          <button class="quiet" onClick=${out}><${Icon} name="leave" /><span>Sign out</span></button>`}
+          <button class="quiet" onClick=${out}><${Icon} name="leave" /><span class="narrow-hidden">Sign out</span></button>`}
       </div>
     </header>
     <nav class="nav" aria-label="Views">

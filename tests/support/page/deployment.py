@@ -17,6 +17,9 @@ from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
+SIZE_BYTES = 1_288_490_188
+DONE = (200, 201, 202, 207)
+"""207: a push that not every server took."""
 ENGINE_PATHS = ("/generate", "/model_info", "/abort_request")
 METRICS = {
     "reward_mean": 0.6125,
@@ -62,16 +65,14 @@ class ShownDeployment:
     gateway: RunningGateway
     servers: dict[str, ServerWithEngine] = field(default_factory=dict)
 
-    def admin(
-        self, method: str, path: str, body: Any = None, status: tuple[int, ...] = (200, 201, 202)
-    ) -> Any:
+    def admin(self, method: str, path: str, body: Any = None, status: tuple[int, ...] = DONE) -> Any:
         reply = self.gateway.call(method, path, body, key=ADMIN_KEY)
         assert reply.status_code in status, reply.text
         return reply.json()
 
     def publish(self, version: int, **more: Any) -> None:
         body = {"version": version, "location": f"file:///srv/weir/policies/v{version:08d}", **more}
-        self.admin("POST", "/admin/policies", {"step": 8 * version, "size_bytes": 1_288_490_188} | body)
+        self.admin("POST", "/admin/policies", {"step": 8 * version, "size_bytes": SIZE_BYTES} | body)
 
     def report(self, **fields: Any) -> None:
         """Let a trainer report."""

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 import tempfile
+from io import BytesIO
 from pathlib import Path
 
-from playwright.sync_api import Browser
+from PIL import Image
+from playwright.sync_api import Browser, Page
 from tokenizers import Tokenizer
 
 from tests.support.gateway.fake_engine import FakeEngine
@@ -17,29 +19,36 @@ from tests.support.redis_process import RedisProcess
 from tests.support.serving import serving
 from tests.support.tiny_model import make_tiny_model
 
+COLOURS = 96
 OUT = Path(__file__).parents[3] / "docs/page"
 
 
 def shoot(browser: Browser, shown: ShownDeployment, out: Path) -> None:
+    """Each view in both themes, wide and on a phone."""
     for theme, size in (("light", WIDE), ("dark", WIDE), ("light", PHONE), ("dark", PHONE)):
+        name = f"{theme}.png" if size == WIDE else f"{theme}-phone.png"
         context = context_of(browser, size, theme == "dark")
         tab = watched_tab(context).tab
         tab.goto(shown.gateway.url)
-        name = "" if size == WIDE else "-phone"
-        tab.get_by_label("API key").wait_for()
-        tab.screenshot(path=out / f"sign-in-{theme}{name}.png")
         tab.get_by_label("API key").fill(ADMIN_KEY)
+        save(tab, out / f"sign-in-{name}")
         tab.get_by_role("button", name="Sign in").click()
         tab.get_by_role("heading", name="Fleet").wait_for()
         live(shown)
-        tab.screenshot(path=out / f"now-{theme}{name}.png", full_page=True)
+        save(tab, out / f"now-{name}", whole=size == WIDE)
         tab.get_by_role("link", name="Policies", exact=True).click()
         tab.get_by_role("heading", name="Last pushes").wait_for()
-        tab.screenshot(path=out / f"policies-{theme}{name}.png", full_page=True)
+        save(tab, out / f"policies-{name}", whole=size == WIDE)
         tab.get_by_role("button", name="Roll back to version 11").click()
         tab.get_by_role("dialog").wait_for()
-        tab.screenshot(path=out / f"dialog-{theme}{name}.png")
+        save(tab, out / f"dialog-{name}")
         context.close()
+
+
+def save(tab: Page, path: Path, whole: bool = False) -> None:
+    """Write a picture of the tab, of few colours, so that it is small."""
+    picture = Image.open(BytesIO(tab.screenshot(full_page=whole)))
+    picture.convert("RGB").quantize(COLOURS).save(path, optimize=True)
 
 
 def main() -> None:

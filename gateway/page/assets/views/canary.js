@@ -32,7 +32,8 @@ function Gate({ gate, state, value, low, high, bound, count: made }) {
   const until = Math.max(...given, from + 1e-9);
   const x = (each) => 4 + (192 * (each - from)) / ((until - from) * 1.08);
   const interval = low !== null && high !== null ? ` (between ${figure(low)} and ${figure(high)})` : "";
-  const words = value === null ? `nothing measured yet; at most ${figure(bound)}` : `${figure(value)}${interval}; at most ${figure(bound)} ${unit}`;
+  const measured = value === null ? "nothing measured yet" : `${figure(value)}${interval}`;
+  const words = `${measured}; at most ${figure(bound)} ${unit}`.trim();
   return html`<li>
     <div class="gate-head"><h3>${title}</h3><${Badge} tone=${GATE_TONES[state]}>${state}<//></div>
     <svg class="gate" data-state=${state} viewBox="0 0 200 22" preserveAspectRatio="none" aria-hidden="true">

@@ -10,6 +10,7 @@ import { Push, PushHistory } from "./push.js";
 import { SERVER_TONES, serverState } from "./servers.js";
 
 const SHOWN = 10;
+const EVERY_S = 5;
 
 export default function Policies() {
   const { picture, history } = useLive();
@@ -17,28 +18,32 @@ export default function Policies() {
   const done = useCallback(() => setActed((number) => number + 1), []);
   const plan = picture?.status.policy ?? null;
   const busy = plan?.push?.state === "pushing" || plan?.canary;
-  // What is read again when the plan changes, and with every picture while a push or a canary is under way.
-  const again = `${acted} ${JSON.stringify(plan)} ${busy ? history.at(-1)?.at : ""}`;
+  // When to read again: after an action, when the plan changes, and every few seconds (a version that is registered
+  // while the fleet is held changes no plan); with every picture while a push or a canary is under way.
+  const at = history.at(-1)?.at ?? 0;
+  const again = `${acted} ${JSON.stringify(plan)} ${busy ? at : Math.floor(at / EVERY_S)}`;
   const versions = useGet("/admin/policies", again);
   const pushes = useGet("/admin/policies/pushes", again);
   const canaries = useGet("/admin/policies/canaries", again);
-  const push = useGet(plan?.push ? `/admin/policies/${plan.push.version}` : null, again);
+  const pushed = plan?.push?.version;
+  const registered = versions.data?.data.some((each) => each.version === pushed);
+  const push = useGet(registered ? `/admin/policies/${pushed}` : null, again);
   const failed = versions.error ?? pushes.error ?? canaries.error;
   if (failed && !versions.data) return html`<${ErrorNote} error=${failed} again=${versions.reload} />`;
   if (!plan || !versions.data) return html`<${Loading} />`;
   const canary = canaries.data?.data.find((each) => each.state === "open" || each.state === "opening");
   const servers = picture.status.rollout_servers;
   const known = versions.data.data;
-  const at = { plan, canary, servers, done, newest: known.at(-1)?.version ?? null };
+  const shared = { plan, canary, servers, done, newest: known.at(-1)?.version ?? null };
   return html`
     <div class="columns">
-      <${Serving} ...${at} />
+      <${Serving} ...${shared} />
       <${Trainer} trainer=${picture.status.trainer} done=${done} />
     </div>
     ${canary && html`<${Canary} canary=${canary} done=${done} />`}
     ${plan.push && html`<${Push} push=${plan.push} results=${push.data?.results ?? []} />`}
-    <${Versions} versions=${known} reserved=${versions.data.reserved} ...${at} />
-    <${Servers} ...${at} />
+    <${Versions} versions=${known} reserved=${versions.data.reserved} ...${shared} />
+    <${Servers} ...${shared} />
     <div class="columns">
       <${PushHistory} pushes=${pushes.data?.data ?? []} />
       <${CanaryHistory} canaries=${(canaries.data?.data ?? []).filter((each) => each !== canary)} />

@@ -154,11 +154,11 @@ def gateway(model: Path, redis_url: str) -> Iterator[tuple[str, int]]:
         "WEIR_MODEL_PATH": str(model),
         "WEIR_ADMIN_KEYS": KEY,
         "WEIR_GATEWAY__PORT": str(port),
-        "WEIR_GATEWAY__RETENTION_S": "null",
+        "WEIR_GATEWAY__RETENTION_S": "1e9",
     }
     process = subprocess.Popen([sys.executable, "-m", "gateway"], env=os.environ | given)
     try:
-        answering(f"http://127.0.0.1:{port}/live")
+        answering(f"http://127.0.0.1:{port}/live", timeout_s=300)
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
@@ -260,29 +260,41 @@ def main() -> None:
         curves(folder, given.steps)
         redis = RedisProcess(folder / "redis").start(appendonly="no", save="")
         try:
-            started = time.perf_counter()
-            asyncio.run(_write(redis.url, began))
-            copy_templates(redis.client, sessions, began)
-            redis.client.delete(keys.STREAM, keys.DEADLINES)
-            facts: Any = redis.client.info("memory")
-            made = f"{sessions} sessions, {sessions * TURNS} turns in {time.perf_counter() - started:.0f} s"
-            print(f"{made}; Redis has {facts['used_memory'] / 2**20:.0f} MiB")
-            sample: Any = redis.client.memory_usage(keys.session(session_name(sessions - 1)), samples=0)
-            redis.client.hdel(keys.session(session_name(sessions - 1)), "turns")
-            without: Any = redis.client.memory_usage(keys.session(session_name(sessions - 1)), samples=0)
-            print(f"a session takes {sample} bytes, {sample - without} of them for the sums over its turns")
             with gateway(model, redis.url) as (url, pid):
-                print(f"the gateway has {resident_mib(pid):.0f} MiB at its start")
-                client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
-                with client:
-                    for what, path in routes(sessions).items():
-                        show(what, *timed(client, path, given.repetitions))
-                first, rows = paints(url)
-                show("first paint of the sessions", first, 0)
-                show("their rows are there", rows, 0)
+                fill(redis, sessions, began)
+                print(f"the gateway has {resident_mib(pid):.0f} MiB before any request")
+                measure(url, sessions, given.repetitions)
                 print(f"the gateway has {resident_mib(pid):.0f} MiB at the end")
         finally:
             redis.close()
+
+
+def fill(redis: RedisProcess, sessions: int, began: float) -> None:
+    """Store the run, and print what it takes."""
+    started, last = time.perf_counter(), keys.session(session_name(sessions - 1))
+    asyncio.run(_write(redis.url, began))
+    copy_templates(redis.client, sessions, began)
+    redis.client.delete(keys.STREAM, keys.DEADLINES)
+    facts: Any = redis.client.info("memory")
+    made = f"{sessions} sessions, {sessions * TURNS} turns in {time.perf_counter() - started:.0f} s"
+    print(f"{made}; Redis has {facts['used_memory'] / 2**20:.0f} MiB")
+    whole: Any = redis.client.memory_usage(last, samples=0)
+    sums: Any = redis.client.hget(last, "turns")
+    redis.client.hdel(last, "turns")
+    without: Any = redis.client.memory_usage(last, samples=0)
+    redis.client.hset(last, "turns", sums)
+    print(f"a session takes {whole} bytes, {whole - without} of them for the sums over its turns")
+
+
+def measure(url: str, sessions: int, repetitions: int) -> None:
+    """Print what each route and the first paint take."""
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        for what, path in routes(sessions).items():
+            show(what, *timed(client, path, repetitions))
+    first, rows = paints(url)
+    show("first paint of the sessions", first, 0)
+    show("their rows are there", rows, 0)
 
 
 def _tiny_model(folder: Path) -> Path:

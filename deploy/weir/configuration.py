@@ -12,6 +12,8 @@ from weir.stack.settings import StackSettings
 MASKED_FIELDS = frozenset({"client_keys", "admin_keys", "api_key", "headers"})
 CREDENTIALS = re.compile(r"://[^/@\s]*@")
 """The part of a URL that may hold Redis' password."""
+SECRET_OPTIONS = re.compile(r"([?&]\w*password=)[^&\s]*")
+"""An option of a URL that holds one."""
 
 
 def service_settings() -> list[type[ServiceSettings]]:
@@ -76,4 +78,6 @@ def _masked(keys: dict[str, Any] | list[str] | str | None) -> dict[str, str] | l
 
 
 def _without_password(value: Any) -> Any:
-    return CREDENTIALS.sub("://***@", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return SECRET_OPTIONS.sub(r"\1***", CREDENTIALS.sub("://***@", value))

@@ -43,7 +43,7 @@ class CrashSystem:
     stack: Stack
     settings: StackSettings
     redis: Redis
-    redis_url: str
+    redis_url: str = ""
     cluster: Cluster | None = None
     """The Redis that the services use, in place of the stack's own."""
     agents: Agents = field(init=False)

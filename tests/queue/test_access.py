@@ -205,7 +205,8 @@ def test_a_user_with_the_documented_rights_can_do_what_services_do(tmp_path: Pat
     assert line, "docs/redis.md has the line"
     rights = line[0].replace(">PASSWORD", ">pw").removeprefix("user weir ").split()
     server = RedisServer(tmp_path / "redis", program=program_of(kind)).start()
-    server.client.execute_command("ACL SETUSER", "weir", *rights)
+    administrator: Any = server.client
+    administrator.execute_command("ACL SETUSER", "weir", *rights)
     settings = RedisSettings(redis_url=f"redis://weir:pw@{server.address}/0")
     try:
         for connection in CONNECTIONS:

@@ -82,7 +82,7 @@ class RedisWriter:
         self._session_heads = SessionHeads(self._connection, self._heads)
         self._append_within_s = append_within_s
         self._clock = RedisClock(self._connection)
-        self._retractions = Retractions(redis)
+        self._retractions = Retractions(redis, self._confirmed)
         self._deleted = 0
         """How many sessions had been deleted at the last `forget_deleted`."""
         self._open = redis.register_script(session_scripts.OPEN)
@@ -90,7 +90,7 @@ class RedisWriter:
         self._append_turn = redis.register_script(record_scripts.APPEND_TURN)
         self._append_reward = redis.register_script(record_scripts.APPEND_REWARD)
         self._append_outcome = redis.register_script(record_scripts.APPEND_OUTCOME)
-        self._descriptions = Descriptions(redis)
+        self._descriptions = Descriptions(redis, self._confirmed)
         self._expiry = Expiry(redis)
         self._heartbeat = redis.register_script(session_scripts.HEARTBEAT)
 

@@ -7,8 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from redis import Redis
-
 from rollout_queue.redis.client.prefixes import slot_of, wire_prefix
 from tests.support.queue.servers import RedisServer
 from tests.support.serving import free_port
@@ -76,7 +74,7 @@ class Cluster:
 
     def _in_step(self) -> bool:
         found: Any = self.owner.client.info("replication")
-        return found["connected_slaves"] == 1 and found["slave0"]["state"] == "online"
+        return bool(found["connected_slaves"] == 1 and found["slave0"]["state"] == "online")
 
     def kill_owner(self) -> None:
         """Kill the master of the keys, wait until its replica has taken over, and start it again."""
@@ -100,7 +98,7 @@ class Cluster:
 
     def _follows(self, node: RedisServer, master: RedisServer) -> bool:
         found: Any = node.client.info("replication")
-        return found["role"] == "slave" and found["master_port"] == master.port
+        return bool(found["role"] == "slave" and found["master_port"] == master.port)
 
     def close(self) -> None:
         for node in self.nodes:
@@ -119,7 +117,7 @@ def _ports() -> Iterator[int]:
 
 def _ask(node: RedisServer, command: str, *arguments: Any) -> Any:
     client: Any = node.client
-    return Redis.execute_command(client, command, *arguments)
+    return client.execute_command(command, *arguments)
 
 
 def _flags(node: RedisServer) -> list[str]:

@@ -5,7 +5,7 @@ redis+sentinel://[user:password@]h1:p1,h2:p2/master/db   rediss+sentinel:// with
 redis+cluster://[user:password@]h1:p1,h2:p2              rediss+cluster:// with TLS
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -28,7 +28,7 @@ class RedisAddress:
     master: str | None
     """The name by which the sentinels know the master."""
     tls: bool
-    fields: dict[str, Any]
+    fields: dict[str, Any] = field(repr=False)
     """Arguments of redis-py's connection: database, user, password, path of a socket, options of the URL."""
 
 

@@ -4,7 +4,7 @@ PipelinedConnection   one connection that all callers share; the default, and th
 PooledConnection      redis-py's own client, which lends each call a connection of its own
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from redis.asyncio import Redis
@@ -39,4 +39,6 @@ class WriterConnection(Protocol):
         ...
 
 
+Confirm = Callable[[AsyncScript, list[str], list[Argument]], Awaitable[Any]]
+"""What a script answers, once replicas have what it wrote. Raises StorageUnavailable."""
 ConnectionFactory = Callable[[Redis, Listener, Replication], WriterConnection]

@@ -125,8 +125,8 @@ class SimulatedGateway(Fleet):
     def __init__(self, rotation: type[MeasuredRotation], run: "SimulatedTraffic") -> None:
         concurrency = run.traffic.concurrency
         super().__init__(cast(Any, run.registry), cast(Any, run.status), None, concurrency=concurrency)
-        self.rotation = rotation(self.servers)
-        self.rotation.seen = run.seen
+        self.rotation = self.measured = rotation(self.servers)
+        self.measured.seen = run.seen
         self.queue = CallQueue(self.rotation.place)
 
 
@@ -168,7 +168,7 @@ class SimulatedTraffic:
         await asyncio.sleep(traffic.warm_s)
         self._begin_measuring()
         for at, event in self._events:
-            loop.call_later(at, lambda event=event: self.start(event(self)))
+            loop.call_later(at, self._begin, event)
         for _ in range(int(traffic.measured_s)):
             await asyncio.sleep(1.0)
             self._sample()
@@ -176,6 +176,9 @@ class SimulatedTraffic:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         return self.seen
+
+    def _begin(self, event: Callable[["SimulatedTraffic"], Awaitable[None]]) -> None:
+        self.start(event(self))
 
     def join(self, count: int) -> list[SimulatedEngine]:
         """Add servers, which register."""
@@ -259,7 +262,7 @@ class SimulatedTraffic:
         for engine in self.engines.values():
             engine.seen = type(engine.seen)()
         for fleet in self.fleets:
-            fleet.rotation.seen = self.seen
+            fleet.measured.seen = self.seen
 
     def _sample(self) -> None:
         alive = [engine for engine in self.engines.values() if engine.state != "dead"]

@@ -21,6 +21,7 @@ from gateway.engines.rotation.rotation import WantedServer
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.errors import NoServer
 from rollout_queue.contract.policies.serving import plan_of
+from rollout_queue.redis import keys
 from tests.support.waiting import PATIENCE_S
 
 
@@ -222,5 +223,38 @@ async def test_what_is_served_or_drained_meanwhile_is_not_undone_by_an_older_rea
     assert fleet.serving == 7
     assert [server.drained for server in fleet.servers.values()] == [True, False]
     await fleet.set_drained(first, drained=False)
+    await engine.close()
+    await redis.aclose()
+
+
+async def test_registrations_are_read_after_a_change_and_a_renewal_reads_its_own(redis_url: str) -> None:
+    redis, engine = Redis.from_url(redis_url), EngineClient(HttptoolsTransport(1.0))
+    here, there = (Fleet(redis, engine, None) for _ in range(2))
+
+    async def reads() -> int:
+        return int((await redis.info("commandstats")).get("cmdstat_hgetall", {}).get("calls", 0))
+
+    url = "http://127.0.0.1:1"
+    registration = Registration(id="r0", url=url, engine_url=url, process="p0")
+    await here.register(registration)
+    await there.refresh()
+    assert there.servers["r0"].registration.process == "p0"
+    before, stored_at = await reads(), there.servers["r0"].registration.registered_at
+    renewed = await here.register(registration)
+    await there.refresh()
+    assert await reads() == before
+    assert renewed.registration.registered_at > stored_at
+    await here.register(Registration(id="r1", url=f"{url}1", engine_url=f"{url}1", process="p1"))
+    await there.refresh()
+    assert set(there.servers) == {"r0", "r1"}
+    assert await here.remove("r1")
+    await there.refresh()
+    assert set(there.servers) == {"r0"}
+    await redis.hdel(keys.SERVERS, "r0")  # a gateway of an earlier version does not say that it changed
+    await redis.delete(keys.SERVERS_CHANGED)
+    await there.refresh()
+    assert not there.servers
+    for fleet in (here, there):
+        await fleet.close()
     await engine.close()
     await redis.aclose()

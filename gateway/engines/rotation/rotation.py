@@ -56,8 +56,8 @@ class Rotation:
         self.servers = servers
         self.ring = Ring()
         self.plan = ServingPlan()
-        self.placed: Counter[Placement] = Counter()
-        """How many calls were placed, by reason."""
+        self.placed: Counter[str] = Counter()
+        """How many calls were placed, by reason (`Placement`)."""
         self._admitted, self._pinned = self.plan.versions, frozenset[str]()
         self._mean, self._mean_at = 0.0, float("-inf")
 

@@ -26,7 +26,8 @@ class StatusSchedule:
         """The servers to ask at `now`, by time.monotonic()."""
         budget = int(STATUS_PER_S * min(now - self._at, LONGEST_S))
         self._at = now
-        due, steady = [], []
+        due: list[FleetServer] = []
+        steady: list[FleetServer] = []
         for server in servers:
             (steady if server.steady else due).append(server)
         due += heapq.nsmallest(budget, steady, key=lambda server: server.asked_at)

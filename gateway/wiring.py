@@ -49,8 +49,8 @@ from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis
 from rollout_queue.redis.connection.replicas import Replication
+from rollout_queue.redis.connection.schema import SchemaTooNew, claim_schema_async
 from rollout_queue.redis.deletion import RedisDeleter
-from rollout_queue.redis.schema import SchemaTooNew, claim_schema_async
 from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ async def opened(
 
 async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics) -> GatewayParts:
     redis = open_async_redis(settings, timeout_s=10)
+    await _claim_schema(redis)
     writer = RedisWriter(
         redis,
         CONNECTIONS[settings.redis_connection],
@@ -135,7 +136,6 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     engine = EngineClient(transport_of(settings.engine_http, settings.engine_timeout_s))
     key_store = KeyStore(redis)
     api_keys = ApiKeys(configured_keys(settings), key_store)
-    await _claim_schema(redis)
     identities = Identities(api_keys, await _secret(redis))
     await _read_keys(api_keys)
     admin_key = settings.admin_keys[0] if settings.admin_keys else None

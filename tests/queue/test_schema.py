@@ -6,7 +6,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import SCHEMA
 from rollout_queue.redis import keys
-from rollout_queue.redis.schema import (
+from rollout_queue.redis.connection.schema import (
     RESTORING,
     SchemaTooNew,
     claim_schema,

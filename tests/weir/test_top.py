@@ -28,7 +28,7 @@ from tests.support.serving import free_port, serving
 from tests.support.system_status import server_shape, system_status
 from tests.support.waiting import wait_until
 from weir.__main__ import app
-from weir.top.view import History, Sample, lines
+from weir.top.view import History, TopSample, lines
 
 
 def report(trained: int = 0, step: int = 3, **more: Any) -> SystemStatus:
@@ -51,8 +51,10 @@ def text(history: History, width: int = 80) -> str:
 
 
 def test_the_view_has_versions_fleet_rates_and_steps() -> None:
-    history = History(Sample(0.0, None), gateway="http://g")
-    history = history.then(Sample(100.0, report(trained=10))).then(Sample(160.0, report(trained=40, step=4)))
+    history = History(TopSample(0.0, None), gateway="http://g")
+    history = history.then(TopSample(100.0, report(trained=10))).then(
+        TopSample(160.0, report(trained=40, step=4))
+    )
     shown = text(history)
     for part in (
         "version    3 → 4",
@@ -69,8 +71,8 @@ def test_the_view_has_versions_fleet_rates_and_steps() -> None:
 
 
 def test_a_gateway_that_is_away_leaves_the_last_view() -> None:
-    history = History(Sample(0.0, None), gateway="http://g").then(Sample(1.0, report()))
-    history = history.then(Sample(2.0, None, "no answer"))
+    history = History(TopSample(0.0, None), gateway="http://g").then(TopSample(1.0, report()))
+    history = history.then(TopSample(2.0, None, "no answer"))
     assert text(history).startswith("http://g: no answer\nversion    3")
     assert "- ended/min" in text(history)
 
@@ -85,7 +87,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
         warnings=("w" * 300,),
         policy=ServingShape(serving=1, target=1, hold=HoldShape(since=0.0, reason="x")),
     )
-    history = History(Sample(0.0, None), gateway="http://" + "漢" * 100).then(Sample(1.0, status))
+    history = History(TopSample(0.0, None), gateway="http://" + "漢" * 100).then(TopSample(1.0, status))
     found = list(lines(history, width))
     assert max(cell_len(line.plain) for line in found) <= max(width, 40)
     assert "  and 10 more" in [line.plain for line in found]

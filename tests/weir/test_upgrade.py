@@ -17,7 +17,7 @@ from redis import Redis
 from rollout_queue.contract.codec import SCHEMA, encode
 from rollout_queue.contract.records import Outcome
 from rollout_queue.redis import keys
-from rollout_queue.redis.schema import claim_schema
+from rollout_queue.redis.connection.schema import claim_schema
 from tests.support.redis_process import RedisProcess
 from weir.audit.audit import audit
 from weir.audit.facts import ClientAnswer

@@ -45,7 +45,7 @@ from weir.backup.manifest import (
     noted,
     write_manifest,
 )
-from weir.backup.point import CheckpointWatch, Holder, PointMissed
+from weir.backup.point import CheckpointWatch, FileHolder, PointMissed
 from weir.backup.policies import folder_of, hold_versions, needed_adapters, needed_versions
 from weir.backup.records import INDEX, VALUES
 from weir.backup.redis_copy import CopiedRedis, copy_redis, known_prefix
@@ -124,7 +124,7 @@ def _repeated(plan: BackupPlan, directory: Path, say: Say) -> BackupManifest:
 
 def _attempt(plan: BackupPlan, directory: Path, say: Say) -> BackupManifest:
     """One copy. Raises PointMissed if a checkpoint was finished just when Redis forked."""
-    policies = Holder(plan.policies_dir) if plan.policies_dir is not None else None
+    policies = FileHolder(plan.policies_dir) if plan.policies_dir is not None else None
     with open_redis(known_prefix(plan.sources.redis_url), timeout_s=30) as redis:
         _check_room(redis, directory)
         watch = CheckpointWatch(redis, plan.checkpoint_dir)
@@ -154,7 +154,7 @@ def _written(
     directory: Path,
     copied: CopiedRedis,
     checkpoint: Path | None,
-    policies: Holder | None,
+    policies: FileHolder | None,
     needed: set[int],
     folders: set[str],
     taken_at: float,

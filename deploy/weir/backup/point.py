@@ -31,7 +31,7 @@ class PointMissed(StackError):
     """A checkpoint was finished just when Redis copied its data."""
 
 
-class Holder:
+class FileHolder:
     """Gives files second names in a hidden directory beside them, and removes these at the end."""
 
     def __init__(self, directory: Path) -> None:
@@ -70,7 +70,7 @@ class CheckpointWatch:
 
     def __init__(self, redis: Redis, directory: Path) -> None:
         self._redis, self._directory = redis, directory
-        self._holder = Holder(directory)
+        self._holder = FileHolder(directory)
         self._looks: list[str | None] = []
         """What each look saw: the tag of a checkpoint; None before the first."""
         self._held: dict[str, Path] = {}

@@ -13,7 +13,7 @@ from rollout_queue.contract.policies.policy import STABLE, PolicyRecord
 from rollout_queue.contract.policies.serving import plan_of
 from rollout_queue.redis import keys
 from trainer_service.storage.policy_store import VERSION_DIRECTORY
-from weir.backup.point import Holder
+from weir.backup.point import FileHolder
 
 
 def needed_versions(redis: Redis) -> frozenset[int]:
@@ -37,7 +37,7 @@ def needed_adapters(redis: Redis, directory: Path) -> set[str]:
     return found
 
 
-def hold_versions(holder: Holder, directory: Path, also: Iterable[str] = ()) -> None:
+def hold_versions(holder: FileHolder, directory: Path, also: Iterable[str] = ()) -> None:
     """Hold all complete versions in the directory, and these folders, as far as they are not held yet."""
     if not directory.is_dir():
         return

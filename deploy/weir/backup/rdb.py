@@ -33,7 +33,7 @@ class RdbUnreadable(StackError):
     """The stream is not RDB, or has something that this build does not know."""
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """A buffered stream of bytes; `read` returns fewer only at the end."""
 
     def read(self, count: int, /) -> bytes: ...
@@ -53,7 +53,7 @@ class RdbKey(NamedTuple):
 class RdbReader:
     """Reads keys in the order in which they arrive. The value of each must be read before the next key."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         self._source = source
         self._keep: Callable[[bytes], object] | None = None
         magic = self._take(9)

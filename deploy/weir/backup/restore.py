@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from rollout_queue.contract.policies.policy import STABLE
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_redis
-from rollout_queue.redis.schema import RESTORING, write_schema
+from rollout_queue.redis.connection.schema import RESTORING, write_schema
 from trainer_service.storage.checkpoint import CURRENT, TAG
 from trainer_service.storage.files import sync_directory, write_atomically
 from trainer_service.storage.policy_store import ASIDE, VERSION_DIRECTORY

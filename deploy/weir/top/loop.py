@@ -13,7 +13,7 @@ from rich.live import Live
 
 from rollout_queue.protocol.message import MalformedMessage
 from weir.stack.probes import system_status
-from weir.top.view import History, Sample, lines
+from weir.top.view import History, TopSample, lines
 
 REFRESH_S = 2.0
 QUIT = ("q", "Q", "\x03", "\x04")
@@ -22,18 +22,18 @@ PLAIN_WIDTH = 80
 """The width where no terminal tells one."""
 
 
-def sampled(url: str, admin_key: str | None) -> Sample:
+def sampled(url: str, admin_key: str | None) -> TopSample:
     """Ask the gateway once."""
     try:
-        return Sample(time.time(), system_status(url, admin_key))
+        return TopSample(time.time(), system_status(url, admin_key))
     except (OSError, MalformedMessage) as error:
-        return Sample(time.time(), None, f"no answer from /admin/status: {error}")
+        return TopSample(time.time(), None, f"no answer from /admin/status: {error}")
 
 
 def show_once(url: str, admin_key: str | None, console: Console) -> bool:
     """Print the view. Returns whether the gateway answered."""
     sample = sampled(url, admin_key)
-    history = History(Sample(sample.at, None), gateway=url).then(sample)
+    history = History(TopSample(sample.at, None), gateway=url).then(sample)
     width = console.width if console.is_terminal else PLAIN_WIDTH
     for line in lines(history, width):
         console.print(line, soft_wrap=True)
@@ -42,7 +42,7 @@ def show_once(url: str, admin_key: str | None, console: Console) -> bool:
 
 def show_live(url: str, admin_key: str | None, console: Console, refresh_s: float = REFRESH_S) -> None:
     """Draw the view every `refresh_s` until the user quits. The gateway may go and come back meanwhile."""
-    history = History(Sample(time.time(), None, "asking"), gateway=url)
+    history = History(TopSample(time.time(), None, "asking"), gateway=url)
     with unbuffered_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             history = history.then(sampled(url, admin_key))

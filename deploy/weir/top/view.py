@@ -1,6 +1,6 @@
 """What `weir top` shows, as text of a given width: fleet, versions, rates, what is waited for, last steps.
 
-SystemStatus of the gateway ─▶ Sample ─▶ two Samples ─▶ rates ─▶ lines
+SystemStatus of the gateway ─▶ TopSample ─▶ two Samples ─▶ rates ─▶ lines
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ STATES = {"ready": "green", "loading": "yellow", "starting": "yellow", "draining
 
 
 @dataclass(frozen=True)
-class Sample:
+class TopSample:
     """One answer of the gateway, or why there is none."""
 
     at: float
@@ -37,15 +37,15 @@ class Sample:
 class History:
     """The last answers, from which rates and the last steps are computed."""
 
-    now: Sample
-    before: Sample | None = None
+    now: TopSample
+    before: TopSample | None = None
     steps: tuple[tuple[int, Mapping[str, float | None]], ...] = ()
     """The last steps that were seen, and their metrics."""
     gateway: str = ""
     seen: SystemStatus | None = field(default=None)
     """The last report, shown while the gateway is away."""
 
-    def then(self, sample: Sample, keep: int = 5) -> "History":
+    def then(self, sample: TopSample, keep: int = 5) -> "History":
         """The history after one more answer."""
         status = sample.status
         steps = self.steps

@@ -22,6 +22,8 @@ the connection first, and sends no request on a connection that the server is cl
 
 Leave = Callable[[], Awaitable[None]]
 """What a service does after SIGTERM, before it stops listening."""
+NOT_STARTED = 3
+"""The exit code of a service that could not start."""
 LAST_WORDS_S = 5.0
 """How long requests may still take after `end_requests`; then uvicorn cancels them."""
 
@@ -68,7 +70,10 @@ def serve(
         timeout_graceful_shutdown=int(drain_s + (LAST_WORDS_S if end_requests else 0)),
     )
     with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again, too
-        _Server(config, drain_s, leave, end_requests).run(None if sockets is None else list(sockets))
+        server = _Server(config, drain_s, leave, end_requests)
+        server.run(None if sockets is None else list(sockets))
+        if not server.started:  # its lifespan has failed, and the log says why
+            sys.exit(NOT_STARTED)
 
 
 class _Server(uvicorn.Server):

@@ -12,7 +12,7 @@ class Key(str):
 
 
 SCHEMA = Key("weir:schema")
-"""String: the schema of the newest release that has used this Redis (`schema`)."""
+"""String: the schema of the newest release that has used this Redis (`connection`)."""
 STREAM = Key("weir:stream")
 """Turns, rewards, late joins, outcomes and deletions, in the order in which they became durable."""
 STREAM_FIELD = b"r"

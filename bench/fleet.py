@@ -13,6 +13,7 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from bench.simulated_fleet import push
 from bench.simulated_fleet.calls import (
@@ -102,7 +103,7 @@ def servers_row(name: str, run: SimulatedTraffic) -> Sequence[str]:
     )
 
 
-def fleet_of(servers: int, **others: float) -> Traffic:
+def fleet_of(servers: int, **others: Any) -> Traffic:
     gateways = max(1, min(10, servers // 10))
     return replace(Traffic(), servers=servers, sessions=100 * servers, gateways=gateways, **others)
 

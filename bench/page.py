@@ -105,7 +105,7 @@ async def write_templates(redis: AsyncRedis, began: float) -> None:
         )
         await writer.append_outcome(outcome, reward, verdict)
         turns = {f"v:{turn_id(spec, place)}": msgspec.json.encode(verdict) for place in range(TURNS)}
-        await redis.hset(keys.session(spec.session_id), mapping=turns)  # type: ignore[arg-type, misc]
+        await redis.hset(keys.session(spec.session_id), mapping=turns)  # type: ignore[arg-type]
     await writer.close()
 
 

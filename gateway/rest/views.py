@@ -1,6 +1,7 @@
 """Converts sessions to the objects that the REST routes reply with."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -127,7 +128,8 @@ def _turn(
         "images": msgspec.to_builtins(turn.images),
     }
     if shown.tokens:
-        view |= _tokens(head, turn, shown.window, why)
+        extras: Any = _tokens(head, turn, shown.window, why)
+        view |= extras
     if shown.window != WHOLE:
         start, end = shown.window.of(turn)
         view["window"] = {"start": start, "end": end}

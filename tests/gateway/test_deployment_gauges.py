@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -39,7 +40,7 @@ def test_the_state_at_the_last_poll_is_shown_and_a_redis_that_ends(
                 rollouts_owed=2,
                 rollouts_per_step=4.0,
             )
-            fields: dict[str | bytes, str] = dict(report.fields())
+            fields: Any = report.fields()
             redis.client.hset(keys.TRAINER, mapping=fields)
             redis.client.xadd(keys.DEAD_LETTERS, {"error": "unreadable"})
             wait_until(lambda: gauge(gateway, "weir_rollouts_waiting") == "7.0")

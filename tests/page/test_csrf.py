@@ -15,7 +15,7 @@ from tests.support.page.client import PageClient
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
-OPEN = {"client_keys": [], "admin_keys": []}
+OPEN: dict[str, list[str]] = {"client_keys": [], "admin_keys": []}
 
 
 @pytest.fixture

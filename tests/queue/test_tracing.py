@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.records import Turn
+from rollout_queue.signals.tracing.counts import SpanCounts
 from rollout_queue.signals.tracing.otel import BATCH_SPANS, OtelTracer, SpanQueue
 from rollout_queue.signals.tracing.settings import OtelSettings
 from rollout_queue.signals.tracing.spans import MOST_LINKS, current_span, span, trace_headers, use_tracer
-from rollout_queue.signals.tracing.start import COUNTS, SpanCounts, begin_tracing, show_spans
+from rollout_queue.signals.tracing.start import COUNTS, begin_tracing, show_spans
 from tests.support.observe.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.support.serving import free_port
 from tests.support.trainer_service.harness import turn

@@ -56,7 +56,7 @@ def started(local: LocalSystem) -> tuple[RunningGateway, Service]:
 def newest(local: LocalSystem) -> int:
     """The highest version number that anything in Redis has."""
     reserved = local.redis.client.hget(keys.RESERVED, "version")
-    return int(reserved or 0)  # type: ignore[arg-type]
+    return int(reserved or 0)
 
 
 def test_what_was_backed_up_under_load_goes_on_elsewhere(

@@ -96,8 +96,8 @@ class Curves:
             window = _window(steps, first, last, buckets)
             series = {name: _series(self._columns[name], window) for name in dict.fromkeys(metrics)}
             self._forget(set(wanted))
-            known = (steps[0], steps[-1]) if steps else (None, None)
-            return CurvesReply(self._names, series, *known, window.width, self._limits, complete)
+            first, last = (steps[0], steps[-1]) if steps else (None, None)
+            return CurvesReply(self._names, series, first, last, window.width, self._limits, complete)
 
     def _read_file(self, names: Sequence[str]) -> bool:
         """Read the lines that these columns lack. Returns whether they are all read."""

@@ -154,7 +154,7 @@ def redis_of_run(settings: StackSettings, url: str | None) -> Iterator[str]:
     """The URL of the Redis to write to. If none is named, and none answers, that of `weir up` runs during the
     block."""
     given = url or settings.redis_url
-    if url is not None or redis_ready(given)() is None:
+    if url is not None or redis_ready(known_prefix(given))() is None:
         yield given
         return
     with Stack(settings, [redis_service(settings)]) as stack:

@@ -37,7 +37,7 @@ class Probed:
     passed: bool = False
 
     def due(self) -> bool:
-        return time.monotonic() - self.asked_at >= self.probe["periodSeconds"]
+        return time.monotonic() - self.asked_at >= float(self.probe["periodSeconds"])
 
     def note(self, passed: bool) -> None:
         self.asked_at = time.monotonic()
@@ -46,7 +46,7 @@ class Probed:
 
     @property
     def failed(self) -> bool:
-        return self.failures >= self.probe["failureThreshold"]
+        return self.failures >= int(self.probe["failureThreshold"])
 
 
 @dataclass

@@ -57,7 +57,7 @@ async def positions_in(
 
 
 def _indexes(scope: ListScope) -> list[str]:
-    indexes = [] if scope.group_id is None else [keys.group_members(scope.group_id)]
+    indexes: list[str] = [] if scope.group_id is None else [keys.group_members(scope.group_id)]
     return indexes if scope.user is None else [*indexes, keys.user_sessions(scope.user)]
 
 

@@ -8,7 +8,7 @@ const GATES = {
   kl: { title: "KL divergence from the served version", unit: "nats a token" },
   reward: { title: "Drop of the mean reward", unit: "" },
   errors: { title: "More failed calls", unit: "of the calls" },
-  length: { title: "Change of the answers' length", unit: "times" },
+  length: { title: "Answers' length, compared", unit: "times as long, or as short" },
 };
 const GATE_TONES = { holds: "good", broken: "bad", undecided: "accent", missing: "" };
 const CANARY_TONES = { opening: "accent", open: "accent", promoted: "good", rolled_back: "bad", superseded: "" };
@@ -17,15 +17,18 @@ export function Canary({ canary, done }) {
   const { version, baseline, state, groups, min_groups: needed } = canary;
   const tools = html`<${Badge} tone=${CANARY_TONES[state]}>${state}<//>
     <button class="small" onClick=${() => act.endCanary({ canary, done })}>Roll back…</button>`;
+  const on = count(canary.servers.length, "server");
+  const answers = `It answers ${percent(canary.share)} of the new ${canary.sticky}s on ${on}, against version ${baseline}.`;
+  const ended = `${groups} of ${needed} groups have ended (${canary.baseline_groups} of version ${baseline}).`;
   return html`<${Card} title=${`Canary of version ${version}`} tools=${tools}
-    note=${html`It answers ${percent(canary.share)} of the new ${canary.sticky}s on ${count(canary.servers.length, "server")}, against version ${baseline}.
-      ${groups} of ${needed} groups have ended (${canary.baseline_groups} of version ${baseline}). Began <${Ago} at=${canary.started_at} />.`}>
+    note=${html`${answers} ${ended} Began <${Ago} at=${canary.started_at} />.`}>
     <ul class="gates">${canary.gates.map((gate) => html`<${Gate} key=${gate.gate} ...${gate} />`)}</ul>
   <//>`;
 }
 
 // The interval that has the true value 19 times of 20, the value in it, and the bound.
-function Gate({ gate, state, value, low, high, bound, count: made }) {
+function Gate({ gate, state, value, low, high, bound: allowed, count: made }) {
+  const bound = gate === "length" ? 1 + allowed : allowed; // a factor: 1 is no change
   const { title, unit } = GATES[gate] ?? { title: gate, unit: "" };
   const given = [0, bound, value, low, high].filter((each) => Number.isFinite(each));
   const from = Math.min(...given);

@@ -29,8 +29,8 @@ router = APIRouter(tags=["sessions"])
 
 MOST_LOOKED_AT = 5000
 """How many sessions of all owners one request reads at most. It then returns those it found, and a cursor."""
-LOOKED_AT_ONCE = 200
-"""Between two pages of so many sessions, other calls have their turn."""
+LOOKED_AT_ONCE = 500
+"""Between two pages of at most so many sessions, other calls have their turn."""
 MOST_ID = 200
 
 
@@ -118,10 +118,12 @@ async def list_sessions(
     wanted = SessionFilter(*named, min_reward, max_reward, version, trained_version)
     scope = ListScope(order == "newest", group_id, user, turns=False)
     search = _Search(gateway, caller, wanted, limit)
-    position, done = _position(cursor, scope), False
+    position, done, count = _position(cursor, scope), False, min(limit, LOOKED_AT_ONCE)
     while not (done or search.full):
-        page = await gateway.writer.sessions(position, min(limit, LOOKED_AT_ONCE), search.may_match, scope)
+        count = min(count, MOST_LOOKED_AT - search.looked_at)
+        page = await gateway.writer.sessions(position, count, search.may_match, scope)
         position, done = await search.look_at(page, position), not page
+        count = min(2 * count, LOOKED_AT_ONCE)  # few sessions match
     return JSONResponse(
         {
             "data": search.rows,

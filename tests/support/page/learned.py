@@ -23,12 +23,6 @@ from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
 from tests.support.page.deployment import ShownDeployment
 from tests.support.page.run_metrics import metrics_of
 from tests.support.serving import free_port
-from trainer_service.app import HttpThread, create_app
-from trainer_service.settings import GuardSettings
-from trainer_service.sinks.curves import Curves
-from trainer_service.sinks.limits import limits_of
-from trainer_service.status.shared_state import SharedState
-from trainer_service.storage.policy_store import PolicyStore
 
 QUESTION = "A train leaves at 14:05 and arrives at 16:50. How long does it travel?\nAnswer in minutes."
 ANSWER = "From 14:05 to 16:05 are 120 minutes, and 45 more make 165. Naïve 🦦 answer: **165**"
@@ -121,6 +115,14 @@ def fill_sessions(shown: ShownDeployment) -> None:
 @contextmanager
 def trainer_with_curves(shown: ShownDeployment, folder: Path, steps: int = 3000) -> Iterator[Path]:
     """A trainer's API with the file of a run of so many steps."""
+    # Imported here, because they import torch, which the other views do not need.
+    from trainer_service.app import HttpThread, create_app
+    from trainer_service.settings import GuardSettings
+    from trainer_service.sinks.curves import Curves
+    from trainer_service.sinks.limits import limits_of
+    from trainer_service.status.shared_state import SharedState
+    from trainer_service.storage.policy_store import PolicyStore
+
     path, port = folder / "metrics.jsonl", free_port()
     path.write_text(
         "".join(f"{json.dumps(metrics_of(step))}\n" for step in range(1, steps + 1)), encoding="utf-8"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from redis import Redis
+from redis.exceptions import NoPermissionError
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import Verdicts
@@ -212,12 +213,9 @@ def test_a_user_with_the_documented_rights_can_do_what_services_do(tmp_path: Pat
         for connection in CONNECTIONS:
             asyncio.run(recorded(settings, connection, connection))
         assert set(delivered(settings)) == set(CONNECTIONS)
-        refused = [each for each in server.client.acl_log() if "client|setinfo" not in str(each["object"])]
-        assert refused == []
-        with (
-            closing(open_redis(settings, timeout_s=5)) as redis,
-            pytest.raises(Exception, match=r"(?i)permission"),
-        ):
+        # redis-py tries to give its name, and goes on without.
+        assert {each["object"] for each in server.client.acl_log()} <= {"client", "client|setinfo"}
+        with closing(open_redis(settings, timeout_s=5)) as redis, pytest.raises(NoPermissionError):
             redis.get("another:key")
     finally:
         server.close()

@@ -10,6 +10,7 @@ from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.queue.load import NOBODY
 from tests.support.queue.servers import WatchedMaster
+from tests.support.waiting import wait_until
 from weir.audit.audit import audit
 from weir.audit.facts import ClientAnswer
 from weir.audit.sources import Sources
@@ -22,6 +23,7 @@ class Client:
 
     def __init__(self, gateway: RunningGateway) -> None:
         self._gateway, self._stopping = gateway, threading.Event()
+        self._session = gateway.session()
         self.answers, self.statuses = list[ClientAnswer](), set[int]()
         self._thread = threading.Thread(target=self._run)
 
@@ -35,7 +37,7 @@ class Client:
     def _run(self) -> None:
         with closing(httpx.Client(timeout=60)) as http:
             own = RunningGateway(self._gateway.url, self._gateway.engine, self._gateway.redis, http)
-            session = own.session()
+            session = self._session
             path = f"/sessions/{session['session_id']}/v1/chat/completions"
             while not self._stopping.is_set():
                 reply = own.chat("hi", path=path, key=session["api_key"])
@@ -53,6 +55,7 @@ def test_clients_get_answers_that_stay_or_a_503(backends: Backends, tmp_path: Pa
         clients = [Client(gateway) for _ in range(CLIENTS)]
         for client in clients:
             client.start()
+        wait_until(lambda: all(client.answers for client in clients))
         for _ in range(2):
             master = watched.master
             master.kill()
@@ -77,7 +80,7 @@ def test_deployments_with_two_prefixes_share_a_redis(gateway: RunningGateway, ba
         assert other.chat("hi", path=f"{path}/chat/completions", key=session["api_key"]).status_code == 200
         body = {"input": "hi", "store": True}
         assert other.post(f"{path}/responses", body, key=session["api_key"]).status_code == 200
-        done = other.post(f"/sessions/{session['session_id']}/finish", {"reward": 1.0})
+        done = other.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
         assert done.status_code == 200
         assert other.get("/admin/pipeline", key=ADMIN_KEY).status_code == 200
         assert gateway.get(f"/sessions/{session['session_id']}").status_code == 404

@@ -25,6 +25,7 @@ class RedisServer:
         self, directory: Path, *flags: str, program: str | None = None, port: int | None = None
     ) -> None:
         """`flags` are lines of the configuration; they come after those of queue/redis.conf."""
+        directory = directory.absolute()
         directory.mkdir(parents=True)
         self.directory, self.port = directory, port or free_port()
         self.address = f"127.0.0.1:{self.port}"

@@ -168,7 +168,6 @@ def main() -> None:
             table(
                 (
                     "gateways",
-                    "requests",
                     "commands",
                     "bytes to Redis",
                     "bytes from Redis",

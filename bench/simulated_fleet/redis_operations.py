@@ -21,8 +21,6 @@ class RedisCost:
     """Means of a turn; the opening and the end of its session count too."""
 
     gateways: int
-    requests: float
-    """Commands that the gateways sent."""
     commands: float
     """Commands that Redis ran, those of scripts too."""
     received_bytes: float
@@ -33,7 +31,7 @@ class RedisCost:
     @property
     def cells(self) -> Sequence[str]:
         """The row of a table."""
-        costs = (self.requests, self.commands, self.received_bytes, self.sent_bytes, self.redis_us)
+        costs = (self.commands, self.received_bytes, self.sent_bytes, self.redis_us)
         return str(self.gateways), *(f"{cost:,.1f}" for cost in costs)
 
 
@@ -72,7 +70,6 @@ def _cost(gateways: int, stats: dict[str, Any], whole: dict[str, Any], redis_us:
         calls.pop(name, None)
     return RedisCost(
         gateways,
-        requests=whole["total_commands_processed"] / TURNS,
         commands=sum(calls.values()),
         received_bytes=whole["total_net_input_bytes"] / TURNS,
         sent_bytes=whole["total_net_output_bytes"] / TURNS,

@@ -35,10 +35,6 @@ class Registry:
         self._servers[engine.id.encode()] = msgspec.json.encode(registration)
         self._changes += 1
 
-    def remove(self, engine_id: str) -> None:
-        self._servers.pop(engine_id.encode(), None)
-        self._changes += 1
-
     def serve(self, *versions: int) -> None:
         """Admit these versions, the newest first."""
         admissible = tuple(Admissible(version, 0) for version in versions)
@@ -109,6 +105,3 @@ class StatusOnly:
             kv_usage=engine.kv_usage,
         )
         return status.model_dump_json().encode()
-
-    async def close(self) -> None:
-        return None

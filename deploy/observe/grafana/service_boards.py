@@ -129,7 +129,8 @@ ENGINES = Board(
                     "Mean time of a reload",
                     "s",
                     (
-                        "weir_rollout_reload_seconds_sum / (weir_rollout_reload_seconds_count > 0)",
+                        "weir_rollout_reload_seconds_sum / (weir_rollout_reload_seconds_count > 0) "
+                        "or vector(0)",
                         "{{instance}}",
                     ),
                 ),

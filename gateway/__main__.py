@@ -12,7 +12,7 @@ from pathlib import Path
 from gateway.app import create_app
 from gateway.keys.api_keys import ApiKeys, configured_keys
 from gateway.keys.key_file import WrongKeyFile
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.http.keys import refuse_open_binding
 from rollout_queue.http.server import LAST_WORDS_S, serve
 from rollout_queue.http.workers.parent import run_workers

@@ -18,7 +18,6 @@ from fastapi import FastAPI
 from redis.exceptions import RedisError
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from gateway.background import background_tasks, reload_on_hangup
 from gateway.dialects.base import Dialect
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -51,8 +50,9 @@ from gateway.rest.openapi import openapi_document
 from gateway.rest.tinker_api import routes as tinker
 from gateway.rest.tinker_api.door import opened_door
 from gateway.rest.workers import metrics_text, private_app
-from gateway.settings import GatewaySettings
-from gateway.wiring import GatewayParts, opened
+from gateway.settings.service import GatewaySettings
+from gateway.wiring.background import background_tasks, reload_on_hangup
+from gateway.wiring.parts import GatewayParts, opened
 from rollout_queue.http.errors import RequestIds, install_error_handlers
 from rollout_queue.http.probes import probes
 from rollout_queue.http.workers.private_server import private_server

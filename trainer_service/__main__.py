@@ -29,7 +29,7 @@ from rollout_queue.redis.client.opening import open_redis
 from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.connection.schema import SchemaTooNew, claim_schema
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.settings import CONFIG_VARIABLE
 from rollout_queue.signals.access_log import AccessLog

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, cast
 from bench.simulated_fleet.doubles import Registry, StatusOnly
 from bench.simulated_fleet.engines import EngineCall, EngineModel, SimulatedEngine
 from bench.simulated_fleet.virtual_time import virtual_clocks
-from gateway.engine_settings import ConcurrencySettings
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.rotation.call_queue import CallQueue
 from gateway.engines.rotation.rotation import Rotation, WantedServer
 from gateway.errors import NoServer
+from gateway.settings.groups import ConcurrencySettings
 
 ATTEMPTS = 10
 """How often a call is tried."""

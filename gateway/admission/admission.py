@@ -26,7 +26,7 @@ from gateway.engines.fleet import Fleet
 from gateway.errors import InvalidRequest, LimitReached
 from gateway.keys.api_keys import ApiKeys
 from gateway.metrics.metrics import Metrics
-from gateway.settings import LimitSettings
+from gateway.settings.service import LimitSettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.redis import keys

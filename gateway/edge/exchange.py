@@ -30,7 +30,7 @@ from gateway.generations.pinning import pinned
 from gateway.metrics.calls import CallFigures
 from gateway.sessions.identity import Caller
 from gateway.sessions.resolution import HEADERS, SessionClues
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.http.errors import ApiError
 from rollout_queue.signals.log_ids import log_ids

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from gateway.setting_groups import WrongKeySettings
+from gateway.settings.groups import WrongKeySettings
 from rollout_queue.http.errors import ApiError
 
 ADDRESSES = 10_000

@@ -21,7 +21,6 @@ from itertools import islice
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.engine_settings import ConcurrencySettings
 from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.client import EngineClient
 from gateway.engines.fleet_server import FleetServer, Life, Registration
@@ -40,6 +39,7 @@ from gateway.engines.rotation.status_schedule import StatusSchedule
 from gateway.engines.server_status import read_status
 from gateway.errors import NoServer, StateConflict
 from gateway.metrics.fleet_figures import FleetFigures
+from gateway.settings.groups import ConcurrencySettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.serving import ServingPlan, plan_of
 from rollout_queue.redis import keys

@@ -31,7 +31,7 @@ from gateway.language.render import UNREADABLE, ChatRenderer
 from gateway.language.thinking import effort_of
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.prompt_time import PromptTime
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id

@@ -19,7 +19,7 @@ from gateway.language.begun_answer import rest_of
 from gateway.language.fast_parse import FastParser
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.metrics.metrics import Metrics
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed
 from rollout_queue.contract.records import Finish, Turn
 from rollout_queue.contract.stream import StreamWriter

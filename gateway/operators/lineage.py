@@ -49,7 +49,7 @@ class LineageShape(TypedDict):
     next_cursor: str | None
 
 
-class Place(NamedTuple):
+class LineagePlace(NamedTuple):
     """A turn of a lineage. Places are in the order of the list."""
 
     version: int
@@ -64,7 +64,7 @@ async def lineage_of(redis: Redis, version: int, limit: int, cursor: str | None)
     steps = await steps_of(redis, version)
     if not steps and not await is_known(redis, version):
         raise ObjectNotFound(f"no policy has version {version}")
-    found: list[tuple[Place, TrainedTurnShape]] = []
+    found: list[tuple[LineagePlace, TrainedTurnShape]] = []
     for step in steps:
         if len(found) <= limit and (after is None or step.version >= after.version):
             found += await _turns(redis, step, after, limit + 1 - len(found))
@@ -78,13 +78,13 @@ async def lineage_of(redis: Redis, version: int, limit: int, cursor: str | None)
 
 
 async def _turns(
-    redis: Redis, step: TrainedStep, after: Place | None, most: int
-) -> list[tuple[Place, TrainedTurnShape]]:
+    redis: Redis, step: TrainedStep, after: LineagePlace | None, most: int
+) -> list[tuple[LineagePlace, TrainedTurnShape]]:
     """Up to `most` turns of the step."""
     names = await trained_sessions(redis, step.version)
     if after is not None and after.version == step.version:
         names = [name for name in names if name >= after.session_id]
-    found: list[tuple[Place, TrainedTurnShape]] = []
+    found: list[tuple[LineagePlace, TrainedTurnShape]] = []
     at_once = min(SESSIONS_AT_ONCE, most)
     for start in range(0, len(names), at_once):
         page = names[start : start + at_once]
@@ -96,14 +96,14 @@ async def _turns(
     return found[:most]
 
 
-def _rows(head: SessionHead, step: TrainedStep) -> Iterator[tuple[Place, TrainedTurnShape]]:
+def _rows(head: SessionHead, step: TrainedStep) -> Iterator[tuple[LineagePlace, TrainedTurnShape]]:
     session_id, group_id = head.spec.session_id, head.spec.group_id
     for turn_id, verdict in sorted(head.turn_verdicts.items()):
         if verdict.code != "trained" or verdict.version != step.version:
             continue
         tokens = trained_tokens(head, turn_id)
         yield (
-            Place(step.version, session_id, turn_id),
+            LineagePlace(step.version, session_id, turn_id),
             {
                 "turn_id": turn_id,
                 "session_id": session_id,
@@ -126,16 +126,16 @@ def _step(step: TrainedStep) -> StepShape:
     }
 
 
-def _cursor(place: Place) -> str:
+def _cursor(place: LineagePlace) -> str:
     """The place as text that needs no escaping in a URL."""
     return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
 
 
-def _place(cursor: str | None) -> Place | None:
+def _place(cursor: str | None) -> LineagePlace | None:
     if cursor is None:
         return None
     try:
         version, session_id, turn_id = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-        return Place(int(version), str(session_id), str(turn_id))
+        return LineagePlace(int(version), str(session_id), str(turn_id))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequest(f"{cursor[:300]!r} is no cursor of this list", param="cursor") from error

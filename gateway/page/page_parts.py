@@ -13,7 +13,7 @@ from gateway.page.live import LiveFeed
 from gateway.page.page_access import PageDoor
 from gateway.page.page_sessions import PageSessions
 from gateway.rest.admin.deployment import system_status
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.workers.siblings import Siblings
 

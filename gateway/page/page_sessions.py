@@ -12,7 +12,7 @@ import time
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.setting_groups import PageSettings
+from gateway.settings.groups import PageSettings
 from rollout_queue.http.keys import digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored

@@ -21,7 +21,7 @@ from gateway.page.page_access import SignedIn
 from gateway.page.page_parts import PageParts
 from gateway.rest.access import SIGNED_IN, caller_in
 from gateway.sessions.identity import PREFIX
-from gateway.wiring import parts_of
+from gateway.wiring.parts import parts_of
 from rollout_queue.contract.errors import StorageUnavailable
 
 logger = logging.getLogger(__name__)

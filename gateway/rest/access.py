@@ -6,7 +6,7 @@ from starlette.types import Scope
 from gateway.edge.request import headers_of
 from gateway.errors import NotPermitted
 from gateway.sessions.identity import Caller, Identities, names, no_session_key
-from gateway.wiring import GatewayParts, parts_of
+from gateway.wiring.parts import GatewayParts, parts_of
 
 SIGNED_IN = "signed_in"
 """Where the scope's state has the caller that the page's cookie names; only on paths that a cookie opens."""

@@ -9,7 +9,7 @@ from gateway.errors import StateConflict
 from gateway.rest.access import caller_in
 from gateway.rest.shapes import HeartbeatReply
 from gateway.sessions.resolution import refusal_of
-from gateway.wiring import parts_of
+from gateway.wiring.parts import parts_of
 from rollout_queue.contract.errors import SessionClosed
 
 router = APIRouter(tags=["sessions"])

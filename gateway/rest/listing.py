@@ -19,7 +19,7 @@ from gateway.rest.access import client_of
 from gateway.rest.shapes import DeletedSessionRow, SessionPage, SessionRow
 from gateway.rest.views import deleted_row, session_row
 from gateway.sessions.identity import Caller
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.head import SessionHead, SessionState
 from rollout_queue.contract.listing import ListedSession, ListPosition, ListScope
 from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode

@@ -23,7 +23,7 @@ from gateway.rest.shapes import DeletedSession, NewGroup, NewSession, SessionSha
 from gateway.rest.turns.shown import Shown, TokenWindow
 from gateway.rest.views import session_view
 from gateway.sessions.identity import Caller
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import (
     PastThoughts,

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from gateway.language.render import ChatRenderer
-from gateway.language.token_texts import texts_in
+from gateway.operators.token_texts import texts_in
 from gateway.operators.training import TrainingShape, training_of
 from gateway.rest.shapes import (
     DeletedSessionRow,

@@ -18,7 +18,7 @@ from gateway.edge.joins import HAVE_PATH, JOIN_PATH, JoinableCalls
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.distribution import TimeSpent
 from gateway.metrics.metrics import Traffic
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.workers.merged_metrics import exported, merged
 from rollout_queue.http.workers.siblings import Siblings

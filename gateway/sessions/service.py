@@ -12,7 +12,7 @@ from gateway.errors import ObjectNotFound, StateConflict
 from gateway.sessions.identity import Caller, Identities, names
 from gateway.sessions.late_join import described, fixed_fields
 from gateway.sessions.verdicts import session_verdict, waits_for_group
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.errors import (
     Conflict,

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gateway.engine_settings import ConcurrencySettings
 from gateway.engines.placement.concurrency import EngineLoad, next_limit
+from gateway.settings.groups import ConcurrencySettings
 
 SETTINGS = ConcurrencySettings(first=32, least=4, most=512)
 COUNTS = st.integers(0, 2000)

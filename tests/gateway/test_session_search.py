@@ -7,7 +7,7 @@ from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import Span
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
-from tests.gateway.test_lists import TURN_BYTES, sent_by_redis
+from tests.support.gateway.redis_traffic import TURN_BYTES, sent_by_redis
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, RunningGateway
 from tests.support.queue.records import turn
 

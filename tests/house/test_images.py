@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from reward_service.settings import RewardSettings
 from rollout_server.settings import EngineLoraSettings, RolloutServerSettings
 from trainer_service.settings import TrainerSettings
@@ -151,7 +151,8 @@ def test_the_reward_service_of_compose_has_the_settings_of_a_reward_service(
     for name, value in re.findall(r"(WEIR_\w+)=(\S+)", STAGES["rewards"]):
         monkeypatch.setenv(name, value)
     for name, value in services["reward_service"]["environment"].items():
-        monkeypatch.setenv(name, value.replace("/run/weir/", f"{tmp_path}/"))
+        default = re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value)
+        monkeypatch.setenv(name, default.replace("/run/weir/", f"{tmp_path}/"))
     monkeypatch.setenv("WEIR_CONFIG", str(file))
     settings = RewardSettings()
     assert (settings.host, settings.port, settings.gateway_url) == ("0.0.0.0", 8300, "http://gateway:8000")

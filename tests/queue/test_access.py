@@ -18,7 +18,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.client.address import read_address, without_password
 from rollout_queue.redis.client.opening import open_async_redis, open_redis
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
 from tests.support.queue.certificates import Authority

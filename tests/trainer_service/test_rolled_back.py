@@ -14,7 +14,7 @@ from rollout_queue.contract.stream import Verdicts
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.scripts.consumer import ACKNOWLEDGE
 from tests.support.redis_process import RedisProcess

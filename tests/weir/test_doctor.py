@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.serving import free_port, serving

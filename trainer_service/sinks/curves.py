@@ -70,7 +70,7 @@ class Column:
         self.values.append(value)
 
 
-class Window(NamedTuple):
+class StepWindow(NamedTuple):
     """The steps [first, last] in buckets of `width` steps."""
 
     first: int
@@ -173,13 +173,13 @@ def _names_in(line: bytes) -> list[str]:
         return []
 
 
-def _window(steps: Sequence[int], first: int | None, last: int | None, buckets: int) -> Window:
+def _window(steps: Sequence[int], first: int | None, last: int | None, buckets: int) -> StepWindow:
     low = max(steps[0] if steps else 0, first or 0)
     high = min(steps[-1] if steps else 0, last if last is not None else steps[-1] if steps else 0)
-    return Window(low, high, max(1, -(-(high - low + 1) // buckets)))
+    return StepWindow(low, high, max(1, -(-(high - low + 1) // buckets)))
 
 
-def _series(column: Column, window: Window) -> Series:
+def _series(column: Column, window: StepWindow) -> Series:
     series = Series([], [], [], [])
     begin = bisect_left(column.steps, window.first)
     for first in range(window.first, window.last + 1, window.width):

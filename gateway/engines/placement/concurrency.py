@@ -7,7 +7,7 @@ or the cache fills up. An engine whose cache is full retracts calls: it computes
 import math
 from dataclasses import dataclass
 
-from gateway.engine_settings import ConcurrencySettings
+from gateway.settings.groups import ConcurrencySettings
 
 BINDS = 0.9
 """A limit grows only if the engine has at least this share of it: else more room would not be used."""

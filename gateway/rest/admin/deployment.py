@@ -24,7 +24,7 @@ from gateway.rest.admin import keys as api_keys
 from gateway.rest.exports import export
 from gateway.rest.shapes import Removed
 from gateway.rest.workers import parts_of_all, placement_of_all, traffic_of_all
-from gateway.wiring import GatewayParts, parts_of
+from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue.http.keys import default_keys_sentence
 from rollout_queue.http.release import release
 from rollout_queue.http.workers.siblings import Siblings

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from gateway.engines.policies.policies import PushReport
 from gateway.rest.admin.canaries import canary_shape, pin_shape
-from gateway.wiring import parts_of
+from gateway.wiring.parts import parts_of
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan
 from rollout_queue.protocol.policies import (

@@ -12,7 +12,7 @@ import aiohttp
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from gateway.wiring import GatewayParts, parts_of
+from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue.http.errors import ApiError
 from rollout_queue.protocol.trainer import RestoreBody, TrainerReport
 from rollout_queue.redis import keys

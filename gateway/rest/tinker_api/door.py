@@ -20,9 +20,9 @@ from gateway.rest.tinker_api.samples import SampleMaker
 from gateway.rest.tinker_api.store import TinkerStore
 from gateway.rest.tinker_api.user_data.removal import ClientRecordRemoval
 from gateway.sessions.identity import Caller
-from gateway.setting_groups import TinkerSettings
-from gateway.settings import GatewaySettings
-from gateway.wiring import GatewayParts
+from gateway.settings.groups import TinkerSettings
+from gateway.settings.service import GatewaySettings
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.commands.codec import encode
 from rollout_queue.commands.command import Command, Refused
 from rollout_queue.contract.errors import StorageUnavailable

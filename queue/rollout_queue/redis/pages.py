@@ -14,7 +14,7 @@ from redis.exceptions import OutOfMemoryError
 
 from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.redis import keys
-from rollout_queue.redis.lease import LOST
+from rollout_queue.redis.lease.lease import LOST
 
 RawEntry = tuple[bytes, list[bytes] | None]
 """An entry's id, and its fields and values alternating; None if the entry was deleted."""

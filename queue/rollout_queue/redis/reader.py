@@ -20,7 +20,7 @@ from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
 from rollout_queue.contract.tombstone import decode_tombstone
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
-from rollout_queue.redis.lease import LOST
+from rollout_queue.redis.lease.lease import LOST
 from rollout_queue.redis.pages import Pages, RawEntry
 from rollout_queue.redis.policies.register import reserve_arguments
 from rollout_queue.redis.scripts import consumer as consumer_scripts

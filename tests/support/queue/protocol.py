@@ -23,7 +23,7 @@ from rollout_queue.contract.stream import Entry, Verdicts
 from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import RedisDeleter
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.trainer_service.harness import FakeGateway

@@ -5,8 +5,13 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gateway.engine_settings import ConcurrencySettings
-from gateway.setting_groups import ImageSettings, PageSettings, TinkerSettings, WrongKeySettings
+from gateway.settings.groups import (
+    ConcurrencySettings,
+    ImageSettings,
+    PageSettings,
+    TinkerSettings,
+    WrongKeySettings,
+)
 from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.policies.canary import CanaryGates, Sticky
 from rollout_queue.contract.records import ReasoningEffort, SamplingMode

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,7 @@ from gateway.sessions.in_flight import CallsInFlight
 from gateway.sessions.resolution import SessionResolver
 from gateway.sessions.retention import Retention
 from gateway.sessions.service import SessionService
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 from rollout_queue.redis import keys
@@ -146,12 +146,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     sessions = SessionService(settings, writer, admission, identities)
     canary_watch = CanaryWatch(redis, fleet)
     recorder = Recorder(settings, renderer, writer, metrics, canary_watch)
-    metrics.caches |= {
-        "heads": lambda: CacheLookups(*writer.head_lookups),
-        "phrases": renderer.tokenizer.phrases.lookups,
-        "passages": renderer.tokenizer.passages.lookups,
-        "first_prompts": FIRST_PROMPTS.lookups,
-    }
+    metrics.caches |= _caches(writer, renderer)
     sampler = _sampler(settings, engine, fleet, metrics, renderer)
     return GatewayParts(
         settings=settings,
@@ -187,6 +182,15 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         warnings=WarningMonitor(settings.warnings, settings.limits, redis),
         retention=Retention(settings, redis, metrics),
     )
+
+
+def _caches(writer: RedisWriter, renderer: ChatRenderer) -> Mapping[str, Callable[[], CacheLookups]]:
+    return {
+        "heads": lambda: CacheLookups(*writer.head_lookups),
+        "phrases": renderer.tokenizer.phrases.lookups,
+        "passages": renderer.tokenizer.passages.lookups,
+        "first_prompts": FIRST_PROMPTS.lookups,
+    }
 
 
 def _sampler(

@@ -12,8 +12,8 @@ from gateway.conversations.digests import clear_digest_cache
 from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.silence import WATCH_EVERY_S
 from gateway.keys.api_keys import configured_keys
-from gateway.settings import GatewaySettings
-from gateway.wiring import GatewayParts
+from gateway.settings.service import GatewaySettings
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.errors import StorageUnavailable
 
 logger = logging.getLogger(__name__)

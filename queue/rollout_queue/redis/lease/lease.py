@@ -16,7 +16,7 @@ from redis import Redis
 from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
-from rollout_queue.redis.holder import Holder
+from rollout_queue.redis.lease.holder import Holder
 from rollout_queue.redis.scripts.lease import CLAIM, RELEASE, RENEW
 
 LOST = f"another trainer has claimed {keys.STREAM}; this one writes nothing more"

@@ -10,7 +10,23 @@ from redis import Redis
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("queue/rollout_queue", "gateway", "trainer_service", "deploy/weir")
 NOT_REDIS = frozenset(
-    {"append", "copy", "echo", "keys", "move", "publish", "rename", "sort", "touch", "type"}
+    [
+        "append",
+        "command",
+        "copy",
+        "digest",
+        "echo",
+        "keys",
+        "move",
+        "publish",
+        "rename",
+        "restore",
+        "save",
+        "shutdown",
+        "sort",
+        "touch",
+        "type",
+    ]
 )
 """Methods of other objects that are called like a command. No service uses these commands."""
 METHODS = {
@@ -23,7 +39,7 @@ METHODS = {
 }
 """Methods of redis-py with another name than their command."""
 BY_THE_CLIENT = frozenset(
-    (
+    [
         "auth",
         "discard",
         "eval",
@@ -36,7 +52,7 @@ BY_THE_CLIENT = frozenset(
         "select",
         "unwatch",
         "watch",
-    )
+    ]
 )
 """What the client itself sends."""
 

@@ -10,23 +10,10 @@ from redis import Redis
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("queue/rollout_queue", "gateway", "trainer_service", "deploy/weir")
 NOT_REDIS = frozenset(
-    [
-        "append",
-        "command",
-        "copy",
-        "digest",
-        "echo",
-        "keys",
-        "move",
-        "publish",
-        "rename",
-        "restore",
-        "save",
-        "shutdown",
-        "sort",
-        "touch",
-        "type",
-    ]
+    {
+        *("append", "command", "copy", "digest", "echo", "keys", "move", "publish"),
+        *("rename", "restore", "save", "shutdown", "sort", "touch", "type"),
+    }
 )
 """Methods of other objects that are called like a command. No service uses these commands."""
 METHODS = {
@@ -39,20 +26,10 @@ METHODS = {
 }
 """Methods of redis-py with another name than their command."""
 BY_THE_CLIENT = frozenset(
-    [
-        "auth",
-        "discard",
-        "eval",
-        "evalsha",
-        "exec",
-        "hello",
-        "multi",
-        "role",
-        "script",
-        "select",
-        "unwatch",
-        "watch",
-    ]
+    {
+        *("auth", "discard", "eval", "evalsha", "exec", "hello"),
+        *("multi", "role", "script", "select", "unwatch", "watch"),
+    }
 )
 """What the client itself sends."""
 

@@ -1,10 +1,12 @@
 """Gateways whose Redis fails over, or is shared with another deployment."""
 
 import threading
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import httpx
+import pytest
 
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
@@ -47,9 +49,17 @@ class Client:
                     self.answers.append(ClientAnswer(session["session_id"], turn_id=turn_id))
 
 
-def test_clients_get_answers_that_stay_or_a_503(backends: Backends, tmp_path: Path) -> None:
-    watched = WatchedMaster(tmp_path / "servers")
-    watched.master.client.hset(keys.POLICIES, "0", "{}")
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[WatchedMaster]:
+    found = WatchedMaster(tmp_path / "servers")
+    found.master.client.hset(keys.POLICIES, "0", "{}")
+    yield found
+    found.close()
+
+
+def test_clients_get_answers_that_stay_or_a_503(
+    backends: Backends, watched: WatchedMaster, tmp_path: Path
+) -> None:
     settings = {"redis_url": watched.url, "redis_wait_replicas": 2, "redis_wait_timeout_s": 3.0}
     with backends.gateway(**settings) as gateway:
         clients = [Client(gateway) for _ in range(CLIENTS)]
@@ -69,7 +79,6 @@ def test_clients_get_answers_that_stay_or_a_503(backends: Backends, tmp_path: Pa
     report = audit(Sources(watched.url, NOBODY, checkpoint_dir=tmp_path / "none"), told, readings=1)
     assert report.findings == ()
     assert len(told) > CLIENTS
-    watched.close()
 
 
 def test_deployments_with_two_prefixes_share_a_redis(gateway: RunningGateway, backends: Backends) -> None:

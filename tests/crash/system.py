@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -276,9 +276,8 @@ def crash_system(
             },
         },
     )
-    with Stack(settings, _with_second_ones(settings)) as stack:
+    held = nullcontext() if cluster is None else closing(cluster)
+    with held, Stack(settings, _with_second_ones(settings)) as stack:
         stack.wait_ready(timeout_s=300)
         url = cluster.url if cluster is not None else settings.redis_url
         yield CrashSystem(stack, settings, open_redis(RedisSettings(redis_url=url), 30), url, cluster)
-    if cluster is not None:
-        cluster.close()

@@ -17,6 +17,7 @@ from weir.audit.audit import audit
 from weir.audit.facts import ClientAnswer
 from weir.audit.sources import Sources
 
+pytestmark = pytest.mark.timeout(400)  # servers elect a master, on a machine that may be busy
 CLIENTS = 4
 
 

@@ -1,5 +1,7 @@
 """Lists and rewards cost what they return: they read no tokens of others, and each group once."""
 
+from typing import Any
+
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import Span
 from rollout_queue.contract.tokens import Logprobs, TokenIds

@@ -66,7 +66,7 @@ def test_shared_memory_fits_into_the_containers_memory(pods: dict[str, Pod]) -> 
 
 
 def size(quantity: str) -> float:
-    return float(quantity[:-2]) * float(1024 ** ("KMGT".index(quantity[-2]) + 1))
+    return float(quantity[:-2]) * 1024.0 ** ("KMGT".index(quantity[-2]) + 1)
 
 
 def test_what_runs_on_is_watched_and_what_ends_is_not(pods: dict[str, Pod]) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.support.kubernetes.docker import DockerFailed, Run, docker
@@ -77,6 +78,11 @@ class Node:
         self.pods: dict[str, PodRun] = {}
         for network in (self.inside, self.door):
             docker("network", "create", "--internal", "--label", run.label, network)
+
+    def fill(self, claim: str, folder: Path, under: str) -> None:
+        """Put the files of a folder on the volume of a claim, in a directory of this name."""
+        files = {f"{under}/{path.name}": (path.read_bytes(), 0o644) for path in sorted(folder.iterdir())}
+        self._volumes.claim(claim, files)
 
     def start(self, *pods: Pod) -> None:
         for pod in pods:

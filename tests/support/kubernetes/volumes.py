@@ -13,6 +13,10 @@ HELPER = "redis:7-alpine"
 """An image that has tar, for the containers that fill volumes."""
 
 
+FILES_GROUP = 10001
+"""`fsGroup` of all pods."""
+
+
 class Volumes:
     """The volumes of a run. Pods share those of claims."""
 
@@ -24,6 +28,10 @@ class Volumes:
     def options(self, pod: Pod) -> dict[str, list[str]]:
         """For each of the pod's volumes the options of docker that mount it, with {path} for the place."""
         return {name: self._options(pod, name, volume) for name, volume in pod.volumes.items()}
+
+    def claim(self, name: str, files: dict[str, tuple[bytes, int]]) -> None:
+        """Make the volume of a claim with files, before a pod mounts it."""
+        self._claims[name] = self._made(f"claim-{name}", files, 0o2775, FILES_GROUP)
 
     def _options(self, pod: Pod, name: str, volume: dict[str, Any]) -> list[str]:
         group = pod.spec["securityContext"]["fsGroup"]

@@ -48,10 +48,11 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis
+from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.connection.replicas import Replication
 from rollout_queue.redis.connection.schema import SchemaTooNew, claim_schema_async
 from rollout_queue.redis.deletion import RedisDeleter
-from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
+from rollout_queue.redis.writer import RedisWriter
 
 logger = logging.getLogger(__name__)
 

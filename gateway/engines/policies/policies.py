@@ -287,10 +287,8 @@ def _accepted(asked: PolicyRecord, known: KnownPolicies, *, force: bool) -> Poli
         message = f"the trainer has reserved version {reserved.version}, and every lower number"
         raise StateConflict(message, param="version")
     if asked.version > known.next_free and not force:
-        message = (
-            f"the next free version is {known.next_free}. A higher number makes the answers of all sessions "
-            "staler by the gap; force: true publishes it"
-        )
+        message = f"the next free version is {known.next_free}. A higher number makes the answers of all "
+        message += "sessions staler by the gap; force: true publishes it"
         raise StateConflict(message, param="version", code="version_gap")
     return asked
 

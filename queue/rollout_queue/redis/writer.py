@@ -24,7 +24,6 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available, stored
 from rollout_queue.redis.connection.clock import RedisClock
 from rollout_queue.redis.connection.pipelined import PipelinedConnection
-from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication
 from rollout_queue.redis.connection.writer_connection import Argument, ConnectionFactory
 from rollout_queue.redis.heads.cache import CACHE_BYTES, HeadCache
@@ -49,11 +48,6 @@ from rollout_queue.redis.turns.retraction import Retractions
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS: Mapping[str, ConnectionFactory] = {
-    "pipelined": PipelinedConnection,
-    "pooled": PooledConnection,
-}
-"""The kinds of connection, by their names in the gateway's setting `redis_connection`."""
 UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 """After these errors, Redis may have stored the record, or may still store it."""
 NOT_YET = (b"retried", b"late")

@@ -106,5 +106,5 @@ def test_versions_come_from_where_rollout_servers_look_for_them(
 def test_the_demo_has_the_settings_of_the_demo(overlays: dict[str, list[Object]]) -> None:
     (settings,) = settings_files(overlays["cpu-demo"])
     expected = services_of_demo(0)
-    expected["rollout_server"]["engine_device"] = "cpu"
+    expected["rollout_server"] |= {"engine_device": "cpu", "boot_timeout_s": 3600}
     assert settings == expected

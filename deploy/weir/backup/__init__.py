@@ -1,1 +1,0 @@
-"""`weir backup` and `weir restore`: Redis, checkpoint and policies at one moment, while all runs."""

@@ -1,1 +1,0 @@
-"""`weir doctor`: says in sentences what is wrong with a deployment. It only reads."""

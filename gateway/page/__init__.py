@@ -1,1 +1,0 @@
-"""The operators' page: its files, who is signed in on it, and what it shows live."""

@@ -27,7 +27,7 @@ ENGINE_PYTHON = Path(
 )
 REAL_ENGINE = [
     pytest.mark.system,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not ENGINE_PYTHON.exists(), reason="no Python with SGLang"),
 ]
 
@@ -82,7 +82,7 @@ class Running:
         return int(children[0])
 
     def until_ready(self, restarts: int = 0) -> None:
-        until_s = time.monotonic() + 240
+        until_s = time.monotonic() + 900
         while time.monotonic() < until_s:
             assert self.process.poll() is None, (self.directory / "server.log").read_text()
             try:

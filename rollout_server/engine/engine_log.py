@@ -43,6 +43,7 @@ class EngineLog:
             if log.seek(0, 2) > self._most_bytes:
                 # The engine has opened the file to append, so it goes on at the new end. What it writes
                 # between these two lines is lost.
+                self._tell_left_out(log)
                 shutil.copyfile(self._path, self._former)
                 log.truncate(0)
                 self._copied = 0
@@ -56,8 +57,16 @@ class EngineLog:
         if former != self._file:
             self._copied = 0
         with self._former.open("rb") as log:
-            self._copy_from(log)
+            self._copied += self._copy_from(log)
+            self._tell_left_out(log)
         self._former_file = former
+
+    def _tell_left_out(self, log: BinaryIO) -> None:
+        """Say in the copy how many bytes it lacks; they are in the former log."""
+        left_out = log.seek(0, 2) - self._copied
+        if self._copy is not None and left_out > 0:
+            self._copy.write(b"[%d bytes of the engine's log are left out here]\n" % left_out)
+            self._copy.flush()
 
     def _copy_from(self, log: BinaryIO) -> int:
         if self._copy is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.engine.engine_log import EngineLog
+from rollout_server.engine.engine_log import MOST_COPIED, EngineLog
 from rollout_server.engine.process import EngineProcess
 
 
@@ -67,3 +67,12 @@ async def test_an_engine_that_writes_on_after_the_bound_does_not_leave_a_hole(pa
         await log.keep()
     await process.kill()
     assert text(path) == "b\n"
+
+
+async def test_a_flood_of_lines_is_cut_in_the_copy_which_says_so(path: Path) -> None:
+    copy = BytesIO()
+    log = EngineLog(path, 1000, copy)
+    await run(path, f"print('x' * {MOST_COPIED + 99})")
+    await log.keep()
+    assert copy.getvalue() == b"x" * MOST_COPIED + b"[100 bytes of the engine's log are left out here]\n"
+    assert len(text(path.with_name("engine.log.1"))) == MOST_COPIED + 100

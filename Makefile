@@ -38,7 +38,8 @@ env-demo: install run/environments/reasoning_gym/installed  ## a tiny model lear
 tinker-demo: install run/clients/cookbook_newest/installed  ## a loop of tinker-cookbook trains a tiny model on this machine
 	@$(BIN)/python -m tests.support.clients.tinker_demo
 
-test: check  ## the checks, then all tests but the long ones, the real engine included
+# The tests of the page that need axe-core are skipped without npm.
+test: check $(if $(shell command -v npm),run/page/axe/installed)  ## the checks, then all tests but the long ones, the real engine included
 	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not long" --ignore=tests/house  # `check` ran these
 
 test-fast: .venv/installed  ## the short tests that need no engine
@@ -64,6 +65,17 @@ test-clients:  ## SDKs against the real engine, whole agents against a scripted 
 
 test-presets: install  ## each preset of the trainer on the demo's task, five steps, on the real stack
 	@$(BIN)/pytest tests/presets
+
+test-page: .venv/installed run/page/axe/installed  ## the operators' page in a real browser: Chromium, which apt or WEIR_TEST_CHROMIUM provides
+	@command -v "$${WEIR_TEST_CHROMIUM:-chromium}" >/dev/null \
+		|| { echo "no Chromium: apt-get install --no-install-recommends chromium, or name one in WEIR_TEST_CHROMIUM" >&2; exit 1; }
+	@WEIR_TEST_BROWSER=required $(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder tests/page
+
+page-shots: .venv/installed  ## the screenshots in docs/page, of a deployment of doubles
+	@$(BIN)/python -m tests.support.page.screenshots
+
+page-vendor: .venv/installed  ## renew the page's libraries from the npm registry, in the versions of vendor.json
+	@$(BIN)/python -m tests.support.page.vendored
 
 bench: install  ## the cost of gateway and queue: CPU per turn, its parts, and how a long prompt delays other streams
 	@$(BIN)/python -m bench.gateway
@@ -100,6 +112,12 @@ check: install  ## format, lint, types, imports, layout
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/pytest tests/house
+
+redis-servers: run/servers/valkey-8/server  ## Debian's Redis 7 and Valkey 8 for tests, unpacked into run/servers
+
+run/servers/valkey-8/server: $(LOCKS)/redis-servers
+	@$(LOCKS)/redis-servers run/servers
+	@touch $@
 
 map:  ## the packages of the system and their files, each with the sentence that says what it is for
 	@$(PYTHON) docs/map.py
@@ -174,6 +192,10 @@ run/clients/openai_npm/installed: $(wildcard tests/clients/openai_npm/package*.j
 	@echo "installing the client openai_npm into $(@D)"
 	@$(npm_install)
 
+run/page/axe/installed: $(wildcard tests/support/page/axe/package*.json)
+	@echo "installing axe-core into $(@D)"
+	@$(npm_install)
+
 run/agents/%/installed: tests/agents/%/requirements.txt
 	@$(call new_environment,run/agents/$*)
 	@echo "installing the agent $* into run/agents/$*"
@@ -207,4 +229,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install map lock licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets crash soak check up status down clean
+.PHONY: help install redis-servers map lock licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets test-page page-shots page-vendor crash soak check up status down clean

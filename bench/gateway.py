@@ -10,7 +10,7 @@ import json
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -42,21 +42,24 @@ def running_rig(
     count: int = 1,
     sampled: Path | None = None,
     workers: int = 1,
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[Rig]:
     """`count` gateways on one Redis, each of `workers` processes, in front of the engine stub, with `pace_ms`
     between the events of its streams.
 
-    If a file is given as `sampled`, the call stacks of the gateways are sampled into it.
+    If a file is given as `sampled`, the call stacks of the gateways are sampled into it. `settings` are more
+    variables of the gateways.
     """
     redis_port, engine_port, ports = free_port(), free_port(), [free_port() for _ in range(count)]
     redis = [redis_server, *REDIS.split(" "), "--port", str(redis_port), "--dir", str(folder)]
-    settings = {
+    variables = {
         "WEIR_REDIS_URL": f"redis://127.0.0.1:{redis_port}/0",
         "WEIR_MODEL_PATH": str(model),
         "WEIR_ENGINES": f"http://127.0.0.1:{engine_port}",
         "WEIR_CLIENT_KEYS": "bench-client",
         "WEIR_ADMIN_KEYS": "bench-admin",
         "WEIR_GATEWAY__WORKERS": str(workers),
+        **(settings or {}),
     }
     gateway = module("gateway") if sampled is None else module("bench.stack_sampler", sampled, "gateway")
     with ExitStack() as stack:
@@ -64,7 +67,7 @@ def running_rig(
         stack.enter_context(running(module("bench.engine", engine_port, pace_ms)))
         gateways = []
         for port in ports:
-            pid = stack.enter_context(running(gateway, {**settings, "WEIR_GATEWAY__PORT": str(port)}))
+            pid = stack.enter_context(running(gateway, {**variables, "WEIR_GATEWAY__PORT": str(port)}))
             answering(f"http://127.0.0.1:{port}/ready")
             gateways.append((port, pid))
         yield Rig(gateways, engine_port)

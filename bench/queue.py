@@ -33,7 +33,7 @@ from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.records import SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import keys
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from trainer_service.algorithms.settings import AlgorithmSettings

@@ -26,7 +26,15 @@ def main() -> None:
         app = create_app(settings)
     except (DirectoryInUse, OSError) as error:
         raise SystemExit(f"fine_tuning: {error}") from error
-    serve(app, settings.host, settings.port, LAST_ANSWERS_S, bounds=bounds, loop="asyncio")
+    serve(
+        app,
+        settings.host,
+        settings.port,
+        LAST_ANSWERS_S,
+        bounds=bounds,
+        loop="asyncio",
+        access_log=settings.access_log,
+    )
 
 
 if __name__ == "__main__":

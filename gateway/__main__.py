@@ -12,12 +12,14 @@ from pathlib import Path
 from gateway.app import create_app
 from gateway.keys.api_keys import ApiKeys, configured_keys
 from gateway.keys.key_file import WrongKeyFile
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.http.keys import refuse_open_binding
 from rollout_queue.http.server import LAST_WORDS_S, serve
 from rollout_queue.http.workers.parent import run_workers
 from rollout_queue.http.workers.worker import Worker, bound_sockets, end_with_parent
 from rollout_queue.settings import CONFIG_VARIABLE
+from rollout_queue.signals.log_start import begin_log
+from rollout_queue.signals.tracing.start import begin_tracing
 
 logger = logging.getLogger("gateway")
 
@@ -39,9 +41,8 @@ def main() -> None:
         os.environ[CONFIG_VARIABLE] = arguments.config
     if arguments.workers is not None:
         os.environ["WEIR_GATEWAY__WORKERS"] = str(arguments.workers)
-    name = "" if arguments.worker is None else f" worker {arguments.worker}"
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s{name} %(levelname)s %(name)s %(message)s")
     settings = GatewaySettings()
+    begin_log(settings, "" if arguments.worker is None else f"worker {arguments.worker}")
     try:
         keys = ApiKeys(configured_keys(settings))
     except WrongKeyFile as error:
@@ -75,6 +76,7 @@ def run_gateways(settings: GatewaySettings) -> int:
 
 def serve_gateway(settings: GatewaySettings, worker: Worker | None = None) -> None:
     """Serve in this process until SIGTERM."""
+    begin_tracing(settings.otel, "weir-gateway")
     return_large_memory()
     app = create_app(settings, worker)
     # The objects built so far live as long as the process: exclude them from garbage collection.
@@ -90,6 +92,7 @@ def serve_gateway(settings: GatewaySettings, worker: Worker | None = None) -> No
         app.leave,
         bounds=settings.connections,
         end_requests=app.end_calls,
+        access_log=settings.access_log,
         sockets=None if worker is None else bound_sockets(settings.host, settings.port, shared=True),
     )
 

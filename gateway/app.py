@@ -18,7 +18,6 @@ from fastapi import FastAPI
 from redis.exceptions import RedisError
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from gateway.background import background_tasks, reload_on_hangup
 from gateway.dialects.base import Dialect
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -27,16 +26,21 @@ from gateway.dialects.responses.dialect import Responses
 from gateway.dialects.token_ids import TokenIdsDialect
 from gateway.edge.asgi import EdgeApp, Endpoint
 from gateway.edge.background_answers import BackgroundAnswers
+from gateway.edge.browsers import public_hosts
 from gateway.edge.errors import install_gateway_errors
 from gateway.edge.exchange import Exchange
 from gateway.edge.joins import JoinableCalls, Joins
 from gateway.edge.request import BodyBudget
 from gateway.edge.retries import InFlightCalls
 from gateway.edge.token_count import TokenCount
+from gateway.edge.wrong_keys import WrongKeys
 from gateway.errors import InvalidRequest
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import effort_of
 from gateway.metrics.metrics import Metrics
+from gateway.page import routes as page
+from gateway.page.page_access import PageAccess
+from gateway.page.page_parts import opened_page
 from gateway.rest import heartbeat, listing, rewards, sessions
 from gateway.rest.admin import deployment, users
 from gateway.rest.admin.actions import LogAdminActions
@@ -46,8 +50,9 @@ from gateway.rest.openapi import openapi_document
 from gateway.rest.tinker_api import routes as tinker
 from gateway.rest.tinker_api.door import opened_door
 from gateway.rest.workers import metrics_text, private_app
-from gateway.settings import GatewaySettings
-from gateway.wiring import GatewayParts, opened
+from gateway.settings.service import GatewaySettings
+from gateway.wiring.background import background_tasks, reload_on_hangup
+from gateway.wiring.parts import GatewayParts, opened
 from rollout_queue.http.errors import RequestIds, install_error_handlers
 from rollout_queue.http.probes import probes
 from rollout_queue.http.workers.private_server import private_server
@@ -84,6 +89,8 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
                 if worker is not None:
                     private = private_app(gateway, JoinableCalls(calls))
                     await stack.enter_async_context(private_server(worker, private))
+                app.state.page = shown = await stack.enter_async_context(opened_page(gateway, siblings))
+                edge.end_streams = shown.feed.close if shown else edge.end_streams
                 app.state.tinker = await stack.enter_async_context(opened_door(gateway))
                 yield
                 await answers.close(settings.drain_timeout_s)
@@ -99,14 +106,16 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     app.add_middleware(LogAdminActions)
     bodies = BodyBudget(settings.max_body_bytes, settings.max_bodies_bytes, settings.max_bodies_bytes_per_key)
     app.add_middleware(JsonBodies, bodies=bodies)
+    app.add_middleware(PageAccess)
     app.add_middleware(RequestIds)
-    for routes in (models, responses, sessions, listing, heartbeat, rewards, deployment, users, tinker):
+    for routes in (models, responses, sessions, listing, heartbeat, rewards, deployment, users, tinker, page):
         app.include_router(routes.router)
     app.include_router(
         probes(lambda: _why_not_ready(app, edge), lambda: metrics_text(metrics.registry, worker, siblings))
     )
     vars(app)["openapi"] = lambda: openapi_document(app)
-    edge = EdgeApp(app, bodies, calls, answers, settings.leave_s, metrics.of("rest"))
+    wrong_keys, hosts = WrongKeys(settings.wrong_keys), public_hosts(settings.public_url)
+    edge = EdgeApp(app, bodies, calls, answers, settings.leave_s, metrics.of("rest"), wrong_keys, hosts)
     return edge
 
 

@@ -3,6 +3,7 @@
 from rollout_queue.http.keys import Keyring, refuse_open_binding
 from rollout_queue.http.server import serve
 from rollout_queue.http.starting import start
+from rollout_queue.signals.tracing.start import begin_tracing
 from rollout_server.app import create_app
 from rollout_server.engine.command import find_device
 from rollout_server.engine.process import port_in_use
@@ -19,6 +20,7 @@ reload has no use by then."""
 
 def main() -> None:
     settings = start("rollout_server", "Runs one SGLang engine.", RolloutServerSettings)
+    begin_tracing(settings.otel, "weir-rollout-server")
     keyring = Keyring(admin_keys=settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
     _refuse_what_cannot_work(settings)
@@ -27,7 +29,14 @@ def main() -> None:
     except (DirectoryTaken, OSError) as error:
         raise SystemExit(f"rollout_server.weights_dir: {error}") from error
     server = build_server(settings, find_device(settings.engine_device), claim.directory)
-    serve(create_app(server, keyring), settings.host, settings.port, LAST_ANSWERS_S, server.leave)
+    serve(
+        create_app(server, keyring),
+        settings.host,
+        settings.port,
+        LAST_ANSWERS_S,
+        server.leave,
+        access_log=settings.access_log,
+    )
 
 
 def _refuse_what_cannot_work(settings: RolloutServerSettings) -> None:

@@ -11,11 +11,13 @@ from rollout_queue.http.errors import ApiError, RequestIds, install_error_handle
 from rollout_queue.http.files import LargeFile
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
+from rollout_queue.http.release import release
 from rollout_queue.protocol.adapters import AdapterShape, LoadedAdapters, WantedAdapters
 from rollout_queue.protocol.engine_routes import EngineRouteDone, LoadAdapterBody, UpdateWeightsBody
 from rollout_queue.protocol.memory import MemoryReleased, MemoryResumed, ReleaseBody, ResumeBody
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded, ReloadSeconds
 from rollout_queue.protocol.status import ServerStatus
+from rollout_queue.signals.tracing.spans import span
 from rollout_server.engine.engine import Engine
 from rollout_server.engine.state import ServerState
 from rollout_server.errors import ReloadError
@@ -46,8 +48,15 @@ def _reloading(server: RolloutServer) -> APIRouter:
     router = APIRouter()
 
     @router.post("/reload")
-    async def reload(body: ReloadBody) -> JSONResponse:
+    async def reload(body: ReloadBody, request: Request) -> JSONResponse:
         """Fetch, verify and load a version. If any of this fails, the server keeps the former version."""
+        with span("POST /reload", "server", parent=request.headers.get("traceparent")) as traced:
+            traced.set(
+                {"rl.policy.version": body.version, "rl.server": server.name, "rl.prepare": body.prepare}
+            )
+            return await loaded(body)
+
+    async def loaded(body: ReloadBody) -> JSONResponse:
         wanted = WantedPolicy(body.version, body.location, body.manifest_sha256, body.peer)
         await server.reloads.begin(body.push, force=body.force)
         if body.prepare:
@@ -188,8 +197,7 @@ def _memory(server: RolloutServer) -> APIRouter:
 
 
 async def _status(server: RolloutServer) -> JSONResponse:
-    running, waiting = await server.load_counts()
-    engine = server.engine
+    engine, load = server.engine, await server.load()
     status = ServerStatus(
         id=server.name,
         process=server.process,
@@ -200,8 +208,10 @@ async def _status(server: RolloutServer) -> JSONResponse:
         adapters=_shapes(engine),
         engine_url=server.engine_url,
         restarts=engine.restarts,
-        running=running,
-        waiting=waiting,
+        running=load.running,
+        waiting=load.waiting,
+        kv_usage=load.kv_usage,
+        release=release(),
     )
     return JSONResponse(status.model_dump())
 

@@ -6,6 +6,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from rollout_queue.signals.tracing.start import show_spans
 from rollout_server.engine.engine import Engine
 from rollout_server.engine.state import ServerState
 from rollout_server.errors import ReloadError
@@ -18,6 +19,7 @@ class RolloutMetrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
+        show_spans(self.registry)
         self._gauge("engine_restarts", "Times that the engine was started again", lambda: engine.restarts)
         self._gauge("policy_version", "Version that the engine serves", lambda: engine.policy.version)
         states = Gauge(

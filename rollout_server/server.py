@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from rollout_queue.contract.ids import new_id
+from rollout_queue.protocol.engine_load import EngineLoads
 from rollout_server.adapters import COMPARE_EVERY_S, NamedAdapters
 from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
@@ -132,12 +133,12 @@ class RolloutServer:
         """The id in the fleet."""
         return self._settings.name
 
-    async def load_counts(self) -> tuple[int, int]:
-        """Requests that run and that wait in the engine; 0 and 0 while no engine serves."""
+    async def load(self) -> EngineLoads:
+        """What the engine says of its load; nothing while no engine serves."""
         if self.engine.serving:
             with contextlib.suppress(EngineFailed):
-                return await self.engine.client.load_counts()
-        return 0, 0
+                return await self.engine.client.read_load()
+        return EngineLoads()
 
     async def unready_because(self) -> str | None:
         """Why this server is not in rotation; None when it is."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from rollout_queue.http.addresses import http_url
 from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceSettings
+from rollout_queue.signals.tracing.settings import OtelSettings
 
 Device = Literal["cpu", "cuda"]
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -53,6 +54,8 @@ class RolloutServerSettings(ServiceSettings):
     id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,128}$")
     """The name in the fleet; null means <host name>-<port>. The gateway refuses a second server with the same
     name."""
+    otel: OtelSettings | None = None
+    """Traces; null: none."""
     host: str = "127.0.0.1"
     port: int = 8100
     public_url: str | None = None

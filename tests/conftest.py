@@ -27,6 +27,8 @@ SLOW_ROOMS = ("system", "trainer_service", "rollout_server")
 """Workers begin with these folders, so that no worker is still busy at the end while the others idle."""
 OWN_ENGINES = "tests/system/test_bad_days.py"
 """A file whose tests start their own engines. All other files in tests/system share one engine."""
+OBSERVED = "tests/observe/"
+"""The files in this folder share the services that they look at."""
 
 
 class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
@@ -34,6 +36,8 @@ class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships 
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
+        if file.startswith(OBSERVED):
+            return OBSERVED
         shared = file.startswith("tests/system/") and file != OWN_ENGINES
         return "tests/system" if shared else file
 

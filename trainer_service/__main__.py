@@ -24,10 +24,17 @@ from redis.retry import Retry
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.http.addresses import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
 from rollout_queue.http.keys import Keyring, refuse_open_binding
+from rollout_queue.redis.client.address import read_address
+from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.redis.commands.reader import RedisCommandReader
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.connection.schema import SchemaTooNew, claim_schema
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.settings import CONFIG_VARIABLE
+from rollout_queue.signals.access_log import AccessLog
+from rollout_queue.signals.log_start import begin_log
+from rollout_queue.signals.tracing.start import begin_tracing
 from trainer_service.app import HttpThread, create_app
 from trainer_service.commands.ranks import follow_models
 from trainer_service.commands.serving import train_by_commands
@@ -41,6 +48,8 @@ from trainer_service.publishing.publisher import Publisher
 from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.chosen import chosen_sinks
+from trainer_service.sinks.curves import Curves
+from trainer_service.sinks.limits import limits_of
 from trainer_service.sizing.resolution import find_gpu, resolved
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.lease_holder import keep_lease
@@ -69,10 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.config:
         os.environ[CONFIG_VARIABLE] = given.config
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     os.environ |= joined(os.environ, torch.cuda.device_count())
     settings = TrainerSettings()
+    begin_log(settings, f"rank {own_rank()}" if own_rank() else "")
     settings = resolved(settings, find_gpu(settings), own_ranks())
     if own_rank() > 0:
         by_commands = settings.source == "commands"
@@ -83,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with marked_if_out_of_memory(settings.checkpoint_dir):
             follow_models(policy) if isinstance(policy, Models) else follow(policy)
         return
+    begin_tracing(settings.otel, "weir-trainer", sample_ratio=1)  # steps are few
     keyring = Keyring(settings.client_keys, settings.admin_keys)
     refuse_open_binding(settings.host, keyring)
     shared_state = SharedState()
@@ -95,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with marked_if_out_of_memory(settings.checkpoint_dir):
             serve(settings, keyring, shared_state)
-    except LeaseLost as error:
+    except (LeaseLost, SchemaTooNew) as error:
         raise SystemExit(str(error)) from error
     except Stopped:
         logger.info("stopped before the model was loaded")
@@ -107,17 +116,17 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     # Ranks on other hosts may have another working directory.
     checkpoints = Checkpoints(settings.checkpoint_dir.absolute(), settings.keep_checkpoints)
     store, sender = _policy_store(settings), _tensor_sender(settings)
-    app = create_app(shared_state, checkpoints.ledger, store, keyring, registry, sender)
+    app = create_app(shared_state, checkpoints.ledger, store, keyring, registry, sender, _curves(settings))
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
-    redis = connect(settings.redis_url)
+    redis = connect(settings)
     # The lease has its own connection: when a call on it times out, the lease is still valid for a retry.
-    lease_redis = connect(settings.redis_url, settings.lease_s / 3)
+    lease_redis = connect(settings, settings.lease_s / 3)
     lease = Lease(lease_redis, settings.lease_s)
     headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
     client = httpx.Client(base_url=settings.gateway_url, headers=headers)
     with (
         lock_directory(settings.checkpoint_dir),
-        HttpThread(app, settings.host, settings.port),
+        HttpThread(AccessLog(app) if settings.access_log else app, settings.host, settings.port),
         closing(sender) if sender is not None else nullcontext(),
         redis,
         lease_redis,
@@ -224,6 +233,10 @@ def _policy_store(settings: TrainerSettings) -> PolicyStore:
     )
 
 
+def _curves(settings: TrainerSettings) -> Curves:
+    return Curves(settings.metrics_path, limits_of(settings.guards))
+
+
 def _tensor_sender(settings: TrainerSettings) -> TensorSender | None:
     if settings.transport != "collective":
         return None
@@ -244,24 +257,32 @@ def own_url(settings: TrainerSettings) -> str:
     wildcard = LOOPBACK_ADDRESS
     if settings.host in WILDCARDS:
         with suppress(OSError):
-            wildcard = address_towards(settings.redis_url)
+            wildcard = _address_towards_redis(settings)
     return http_url(settings.host, settings.port, wildcard)
 
 
-def connect(redis_url: str, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:
+def _address_towards_redis(settings: RedisSettings) -> str:
+    """Raises OSError."""
+    nodes = read_address(settings.redis_url).nodes
+    return address_towards(http_url(*nodes[0])) if nodes else LOOPBACK_ADDRESS
+
+
+def connect(settings: RedisSettings, timeout_s: float = REDIS_TIMEOUT_S) -> Redis:
     """A client whose calls time out if Redis does not answer. The trainer then reports this, and tries again.
 
     The client repeats no call by itself, even if the URL asks for that. When the answer of a read is lost,
     Redis counts the entries in it as delivered, and a repeated read would skip them.
     """
     once = Retry(NoBackoff(), 0)
-    return Redis.from_url(redis_url, socket_connect_timeout=2, socket_timeout=timeout_s, retry=once)
+    return open_redis(settings, timeout_s, retry=once)
 
 
 def _open_stream(redis: Redis, lease: Lease, shared_state: SharedState, retry_s: float) -> RedisReader | None:
-    """Wait until Redis answers, and return the reader; None if the trainer is told to stop first."""
+    """Wait until Redis answers, and return the reader; None if the trainer is told to stop first. Raises
+    SchemaTooNew if newer releases have used this Redis."""
     while not shared_state.stopping:
         try:
+            claim_schema(redis)
             return RedisReader(redis, lease.token)
         except StorageUnavailable as error:
             logger.warning("%s; trying again in %g s", error, retry_s)

@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Gauge
+from starlette.types import ASGIApp
 
 from rollout_queue.contract.policies.policy import MANIFEST
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
@@ -23,9 +24,16 @@ from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
 from rollout_queue.http.server import KEEP_ALIVE_S
 from rollout_queue.protocol.collective import JoinBody
-from rollout_queue.protocol.trainer import RestoreBody, TrainerReport
+from rollout_queue.protocol.trainer import (
+    MOST_BUCKETS,
+    MOST_METRIC_NAMES,
+    MOST_METRICS,
+    RestoreBody,
+    TrainerReport,
+)
 from trainer_service.model.huggingface import FILE_NAME
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender
+from trainer_service.sinks.curves import Curves
 from trainer_service.status.shared_state import NotRestorable, SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
@@ -50,8 +58,10 @@ def create_app(
     keyring: Keyring,
     registry: CollectorRegistry,
     sender: TensorSender | None = None,
+    curves: Curves | None = None,
 ) -> FastAPI:
-    """With a `sender`, rollout servers may ask it for the tensors of the newest version."""
+    """With a `sender`, rollout servers may ask it for the tensors of the newest version. Without `curves`,
+    the run has none."""
     app = FastAPI(title="Weir trainer", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     app.add_middleware(RequestIds)
@@ -65,6 +75,7 @@ def create_app(
     app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)
     app.include_router(_tasks(shared_state), dependencies=guarded)
+    app.include_router(_learning(curves or Curves(None)), dependencies=guarded)
     app.include_router(_weights(store), dependencies=guarded)
     if sender is not None:
         app.include_router(_collective(sender), dependencies=guarded)
@@ -173,6 +184,26 @@ def _tasks(shared_state: SharedState) -> APIRouter:
     return router
 
 
+def _learning(curves: Curves) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/learning")
+    def learning(
+        metrics: str = Query("", max_length=MOST_METRIC_NAMES),
+        first: int | None = Query(None, alias="from", ge=0),
+        last: int | None = Query(None, alias="to", ge=0),
+        buckets: int = Query(MOST_BUCKETS, ge=1, le=MOST_BUCKETS),
+    ) -> JSONResponse:
+        """The curves of some metrics, whose names have commas between them. While `complete` is false, the
+        next request reads on."""
+        names = [name for name in metrics.split(",") if name]
+        if len(names) > MOST_METRICS:
+            raise ApiError(400, f"at most {MOST_METRICS} metrics are read at once", param="metrics")
+        return JSONResponse(msgspec.to_builtins(curves.read(names, first, last, buckets)))
+
+    return router
+
+
 def _weights(store: PolicyStore) -> APIRouter:
     router = APIRouter()
 
@@ -239,11 +270,12 @@ def _published_file(store: PolicyStore, version: int, name: str) -> Path:
 class HttpThread:
     """Serves the app on a thread, as long as the `with` block runs."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         config = uvicorn.Config(
             app,
             host=host,
             port=port,
+            log_config=None,
             log_level="warning",
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from rollout_queue.signals.tracing.start import show_spans
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import ENDS, EvaluationScore
 from trainer_service.sinks.sink import PointKind, Sink
@@ -18,6 +19,7 @@ class TrainerMetrics:
 
     def __init__(self, registry: CollectorRegistry, sinks: Sequence[Sink] = ()) -> None:
         self._registry = registry
+        show_spans(registry)
         self._sinks = sinks
         self._gauges: dict[str, Gauge] = {}
         self._steps = Counter("weir_trainer_steps", "Optimizer steps", registry=registry)

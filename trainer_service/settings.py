@@ -6,9 +6,13 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
+from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceSettings
+from rollout_queue.signals.tracing.settings import OtelSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.model.settings import ModelSettings
+
+RecordedTokens = Literal["none", "advantages", "all"]
 
 
 class GuardSettings(BaseModel):
@@ -84,7 +88,7 @@ class CollectiveSettings(BaseModel):
     engines receive the former one, and at most so long for a bucket."""
 
 
-class TrainerSettings(ServiceSettings, ModelSettings):
+class TrainerSettings(ServiceSettings, RedisSettings, ModelSettings):
     """Section `trainer` of weir.yaml."""
 
     section: ClassVar[str] = "trainer"
@@ -94,12 +98,13 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     users' own loops ask for; several models are trained over one base model."""
     base_models: CommaSeparated = []
     """With `commands`, the names of the base model in commands; empty: `model_path`, or its last part."""
+    otel: OtelSettings | None = None
+    """Traces; null: none."""
     host: str = "127.0.0.1"
     port: int = 8200
     public_url: str | None = None
     """Where gateways reach the trainer; null means http://host:port. If `host` is 0.0.0.0, the URL has
     the address from which this machine reaches Redis."""
-    redis_url: str = "redis://127.0.0.1:6379/0"
     gateway_url: str = "http://127.0.0.1:8000"
     client_keys: CommaSeparated = []
     """The clients' keys. The trainer answers them with 403, and unknown keys with 401."""
@@ -132,6 +137,9 @@ class TrainerSettings(ServiceSettings, ModelSettings):
     publish_every_steps: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=2)
     keep_policies: int = Field(4, ge=2)
+    record_tokens: RecordedTokens = "all"
+    """What is stored of each trained token, for `GET /sessions/{id}?tokens=true`. advantages: its advantage.
+    all: also the ratio of its probability under the trainer's weights to that under the engine's."""
     paused_traffic: Literal["record", "discard", "refuse"] = "record"
     """What happens to sessions for training while the training is paused or held. record: they wait for the
     next step. discard: they end without training. refuse: the gateway opens no new ones."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from rollout_queue.signals.log_ids import begin_log_ids, log_ids
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.guards import Alarm
 from trainer_service.groups.screening import ScreenedGroup
@@ -51,8 +52,8 @@ class Trainer:
     """Runs the loop on the main thread. The HTTP thread reaches it only through `shared_state`.
 
     `policy` is the model on all ranks, driven by rank 0. `heartbeat` reports the trainer to Redis, and
-    confirms the lease: only one trainer at a time trains. `teacher` scores the sampled tokens with a better
-    model. `memory` is the device's; engines may use it between steps.
+    confirms the lease: only one trainer trains. `teacher` scores the sampled tokens with a better model.
+    `memory` is the device's; engines may use it between steps.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Trainer:
         self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state)
         self._memory = memory or DeviceMemory((), heartbeat)
         self._attempts = StepAttempts.beside(settings.checkpoint_dir)
-        parts = (self._attempts, teacher, intake.shown)
+        parts = (self._attempts, teacher, intake.shown, settings.record_tokens)
         self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, *parts)
         self._stopwatch = watch = Stopwatch()
         contents = Contents(self._state, intake.evaluations.state, self._recoveries.wanted, self._acknowledge)
@@ -88,6 +89,7 @@ class Trainer:
     def run(self) -> None:
         """Train until told to stop, then save everything that was trained in a checkpoint."""
         try:
+            begin_log_ids()
             self.start()
             while not self._shared_state.stopping:
                 self.run_once()
@@ -192,7 +194,7 @@ class Trainer:
         if not scored.rows:
             return None
         # Before the step, because nothing may fail between new weights and their number.
-        version = self._numbers.reserve_after(self.version)
+        version, log_ids().step = self._numbers.reserve_after(self.version), self.step + 1
         with self._memory.held(self._policy), self._stopwatch.timed("train"):
             self._report("training")
             values = self._groups.step(scored, self.version, algorithm)
@@ -204,10 +206,11 @@ class Trainer:
                 raise Diverged(f"step {self.step + 1}, {values.diverged}")
             return None
         self.step += 1
-        self.version = version
+        base, self.version = self.version, version
         self._heartbeat.note(self.step, self.version)
-        self._cycle.add(LedgerStep.of(self.step, self.version, scored.rows))
-        return values | self._intake.mark_trained(scored.groups, scored.rows, self.step, self.version)
+        self._cycle.add(made := LedgerStep.of(self.step, self.version, scored.rows))
+        trained = made.from_base(base), self._groups.records
+        return values | self._intake.mark_trained(scored.groups, scored.rows, *trained)
 
     def _try_alone(self, algorithm: AlgorithmSettings, screened: ScreenedGroup) -> None:
         """Compute the gradient of one group, which may end the process."""
@@ -266,10 +269,8 @@ class Trainer:
         self._heartbeat.confirm()
         with self._stopwatch.timed("publish"):
             self._report("publishing")
-            best = self.hold.rollback_target()
-            self.publisher.publish(
-                self.version, self.step, self._content.snapshot, best=best.version if best else None
-            )
+            made, best = (self.version, self.step, self._content.snapshot), self.hold.rollback_target()
+            self.publisher.publish(*made, best and best.version, self._groups.trace)
 
     def _state(self) -> RunState:
         """What a checkpoint contains now, beside the weights."""

@@ -11,6 +11,7 @@ from bench.traffic.demand import GROUP_SIZE, GROUPS_PER_STEP, HOUR_S, STEP_S, De
 from bench.traffic.virtual_stream import VirtualStream
 from gateway.admission.backpressure import TrainerBacklog
 from gateway.admission.staleness import StalenessBudget
+from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Outcome, Reward, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from trainer_service.algorithms.settings import AlgorithmSettings
@@ -104,7 +105,8 @@ class Day:
                 self._staleness += [self._version - oldest for oldest, _ in spans]
                 self._version += 1
                 made = [row for each in batch.groups for row in each.rows]
-                self._intake.mark_trained(batch.groups, made, self._version, self._version)
+                step = TrainedStep(self._version, self._version, self._version - 1, len(made), 0, 0)
+                self._intake.mark_trained(batch.groups, made, step)
                 self._intake.run_state(self._version, self._version)  # a checkpoint after each step
                 self._intake.acknowledge()
         return self._outcomes()

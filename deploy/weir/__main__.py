@@ -11,25 +11,26 @@ from pydantic_settings import SettingsError
 from rich.console import Console
 
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.settings import CONFIG_VARIABLE, MalformedSettings
+from rollout_queue.settings import MalformedSettings
 from weir import status
 from weir.configuration import effective_configuration
 from weir.env.commands import app as env_commands
 from weir.errors import StackError
+from weir.operations import add_commands
+from weir.options import Config, RunDir, settings_from, use
 from weir.stack import down as stopping
 from weir.stack import state, supervisor
-from weir.stack.settings import PYTHON, StackSettings, service_field
+from weir.stack.settings import PYTHON, StackSettings, redis_access, service_field
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 app.add_typer(env_commands, name="env")
+add_commands(app)
 console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)
 
 DEMO_RUN_DIR = Path("run/demo")
-Config = Annotated[
-    Path | None, typer.Option("--config", help="weir.yaml to read", exists=True, dir_okay=False)
-]
-RunDir = Annotated[Path | None, typer.Option("--run-dir", help="directory for the files of the run")]
+IMPORT_TIMEOUT_S = 60.0
+"""How long Redis may take for one session."""
 Model = Annotated[
     Path | None, typer.Option("--model-path", help="Hugging Face directory of the model to start from")
 ]
@@ -38,7 +39,7 @@ Model = Annotated[
 @app.command()
 def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) -> None:
     """Start all services in the background, and return when they are ready."""
-    settings = _settings(config, run_dir=run_dir, model_path=model_path)
+    settings = settings_from(config, run_dir=run_dir, model_path=model_path)
     running = state.read(settings.run_dir)
     if running and running.parent.process():
         console.print(f"already up, pid {running.parent.pid}: see `weir status`")
@@ -65,7 +66,7 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
 @app.command()
 def down(config: Config = None, run_dir: RunDir = None) -> None:
     """Stop the services that `up` started, in order."""
-    settings = _settings(config, run_dir=run_dir)
+    settings = settings_from(config, run_dir=run_dir)
     _say(stopping.stop(settings.run_dir, settings.stop_timeout_s))
 
 
@@ -75,13 +76,13 @@ def show_status(config: Config = None, run_dir: RunDir = None) -> None:
 
     If `weir up` has started nothing, this shows the services that the gateway at WEIR_GATEWAY_URL reports.
     """
-    settings = _settings(config, run_dir=run_dir)
+    settings = settings_from(config, run_dir=run_dir)
     found = state.read(settings.run_dir)
     admin_key = next(iter(settings.admin_keys or settings.client_keys), None)
     gateway_url = service_field("trainer", "gateway_url")
     if found is None and gateway_url is not None:
         redis_url = service_field("trainer", "redis_url") or settings.redis_url
-        rows = status.rows_elsewhere(gateway_url.rstrip("/"), redis_url, admin_key)
+        rows = status.rows_elsewhere(gateway_url.rstrip("/"), redis_access(redis_url), admin_key)
         console.print(status.table_of(rows))
         raise typer.Exit(0 if all(row.up for row in rows) else 1)
     if found is None or found.phase == "failed":
@@ -98,7 +99,7 @@ def show_status(config: Config = None, run_dir: RunDir = None) -> None:
 @app.command("config")
 def show_config(config: Config = None) -> None:
     """Print the complete effective configuration of all services, with keys masked."""
-    _use(config)
+    use(config)
     typer.echo(effective_configuration(), nl=False)
 
 
@@ -112,19 +113,19 @@ def demo(
     from weir.demo.run import run  # slow to import, because of matplotlib and openai
     from weir.demo.settings import on_own_ports
 
-    raise typer.Exit(run(on_own_ports(_settings(config, run_dir=run_dir or DEMO_RUN_DIR)), seed))
+    raise typer.Exit(run(on_own_ports(settings_from(config, run_dir=run_dir or DEMO_RUN_DIR)), seed))
 
 
 @app.command()
 def rewards(config: Config = None, run_dir: RunDir = None) -> None:
     """Run the reward service in this terminal: it rewards sessions of the gateway of `up`."""
-    _run_here("reward_service", "rewards", _settings(config, run_dir=run_dir))
+    _run_here("reward_service", "rewards", settings_from(config, run_dir=run_dir))
 
 
 @app.command("fine-tuning")
 def fine_tuning(config: Config = None, run_dir: RunDir = None) -> None:
     """Run the service for fine-tuning jobs in this terminal: they train the policy of `up`."""
-    _run_here("fine_tuning", "fine_tuning", _settings(config, run_dir=run_dir))
+    _run_here("fine_tuning", "fine_tuning", settings_from(config, run_dir=run_dir))
 
 
 @app.command("audit")
@@ -158,7 +159,7 @@ def show_audit(
     from weir.audit.sources import sources_of
 
     try:
-        sources = sources_of(_settings(config, run_dir=run_dir), redis_url, trainer_url, checkpoint_dir)
+        sources = sources_of(settings_from(config, run_dir=run_dir), redis_url, trainer_url, checkpoint_dir)
         report = audit(sources, read_answers(answers) if answers else [])
     except (StackError, ValidationError, MalformedSettings, SettingsError) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
@@ -184,13 +185,12 @@ def import_sessions(
     ] = None,
 ) -> None:
     """Write exported sessions back to the queue, to be trained as if agents had just finished them."""
-    from redis import Redis
-
+    from rollout_queue.redis.client.opening import open_redis
     from weir.audit.sources import sources_of
     from weir.importing.run import import_files
 
-    sources = sources_of(_settings(config, run_dir=run_dir), redis_url)
-    with Redis.from_url(sources.redis_url) as redis:
+    sources = sources_of(settings_from(config, run_dir=run_dir), redis_url)
+    with open_redis(sources.redis, IMPORT_TIMEOUT_S) as redis:
         account = import_files(redis, files, as_new, strict, lambda why: errors.print(why, markup=False))
     _say(list(account.sentences()))
     if account.refused:
@@ -204,16 +204,6 @@ def main() -> None:
     except (StackError, StorageUnavailable, ValidationError, MalformedSettings, SettingsError) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
         sys.exit(1)
-
-
-def _use(config: Path | None) -> None:
-    if config is not None:
-        os.environ[CONFIG_VARIABLE] = str(config.absolute())  # the services inherit the variable
-
-
-def _settings(config: Path | None, **flags: Path | None) -> StackSettings:
-    _use(config)
-    return StackSettings(**{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _run_here(module: str, section: str, settings: StackSettings) -> None:

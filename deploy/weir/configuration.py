@@ -9,15 +9,17 @@ from pydantic import ValidationError
 from rollout_queue.settings import ServiceSettings, file_document
 from weir.stack.settings import StackSettings
 
-MASKED_FIELDS = frozenset({"client_keys", "admin_keys", "api_key"})
+MASKED_FIELDS = frozenset({"client_keys", "admin_keys", "api_key", "headers"})
 CREDENTIALS = re.compile(r"://[^/@\s]*@")
 """The part of a URL that may hold Redis' password."""
+SECRET_OPTIONS = re.compile(r"([?&]\w*password=)[^&\s]*")
+"""An option of a URL that holds one."""
 
 
 def service_settings() -> list[type[ServiceSettings]]:
     """The settings of every service. Imported here, because most commands do not need them."""
     from fine_tuning.settings import FineTuningSettings
-    from gateway.settings import GatewaySettings
+    from gateway.settings.service import GatewaySettings
     from reward_service.settings import RewardSettings
     from rollout_server.settings import RolloutServerSettings
     from trainer_service.settings import TrainerSettings
@@ -69,9 +71,13 @@ def _shown(name: str, value: Any) -> Any:
     return _without_password(value)
 
 
-def _masked(keys: list[str] | str | None) -> list[str] | str | None:
+def _masked(keys: dict[str, Any] | list[str] | str | None) -> dict[str, str] | list[str] | str | None:
+    if isinstance(keys, dict):
+        return dict.fromkeys(keys, "***")
     return ["***" for _ in keys] if isinstance(keys, list) else "***" if keys else None
 
 
 def _without_password(value: Any) -> Any:
-    return CREDENTIALS.sub("://***@", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return SECRET_OPTIONS.sub(r"\1***", CREDENTIALS.sub("://***@", value))

@@ -8,6 +8,8 @@ from rich.table import Table
 
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
+from rollout_queue.redis.client.address import without_password
+from rollout_queue.redis.client.settings import RedisSettings
 from weir.stack.probes import http_ready, redis_ready, reward_status, system_status
 from weir.stack.process import Readiness
 from weir.stack.state import ProcessState, StackState
@@ -38,10 +40,10 @@ def rows_of(found: StackState, admin_key: str | None) -> list[ServiceStatus]:
     return [_row(name, service, details.get(name, "")) for name, service in found.services.items()]
 
 
-def rows_elsewhere(gateway_url: str, redis_url: str, admin_key: str | None) -> list[ServiceStatus]:
+def rows_elsewhere(gateway_url: str, redis: RedisSettings, admin_key: str | None) -> list[ServiceStatus]:
     """The state of services that something other than `weir up` started (compose, say), from the gateway."""
     rows = [
-        _probed("redis", redis_url, redis_ready(redis_url)),
+        _probed("redis", without_password(redis.redis_url), redis_ready(redis)),
         _probed("gateway", gateway_url, http_ready(gateway_url)),
     ]
     try:
@@ -92,7 +94,8 @@ def table_of(rows: list[ServiceStatus]) -> Table:
 def _row(name: str, service: ProcessState, detail: str) -> ServiceStatus:
     if service.process() is None:
         return ServiceStatus(name, service.pid, "down", service.url, f"log: {service.log}")
-    ready = redis_ready(service.url) if service.url.startswith("redis:") else http_ready(service.url)
+    is_redis = service.url.startswith("redis:")
+    ready = redis_ready(RedisSettings(redis_url=service.url)) if is_redis else http_ready(service.url)
     reason = ready()
     restarts = f"restarts: {service.restarts}" if service.restarts else ""
     text = "; ".join(part for part in (reason or detail, restarts) if part)

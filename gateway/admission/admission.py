@@ -26,7 +26,7 @@ from gateway.engines.fleet import Fleet
 from gateway.errors import InvalidRequest, LimitReached
 from gateway.keys.api_keys import ApiKeys
 from gateway.metrics.metrics import Metrics
-from gateway.settings import LimitSettings
+from gateway.settings.service import LimitSettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.redis import keys
@@ -55,6 +55,8 @@ class Admission:
         self._requests, self._tokens = RateLimiter(redis, "requests"), RateLimiter(redis, "tokens")
         self._quotas = Quotas(redis, poll_every_s)
         self._downstream = Backpressure()
+        self.redis_answers: bool | None = None
+        """Whether Redis answered at the last poll."""
         named = {name: getattr(limits, name) for name in ("open_sessions_per_key", "open_sessions")}
         self._open_limits = {name: limit for name, limit in named.items() if limit is not None}
         self._entries, self._bytes, self._opened, self._steps = Trend(), Trend(), Trend(), StepTrend()
@@ -64,6 +66,11 @@ class Admission:
         """The bound of the trainer's rows at the last poll; None without one."""
         trainer = self._downstream.trainer
         return trainer.max_row_tokens if trainer else None
+
+    @property
+    def backpressure(self) -> Backpressure:
+        """What waited at the last poll that Redis answered."""
+        return self._downstream
 
     @property
     def redis_bytes(self) -> int | None:
@@ -234,9 +241,11 @@ class Admission:
         """Read the backpressure, and share the counted usage with the other gateways."""
         try:
             self._downstream = await read_backpressure(self._redis)
+            self.redis_answers = True
             for limiter in (self._requests, self._tokens):
                 await limiter.share()
         except StorageUnavailable as error:
+            self.redis_answers = False
             logger.warning("the limits use the state of an earlier poll: %s", error)
             return
         now, seen = time.monotonic(), self._downstream

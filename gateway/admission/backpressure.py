@@ -60,6 +60,10 @@ class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
 
     entries: int = 0
     """Records in the stream for the trainer."""
+    dead: int = 0
+    """Records that the trainer could not read."""
+    unfinished: int = 0
+    """Sessions without an outcome or without a reward."""
     used_bytes: int = 0
     max_bytes: int = 0
     """0 for a Redis without `maxmemory`."""
@@ -90,9 +94,13 @@ async def read_backpressure(redis: Redis) -> Backpressure:
         pipeline.zcard(keys.SESSIONS)
         pipeline.hgetall(keys.FORGOTTEN)
         pipeline.hmget(keys.TRAINER, TRAINER_FIELDS)
-        entries, memory, sessions, forgotten, report = await stored(pipeline.execute())
+        pipeline.xlen(keys.DEAD_LETTERS)
+        pipeline.zcard(keys.DEADLINES)
+        entries, memory, sessions, forgotten, report, dead, unfinished = await stored(pipeline.execute())
     return Backpressure(
         entries=entries,
+        dead=dead,
+        unfinished=unfinished,
         used_bytes=memory.get("used_memory", 0),
         max_bytes=memory.get("maxmemory", 0),
         sessions=sessions + forgotten_sessions(forgotten),

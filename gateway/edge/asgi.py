@@ -8,22 +8,33 @@ It is bare ASGI, because FastAPI would cost time for every streamed token.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.edge.background_answers import BackgroundAnswers
+from gateway.edge.browsers import check_keyless
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest, BodyBudget, ClientDisconnected, headers_of, read_body
 from gateway.edge.retries import InFlightCalls
+from gateway.edge.wrong_keys import WrongKeys
+from gateway.errors import GatewayError, UnknownCaller
 from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from gateway.sessions.identity import Identities
 from rollout_queue.http.errors import ApiError, request_id_of
+from rollout_queue.http.keys import presented_key
+from rollout_queue.signals.access_log import path_template
+from rollout_queue.signals.log_ids import begin_log_ids, log_ids
+from rollout_queue.signals.tracing.requests import describe_request, request_span
+from rollout_queue.signals.tracing.spans import TraceSpan
 
 logger = logging.getLogger(__name__)
+
+SIGN_IN = "/page/session"
+"""The path whose requests have a key in their body."""
 
 
 class Endpoint(Protocol):
@@ -54,9 +65,13 @@ class EdgeApp:
         answers: BackgroundAnswers,
         leave_s: float,
         rest: CallFigures,
+        wrong_keys: WrongKeys,
+        hosts: frozenset[str] = frozenset(),
     ) -> None:
-        """`rest`: the metrics of the requests that `app` serves."""
+        """`rest`: the metrics of the requests that `app` serves. `hosts`: `host[:port]` of the public URL."""
         self._app = app
+        self._wrong_keys = wrong_keys
+        self._hosts = hosts
         self._rest = rest
         self._bodies = bodies
         self._calls = calls
@@ -67,11 +82,14 @@ class EdgeApp:
         """By path, without `/sessions/{id}`; set when the application starts."""
         self.identities: Identities
         """Set when the application starts."""
+        self.end_streams: Callable[[], None] = lambda: None
+        """Ends the streams that would not end by themselves; called once no new request comes."""
 
     async def leave(self) -> None:
         """After SIGTERM: let `/ready` fail, and take calls for `leave_s`, so that load balancers notice."""
         self.leaving = True
         await asyncio.sleep(self._leave_s)  # load balancers do not say when they have noticed
+        self.end_streams()
 
     def end_calls(self) -> None:
         """End the calls in flight, and the answers in the background. Each client gets an error."""
@@ -80,31 +98,74 @@ class EdgeApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            if self.identities.keys.open and (refusal := self._foreign(scope)) is not None:
+                await refusal.response()(scope, receive, send)
+                return
             session_id, path = _split(scope["path"])
             if (endpoint := self.endpoints.get(path)) is not None:
-                await self._serve(endpoint, session_id, scope, receive, send)
+                prefix = "" if session_id is None else "/sessions/{session_id}"
+                scope.setdefault("state", {})["path_template"] = prefix + path
+                with request_span(scope, prefix + path) as traced:
+                    await self._serve(endpoint, session_id, scope, receive, send, traced)
             else:
-                await self._serve_rest(scope, receive, send)
+                scope.setdefault("state", {})["session_id"] = session_id
+                with request_span(scope, None) as traced:
+                    await self._serve_rest(scope, receive, send, traced)
             return
         await self._app(scope, receive, send)
 
-    async def _serve_rest(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _foreign(self, scope: Scope) -> ApiError | None:
+        """Why a gateway without keys does not answer: another web site sent the request."""
+        page = scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
+        try:
+            check_keyless(headers_of(scope), self._hosts, page=page)
+        except GatewayError as error:
+            return api_error(error)
+        return None
+
+    async def _serve_rest(self, scope: Scope, receive: Receive, send: Send, traced: TraceSpan) -> None:
+        refused, status = False, CLIENT_LEFT
+
         async def counted(message: Message) -> None:
+            nonlocal refused, status
             if message["type"] == "http.response.start":
-                self._rest.statuses[message["status"]] += 1
-            await send(message)
+                status = message["status"]
+                if status == 401 and (error := await self._too_many(scope)) is not None:
+                    refused = True
+                    status = error.status
+                    self._rest.statuses[status] += 1
+                    named = {k: v for k, v in message["headers"] if k == b"x-request-id"}
+                    await send_error(error, named, scope, receive, send)
+                    return
+                self._rest.statuses[status] += 1
+            if not refused:
+                await send(message)
 
         self._rest.in_flight += 1
         try:
             await self._app(scope, receive, counted)
         finally:
             self._rest.in_flight -= 1
+            describe_request(traced, scope, path_template(scope), status, log_ids())
+
+    async def _too_many(self, scope: Scope) -> ApiError | None:
+        """The error that a 401 for a wrong key becomes if too many were wrong. It comes late."""
+        if scope["path"] != SIGN_IN and presented_key(headers_of(scope)) is None:
+            return None
+        return await self._wrong_keys.refusal((scope.get("client") or ("",))[0])
 
     async def _serve(
-        self, endpoint: Endpoint, session_id: str | None, scope: Scope, receive: Receive, send: Send
+        self,
+        endpoint: Endpoint,
+        session_id: str | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        traced: TraceSpan,
     ) -> None:
         headers = headers_of(scope)
         request_id = request_id_of(headers.get("x-request-id", ""))
+        ids = begin_log_ids(request_id, session_id)
         figures = endpoint.figures
         reply = Reply(send, request_id, figures, last=self.leaving)
         figures.in_flight += 1
@@ -119,6 +180,8 @@ class EdgeApp:
                     await endpoint.serve(request, reply)
         except ClientDisconnected:
             pass
+        except UnknownCaller as error:
+            await _refuse(endpoint, reply, await self._too_many(scope) or api_error(error))
         except ANSWERABLE as error:
             await _refuse(endpoint, reply, api_error(error))
         except Exception:  # outermost frame: a bug, for which the client gets a 500
@@ -130,6 +193,16 @@ class EdgeApp:
             figures.in_flight -= 1
             if not reply.begun:
                 figures.statuses[CLIENT_LEFT] += 1
+            describe_request(traced, scope, path_template(scope), reply.status, ids)
+
+
+async def send_error(
+    error: ApiError, more: Mapping[bytes, bytes], scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answer with an error, and with more headers."""
+    response = error.response()
+    response.raw_headers.extend(more.items())
+    await response(scope, receive, send)
 
 
 def wrong_method(method: str, headers: Mapping[str, str]) -> ApiError:

@@ -16,7 +16,7 @@ from gateway.engines.cancellation import cancel_and_wait
 from gateway.errors import LimitReached
 from gateway.generations.generation import Generation, tokens_of
 from gateway.metrics.calls import CallFigures
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.errors import QueueError, StorageUnavailable
 from rollout_queue.http.errors import ApiError
 

@@ -30,9 +30,10 @@ from gateway.generations.pinning import pinned
 from gateway.metrics.calls import CallFigures
 from gateway.sessions.identity import Caller
 from gateway.sessions.resolution import HEADERS, SessionClues
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.http.errors import ApiError
+from rollout_queue.signals.log_ids import log_ids
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Exchange:
             parsed = msgspec.structs.replace(parsed, calls=calls)
         was_read = figures.read.since(began)
         head = await gateway.resolver.resolve(_clues(request, parsed, call), caller, counted=shows)
+        log_ids().session_id = head.spec.session_id
         reply.more_headers = partial(gateway.admission.rate_headers, head.spec.owner)
         figures.session.since(was_read)
         async with gateway.in_flight.call(head):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import Message, Send
 
-from gateway.metrics.calls import CallFigures
+from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 
 Headers = Mapping[str, str]
 
@@ -35,6 +35,8 @@ class Reply:
             self._own_headers.append((b"connection", b"close"))
         self.more_headers: Callable[[], Headers] = dict
         """Headers of the caller's limits, as of the moment at which the reply begins."""
+        self.status = CLIENT_LEFT
+        """The status that was sent."""
         self.begun = False
         """Whether a status was sent. An error after that can only be an event of the stream."""
         self._timer: asyncio.TimerHandle | None = None
@@ -82,8 +84,8 @@ class Reply:
     async def repeat(self, message: Message) -> None:
         """Send a message that was recorded from another reply, with this reply's request id."""
         if message["type"] == "http.response.start":
-            self.begun = True
-            self.figures.statuses[message["status"]] += 1
+            self.begun, self.status = True, message["status"]
+            self.figures.statuses[self.status] += 1
             own = {name for name, _ in self._own_headers}
             headers = [header for header in message["headers"] if header[0] not in own]
             message = {**message, "headers": [*headers, *self._own_headers]}
@@ -122,6 +124,7 @@ class Reply:
             self._heartbeat.cancel()
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
         self.figures.statuses[status] += 1
         headers += _encoded(self.more_headers())
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -8,7 +8,7 @@ import msgspec
 from gateway.generations.generation import Generation
 from gateway.language.begun_answer import BegunAnswerStream
 from gateway.language.deltas import AnswerStream, RawTextStream
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.tokens import TokenIds
 
 NEAR = 0.8

@@ -10,7 +10,7 @@ from gateway.edge.images import with_images
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
 from gateway.metrics.calls import CallFigures
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.http.errors import ApiError
 
 

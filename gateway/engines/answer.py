@@ -10,7 +10,7 @@ from msgspec import UNSET, structs
 
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.generate_request import GenerateBody, SampleRequest, SamplingParameters
-from gateway.engines.placement import Adapter, Wish
+from gateway.engines.placement.choice import Adapter, Wish
 from gateway.errors import EngineFault
 from rollout_queue.contract.records import Span
 

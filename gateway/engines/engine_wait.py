@@ -4,7 +4,7 @@ import asyncio
 from types import TracebackType
 
 from gateway.engines.answer import PartialAnswer
-from gateway.engines.placement import Wish
+from gateway.engines.placement.choice import Wish
 from gateway.errors import EngineFault
 
 

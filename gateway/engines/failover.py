@@ -22,6 +22,7 @@ from gateway.engines.event_stream import OutputChunk
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.generate_request import SampleRequest
+from gateway.engines.rotation.rotation import WantedServer
 from gateway.errors import EngineFault, RequestRefused
 from gateway.metrics.metrics import Metrics
 
@@ -109,7 +110,8 @@ class Sampler:
         answer = PartialAnswer(wanted, self.text_of, self.vocab_size)
         retries, avoid, wait_s = RetryState(), "", self.engine_wait_s
         while not answer.finished:
-            server = await self.fleet.acquire(wanted.session_id, wanted.wish, max(wait_s, 0.0), avoid)
+            asked = WantedServer(wanted.session_id, wanted.wish, avoid, wanted.prefix, wanted.prefix_version)
+            server = await self.fleet.acquire(asked, max(wait_s, 0.0))
             try:
                 await self._attempt(answer, server, retries, on_chunk, on_engine)
             except EngineFault as fault:

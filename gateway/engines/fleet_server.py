@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,7 +11,8 @@ import msgspec
 
 from gateway.engines.breaker import Breaker
 from gateway.engines.engine_wait import EngineWait
-from gateway.engines.placement import Adapter
+from gateway.engines.placement.choice import Adapter
+from gateway.engines.placement.concurrency import EngineLoad
 from gateway.errors import EngineFault
 from rollout_queue.protocol.adapters import AdapterShape
 from rollout_queue.protocol.status import ServerShape
@@ -64,9 +65,23 @@ class FleetServer:
     has_tokenizer: bool = True
     """False once its engine refused a stop string because it has no tokenizer (`--skip-tokenizer-init`)."""
     in_flight: int = 0
+    promised: int = 0
+    """Calls that waited for a server, and are about to enter this one (`rotation/call_queue.py`)."""
+    others: int = 0
+    """Calls of other gateways, as its engine reported them last."""
+    engine_load: EngineLoad | None = None
+    """What its engine reported last; None if it does not report its load."""
+    limit: int | None = None
+    """How many calls it may have at once, from all gateways; None for no limit."""
+    freed: Callable[["FleetServer"], None] | None = None
+    """Called when a call has left it."""
     pushing: bool = False
     """This gateway is pushing a policy to it: calls wait there while it loads the policy."""
     breaker: Breaker = field(default_factory=Breaker)
+    watched: bool = False
+    """A gateway has it load a version, so that its state changes soon."""
+    asked_at: float = 0.0
+    """time.monotonic() when it was asked last."""
     late: int = 0
     """Consecutive status requests that timed out."""
     status_request: asyncio.Task[None] | None = None
@@ -87,6 +102,21 @@ class FleetServer:
     def live(self) -> bool:
         """It can load a policy: it answers, it is not drained, and its engine runs."""
         return self.state in ("ready", "loading") and not self.drained
+
+    @property
+    def load(self) -> int:
+        """How many calls it has, from all gateways."""
+        return self.in_flight + self.promised + self.others
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may have one more call."""
+        return self.limit is None or self.load < self.limit
+
+    def reports(self, load: EngineLoad | None) -> None:
+        """Its engine says how many calls it has."""
+        self.engine_load = load
+        self.others = 0 if load is None else max(0, load.calls - self.in_flight)
 
     def has_loaded(
         self, version: int, manifest_sha256: str | None, adapters: Iterable[AdapterShape] = ()
@@ -120,6 +150,12 @@ class FleetServer:
         return self.pushing or self.state == "loading"
 
     @property
+    def steady(self) -> bool:
+        """Nothing says that its state changes soon."""
+        well = self.state == "ready" and self.error is None and self.breaker.state == "closed"
+        return well and not (self.silent or self.pushing or self.watched)
+
+    @property
     def able(self) -> bool:
         """It can work on a call now."""
         return self.state == "ready" and not self.loads and self.breaker.allows_call
@@ -146,6 +182,8 @@ class FleetServer:
         self.in_flight -= 1
         if trial:
             self.breaker.leave()
+        if self.freed is not None:
+            self.freed(self)
 
     def begin_wait(self, wait: EngineWait) -> None:
         """A call begins to wait for the engine's bytes; its end removes it from `waits`."""
@@ -174,4 +212,7 @@ class FleetServer:
             breaker=self.breaker.state,
             last_seen=self.seen_at or None,
             error="its engine gives no sign of life" if self.silent else self.error,
+            load=self.load,
+            limit=self.limit,
+            kv_usage=None if self.engine_load is None else self.engine_load.kv_usage,
         )

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.engines.placement import Wish
+from gateway.engines.placement.choice import Wish
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +84,10 @@ class SampleRequest(msgspec.Struct, frozen=True):
     experts_from: int | None = None
     """The position of the first token whose experts are requested; None requests none."""
     cache_salt: str | None = None
+    prefix: str = ""
+    """The id of the server that sampled the turn which this one continues; it may have the prefix cached."""
+    prefix_version: int | None = None
+    """The version with which that server ended that turn."""
     images: list[PromptImage] = []
     """The images of the prompt in their order; `input_ids` has one pad for each."""
     prompt_tokens: int | None = None

@@ -14,7 +14,8 @@ from gateway.engines.event_stream import LOWEST_LOGPROB, engine_error
 from gateway.engines.failover import HARMLESS, NO_ADAPTER, RetryState, Sampler
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.generate_request import GenerateBody, SamplingParameters
-from gateway.engines.placement import Wish
+from gateway.engines.placement.choice import Wish
+from gateway.engines.rotation.rotation import WantedServer
 from gateway.errors import EngineFault, RequestRefused
 
 
@@ -86,7 +87,7 @@ class PromptScorer:
             token_ids_logprob=list(query.candidates) or UNSET,
         )
         while True:
-            server = await sampler.fleet.acquire(session_id, wish, sampler.engine_wait_s, avoid)
+            server = await sampler.fleet.acquire(WantedServer(session_id, wish, avoid), sampler.engine_wait_s)
             try:
                 return await self._attempt(server, body, wish)
             except EngineFault as fault:

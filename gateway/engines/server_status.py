@@ -10,6 +10,8 @@ from gateway.engines.client import EngineClient
 from gateway.engines.event_stream import version_number
 from gateway.engines.fleet_server import FleetServer, ModelInfo
 from gateway.engines.identities import STATUS_TIMEOUT_S, status_of
+from gateway.engines.placement.concurrency import EngineLoad
+from rollout_queue.protocol.engine_load import EngineLoads
 
 LATE_ANSWERS = 2
 """Consecutive timeouts after which a server counts as dead. A single one may come from a busy machine."""
@@ -21,17 +23,21 @@ async def read_status(server: FleetServer, engine: EngineClient, headers: Mappin
     An engine's /health is no use: it samples, and fails while the engine is paused.
     """
     registration, was_ready, reloads = server.registration, server.state == "ready", server.reloads
+    load: EngineLoad | None = None
     try:
         if registration.url is None:
             body = await engine.get(f"{registration.engine_url}/model_info", STATUS_TIMEOUT_S)
             info = msgspec.json.decode(body, type=ModelInfo)
             server.state, server.version = "ready", version_number(info.weight_version)
+            load = await _load_of(registration.engine_url, engine)
         else:
             status = await status_of(registration, engine, headers)
+            load = EngineLoad(status.running, status.waiting, status.kv_usage)
             if reloads == server.reloads:  # else the server has loaded another version since
                 server.state = status.state
                 server.serves_now(status.version, status.manifest_sha256, status.adapters)
         server.seen_at, server.error, server.late = time.time(), None, 0
+        server.reports(load)
     except TimeoutError:
         server.late += 1
         server.error = f"no answer in {STATUS_TIMEOUT_S:g} s, {server.late} times in a row"
@@ -43,3 +49,13 @@ async def read_status(server: FleetServer, engine: EngineClient, headers: Mappin
         server.give_up(f"the server is dead: {server.error or 'its status says so'}")
     if server.state == "ready" and not was_ready:
         server.breaker.try_soon()
+
+
+async def _load_of(engine_url: str, engine: EngineClient) -> EngineLoad | None:
+    """The load of a bare engine; None if it does not know the route, or is too old for it."""
+    try:
+        body = await engine.get(f"{engine_url}/v1/loads", STATUS_TIMEOUT_S)
+        loads = msgspec.json.decode(body, type=EngineLoads, strict=False)
+    except (aiohttp.ClientResponseError, msgspec.DecodeError):
+        return None
+    return EngineLoad(loads.running, loads.waiting, loads.kv_usage)

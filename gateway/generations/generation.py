@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.conversations.conversation import Prompt
 from gateway.engines.event_stream import OutputChunk
-from gateway.engines.placement import Wish
+from gateway.engines.placement.choice import Wish
 from gateway.engines.policies.canary_watch import Trial
 from gateway.generations.pinning import Pinned
 from gateway.language.chat_messages import Message, Tool
@@ -119,6 +119,8 @@ class Generation(msgspec.Struct):
     """An engine has accepted the request and has not failed since."""
     recorded: bool = False
     """The answer is recorded, or is being recorded."""
+    trace: str | None = None
+    """The span that records it."""
 
     def take(self, chunk: OutputChunk) -> None:
         """Append a chunk."""
@@ -180,6 +182,7 @@ class Generation(msgspec.Struct):
             request_digest=self.client.digest,
             experts=self._own_experts(),
             images=prompt.own_images,
+            trace=self.trace,
         )
 
     def _own_experts(self) -> RoutedExperts | None:

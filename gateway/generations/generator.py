@@ -21,6 +21,7 @@ from gateway.engines.generate_request import PromptImage, SampleRequest
 from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
 from gateway.generations.generation import Call, ClientCall, Generation
+from gateway.generations.generation_trace import asked_attributes, operation_of, sampled_attributes
 from gateway.generations.pinning import Pinned
 from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
@@ -30,12 +31,14 @@ from gateway.language.render import UNREADABLE, ChatRenderer
 from gateway.language.thinking import effort_of
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.prompt_time import PromptTime
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import PastThoughts, ReasoningEffort
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.signals.log_ids import of_turn
+from rollout_queue.signals.tracing.spans import span
 
 T = TypeVar("T")
 ENCODERS = 2
@@ -68,6 +71,7 @@ class Generator:
         self._router_replay = settings.router_replay
         self._reasoning_effort = settings.reasoning_effort
         self._context_length = renderer.context_length
+        self._model_name = settings.model_name
         self._encoders = ThreadPoolExecutor(ENCODERS, "encoder")
 
     async def begin(
@@ -187,7 +191,12 @@ class Generator:
             generation.note_engine(works)
 
         try:
-            await self._sampler.sample(self._sample_request(generation), take, note)
+            with of_turn(generation.turn_id), span(self._span_name(generation), "client") as traced:
+                if traced.recording:
+                    traced.set(asked_attributes(generation, self._model_name))
+                await self._sampler.sample(self._sample_request(generation), take, note)
+                if traced.recording:
+                    traced.set(sampled_attributes(generation))
         except GatewayError as error:
             if generation.trial is not None and isinstance(error, EngineFault | NoServer):
                 self._canary.failed(generation.trial)
@@ -197,6 +206,9 @@ class Generator:
             raise
         finally:
             generation.client.figures.sampled(began, accepted, perf_counter())
+
+    def _span_name(self, generation: Generation) -> str:
+        return f"{operation_of(generation)} {self._model_name}"
 
     def _sample_request(self, generation: Generation) -> SampleRequest:
         call, prompt = generation.call, generation.prompt
@@ -216,6 +228,10 @@ class Generator:
             top_logprobs=call.top_logprobs,
             experts_from=min(experts_from, default=None) if self._router_replay else None,
             cache_salt=call.cache_salt,
+            prefix=prompt.parent.engine or "" if prompt.parent else "",
+            prefix_version=prompt.parent.versions[-1].version
+            if prompt.parent and prompt.parent.versions
+            else None,
         )
 
     def _locate(self, head: SessionHead, call: Call) -> Prompt:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gateway.engines.fleet import Fleet
 from gateway.engines.policies.adapters import AdapterPolicies
 from gateway.errors import InvalidRequest, ObjectNotFound
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 
 
 class PolicyName(NamedTuple):

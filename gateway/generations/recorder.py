@@ -14,15 +14,18 @@ from gateway.conversations.digests import extend
 from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, StateConflict
 from gateway.generations.generation import Generation
+from gateway.generations.generation_trace import recorded_attributes
 from gateway.language.begun_answer import rest_of
 from gateway.language.fast_parse import FastParser
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.metrics.metrics import Metrics
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed
 from rollout_queue.contract.records import Finish, Turn
 from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.signals.log_ids import of_turn
+from rollout_queue.signals.tracing.spans import span
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +71,12 @@ class Recorder:
             answer = rest_of(answer, begun)
         was_parsed = figures.parse.since(began)
         try:
-            turn = generation.turn(self._settings.model_name, finish, reply_digest)
-            await self._append_shielded(turn, generation)
+            with span("rl.record", "producer") as traced:
+                generation.trace = traced.traceparent
+                turn = generation.turn(self._settings.model_name, finish, reply_digest)
+                if traced.recording:
+                    traced.set(recorded_attributes(turn))
+                await self._append_shielded(turn, generation)
         except InvalidRecord as error:
             raise EngineFault("nonsense", f"the engine's answer is broken: {error}") from error
         except SessionClosed as error:
@@ -120,10 +127,12 @@ class Recorder:
     async def _append(self, turn: Turn, generation: Generation) -> None:
         started, head, images = perf_counter(), generation.head, generation.call.images
         spec, opening = head.spec, None if head.stored else head.spec
-        turn = await self._writer.append_turn(
-            turn, turn.finished_at + spec.ttl_s, spec.owner, opening, images
-        )
-        self._metrics.turn_recorded(turn, perf_counter() - started)
+        with of_turn(turn.turn_id):
+            turn = await self._writer.append_turn(
+                turn, turn.finished_at + spec.ttl_s, spec.owner, opening, images
+            )
+        prompt_tokens = len(generation.prompt.prompt_ids)
+        self._metrics.turn_recorded(turn, perf_counter() - started, prompt_tokens, generation.cached_tokens)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start work for which `close` waits; its caller need not wait."""

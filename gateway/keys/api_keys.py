@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from gateway.keys.api_key import ApiKey, KeyLimits, plain_key
 from gateway.keys.key_file import WrongKeyFile, keys_of_file
 from gateway.keys.key_store import KeyStore, KeyUse
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.keys import DEFAULT_KEYS, digest
 

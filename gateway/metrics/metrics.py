@@ -1,11 +1,27 @@
 """The gateway's metrics, for Prometheus."""
 
+import msgspec
+from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gateway.metrics.calls import SECONDS, CallFigures
 from gateway.metrics.collector import CacheCollector, CallCollector, DistributionCollector
+from gateway.metrics.deployment import DeploymentGauges
 from gateway.metrics.distribution import Distribution
+from gateway.metrics.fleet_figures import FleetCollector, PromptTokens
 from rollout_queue.contract.records import Turn
+from rollout_queue.signals.tracing.start import show_spans
+
+
+class Traffic(msgspec.Struct):
+    """What was recorded since the start."""
+
+    turns: int = 0
+    context_tokens: int = 0
+    output_tokens: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(own + its for own, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Metrics:
@@ -13,9 +29,14 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.deployment = DeploymentGauges(self.registry)
+        show_spans(self.registry)
         self._define_turns()
         self._define_fleet()
         self._define_calls()
+        self.tokens = PromptTokens()
+        self.fleet = FleetCollector(self.tokens)
+        self.registry.register(self.fleet)
         self.refusals = self._counter("weir_refusals_total", "Calls and sessions refused with 429", "code")
         self.forgotten = self._counter(
             "weir_sessions_forgotten_total",
@@ -23,6 +44,7 @@ class Metrics:
             "why",
         )
         self._rows = self._answers = 0
+        self.traffic = Traffic()
         self._turns_of: dict[tuple[str, str], Counter] = {}
         """The counters of turns by relation and finish: `turns.labels()` costs more than the increment."""
 
@@ -94,7 +116,10 @@ class Metrics:
         self.registry.register(DistributionCollector(name, text, found))
         return found
 
-    def turn_recorded(self, turn: Turn, record_s: float) -> None:
+    def turn_recorded(self, turn: Turn, record_s: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """`prompt_tokens`: of the whole prompt; `cached_tokens`: those that the engine had in its cache."""
+        self.tokens.prompt += prompt_tokens
+        self.tokens.cached += cached_tokens
         kind = turn.relation, turn.finish
         if (counter := self._turns_of.get(kind)) is None:
             counter = self._turns_of[kind] = self.turns.labels(*kind)
@@ -104,6 +129,9 @@ class Metrics:
             self._rows += turn.relation != "extends"
         if turn.reason is not None:
             self.drift.labels(turn.relation, turn.reason).inc()
+        self.traffic.turns += 1
+        self.traffic.context_tokens += len(turn.context_ids)
+        self.traffic.output_tokens += len(turn.output_ids)
         self.context_tokens.inc(len(turn.context_ids))
         self.output_tokens.inc(len(turn.output_ids))
         self._turn_seconds.add(turn.finished_at - turn.started_at)

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from gateway.admission.backpressure import UNBOUNDED, Backpressure
 from gateway.operators.formatting import counted, duration
-from gateway.settings import LimitSettings, WarningSettings
+from gateway.settings.service import LimitSettings, WarningSettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys

@@ -6,9 +6,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.errors import StateConflict
+from gateway.rest.access import caller_in
 from gateway.rest.shapes import HeartbeatReply
 from gateway.sessions.resolution import refusal_of
-from gateway.wiring import parts_of
+from gateway.wiring.parts import parts_of
 from rollout_queue.contract.errors import SessionClosed
 
 router = APIRouter(tags=["sessions"])
@@ -18,7 +19,7 @@ router = APIRouter(tags=["sessions"])
 async def extend_session(session_id: str, request: Request) -> Response:
     """Let the session expire `ttl_s` from now. Its session key suffices; 409 once the session has ended."""
     gateway = parts_of(request)
-    caller = gateway.identities.caller(request.headers)
+    caller = caller_in(request.scope)
     head = await gateway.sessions.head(session_id, caller)
     if refusal := refusal_of(head):
         raise refusal

@@ -5,10 +5,11 @@ GET  /sessions/{id}     ──▶ the whole session: every turn, its tokens on r
 DELETE …                ──▶ every copy is removed; a tombstone (id, times, counts) stays
 """
 
+import asyncio
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, Field, FiniteFloat
 
@@ -19,9 +20,10 @@ from gateway.language.thinking import effort_of
 from gateway.rest.access import client_of
 from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import DeletedSession, NewGroup, NewSession, SessionShape
+from gateway.rest.turns.shown import Shown, TokenWindow
 from gateway.rest.views import session_view
 from gateway.sessions.identity import Caller
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import (
     PastThoughts,
@@ -107,14 +109,29 @@ async def create_group(body: GroupBody, request: Request) -> Response:
 
 @router.get("/sessions/{session_id}", responses={200: {"model": SessionShape}})
 async def read_session(
-    session_id: str, request: Request, tokens: bool = False, text: bool = False
+    session_id: str,
+    request: Request,
+    tokens: bool = False,
+    text: bool = False,
+    token_texts: bool = False,
+    turn_id: Annotated[list[str], Query()] = [],  # noqa: B006 - FastAPI copies it
+    token_start: Annotated[int, Query(ge=0)] = 0,
+    token_end: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
-    """The session with its turns; `tokens=true` adds ids and logprobs, `text=true` their text."""
+    """The session with its turns; `tokens=true` adds ids, logprobs and what was trained, `text=true` their
+    text, and `token_texts=true` the text of each token. `turn_id` chooses turns; `token_start` and
+    `token_end` a part of the tokens of one turn."""
     gateway, caller = client_of(request)
+    shown = Shown(tokens, text, token_texts, turn_id, TokenWindow(token_start, token_end))
+    shown.check()
     head = await gateway.sessions.head(session_id, caller)
     verdict = await gateway.sessions.verdict(head)
-    model_name = gateway.settings.model_name
-    return JSONResponse(session_view(head, caller, verdict, model_name, gateway.renderer, tokens, text))
+    rewards = await gateway.sessions.group_rewards(head, verdict)
+    facts = (head, caller, verdict, gateway.settings.model_name, gateway.renderer)
+    if not token_texts:
+        return JSONResponse(session_view(*facts, shown, rewards))
+    # Decoding tokens one by one takes long, and other calls go on meanwhile.
+    return JSONResponse(await asyncio.to_thread(session_view, *facts, shown, rewards))
 
 
 @router.delete("/sessions/{session_id}", responses={200: {"model": DeletedSession}})

@@ -4,16 +4,9 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from gateway.rest.turn_messages import ImageShape, MessageShape
+from gateway.rest.turns.shapes import Drift, TurnShape, TurnVerdictShape, VersionRange
 from rollout_queue.contract.head import SessionState
-from rollout_queue.contract.records import (
-    Finish,
-    PastThoughts,
-    ReasoningEffort,
-    Relation,
-    Status,
-    VerdictCode,
-)
+from rollout_queue.contract.records import PastThoughts, ReasoningEffort, Status
 
 
 class NewSession(TypedDict):
@@ -51,11 +44,6 @@ class Rewarded(TypedDict):
     late: bool
 
 
-class TurnVerdictShape(TypedDict):
-    code: VerdictCode
-    detail: str
-
-
 class VerdictShape(TurnVerdictShape):
     """How a session ended, or what it waits for. `step` and `version` are null if it was not trained."""
 
@@ -69,50 +57,6 @@ class Finished(TypedDict):
     status: Status
     reward: float | None
     verdict: VerdictShape
-
-
-class SpanShape(TypedDict):
-    """Output tokens [start, end) were sampled by `version`."""
-
-    version: int
-    start: int
-    end: int
-
-
-class SamplingShape(TypedDict):
-    asked: dict[str, Any]
-    used: dict[str, Any]
-
-
-class TurnExtras(TypedDict, total=False):
-    """Fields of a turn that are present only on request: `tokens=true`, `text=true`."""
-
-    context_ids: list[int]
-    output_ids: list[int]
-    logprobs: list[float]
-    context_text: str
-    output_text: str
-    message: MessageShape
-
-
-class TurnShape(TurnExtras):
-    turn_id: str
-    parent_id: str | None
-    completion_id: str
-    relation: Relation
-    reason: str | None
-    side_call: str | None
-    context_len: int
-    output_len: int
-    finish_reason: Finish
-    created_at: float
-    engine: str
-    lineage: str | None
-    versions: list[SpanShape]
-    sampling: SamplingShape
-    reward: float | None
-    verdict: TurnVerdictShape
-    images: list[ImageShape]
 
 
 class SessionFacts(TypedDict):
@@ -138,9 +82,13 @@ class SessionFacts(TypedDict):
 
 
 class SessionRow(SessionFacts):
-    """A session in a list."""
+    """A session in a list: sums over its turns in place of the turns."""
 
     turn_count: int
+    output_len: int
+    """How many tokens were sampled."""
+    versions: VersionRange | None
+    """None if no token was sampled."""
 
 
 class DeletedSessionRow(TypedDict):
@@ -152,16 +100,11 @@ class DeletedSessionRow(TypedDict):
     verdict: VerdictShape
 
 
-class Drift(TypedDict):
-    """The number of turns by their relation to earlier turns (`rest/drift.py`), and of forks by reason."""
-
-    extends: int
-    rerendered: int
-    forks: dict[str, int]
-
-
 class SessionShape(SessionFacts):
     """A whole session; token lists with `tokens=true`, texts with `text=true`."""
+
+    why: str | None
+    """Why the session is not trained, or not yet; null if it is."""
 
     merge_ratio: float | None
     drift: Drift
@@ -169,8 +112,13 @@ class SessionShape(SessionFacts):
 
 
 class SessionPage(TypedDict):
+    """`looked_at` is how many sessions were compared with the filter, and `looked_until` the age of the last
+    of them: a page may be empty although more sessions follow."""
+
     data: list[SessionRow | DeletedSessionRow]
     next_cursor: str | None
+    looked_at: int
+    looked_until: float | None
 
 
 class Counts(TypedDict):

@@ -1,19 +1,26 @@
 """Converts sessions to the objects that the REST routes reply with."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
 from gateway.language.render import ChatRenderer
-from gateway.rest.drift import drift_of, merge_ratio_of
+from gateway.operators.token_texts import texts_in
+from gateway.operators.training import TrainingShape, training_of
 from gateway.rest.shapes import (
     DeletedSessionRow,
     RewardShape,
     SessionFacts,
     SessionRow,
     SessionShape,
-    TurnShape,
 )
-from gateway.rest.turn_messages import message_of
+from gateway.rest.turns.drift import drift_of, merge_ratio_of
+from gateway.rest.turns.messages import message_of
+from gateway.rest.turns.shapes import TurnExtras, TurnShape, VersionRange
+from gateway.rest.turns.shown import WHOLE, WITHOUT_TOKENS, Shown, TokenWindow
 from gateway.sessions.identity import Caller
+from gateway.sessions.reasons import untrained_spans, why_session, why_turn
 from gateway.sessions.verdicts import turn_verdict
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Reward, Turn, Verdict
@@ -23,8 +30,17 @@ from rollout_queue.contract.verdicts import DELETED
 
 
 def session_row(head: SessionHead, caller: Caller, verdict: Verdict, model_name: str) -> SessionRow:
-    """A session in a list: the number of its turns in place of the turns."""
-    return {**_session(head, caller, verdict, model_name), "turn_count": len(head.turns)}
+    """A session in a list: sums over its turns in place of the turns."""
+    sums = head.sums
+    versions: VersionRange | None = None
+    if sums.first_version is not None and sums.last_version is not None:
+        versions = {"first": sums.first_version, "last": sums.last_version}
+    return {
+        **_session(head, caller, verdict, model_name),
+        "turn_count": sums.turns,
+        "output_len": sums.output_len,
+        "versions": versions,
+    }
 
 
 def deleted_row(tombstone: Tombstone, caller: Caller) -> DeletedSessionRow:
@@ -43,15 +59,18 @@ def session_view(
     verdict: Verdict,
     model_name: str,
     renderer: ChatRenderer,
-    tokens: bool,
-    text: bool,
+    shown: Shown = WITHOUT_TOKENS,
+    group_rewards: Sequence[float] = (),
 ) -> SessionShape:
-    """The whole session; `tokens` adds token ids and logprobs, `text` the decoded text."""
+    """The whole session, with what `shown` has of its turns. `group_rewards` are those of its group, if they
+    tell why the session has no advantage. Raises as `Shown.turns`."""
+    why = why_session(head, verdict, group_rewards)
     return {
         **_session(head, caller, verdict, model_name),
+        "why": why,
         "merge_ratio": merge_ratio_of(head),
         "drift": drift_of(head),
-        "turns": [_turn(head, turn, verdict, renderer, tokens, text) for turn in head.turns],
+        "turns": [_turn(head, turn, verdict, renderer, shown, why) for turn in shown.turns(head)],
     }
 
 
@@ -79,9 +98,15 @@ def _session(head: SessionHead, caller: Caller, verdict: Verdict, model_name: st
 
 
 def _turn(
-    head: SessionHead, turn: Turn, session: Verdict, renderer: ChatRenderer, tokens: bool, text: bool
+    head: SessionHead,
+    turn: Turn,
+    session: Verdict,
+    renderer: ChatRenderer,
+    shown: Shown,
+    session_why: str | None,
 ) -> TurnShape:
     verdict = turn_verdict(head, turn, session)
+    why = why_turn(head, turn, verdict, session_why)
     view: TurnShape = {
         "turn_id": turn.turn_id,
         "parent_id": turn.parent_id,
@@ -99,17 +124,47 @@ def _turn(
         "sampling": msgspec.to_builtins(turn.sampling),
         "reward": total(head.rewards_of(turn)),
         "verdict": {"code": verdict.code, "detail": verdict.detail},
+        "why": why,
         "images": msgspec.to_builtins(turn.images),
     }
-    if tokens:
-        view["context_ids"] = turn.context_ids.tolist()
-        view["output_ids"] = turn.output_ids.tolist()
-        view["logprobs"] = turn.logprobs.tolist()
-    if text:
+    if shown.tokens:
+        extras: Any = _tokens(head, turn, shown.window, why)
+        view |= extras
+    if shown.window != WHOLE:
+        start, end = shown.window.of(turn)
+        view["window"] = {"start": start, "end": end}
+    if shown.token_texts:
+        view["context_token_texts"] = texts_in(renderer, turn.context_ids, shown.window.context(turn))
+        view["output_token_texts"] = texts_in(renderer, turn.output_ids, shown.window.output(turn))
+    if shown.text:
         view["context_text"] = renderer.text_of(turn.context_ids)
         view["output_text"] = renderer.text_of(turn.output_ids)
         view["message"] = message_of(turn, renderer)
     return view
+
+
+def _tokens(head: SessionHead, turn: Turn, window: TokenWindow, why: str | None) -> TurnExtras:
+    """The tokens in the window with their numbers, and why those of the turn changed no weight."""
+    output = window.output(turn)
+    training = training_of(head, turn.turn_id, len(turn.output_ids))
+    spans = untrained_spans(turn, why, None if training is None else training["advantages"])
+    return {
+        "context_ids": turn.context_ids[window.context(turn)].tolist(),
+        "output_ids": turn.output_ids[output].tolist(),
+        "logprobs": turn.logprobs.tolist()[output],
+        "training": None if training is None else _part(training, output),
+        "untrained": [{"start": span.start, "end": span.end, "why": span.why} for span in spans],
+    }
+
+
+def _part(training: TrainingShape, output: slice) -> TrainingShape:
+    """The numbers of a part of the output tokens."""
+    advantages, ratios = training["advantages"], training["ratios"]
+    return {
+        **training,
+        "advantages": None if advantages is None else advantages[output],
+        "ratios": None if ratios is None else ratios[output],
+    }
 
 
 def reward_view(reward: Reward) -> RewardShape:

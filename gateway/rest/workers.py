@@ -4,6 +4,7 @@ request ──▶ one worker ── asks ──▶ the other workers, over Unix 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -16,15 +17,19 @@ from starlette.routing import Mount, Route
 from gateway.edge.joins import HAVE_PATH, JOIN_PATH, JoinableCalls
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.distribution import TimeSpent
-from gateway.wiring import GatewayParts
+from gateway.metrics.metrics import Traffic
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.workers.merged_metrics import exported, merged
 from rollout_queue.http.workers.siblings import Siblings
 from rollout_queue.http.workers.worker import Worker
+from rollout_queue.protocol.status import PlacementReport
 
 logger = logging.getLogger(__name__)
 
 LIVE_PATH, METRICS_PATH, PARTS_PATH, CHANGED_PATH = "/live", "/metrics", "/parts", "/changed"
+TRAFFIC_PATH = "/traffic"
+PLACED_PATH = "/placed"
 _parts = msgspec.json.Decoder(dict[str, tuple[float, int]])
 
 
@@ -43,6 +48,12 @@ def private_app(gateway: GatewayParts, joinable: JoinableCalls) -> Starlette:
             msgspec.json.encode({name: (each.seconds, each.runs) for name, each in spent.items()})
         )
 
+    async def traffic(_: Request) -> Response:
+        return Response(msgspec.json.encode(gateway.metrics.traffic))
+
+    async def placed(_: Request) -> Response:
+        return Response(placement_of(gateway).model_dump_json())
+
     async def changed(_: Request) -> Response:
         """Read keys that an operator has changed at another worker, before the operator hears of it.
 
@@ -54,7 +65,8 @@ def private_app(gateway: GatewayParts, joinable: JoinableCalls) -> Starlette:
             logger.warning("changed keys are read at a later poll: %s", error)
         return Response()
 
-    routes = {LIVE_PATH: live, METRICS_PATH: metrics, PARTS_PATH: parts, CHANGED_PATH: changed}
+    routes = {LIVE_PATH: live, METRICS_PATH: metrics, PARTS_PATH: parts, PLACED_PATH: placed}
+    routes |= {CHANGED_PATH: changed, TRAFFIC_PATH: traffic}
     return Starlette(
         routes=[
             *(Route(path, route, methods=["POST"]) for path, route in routes.items()),
@@ -73,6 +85,32 @@ async def metrics_text(registry: CollectorRegistry, worker: Worker | None, sibli
     return merged({worker.number: exported(registry), **others})
 
 
+def placement_of(gateway: GatewayParts) -> PlacementReport:
+    """Where this process sent its calls."""
+    tokens, fleet = gateway.metrics.tokens, gateway.fleet
+    return PlacementReport(
+        placed=dict(fleet.rotation.placed),
+        prompt_tokens=tokens.prompt,
+        cached_tokens=tokens.cached,
+        waiting=len(fleet.queue),
+    )
+
+
+async def placement_of_all(gateway: GatewayParts, siblings: Siblings) -> PlacementReport:
+    """Where all workers sent their calls."""
+    answers = (await siblings.ask(PLACED_PATH)).values()
+    reports = [placement_of(gateway), *(PlacementReport.read(answer) for answer in answers)]
+    placed: Counter[str] = Counter()
+    for report in reports:
+        placed.update(report.placed)
+    return PlacementReport(
+        placed=placed,
+        prompt_tokens=sum(report.prompt_tokens for report in reports),
+        cached_tokens=sum(report.cached_tokens for report in reports),
+        waiting=sum(report.waiting for report in reports),
+    )
+
+
 async def parts_of_all(figures: Mapping[str, CallFigures], siblings: Siblings) -> dict[str, TimeSpent]:
     """The seconds and runs of each part of the calls, summed over the dialects and the workers."""
     sums = sums_of(figures)
@@ -82,6 +120,12 @@ async def parts_of_all(figures: Mapping[str, CallFigures], siblings: Siblings) -
             spent.seconds += seconds
             spent.runs += runs
     return sums
+
+
+async def traffic_of_all(own: Traffic, siblings: Siblings) -> Traffic:
+    """What all workers have recorded."""
+    answers = await siblings.ask(TRAFFIC_PATH)
+    return sum((msgspec.json.decode(each, type=Traffic) for each in answers.values()), own)
 
 
 def sums_of(figures: Mapping[str, CallFigures]) -> dict[str, TimeSpent]:

@@ -15,6 +15,7 @@ from gateway.errors import NotPermitted, UnknownCaller
 from gateway.keys.api_keys import ApiKeys
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.http.keys import Role, digest, presented_key
+from rollout_queue.signals.log_ids import log_ids
 
 PREFIX = "sess-"
 TINKER_PREFIX = "tml-"
@@ -69,6 +70,13 @@ class Caller(msgspec.Struct, frozen=True):
         return thing.session_id if self.role == "admin" else thing.name or thing.session_id
 
 
+def no_session_key(caller: Caller) -> Caller:
+    """The caller. Raises NotPermitted for a session key."""
+    if caller.session_id is not None:
+        raise NotPermitted("a session key permits the calls of its session and nothing else")
+    return caller
+
+
 class Identities:
     """Finds the caller of a key, and makes the keys of sessions."""
 
@@ -110,17 +118,28 @@ class Identities:
             session_id = self._session_of(key)
             if session_id is None:
                 raise UnknownCaller("the session key is not valid")
+            log_ids().key = "session"
             return Caller("client", "", session_id)
         if self.keys.open:
             return Caller("admin", "")
-        presented = None if key is None else digest(key)
-        known = self.keys.find(presented)
-        if known is None and key is not None and key.startswith(TINKER_PREFIX):
-            presented = digest(key.removeprefix(TINKER_PREFIX))
-            known = self.keys.find(presented)
-        if known is None or presented is None:
+        caller = None if key is None else self.with_digest(self.accepted_digest(key))
+        if caller is None:
             raise UnknownCaller("no API key was given" if key is None else "the API key is not known")
+        return caller
+
+    def accepted_digest(self, key: str) -> str | None:
+        """The digest by which an API key is known; None for a key that is not accepted."""
+        for each in (key, key.removeprefix(TINKER_PREFIX)):
+            if self.keys.find(presented := digest(each)) is not None:
+                return presented
+        return None
+
+    def with_digest(self, presented: str | None) -> Caller | None:
+        """The caller whose API key has this digest; None if no such key is accepted."""
+        if (known := self.keys.find(presented)) is None:
+            return None
         self.keys.note_use(known)
+        log_ids().key = known.name
         if known.role == "admin":
             return Caller("admin", "", key=known.name)
         return Caller("client", known.owner, key=known.name, former=presented)
@@ -132,10 +151,7 @@ class Identities:
 
     def client(self, headers: Mapping[str, str]) -> Caller:
         """A caller who may open sessions and reward them. Raises NotPermitted for a session key."""
-        caller = self.caller(headers)
-        if caller.session_id is not None:
-            raise NotPermitted("a session key permits the calls of its session and nothing else")
-        return caller
+        return no_session_key(self.caller(headers))
 
     def _session_of(self, key: str) -> str | None:
         name, _, signature = key.removeprefix(PREFIX).partition(".")

@@ -12,7 +12,7 @@ from collections import Counter
 from redis.asyncio import Redis
 
 from gateway.metrics.metrics import Metrics
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.retention import Forgotten, RedisForgetter

@@ -12,7 +12,7 @@ from gateway.errors import ObjectNotFound, StateConflict
 from gateway.sessions.identity import Caller, Identities, names
 from gateway.sessions.late_join import described, fixed_fields
 from gateway.sessions.verdicts import session_verdict, waits_for_group
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.errors import (
     Conflict,
@@ -23,12 +23,15 @@ from rollout_queue.contract.errors import (
 )
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
+from rollout_queue.contract.listing import ListScope
 from rollout_queue.contract.records import SamplingPolicy, SessionSpec, Verdict
 from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.protocol.ids import ID
 
 Load = Callable[[str], Awaitable[SessionHead | None]]
 """Reads what is stored of the session with this stored id."""
+MOST_COMPARED = 1024
+"""Members of a group whose rewards are read at most."""
 
 
 class SessionService:
@@ -240,6 +243,18 @@ class SessionService:
         waiting = {head.spec.group_id for head in heads if head.spec.group_id and waits_for_group(head)}
         groups = {group_id: await self._writer.group_progress(group_id) for group_id in sorted(waiting)}
         return [session_verdict(head, groups.get(head.spec.group_id or "")) for head in heads]
+
+    async def group_rewards(self, head: SessionHead, verdict: Verdict) -> list[float]:
+        """The rewards of the session's group, if they tell why the session has no advantage; else nothing."""
+        group_id = head.spec.group_id
+        if verdict.code != "zero_advantage" or group_id is None:
+            return []
+        scope = ListScope(group_id=group_id, turns=False)
+        page = await self._writer.sessions(
+            scope.start, MOST_COMPARED, lambda spec: spec.group_id == group_id, scope
+        )
+        members = [each.found for each in page if isinstance(each.found, SessionHead)]
+        return [member.reward for member in members if member.reward is not None]
 
 
 def no_session(session_id: str) -> ObjectNotFound:

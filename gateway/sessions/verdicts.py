@@ -27,7 +27,7 @@ def session_verdict(head: SessionHead, group: GroupProgress | None) -> Verdict:
     if head.reward is None:
         detail = (
             f"finished, and nobody has rewarded it yet: POST /sessions/{head.spec.session_id}/reward, before "
-            f"it expires at {_clock(head.expires_at)}"
+            f"it expires at {moment(head.expires_at)}"
         )
         return Verdict(code="waiting_reward", detail=detail)
     if group is not None and group.waiting_for:
@@ -58,7 +58,7 @@ def _with_detail(verdict: Verdict) -> Verdict:
     return msgspec.structs.replace(verdict, detail=detail)
 
 
-def _clock(at: float) -> str:
+def moment(at: float) -> str:
     """A moment in ISO 8601: UTC, to the second."""
     try:
         return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")

@@ -1,7 +1,7 @@
 """The stream in memory, for unit tests. The tests of the stream run over it and over Redis."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,7 +10,6 @@ from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
 from rollout_queue.contract.head import SessionHead, late_join_of, tombstone_of, with_terms
-from rollout_queue.contract.listing import ListedSession, ListPosition, position_of, without_unwanted
 from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.rewards import check_magnitudes
@@ -19,22 +18,20 @@ from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, total
 from rollout_queue.contract.verdicts import DELETED, expiry
 from rollout_queue.memory_groups import join_group, may_describe, members_of, progress_of_group
 from rollout_queue.memory_images import MemoryImages
+from rollout_queue.memory_list import MemorySessionList
+from rollout_queue.memory_steps import MemorySteps, with_turn_verdict
 
 
 @dataclass
-class MemoryStream(MemoryImages):
+class MemoryStream(MemorySessionList, MemoryImages, MemorySteps):
     """StreamWriter, StreamReader and StreamDeleter of one stream."""
 
-    heads: dict[str, SessionHead] = field(default_factory=dict)
     groups: dict[str, tuple[int | None, str, set[str]]] = field(default_factory=dict)
     deadlines: dict[str, float] = field(default_factory=dict)
     described: set[str] = field(default_factory=set)
     continuations: dict[tuple[str, str], str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     trainer: dict[str, str | int | float] = field(default_factory=dict)
-    tombstones: dict[str, Tombstone] = field(default_factory=dict)
-    deleted_users: set[str] = field(default_factory=set)
-    reserved: int = -1
     taken_over: bool = False
     """A test sets this. The trainer's end then behaves as if another trainer had claimed the lease."""
     _waiting: list[Entry] = field(default_factory=list)
@@ -89,20 +86,6 @@ class MemoryStream(MemoryImages):
 
     async def load_for_call(self, session_id: str) -> SessionHead | None:
         return await self.load(session_id)
-
-    async def sessions(
-        self, after: ListPosition, count: int, wanted: Callable[[SessionSpec], bool] = lambda _: True
-    ) -> Sequence[ListedSession]:
-        known: list[SessionHead | Tombstone] = [*self.heads.values(), *self.tombstones.values()]
-        listed = [ListedSession(position_of(each), each) for each in known]
-        listed.sort(key=lambda each: each.position)
-        return [without_unwanted(each, wanted) for each in listed if each.position > after][:count]
-
-    async def tombstone(self, session_id: str) -> Tombstone | None:
-        return self.tombstones.get(session_id)
-
-    async def user_deleted(self, user: str) -> bool:
-        return user in self.deleted_users
 
     async def append_turn(
         self,
@@ -232,14 +215,14 @@ class MemoryStream(MemoryImages):
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
         self.confirm()
-        for session_id, verdict in verdicts.sessions.items():
-            if session_id in self.heads:
-                self._close(session_id, verdict)
+        for session_id in verdicts.sessions.keys() & self.heads.keys():
+            self._close(session_id, verdicts.sessions[session_id])
         for (session_id, turn_id), verdict in verdicts.turns.items():
-            if session_id in self.heads:
-                known = self.heads[session_id].turn_verdicts
-                self._recount("turn", known.get(turn_id), verdict)
-                self._change(session_id, turn_verdicts={**known, turn_id: verdict})
+            if (head := self.heads.get(session_id)) is not None:
+                self._recount("turn", head.turn_verdicts.get(turn_id), verdict)
+                tokens = verdicts.tokens.get((session_id, turn_id))
+                self.heads[session_id] = with_turn_verdict(head, turn_id, verdict, tokens)
+        self.keep_steps(verdicts.steps)
         for entry_id in entry_ids:
             self._pending.pop(entry_id, None)
 

@@ -8,7 +8,7 @@ A secret may stand in a file: WEIR_ADMIN_KEYS_FILE names one with the value of W
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
@@ -27,8 +27,11 @@ from pydantic_settings import (
 CONFIG_VARIABLE = "WEIR_CONFIG"
 SHORT_NAMES = frozenset(
     {
-        *("redis_url", "gateway_url", "client_keys", "admin_keys"),
+        *("redis_url", "redis_password_file", "redis_sentinel_password_file", "redis_key_prefix"),
+        *("redis_ca_file", "redis_certificate_file", "redis_key_file", "redis_check_hostname"),
+        *("gateway_url", "client_keys", "admin_keys"),
         *("model_path", "model_name", "engines", "router_replay"),
+        *("log_format", "access_log", "otel"),
     }
 )
 """Fields that deployments set for several services at once, by variables such as WEIR_REDIS_URL."""
@@ -75,7 +78,16 @@ class ServiceSettings(BaseSettings):
     """One section of the configuration. A subclass names its section and its fields."""
 
     section: ClassVar[str]
-    model_config = SettingsConfigDict(extra="forbid", env_nested_delimiter="__", protected_namespaces=())
+    log_format: Literal["text", "json"] = "text"
+    """The form of the log: lines of text, or one JSON object a line."""
+    access_log: bool = False
+    """Log a line for each request that was served."""
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        env_nested_delimiter="__",
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # an input may be a secret
+    )
 
     @classmethod
     def settings_customise_sources(

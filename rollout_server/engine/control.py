@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import httpx
+import msgspec
 
 from rollout_queue.protocol.collective import Joining
+from rollout_queue.protocol.engine_load import EngineLoads
 
 KV_CACHE, WEIGHTS = "kv_cache", "weights"
 """The parts of the memory that an engine releases."""
@@ -172,11 +174,13 @@ class EngineControl:
     async def leave_group(self, group: str) -> None:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": group})
 
-    async def load_counts(self) -> tuple[int, int]:
-        """How many requests run, and how many wait."""
-        loads = (await self._call("GET", "/v1/loads", timeout_s=2.0)).get("loads") or []
-        running = sum(int(load.get("num_running_reqs", 0)) for load in loads)
-        return running, sum(int(load.get("num_waiting_reqs", 0)) for load in loads)
+    async def read_load(self) -> EngineLoads:
+        """What the engine says of its load."""
+        answer = await self._call("GET", "/v1/loads", timeout_s=2.0)
+        try:
+            return msgspec.convert(answer, type=EngineLoads, strict=False)
+        except msgspec.ValidationError as error:
+            raise EngineFailed(f"/v1/loads: {error}") from error
 
     async def _answers(self, path: str) -> bool:
         try:

@@ -230,7 +230,7 @@ class Engine:
         if self._phase in (ServerState.LOADING, ServerState.RELEASED):
             return True  # requests wait in it, and go on with the new weights
         try:
-            return sum(await self.client.load_counts()) > 0
+            return (await self.client.read_load()).requests > 0
         except EngineFailed:
             return not process.exited  # an engine under load answers late
 
@@ -278,6 +278,7 @@ class Engine:
         """Raises EngineFailed once the process is dead or does not answer any more."""
         alive_at = monotonic()
         while True:
+            process.note_memory()
             try:
                 code = await asyncio.wait_for(process.wait(), WATCH_S)
             except TimeoutError:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from rollout_server.engine.left_memory import LeftMemory
+
 logger = logging.getLogger(__name__)
 
 TETHER = Path(__file__).with_name("tether.py")
@@ -20,8 +22,15 @@ LOG_TAIL_BYTES = 4000
 class EngineProcess:
     """One run of SGLang, with its children."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log_path: Path, stop_timeout_s: float) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        log_path: Path,
+        stop_timeout_s: float,
+        left_memory: LeftMemory,
+    ) -> None:
         self._process = process
+        self._left_memory = left_memory
         self._log_path = log_path
         self._stop_timeout_s = stop_timeout_s
 
@@ -30,6 +39,8 @@ class EngineProcess:
         cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path, stop_timeout_s: float
     ) -> "EngineProcess":
         tether = (sys.executable, "-IS", str(TETHER), str(os.getpid()))
+        left_memory = LeftMemory(log_path.with_suffix(".shm"))
+        left_memory.remove()
         with _new_log(log_path) as log:
             process = await asyncio.create_subprocess_exec(
                 *tether,
@@ -41,7 +52,7 @@ class EngineProcess:
                 start_new_session=True,
             )
         logger.info("engine process %d started: %s", process.pid, " ".join(command))
-        return cls(process, log_path, stop_timeout_s)
+        return cls(process, log_path, stop_timeout_s, left_memory)
 
     @property
     def pid(self) -> int:
@@ -57,9 +68,15 @@ class EngineProcess:
 
     async def kill(self) -> None:
         """End the whole group at once. Otherwise SGLang's scheduler would keep the port and the memory."""
+        self.note_memory()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
+        self._left_memory.remove()
+
+    def note_memory(self) -> None:
+        """Note the engine's files in shared memory."""
+        self._left_memory.note(self.pid)
 
     async def stop(self) -> None:
         """Let the engine finish its requests, at most `stop_timeout_s`; then `kill`."""

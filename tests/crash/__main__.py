@@ -27,6 +27,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="windows whose title contains this")
+    parser.add_argument(
+        "--redis", choices=["single", "cluster"], default="single", help="one server, or six nodes"
+    )
     parser.add_argument("--run-dir", type=Path, default=None, help="default: run/crash/{seed}-{time}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the result, for tests.crash.table")
     asked = parser.parse_args()
@@ -41,7 +44,7 @@ def main() -> None:
         what = "" if kill.hit else " (missed the window)"
         logging.info("killed %s%s; well again after %.1f s", kill.title, what, kill.healed_s)
 
-    run = crash(run_dir, model, StackSettings().engine_python, windows, asked.seed, told)
+    run = crash(run_dir, model, StackSettings().engine_python, windows, asked.seed, told, asked.redis)
     if asked.json:
         write(run.result, asked.json)
     console = Console()

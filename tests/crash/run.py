@@ -43,16 +43,17 @@ def crash(
     windows: Sequence[Window],
     seed: int,
     told: Callable[[Kill], None] = lambda kill: None,
+    redis: str = "single",
 ) -> CrashRun:
     answers = run_dir / "answers.jsonl"
     run_dir.mkdir(parents=True, exist_ok=True)
-    with crash_system(run_dir, model_path, engine_python) as system:
+    with crash_system(run_dir, model_path, engine_python, redis) as system:
         system.agents = Agents(system.stack.gateway_url, CLIENT_KEY, answers, seed)
         with system.agents:
             kills = list(drive(system, windows, seed, told))
         settle(system)
         sources = Sources(
-            redis_url=system.stack.redis_url,
+            redis_url=system.redis_url,
             trainer_url=system.stack.trainer_url,
             admin_key=ADMIN_KEY,
             checkpoint_dir=system.checkpoints,

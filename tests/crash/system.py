@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ from redis.exceptions import RedisError
 
 from rollout_queue.contract.policies.serving import ServingPlan, plan_of
 from rollout_queue.redis import keys
+from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.redis.client.settings import RedisSettings
 from tests.crash.agents import Agents
+from tests.support.queue.cluster import Cluster
 from tests.support.serving import free_port
 from weir.stack.probes import http_ready
 from weir.stack.process import Service
@@ -40,6 +43,9 @@ class CrashSystem:
     stack: Stack
     settings: StackSettings
     redis: Redis
+    redis_url: str = ""
+    cluster: Cluster | None = None
+    """The Redis that the services use, in place of the stack's own."""
     agents: Agents = field(init=False)
     asked: "Future[httpx.Response]" = field(default_factory=Future)
     """What became of the last request of `ask_trainer`."""
@@ -89,7 +95,7 @@ class CrashSystem:
 
     def plan(self) -> ServingPlan:
         """What the fleet serves, as it stands in Redis."""
-        packed: bytes | None = self.redis.get("weir:serving")  # type: ignore[assignment]
+        packed: bytes | None = self.redis.get(keys.SERVING)  # type: ignore[assignment]
         return plan_of(packed)
 
     def driver(self) -> int | None:
@@ -102,6 +108,8 @@ class CrashSystem:
         self.stack.check()  # notes the descendants, so that they are ended with their service
         if victim == DRIVER:
             return self._living_driver()
+        if victim == "redis" and self.cluster is not None:
+            return psutil.Process(self.cluster.owner.process.pid)
         parent = psutil.Process(self.stack.processes[NAMES.get(victim, victim)].pid)
         if victim in ("gateway", "redis", "rollout_server"):
             return parent
@@ -126,6 +134,9 @@ class CrashSystem:
     def heal(self, victim: str) -> float:
         """Restart the ended services, as a supervisor does; return the seconds until all is well."""
         began = time.monotonic()
+        if victim == "redis" and self.cluster is not None:
+            self.cluster.heal()
+            return self._until_well(began, victim)
         name = self._driver_that_ended() if victim == DRIVER else NAMES.get(victim, victim)
         while victim != "engine" and self.stack.processes[name].exit_code is None:
             time.sleep(0.05)  # another process ends
@@ -133,6 +144,9 @@ class CrashSystem:
                 raise TimeoutError(f"{name} lives on after its part was killed")
         if victim != "engine":
             self.stack.restart(name)
+        return self._until_well(began, victim)
+
+    def _until_well(self, began: float, victim: str) -> float:
         while reason := self.unwell():
             if time.monotonic() - began > HEALS_WITHIN_S:
                 raise TimeoutError(f"not well {HEALS_WITHIN_S:g} s after {victim} was killed: {reason}")
@@ -168,9 +182,9 @@ class CrashSystem:
     def quiet(self) -> bool:
         """Whether the trainer has read everything and holds nothing that it could train."""
         with suppress(RedisError, StopIteration, KeyError):
-            groups = self.redis.xinfo_groups("weir:stream")
+            groups = self.redis.xinfo_groups(keys.STREAM)
             lag = next(group.get("lag") for group in groups if group["name"] == b"trainer")
-            state = self.redis.hgetall("weir:trainer")
+            state = self.redis.hgetall(keys.TRAINER)
             return lag in (0, None) and state[b"state"] == b"waiting"
         return False
 
@@ -217,7 +231,14 @@ def _with_second_ones(settings: StackSettings) -> list[Service]:
 
 
 @contextmanager
-def crash_system(run_dir: Path, model_path: Path, engine_python: Path) -> Iterator[CrashSystem]:
+def crash_system(
+    run_dir: Path, model_path: Path, engine_python: Path, redis: str = "single"
+) -> Iterator[CrashSystem]:
+    """`redis` is "single" or "cluster": six nodes, of which the master of the keys is killed. Its replica
+    confirms each record."""
+    cluster = Cluster(run_dir / "cluster") if redis == "cluster" else None
+    elsewhere = {} if cluster is None else {"redis_url": cluster.url}
+    confirmed = {} if cluster is None else {"redis_wait_replicas": 1, "redis_wait_timeout_s": 3.0}
     trainer_port = free_port()
     settings = StackSettings(
         run_dir=run_dir,
@@ -232,9 +253,14 @@ def crash_system(run_dir: Path, model_path: Path, engine_python: Path) -> Iterat
         client_keys=[CLIENT_KEY],
         admin_keys=[ADMIN_KEY],
         services={
-            "gateway": {"canary": {"share": 0.5, "max_length_change": None, "max_reward_drop": None}},
+            "gateway": {
+                "canary": {"share": 0.5, "max_length_change": None, "max_reward_drop": None},
+                **elsewhere,
+                **confirmed,
+            },
             "rollout_server": {"max_running_requests": 16, "max_total_tokens": 32768},
             "trainer": {
+                **elsewhere,
                 "threads": 1,
                 "lease_s": 5,
                 "publish_url": f"http://127.0.0.1:{trainer_port}/weights",
@@ -250,6 +276,8 @@ def crash_system(run_dir: Path, model_path: Path, engine_python: Path) -> Iterat
             },
         },
     )
-    with Stack(settings, _with_second_ones(settings)) as stack:
+    held = nullcontext() if cluster is None else closing(cluster)
+    with held, Stack(settings, _with_second_ones(settings)) as stack:
         stack.wait_ready(timeout_s=300)
-        yield CrashSystem(stack, settings, Redis.from_url(settings.redis_url))
+        url = cluster.url if cluster is not None else settings.redis_url
+        yield CrashSystem(stack, settings, open_redis(RedisSettings(redis_url=url), 30), url, cluster)

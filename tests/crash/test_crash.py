@@ -22,3 +22,15 @@ def test_whatever_dies_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Pa
     assert run.report.findings == ()
     assert run.report.totals.ledger_turns > 50, "the system works between its crashes"
     assert sum(kill.hit for kill in run.kills) >= KILLS * 2 // 3
+
+
+@pytest.mark.system
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_windows_of_redis_with_a_cluster_of_six_nodes(tmp_path: Path, tiny_model: Path) -> None:
+    windows = plan(4, SEED, "redis:")
+    run = crash(tmp_path, tiny_model, Path(".venv-engine/bin/python"), windows, SEED, redis="cluster")
+    print(table([run.result]))
+    assert run.report.findings == ()
+    assert run.report.answers > 0
+    assert any(kill.hit for kill in run.kills)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout_queue.contract.policies.delta import DELTA_SUFFIX
+from rollout_queue.redis import keys
 from tests.crash.checkpoints import before_acknowledge, in_checkpoint, moved, owed, unfinished_checkpoint
 from tests.crash.rollbacks import in_rollback, kept, rolled_back, unanswered, unpublished
 from tests.crash.system import CrashSystem
@@ -44,8 +45,8 @@ def under_load(system: CrashSystem) -> None:
 
 def trainer_says(state: str) -> Callable[[CrashSystem], None]:
     def wait(system: CrashSystem) -> None:
-        until(lambda: system.redis.hget("weir:trainer", "state") != state.encode())
-        until(lambda: system.redis.hget("weir:trainer", "state") == state.encode())
+        until(lambda: system.redis.hget(keys.TRAINER, "state") != state.encode())
+        until(lambda: system.redis.hget(keys.TRAINER, "state") == state.encode())
 
     return wait
 

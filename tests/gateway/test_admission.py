@@ -18,7 +18,7 @@ from gateway.admission.admission import Admission
 from gateway.engines.fleet import Fleet
 from gateway.keys.api_keys import ApiKeys
 from gateway.metrics.metrics import Metrics
-from gateway.settings import GatewaySettings, LimitSettings
+from gateway.settings.service import GatewaySettings, LimitSettings
 from rollout_queue.redis import keys
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway

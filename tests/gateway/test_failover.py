@@ -19,7 +19,7 @@ from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.generate_request import SampleRequest, SamplingParameters
-from gateway.engines.placement import ANY, Wish
+from gateway.engines.placement.choice import ANY, Wish
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from rollout_queue.contract.records import Span

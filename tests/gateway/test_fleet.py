@@ -16,17 +16,19 @@ from gateway.engines.breaker import Breaker
 from gateway.engines.client import EngineClient
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer, Registration
-from gateway.engines.placement import ANY, Wish, choose_server
+from gateway.engines.placement.choice import Wish, choose_server
+from gateway.engines.rotation.rotation import WantedServer
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.errors import NoServer
 from rollout_queue.contract.policies.serving import plan_of
+from rollout_queue.redis import keys
 from tests.support.waiting import PATIENCE_S
 
 
 @dataclass
 class Busy:
     id: str
-    in_flight: int = 0
+    load: int = 0
 
 
 def placed(servers: list[Busy], sessions: int) -> dict[str, str]:
@@ -50,7 +52,7 @@ def test_an_overloaded_server_keeps_its_sessions_only_while_others_are_as_busy()
     (session,) = [name for name, home in placed([one, two], 20).items() if home == "r0"][:1]
 
     def taken_by(in_flight: int, elsewhere: int) -> str:
-        one.in_flight, two.in_flight = in_flight, elsewhere
+        one.load, two.load = in_flight, elsewhere
         server = choose_server([one, two], session)
         assert server is not None
         return server.id
@@ -163,12 +165,12 @@ async def test_a_half_open_server_takes_one_call_and_all_once_it_answered(fleet:
     (r0,) = fleet.servers.values()
     r0.breaker.failed(unreachable=True)
     r0.breaker.try_soon()
-    trial = await fleet.acquire("s", ANY, 0.1)
+    trial = await fleet.acquire(WantedServer("s"), 0.1)
     assert trial.enter()
     with pytest.raises(NoServer) as caught:
-        await fleet.acquire("s", ANY, 0.05)
+        await fleet.acquire(WantedServer("s"), 0.05)
     assert "breaker half_open" in caught.value.message
-    waiting = asyncio.create_task(fleet.acquire("s", ANY, 5))
+    waiting = asyncio.create_task(fleet.acquire(WantedServer("s"), 5))
     await asyncio.sleep(0)  # the second call begins to wait
     fleet.call_succeeded(trial)
     assert await asyncio.wait_for(waiting, PATIENCE_S) is r0
@@ -221,5 +223,38 @@ async def test_what_is_served_or_drained_meanwhile_is_not_undone_by_an_older_rea
     assert fleet.serving == 7
     assert [server.drained for server in fleet.servers.values()] == [True, False]
     await fleet.set_drained(first, drained=False)
+    await engine.close()
+    await redis.aclose()
+
+
+async def test_registrations_are_read_after_a_change_and_a_renewal_reads_its_own(redis_url: str) -> None:
+    redis, engine = Redis.from_url(redis_url), EngineClient(HttptoolsTransport(1.0))
+    here, there = (Fleet(redis, engine, None) for _ in range(2))
+
+    async def reads() -> int:
+        return int((await redis.info("commandstats")).get("cmdstat_hgetall", {}).get("calls", 0))
+
+    url = "http://127.0.0.1:1"
+    registration = Registration(id="r0", url=url, engine_url=url, process="p0")
+    await here.register(registration)
+    await there.refresh()
+    assert there.servers["r0"].registration.process == "p0"
+    before, stored_at = await reads(), there.servers["r0"].registration.registered_at
+    renewed = await here.register(registration)
+    await there.refresh()
+    assert await reads() == before
+    assert renewed.registration.registered_at > stored_at
+    await here.register(Registration(id="r1", url=f"{url}1", engine_url=f"{url}1", process="p1"))
+    await there.refresh()
+    assert set(there.servers) == {"r0", "r1"}
+    assert await here.remove("r1")
+    await there.refresh()
+    assert set(there.servers) == {"r0"}
+    await redis.hdel(keys.SERVERS, "r0")  # a gateway of an earlier version does not say that it changed
+    await redis.delete(keys.SERVERS_CHANGED)
+    await there.refresh()
+    assert not there.servers
+    for fleet in (here, there):
+        await fleet.close()
     await engine.close()
     await redis.aclose()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from gateway.settings import LimitSettings
+from gateway.settings.service import LimitSettings
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.images import asking, data_url, encoded, image_of, noise_url
 

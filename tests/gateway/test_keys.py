@@ -11,7 +11,7 @@ import pytest
 
 from gateway.keys.api_keys import ApiKeys, configured_keys
 from gateway.keys.key_file import WrongKeyFile, keys_of_file
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.keys import digest
 from rollout_queue.redis import keys

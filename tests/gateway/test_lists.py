@@ -1,18 +1,14 @@
 """Lists and rewards cost what they return: they read no tokens of others, and each group once."""
 
-from collections.abc import Callable
 from typing import Any
 
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import Span
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
+from tests.support.gateway.redis_traffic import TOKENS, TURN_BYTES, sent_by_redis
 from tests.support.gateway.running import OTHER_KEY, RunningGateway
 from tests.support.queue.records import turn
-
-TOKENS = 2**20
-TURN_BYTES = 4 * TOKENS
-"""An id takes four bytes, so no answer of Redis with the turn is shorter."""
 
 
 def fat_session(gateway: RunningGateway) -> str:
@@ -22,18 +18,6 @@ def fat_session(gateway: RunningGateway) -> str:
     fat = turn("fat", session_id, context_ids=TokenIds([7] * TOKENS), **output)
     gateway.redis.hset(keys.session(session_id), "t:fat", encode(fat))
     return session_id
-
-
-def sent_by_redis(gateway: RunningGateway, act: Callable[[], object]) -> int:
-    """How many bytes Redis sent meanwhile, to all of its clients."""
-
-    def sent() -> int:
-        stats: Any = gateway.redis.info("stats")
-        return int(stats["total_net_output_bytes"])
-
-    before = sent()
-    act()
-    return sent() - before
 
 
 def test_a_list_reads_no_sessions_of_other_owners(gateway: RunningGateway) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from gateway.app import create_app
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends
 from tests.support.serving import serving
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.settings import GatewaySettings, SamplingSettings
+from gateway.settings.service import GatewaySettings, SamplingSettings
 from tests.support.gateway.running import Backends, RunningGateway
 
 HARNESS: dict[str, Any] = {

@@ -6,7 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from gateway.settings import GatewaySettings, LimitSettings, SamplingSettings, WarningSettings
+from gateway.settings.service import GatewaySettings, LimitSettings, SamplingSettings, WarningSettings
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from reward_service.settings import RewardSettings
 from rollout_server.settings import EngineLoraSettings, RolloutServerSettings
 from trainer_service.settings import TrainerSettings
@@ -49,11 +49,11 @@ def test_images_are_made_of_one_base_and_of_locked_files() -> None:
     assert all("--require-hashes" in command and "--no-deps" in command for command in locked)
 
 
-def test_only_the_proxy_and_the_reward_service_are_published_and_only_https_beyond_loopback(
+def test_few_services_are_published_and_only_https_beyond_loopback(
     services: dict[str, dict[str, Any]],
 ) -> None:
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert list(published) == ["proxy", "reward_service"]
+    assert list(published) == ["proxy", "reward_service", "prometheus", "grafana", "traces"]
     ports = [port for each in published.values() for port in each]
     assert [port for port in ports if not port.startswith("127.0.0.1:")] == [
         "${WEIR_BIND:-127.0.0.1}:${WEIR_TLS_PORT:-8443}:8443"
@@ -95,6 +95,17 @@ def test_every_service_is_watched_and_started_again(services: dict[str, dict[str
     for name in services.keys() - ONE_SHOTS:
         assert "healthcheck" in services[name], name
         assert services[name]["restart"] == "unless-stopped", name
+
+
+def test_what_operators_read_with_starts_on_demand(services: dict[str, dict[str, Any]]) -> None:
+    for name in ("prometheus", "grafana", "traces"):
+        assert services[name]["profiles"] == ["observe"]
+        assert re.search(r":v?\d+\.\d+\.\d+$", services[name]["image"]), name
+    assert [name for name, each in services.items() if "observe" in each.get("networks", [])] == [
+        "prometheus",
+        "grafana",
+        "traces",
+    ]
 
 
 def test_the_agent_reaches_nothing_but_the_gateway(services: dict[str, dict[str, Any]]) -> None:
@@ -140,7 +151,8 @@ def test_the_reward_service_of_compose_has_the_settings_of_a_reward_service(
     for name, value in re.findall(r"(WEIR_\w+)=(\S+)", STAGES["rewards"]):
         monkeypatch.setenv(name, value)
     for name, value in services["reward_service"]["environment"].items():
-        monkeypatch.setenv(name, value.replace("/run/weir/", f"{tmp_path}/"))
+        default = re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value)
+        monkeypatch.setenv(name, default.replace("/run/weir/", f"{tmp_path}/"))
     monkeypatch.setenv("WEIR_CONFIG", str(file))
     settings = RewardSettings()
     assert (settings.host, settings.port, settings.gateway_url) == ("0.0.0.0", 8300, "http://gateway:8000")

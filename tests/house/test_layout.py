@@ -31,7 +31,7 @@ EXTRAS = {
     "trainer_service": ["trainer", "wandb"],
     "reward_service": ["rewards"],
     "fine_tuning": ["cli", "rewards"],
-    "rollout_queue": ["object-store"],
+    "rollout_queue": ["object-store", "otel"],
     "weir": ["cli"],
 }
 """The groups of optional dependencies that a package may import, besides the common dependencies."""

@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[2]
 LOCKS = ROOT / "deploy" / "requirements"
 EVERY_LOCK = [*sorted(LOCKS.glob("*.txt")), *sorted(ROOT.glob("[bt]*/**/requirements.txt"))]
 EXTRAS = {
-    "services": ["gateway", "rollout", "trainer", "rewards", "object-store", "cli", "dev"],
-    "gateway": ["gateway"],
+    "services": ["gateway", "rollout", "trainer", "rewards", "object-store", "otel", "cli", "dev"],
+    "gateway": ["gateway", "otel"],
     "rewards": ["rewards"],
-    "rollout_server": ["rollout", "object-store"],
-    "trainer": ["trainer", "object-store", "gateway", "cli"],
+    "rollout_server": ["rollout", "object-store", "otel"],
+    "trainer": ["trainer", "object-store", "otel", "gateway", "cli"],
 }
 
 

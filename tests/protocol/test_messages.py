@@ -18,7 +18,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from gateway.admission.backpressure import TrainerBacklog, read_backpressure
 from gateway.app import create_app as gateway_app
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.http.keys import Keyring
 from rollout_queue.protocol.errors import ErrorReply
 from rollout_queue.protocol.message import MalformedMessage

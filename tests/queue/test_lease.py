@@ -20,8 +20,8 @@ from rollout_queue.contract.records import Outcome, Span, Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
-from rollout_queue.redis.holder import Holder
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.holder import Holder
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import PAGE, RedisReader
 from rollout_queue.redis.scripts import consumer as consumer_scripts
 from tests.support.claimed import claimed_reader
@@ -132,7 +132,7 @@ def test_a_holder_who_slept_has_lost_it_even_to_one_who_has_ended(redis: Redis) 
 
 def test_the_lease_of_a_process_that_died_here_is_free_at_once(redis: Redis) -> None:
     claim = (
-        "import sys; from redis import Redis; from rollout_queue.redis.lease import Lease\n"
+        "import sys; from redis import Redis; from rollout_queue.redis.lease.lease import Lease\n"
         "assert Lease(Redis.from_url(sys.argv[1]), 30.0).claim() is None\n"
         "print('claimed', flush=True); sys.stdin.read()"
     )
@@ -162,7 +162,7 @@ def test_a_process_on_another_machine_is_never_called_dead() -> None:
 def test_where_the_system_tells_no_boot_from_another_nobody_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_queue.redis.holder.BOOT", tmp_path / "none")
+    monkeypatch.setattr("rollout_queue.redis.lease.holder.BOOT", tmp_path / "none")
     assert not msgspec.structs.replace(Holder.here(), born="never").dead
 
 

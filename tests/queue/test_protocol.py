@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -33,7 +34,9 @@ from rollout_queue.contract.codec import decode
 from rollout_queue.contract.errors import LeaseLost, SessionClosed, SessionDeleted, StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import LIST_START
+from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Status, Turn, Verdict
+from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.redis import keys, reader
 from rollout_queue.redis.pages import Pages, RawEntry
 from rollout_queue.redis.scripts import consumer as consumer_scripts
@@ -251,6 +254,7 @@ class Protocol(RuleBasedStateMachine):
     def holds(self) -> None:
         self.nothing_is_lost_or_twice()
         self.the_ledger_says_what_the_weights_contain()
+        self.what_taught_a_version_is_durable()
         self.versions_grow()
         self.what_is_deleted_leaves_the_stream()
         self.verdicts_are_counted_once()
@@ -282,6 +286,26 @@ class Protocol(RuleBasedStateMachine):
         assert [turn_id for row in ledger for turn_id in row.turns] == trained
         assert [row.step for row in ledger] == list(range(1, len(ledger) + 1))
         assert _grows([row.version for row in ledger])
+
+    def what_taught_a_version_is_durable(self) -> None:
+        """A turn has numbers if its verdict is `trained`, and they are those of the step that lasts. So have
+        the steps and the index of their sessions."""
+        trained, ledger = self.system.durable()
+        versions = {turn_id: row.version for row in ledger for turn_id in row.turns}
+        taught: dict[str, int] = {}
+        for session_id, head in self._heads().items():
+            own = {name for name, verdict in head.turn_verdicts.items() if verdict.code == "trained"}
+            assert set(head.trained_tokens) == own
+            for turn_id in own:
+                numbers = TrainedTokens.unpack(head.trained_tokens[turn_id])
+                assert numbers.advantage_mean == trained.index(turn_id)
+                taught[session_id] = versions[turn_id]
+        redis: Any = self.system.redis
+        indexed = redis.zrange(keys.TRAINED, 0, -1, withscores=True)
+        assert {name.decode(): int(version) for name, version in indexed} == taught
+        steps = [msgspec.json.decode(each, type=TrainedStep) for each in redis.zrange(keys.STEPS, 0, -1)]
+        by_version = {row.version: row.step for row in ledger}
+        assert [by_version.get(each.version) for each in steps] == [each.step for each in steps]
 
     def versions_grow(self) -> None:
         told = [(each["version"], each["manifest_sha256"]) for each in self.system.fleet.announced]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.settings import MOST_SECRET_BYTES, MalformedSettings, read_settings
 from rollout_server.settings import RolloutServerSettings
 

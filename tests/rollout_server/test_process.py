@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,33 @@ def test_a_port_in_use_is_detected() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert port_in_use("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Path]:
+    """A file such as SGLang keeps open; a process that is killed cannot remove it."""
+    path = Path(f"/dev/shm/sglang_loads_{os.getpid()}_{tmp_path.name}.shm")  # noqa: S108 - where SGLang has it
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def left_in_shared_memory(shared: Path) -> bool:
+    return shared.exists()
+
+
+async def test_shared_memory_that_a_killed_engine_leaves_is_removed(tmp_path: Path, shared: Path) -> None:
+    opened = f"import time; f = open({str(shared)!r}, 'w'); print(1, flush=True); time.sleep(600)"
+    log = tmp_path / "logs" / "engine.log"
+    process = await start(tmp_path, opened)
+    pids_in(log, 1)
+    await process.kill()
+    assert not left_in_shared_memory(shared)
+    left = await start(tmp_path, opened)
+    pids_in(log, 1)
+    left.note_memory()  # as the watch does every few seconds
+    os.kill(left.pid, signal.SIGKILL)
+    await left.wait()
+    assert left_in_shared_memory(shared)
+    again = await start(tmp_path, "pass")  # a server that was killed as well starts again
+    assert not left_in_shared_memory(shared)
+    await again.kill()

@@ -3,7 +3,7 @@
 from redis import Redis
 
 from rollout_queue.redis import keys
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 
 

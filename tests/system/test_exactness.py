@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.app import create_app
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.tokens import Logprobs
 from tests.support.gateway.fake_engine import FakeEngine, Interruption
 from tests.support.serving import serving

@@ -15,7 +15,7 @@ from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.retention import RedisForgetter
 from tests.support.trainer_service.crash import Crash, crash

@@ -14,6 +14,7 @@ import pytest
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Reward, SessionSpec
 from rollout_queue.contract.stream import Entry, Verdicts
+from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.redis.reader import RedisReader
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
@@ -114,7 +115,7 @@ def test_a_group_that_is_too_old_is_not_counted_as_one_of_equal_rewards(make_har
 
 
 def test_calls_to_redis_time_out() -> None:
-    timeouts = connect("redis://127.0.0.1:6379/0").get_connection_kwargs()
+    timeouts = connect(RedisSettings()).get_connection_kwargs()
     assert BLOCK_S < timeouts["socket_timeout"] <= REDIS_TIMEOUT_S
 
 
@@ -135,7 +136,9 @@ def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated(wish: str) -> 
                         heard.append(said)
 
         Thread(target=redis, daemon=True).start()
-        client = connect(f"redis://127.0.0.1:{server.getsockname()[1]}/0?protocol=2{wish}")
+        client = connect(
+            RedisSettings(redis_url=f"redis://127.0.0.1:{server.getsockname()[1]}/0?protocol=2{wish}")
+        )
         reader = RedisReader(client, "OK")  # this Redis gives OK as the lease's token
         with pytest.raises(StorageUnavailable):
             reader.read(10, 0.01)

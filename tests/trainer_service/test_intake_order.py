@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Span
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.memory import MemoryStream
@@ -159,7 +160,7 @@ def test_every_session_waits_or_has_exactly_one_verdict(
             version += 1
             trained += sessions(batch.groups)
             made = [row for group in batch.groups for row in group.rows]
-            intake.mark_trained(batch.groups, made, version, version)
+            intake.mark_trained(batch.groups, made, TrainedStep(version, version, version - 1, 0, 0, 0))
     intake.run_state(version, version)  # a checkpoint
     intake.acknowledge()
     assert len(trained) == len(set(trained)), "no session is trained twice"

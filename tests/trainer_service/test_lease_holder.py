@@ -12,8 +12,8 @@ from redis import Redis
 
 from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.redis import keys
-from rollout_queue.redis.holder import Holder
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.holder import Holder
+from rollout_queue.redis.lease.lease import Lease
 from tests.support.trainer_service.harness import MakeHarness
 from trainer_service.status.lease_holder import keep_lease
 from trainer_service.status.shared_state import SharedState

@@ -15,6 +15,7 @@ from tests.support.trainer_service.expert_models import made_experts
 from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows, with_experts
 from tests.support.trainer_service.rank_pair import DEEPSPEED, RankPair, rank_pair
 from tests.support.trainer_service.rank_tasks import SYNCED, Task
+from tests.support.trainer_service.recorded import assert_same_records
 from tests.support.trainer_service.related_rows import related_rows
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
@@ -65,12 +66,18 @@ def test_two_ranks_learn_in_parts_what_one_learns_at_once(
     steps = [random_rows(1, 5), random_rows(2, 8), random_rows(3, 1), random_rows(4, 5, POISON)]
     probes = [random_rows(5, 3), random_rows(5, 3, POISON), random_rows(6, 1)]
     one = make_learner(optimizer=WELL_CONDITIONED)
-    of_one = [one.leader.optimise(StepRequest(each, 0, one.settings.algorithm)) for each in steps]
+    of_one, records = [], []
+    for each in steps:
+        of_one.append(one.leader.optimise(StepRequest(each, 0, one.settings.algorithm, recorded="all")))
+        records.append(one.leader.records)
     settings = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED).settings
     of_two = pair.learn(Task(tmp_path / "two", settings, steps, probes, in_parts=True))
     assert_moved_alike(weights_of(tmp_path / "two"), one.exported(), untrained)
     for told_alone, told in zip(of_one, of_two.metrics, strict=True):
         assert told == same_metrics(told_alone), "rank 0 reports the metrics of all rows"
+    for mine, theirs in zip(of_two.records, records, strict=True):
+        assert_same_records(mine, theirs)
+    assert [len(each) for each in of_two.records] == [5, 8, 1, 0]
     assert of_two.metrics[-1]["grad_norm"] == float("inf")
     assert of_two.sound == [True, False, True]
 

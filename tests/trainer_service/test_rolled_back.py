@@ -13,7 +13,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.scripts.consumer import ACKNOWLEDGE
 from tests.support.redis_process import RedisProcess
@@ -30,7 +31,8 @@ class RolledBack:
 
     def __init__(self, make_harness: MakeHarness, redis: RedisProcess) -> None:
         self.redis, self.agents = redis, RedisAgents(redis.url)
-        self._connection = connect(f"{redis.url}?retry_on_timeout=yes")  # `connect` ignores this option
+        url = f"{redis.url}?retry_on_timeout=yes"  # `connect` ignores this option
+        self._connection = connect(RedisSettings(redis_url=url))
         self._make_harness = make_harness
         self.harness = self.start()
 

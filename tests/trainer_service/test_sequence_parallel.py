@@ -12,6 +12,7 @@ from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
 from tests.support.trainer_service.rank_pair import RankPair, rank_pair
 from tests.support.trainer_service.rank_tasks import Task
+from tests.support.trainer_service.recorded import assert_same_records
 from tests.support.trainer_service.related_rows import related_rows
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
@@ -53,12 +54,17 @@ def learned_alike(pair: RankPair, make_learner: MakeLearner, run: Path, options:
     common = {"optimizer": WELL_CONDITIONED, "algorithm": {"max_tokens": 200}} | options
     one = make_learner(**common)
     before = one.exported()
-    alone = [one.leader.optimise(StepRequest(rows, 0, one.settings.algorithm)) for rows in steps]
+    alone, records = [], []
+    for rows in steps:
+        alone.append(one.leader.optimise(StepRequest(rows, 0, one.settings.algorithm, recorded="all")))
+        records.append(one.leader.records)
     task = Task(run, make_learner(sequence_parallel=1, **common).settings, steps)
     settings = task.settings.model_copy(update={"sequence_parallel": 2})
-    together = pair.learn(Task(run, settings, steps)).metrics
-    for told, of_one in zip(together, alone, strict=True):
+    told_by_two = pair.learn(Task(run, settings, steps))
+    for told, of_one in zip(told_by_two.metrics, alone, strict=True):
         assert told == same_metrics(of_one)
+    for mine, theirs in zip(told_by_two.records, records, strict=True):
+        assert_same_records(mine, theirs)
     weights: Weights = load_file(run / "weights.safetensors")
     assert_moved_alike(weights, one.exported(), before)
 

@@ -16,8 +16,8 @@ from redis import Redis
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import Outcome
 from rollout_queue.redis import keys
-from rollout_queue.redis.holder import Holder
-from rollout_queue.redis.lease import LOST
+from rollout_queue.redis.lease.holder import Holder
+from rollout_queue.redis.lease.lease import LOST
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 

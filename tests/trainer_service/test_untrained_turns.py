@@ -10,7 +10,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.records import Outcome, SessionSpec, Verdict
 from rollout_queue.redis import keys
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.records import turn

@@ -476,3 +476,32 @@ def test_versions_that_no_policy_names_are_told_and_no_fault() -> None:
     odd = one(turn("t1", versions=(0, 7), verdict=verdict("stale")), verdict("stale"))
     assert findings_of(odd) == []
     assert notes_of(odd) == ["turns were sampled by versions without a policy record: 7"]
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers", "faults"),
+    [
+        (TRAINED, 3, set()),
+        (TRAINED, None, set()),
+        (TRAINED, 4, {"numbers"}),
+        (TRAINED, -1, {"numbers"}),
+        (verdict("stale"), 3, {"numbers"}),
+    ],
+)
+def test_numbers_of_a_step_lie_beside_its_verdict(
+    given: Verdict, numbers: int | None, faults: set[str]
+) -> None:
+    rows = (row(),) if given is TRAINED else ()
+    found = told(one(turn("t1", verdict=given, numbers=numbers), given, rows=rows))
+    assert {rule for _, rule, _ in found} == faults
+
+
+@pytest.mark.parametrize(
+    ("taught", "subjects"),
+    [({"s1": 4}, set()), ({"s1": 5}, {"session s1"}), ({"s2": 4, "gone": 4}, {"session s2", "session gone"})],
+)
+def test_the_index_of_trained_sessions_says_what_their_verdicts_say(
+    taught: Mapping[str, int], subjects: set[str]
+) -> None:
+    found = told(evidence(taught=taught))
+    assert {(rule, subject) for _, rule, subject in found} == {("index", subject) for subject in subjects}

@@ -22,7 +22,7 @@ from rollout_queue.contract.tombstone import Tombstone, encode_tombstone
 from rollout_queue.contract.turn_parts.images import TurnImage
 from rollout_queue.http.keys import Keyring
 from rollout_queue.redis import keys
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.serving import free_port

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from gateway.app import create_app
 from gateway.language.render import ChatRenderer
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.serving import free_port, serving
 from weir.demo.episodes import WINDOW, EpisodeLog, EpisodeRunner

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from gateway.app import create_app
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.serving import serving
 from weir.demo.episodes import EpisodeLog, EpisodeRunner

@@ -22,7 +22,7 @@ from weir.stack.process import Service
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 from weir.stack.state import ProcessState, StackState
-from weir.stack.supervisor import Backoff, Supervisor
+from weir.stack.supervisor import STAY, Backoff, Supervisor
 
 FakeService = Callable[..., Service]
 
@@ -129,3 +129,19 @@ def test_status_says_what_the_gateway_knows() -> None:
         "trainer_service": "state training, step 12, version 4",
         "redis": "stream_length 5, sessions 9, unfinished_sessions 2, dead_letters 0",
     }
+
+
+@pytest.mark.parametrize("told", [b"", STAY])
+def test_services_stop_if_weir_up_is_killed_at_their_start(tmp_path: Path, told: bytes) -> None:
+    """The end of stdin without a word is what a killed `weir up` leaves."""
+    program = (
+        "import sys, threading; from weir.stack.supervisor import stop_if_abandoned; "
+        "sys.stdin.buffer.readline();"
+        "stop_if_abandoned(sys.stdin.buffer); threading.Event().wait(600 if not sys.argv[1:] else 0.5)"
+    )
+    more = ["stays"] if told else []
+    process = subprocess.Popen([sys.executable, "-c", program, *more], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(b"settings\n" + told)
+    process.stdin.close()
+    assert process.wait() == (0 if told else -signal.SIGTERM)

@@ -3,12 +3,14 @@
 ScreenedGroup ─ acknowledgement_of ─▶ Acknowledgement ─ joined ─▶ one transaction
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Turn, Verdict
-from rollout_queue.contract.stream import Verdicts
+from rollout_queue.contract.stream import NO_TOKENS, Verdicts
+from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.rows.turns import exclusions
 
@@ -19,38 +21,50 @@ class AcknowledgedTurn(msgspec.Struct, frozen=True):
     session_id: str
     turn_id: str
     verdict: Verdict
+    trained: bytes | None = None
+    """The packed `TrainedTokens`, if the turn was trained."""
 
 
 class Acknowledgement(msgspec.Struct, frozen=True):
-    """Entries to remove from the stream, and verdicts of sessions and turns. Checkpoints store the
-    acknowledgements of trained groups that have not been sent to the stream yet."""
+    """Entries to remove from the stream, verdicts of sessions and turns, and the steps that trained them.
+    Checkpoints store the acknowledgements of trained groups that have not been sent to the stream yet."""
 
     entry_ids: list[str]
     sessions: dict[str, Verdict]
     turns: list[AcknowledgedTurn]
+    steps: list[TrainedStep] = []
 
     @property
     def verdicts(self) -> Verdicts:
         by_turn = {(turn.session_id, turn.turn_id): turn.verdict for turn in self.turns}
-        return Verdicts(self.sessions, by_turn)
+        tokens = {
+            (turn.session_id, turn.turn_id): turn.trained for turn in self.turns if turn.trained is not None
+        }
+        return Verdicts(self.sessions, by_turn, tokens, self.steps)
 
     @classmethod
     def joined(cls, parts: Iterable["Acknowledgement"]) -> "Acknowledgement":
         entry_ids: list[str] = []
         sessions: dict[str, Verdict] = {}
         turns: list[AcknowledgedTurn] = []
+        steps: list[TrainedStep] = []
         for part in parts:
             entry_ids += part.entry_ids
             sessions |= part.sessions
             turns += part.turns
-        return cls(entry_ids, sessions, turns)
+            steps += part.steps
+        return cls(entry_ids, sessions, turns, steps)
 
 
 def acknowledgement_of(
-    screened: ScreenedGroup, step: int | None = None, version: int | None = None
+    screened: ScreenedGroup,
+    step: int | None = None,
+    version: int | None = None,
+    records: Mapping[tuple[str, str], bytes] = NO_TOKENS,
 ) -> Acknowledgement:
     """The acknowledgement of a group. The verdict of a member says that `step` trained it and made `version`,
-    or why it is not trained."""
+    or why it is not trained. `records` has the packed `TrainedTokens` of turns, by session id and turn id; of
+    other trained turns, the number of tokens is stored."""
     trained = Verdict(code="trained", step=step, version=version)
     untrained = {member.session_id: verdict for member, verdict in screened.untrained}
     sessions: dict[str, Verdict] = {}
@@ -61,14 +75,18 @@ def acknowledgement_of(
             continue
         sessions[member.session_id] = verdict
         excluded = exclusions(member.turns)
-        turns += [
-            AcknowledgedTurn(
-                member.session_id, turn.turn_id, excluded.get(turn.turn_id) or _turn_verdict(turn, verdict)
-            )
-            for turn in member.turns
-        ]
+        for turn in member.turns:
+            own = excluded.get(turn.turn_id) or _turn_verdict(turn, verdict)
+            tokens = None
+            if own.code == "trained":
+                tokens = records.get((member.session_id, turn.turn_id)) or _counted(turn)
+            turns.append(AcknowledgedTurn(member.session_id, turn.turn_id, own, tokens))
     entry_ids = [entry_id for member in screened.group.members for entry_id in member.entry_ids]
     return Acknowledgement(entry_ids, sessions, turns)
+
+
+def _counted(turn: Turn) -> bytes:
+    return TrainedTokens(len(turn.output_ids)).pack()
 
 
 def _turn_verdict(turn: Turn, session: Verdict) -> Verdict:

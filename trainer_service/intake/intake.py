@@ -6,12 +6,13 @@ read ─▶ select ─┬─ skipped ─▶ end
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Verdict
-from rollout_queue.contract.stream import StreamReader
+from rollout_queue.contract.stream import NO_TOKENS, StreamReader
 from trainer_service.algorithms.settings import AlgorithmSettings
-from trainer_service.groups.acknowledgement import acknowledgement_of
+from trainer_service.groups.acknowledgement import Acknowledgement, acknowledgement_of
 from trainer_service.groups.assemble import Assembler, Group, Rules
 from trainer_service.groups.group_rewards import GroupRewards
 from trainer_service.groups.order import Order
@@ -135,15 +136,21 @@ class Intake:
         return self._order.in_order(left, algorithm, first, self._tasks.prefers)
 
     def mark_trained(
-        self, groups: Sequence[ScreenedGroup], rows: Sequence[Row], step: int, version: int
+        self,
+        groups: Sequence[ScreenedGroup],
+        rows: Sequence[Row],
+        made: TrainedStep,
+        records: Mapping[tuple[str, str], bytes] = NO_TOKENS,
     ) -> dict[str, float]:
-        """Note that the weights contain these groups now. They are never selected again, and are acknowledged
-        after the next checkpoint. Returns the metrics of all groups that ended since the last step."""
+        """Note that the step `made` has put these groups into the weights. They are never selected again, and
+        are acknowledged after the next checkpoint, with the `records` of their turns. Returns the metrics of
+        all groups that ended since the last step."""
         for screened in groups:
             self._tally.add(screened)
-            self._acknowledger.owe(acknowledgement_of(screened, step, version))
+            self._acknowledger.owe(acknowledgement_of(screened, made.step, made.version, records))
             self._assembler.release(screened.group)
-        self.evaluations.note_version(version, step)
+        self._acknowledger.owe(Acknowledgement([], {}, [], [made]))
+        self.evaluations.note_version(made.version, made.step)
         self._count(groups)
         return self._tally.finish_step(rows)
 

@@ -17,6 +17,7 @@ from rollout_queue.protocol.policies import (
     RollbackBody,
     ServingShape,
 )
+from rollout_queue.signals.tracing.spans import trace_headers
 
 Reply = TypeVar("Reply", bound=ServiceMessage)
 ANSWER_TIMEOUT_S = 10.0
@@ -120,7 +121,8 @@ class GatewayClient:
     ) -> httpx.Response:
         json = None if body is None else body.model_dump()
         try:
-            reply = self._client.request(method, path, json=json, timeout=timeout_s)
+            headers = trace_headers()
+            reply = self._client.request(method, path, json=json, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise GatewayUnavailable(f"{type(error).__name__}: {error}") from error
         if reply.status_code not in (200, 202, 207, 404, 409):

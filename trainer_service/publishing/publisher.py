@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Protocol, TypeVar
@@ -19,6 +20,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.policy import FileSpec
 from rollout_queue.contract.stream import StreamReader
 from rollout_queue.http.object_store import StoreUnavailable
+from rollout_queue.signals.tracing.spans import in_span
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.snapshot import HostTensor
 from trainer_service.publishing.gateway_client import (
@@ -110,10 +112,17 @@ class Publisher:
             "waiting",
         )
 
-    def publish(self, version: int, step: int, take: Callable[[], Snapshot], best: int | None = None) -> None:
+    def publish(
+        self,
+        version: int,
+        step: int,
+        take: Callable[[], Snapshot],
+        best: int | None = None,
+        trace: str | None = None,
+    ) -> None:
         """Take a snapshot of the weights, and publish it in the background: write it, announce it, and remove
         old versions except `best`. Waits until the former version is announced; raises Stopped when told to
-        stop meanwhile.
+        stop meanwhile. `trace` is the span of the step.
         """
         self.wait()
         self._heartbeat.confirm()
@@ -121,7 +130,8 @@ class Publisher:
             self._running = self._executor.submit(self._sender.withdraw)
             self._heartbeat.wait_for(self._running, "publishing", lambda: ENGINES)
         snapshot = take()
-        self._running = self._executor.submit(self._publish, version, step, snapshot, best)
+        work, of = partial(self._publish, version, step, snapshot, best), {"rl.policy.version": version}
+        self._running = self._executor.submit(in_span, "rl.publish", trace, of, work)
         self._collect()
 
     def wait(self) -> None:

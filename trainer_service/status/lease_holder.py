@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.redis import keys
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from trainer_service.status.shared_state import SharedState
 
 logger = logging.getLogger(__name__)

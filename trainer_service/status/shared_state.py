@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollout_queue.http.release import release
 from rollout_queue.protocol.trainer import TrainerReport
 from trainer_service.groups.task_rates import TaskRate
 from trainer_service.groups.undone import RecoveryState
@@ -68,6 +69,7 @@ class StatusSnapshot:
             last_seen=self.last_seen,
             url=self.url,
             source=self.source,
+            release=release(),
             max_row_tokens=self.max_row_tokens,
             metrics=self.metrics | self.evaluations,
             refuses_training=self.refuses_while_paused and self.state == "paused",

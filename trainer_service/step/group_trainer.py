@@ -13,12 +13,14 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from rollout_queue.contract.records import Verdict
+from rollout_queue.signals.tracing.spans import span
 from trainer_service.algorithms.kl import adapted_coefficient
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.comparison import Baselines, updated_baselines, with_advantages
 from trainer_service.groups.screening import ScreenedGroup, with_verdict, without_sessions
 from trainer_service.rows.images import ShownRows
 from trainer_service.rows.rows import Row
+from trainer_service.settings import RecordedTokens
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.step.early_groups import EarlyGroups
 from trainer_service.step.memory_limit import OutOfMemory, first_too_long
@@ -26,6 +28,7 @@ from trainer_service.step.quarantine import non_finite_groups
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_attempts import StepAttempts
 from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_trace import step_attributes, traces_of
 from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
 from trainer_service.storage.run_state import RunState
 
@@ -71,15 +74,19 @@ class GroupTrainer:
         attempts: StepAttempts,
         teacher: TeacherClient | None,
         images: Callable[[Sequence[Row]], ShownRows[Row]],
+        recorded: RecordedTokens = "none",
     ) -> None:
-        """`images` gives rows the bytes of their images."""
+        """`images` gives rows the bytes of their images. `recorded` is what steps record of each token."""
         self._policy, self._algorithm, self._heartbeat = policy, algorithm, heartbeat
+        self._recorded = recorded
         self._attempts = attempts
         self._early = EarlyGroups(policy)
         self._teacher, self._images = teacher, images
         self.baselines: Baselines = {}
         self._kl_coefficient = algorithm.kl.coefficient
         self._steps = 0
+        self.trace: str | None = None
+        """The span of the last step; None if it was not traced."""
 
     def resume(self, state: RunState) -> None:
         """Continue with what a checkpoint stored, and count the end of the last process."""
@@ -96,6 +103,13 @@ class GroupTrainer:
     def discard_early(self) -> None:
         """Forget what was learned for the next step: the weights become others."""
         self._early.discard()
+
+    @property
+    def records(self) -> Mapping[tuple[str, str], bytes]:
+        """The packed `TrainedTokens` of the last step's turns, by session id and turn id, if they are
+        recorded."""
+        found = () if self._recorded == "none" else self._policy.records
+        return {(each.session_id, each.turn_id): each.packed for each in found}
 
     @property
     def early_group_ids(self) -> Collection[str]:
@@ -160,6 +174,16 @@ class GroupTrainer:
         """Make one optimizer step from the weights of `version`. Returns its metrics. Returns None if it does
         not fit into the memory; then the next one is smaller, and the groups wait for it. Raises
         Diverged if the weights were not finite before the step."""
+        with span("rl.step", root=True, links=traces_of(scored.groups)) as traced:
+            self.trace = traced.traceparent
+            values = self._step(scored, version, algorithm)
+            if traced.recording:
+                traced.set(step_attributes(scored.rows, version, values))
+            return values
+
+    def _step(
+        self, scored: ScoredRows, version: int, algorithm: AlgorithmSettings
+    ) -> dict[str, float] | NotFinite | None:
         request = self._request(scored.rows, version, algorithm)
         with self._attempts.noted(scored.groups):
             try:
@@ -245,7 +269,8 @@ class GroupTrainer:
 
     def _request(self, rows: Sequence[Row], version: int, algorithm: AlgorithmSettings) -> StepRequest:
         algorithm = algorithm.with_kl_coefficient(self._kl_coefficient)
-        return StepRequest(rows, version, algorithm, partial(self._heartbeat.beat, "training"))
+        beat = partial(self._heartbeat.beat, "training")
+        return StepRequest(rows, version, algorithm, beat, self._recorded)
 
 
 def _parted(

@@ -35,6 +35,7 @@ from trainer_service.step.memory_limit import OutOfMemory, is_out_of_memory
 from trainer_service.step.pre_pass import PrePass, PrePassCritic
 from trainer_service.step.step_parts import SharingPolicy, StepPart, counts_of, step_parts
 from trainer_service.step.step_request import StepRequest
+from trainer_service.step.token_records import LearnedTokens, TurnRecord, turn_records
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class OptimizerSteps:
         self._rows: list[Row] = []
         """The rows whose gradients are accumulated for the next step."""
         self._parts: list[StepPart] = []
+        self.records: Sequence[TurnRecord] = ()
+        """What the last step that was made has used of each turn's tokens, on all ranks."""
 
     def accumulate(self, request: StepRequest) -> None:
         """Add the gradient of these rows of whole groups. The weights do not change.
@@ -97,7 +100,7 @@ class OptimizerSteps:
         raise OutOfMemory(reason)
 
     def _accumulate(self, request: StepRequest) -> None:
-        parts = step_parts(self._policy, request)
+        parts = step_parts(self._policy, request, len(self._rows))
         self._rows += request.rows
         self._parts += parts
         # The other parts, if there are any, are mini-batches, which learn after the update of this one.
@@ -125,6 +128,7 @@ class OptimizerSteps:
 
     def _step(self, request: StepRequest) -> dict[str, float]:
         policy, algorithm, counts = self._policy, request.algorithm, counts_of(self._rows)
+        self.records = ()
         updates = [_Update(self._parts, divisor(counts, algorithm.aggregation))]
         if algorithm.mini_batches > 1:
             updates = [_Update([part], part.divisor(algorithm)) for part in self._parts]
@@ -149,11 +153,15 @@ class OptimizerSteps:
                 metrics |= {name: value for name, value in measured.items() if name.startswith("ppo/")}
         if algorithm.needs_critic:
             metrics |= _critic_steps(policy, self._parts, self._value_clip, request.beat)
+        if request.recorded != "none":
+            found = [each for part in self._parts for each in part.learned or ()]
+            own_turns = [record for each in found for record in turn_records(each, self._rows)]
+            self.records = policy.all_gather(own_turns)
         return metrics
 
     def _learn(self, part: StepPart, first: StepPart, request: StepRequest) -> None:
         """Add the gradient of a part. `first` is the first part of the same update."""
-        policy, algorithm, found = self._policy, request.algorithm, []
+        policy, algorithm, found, learned = self._policy, request.algorithm, [], []
         weight = part.divisor(algorithm) / first.divisor(algorithm)
         for (batch, is_ours), before, advantages_T in zip(
             part.share, part.pre_passes, part.context.advantages, strict=True
@@ -171,6 +179,8 @@ class OptimizerSteps:
                 versions_T = policy.tensor(batch.versions_T)
                 lp_begin_T = lp_new_T.detach() if before.lp_prox_T is None else before.lp_prox_T
                 sampled = SampledTokens(lp_begin_T, entropy_T, versions_T)
+                if request.recorded != "none" and part.learned is None:
+                    learned.append(_learned(batch, part.rows_before, tokens, lp_begin_T, request))
                 found.append(token_sums(tokens, sampled, losses, request.version))
                 if routing is not None:
                     found[-1] = Sums.joined([found[-1], routing])
@@ -178,6 +188,8 @@ class OptimizerSteps:
                     _log_masked_sessions(tokens.rows_T[~losses.finite_T], request.rows)
             request.beat()
         part.diagnostics = found
+        if part.learned is None:
+            part.learned = learned
 
 
 @dataclass(frozen=True)
@@ -229,6 +241,15 @@ def _log_masked_sessions(rows_N: Tensor, rows: Sequence[Row]) -> None:
     """Log the sessions of N tokens that the loss leaves out."""
     if names := sorted({rows[row].session_id for row in set(rows_N.tolist())}):
         logger.warning("tokens without a finite log-probability are left out, of sessions %s", names)
+
+
+def _learned(
+    batch: MicroBatch, rows_before: int, tokens: Tokens, lp_begin_T: Tensor, request: StepRequest
+) -> LearnedTokens:
+    """What the loss uses of these tokens, as far as it is recorded."""
+    advantages_T = tokens.advantages_T if request.algorithm.uses_advantages else None
+    log_rho_T = lp_begin_T.detach() - tokens.lp_roll_T if request.recorded == "all" else None
+    return LearnedTokens(batch.rows_T + rows_before, batch.turns_T, advantages_T, log_rho_T)
 
 
 def _tokens(

@@ -8,6 +8,7 @@ launcher ends the processes that are left, and the restart loads the last checkp
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from trainer_service.step.optimizer_step import OptimizerSteps
 from trainer_service.step.quarantine import has_finite_gradient
 from trainer_service.step.share_writers import ShareWriter, ShareWriters, SpreadSnapshot
 from trainer_service.step.step_request import StepRequest
+from trainer_service.step.token_records import TurnRecord
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +150,11 @@ class DistributedPolicy:
         name."""
         self._channel.send(Train(request.for_other_ranks()))
         return self._steps.step(request)
+
+    @property
+    def records(self) -> Sequence[TurnRecord]:
+        """What the last step has used of each turn's tokens, if its request asked for it."""
+        return self._steps.records
 
     def accumulate(self, request: StepRequest) -> None:
         """Add the gradient of some groups of the next step, which `optimise` makes."""

@@ -27,6 +27,7 @@ from trainer_service.step.pre_pass import (
     step_context,
 )
 from trainer_service.step.step_request import StepRequest
+from trainer_service.step.token_records import LearnedTokens
 
 
 class SharingPolicy(PrePassPolicy, Protocol):
@@ -44,6 +45,8 @@ class StepPart:
 
     share: Sequence[tuple[MicroBatch, bool]]
     """False marks a micro-batch that only keeps the number of passes equal on all ranks."""
+    rows_before: int
+    """How many rows the step has before those over which the rows of these micro-batches are numbered."""
     pre_passes: Sequence[PrePass]
     context: StepContext
     load_E: Tensor | None
@@ -53,6 +56,8 @@ class StepPart:
     """The tokens of the micro-batches of all ranks, in which a shared prefix is once."""
     diagnostics: Sequence[Sums] = ()
     """The diagnostics of its micro-batches, from the last pass that computed gradients."""
+    learned: Sequence[LearnedTokens] | None = None
+    """The tokens of its micro-batches, from the first pass that computed gradients; None before it."""
 
     def divisor(self, algorithm: AlgorithmSettings) -> int:
         return divisor(self.counts, algorithm.aggregation)
@@ -65,9 +70,9 @@ class StepPart:
         ]
 
 
-def step_parts(policy: SharingPolicy, request: StepRequest) -> list[StepPart]:
+def step_parts(policy: SharingPolicy, request: StepRequest, rows_before: int = 0) -> list[StepPart]:
     """The rows of the request as one part, or as one for each mini-batch. Makes the passes that precede the
-    first update. Every rank must call this function."""
+    first update. The step has `rows_before` rows before these. Every rank must call this function."""
     rows, algorithm = request.rows, request.algorithm
     homes = mini_batches(rows, algorithm.mini_batches)
     most, shares_prefixes = algorithm.micro_batch_tokens, policy.shares_prefixes
@@ -85,7 +90,8 @@ def step_parts(policy: SharingPolicy, request: StepRequest) -> list[StepPart]:
         load_E = expert_load(policy, share, passed) if algorithm.router_aux_loss else None
         computed = sum(len(batch.ids_N) for batch in batches)
         own = counts.of_rows(torch.from_numpy(at))
-        parts.append(StepPart(share, passed, context.part(start, end), load_E, own, computed))
+        part_context = context.part(start, end)
+        parts.append(StepPart(share, rows_before, passed, part_context, load_E, own, computed))
     return parts
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.rows.rows import Row
+from trainer_service.settings import RecordedTokens
 
 
 def _no_beat() -> None: ...
@@ -20,6 +21,8 @@ class StepRequest:
     algorithm: AlgorithmSettings
     beat: Callable[[], None] = _no_beat
     """Called between micro-batches, so that a long step still reports that the trainer is alive."""
+    recorded: RecordedTokens = "none"
+    """What is recorded of each trained token."""
 
     def with_rows(self, rows: Sequence[Row]) -> "StepRequest":
         return replace(self, rows=rows)

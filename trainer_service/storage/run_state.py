@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rollout_queue.commands.log import BEGINNING
+from rollout_queue.contract.policies.trained_step import TrainedStep
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.groups.guards import GuardState
@@ -36,6 +37,11 @@ class LedgerStep(msgspec.Struct, frozen=True):
             sessions=sorted({row.session_id for row in rows}),
             tokens=sum(row.trained_tokens for row in rows),
         )
+
+    def from_base(self, base: int) -> TrainedStep:
+        """The step as Redis keeps it. `base` is the version of the weights before it."""
+        turns, sessions = len(self.turns), len(self.sessions)
+        return TrainedStep(self.step, self.version, base, turns, sessions, self.tokens)
 
 
 class RunState(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError, ResponseError
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
 from rollout_queue.redis import keys
+from rollout_queue.redis.client.opening import open_redis
 from weir.audit.facts import ClientAnswer, Evidence, GroupFact, SessionFact, StreamFact
 from weir.audit.heads import UNREADABLE, digest, field_of, session_fact
 from weir.audit.ledger import EvidenceMissing, read_ledger
@@ -30,7 +31,7 @@ TIMEOUT_S = 60.0
 def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
     """Read everything once. Raises EvidenceMissing."""
     # The shapes of replies differ between RESP2 and RESP3; every server speaks RESP2.
-    redis = Redis.from_url(sources.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=5, protocol=2)
+    redis = open_redis(sources.redis, TIMEOUT_S, protocol=2)
     try:
         with redis:
             dead_letters = _dead_letters(redis)
@@ -49,6 +50,7 @@ def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
                 forgotten_before=forgotten_before,
                 forgotten_after=_counts(redis, keys.FORGOTTEN),
                 policies=_policies(redis),
+                taught=_taught(redis),
                 dead_letters=dead_letters,
                 tombstones=_tombstones(redis),
                 missing_images=_missing_images(redis, sessions.values()),
@@ -198,6 +200,11 @@ def _policies(redis: Redis) -> frozenset[int]:
     """Every version that was registered, with files or without."""
     versions = [*_reply(redis.hkeys(keys.POLICIES)), *_reply(redis.smembers(keys.REMOVED))]
     return frozenset(map(int, versions))
+
+
+def _taught(redis: Redis) -> Mapping[str, int]:
+    found: Iterator[tuple[bytes, float]] = redis.zscan_iter(keys.TRAINED, count=NAMES)
+    return {name.decode(): int(version) for name, version in found}
 
 
 def _counts(redis: Redis, key: str) -> Mapping[str, int]:

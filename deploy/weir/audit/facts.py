@@ -30,6 +30,9 @@ class TurnFact(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The turn's own verdict; None if only its session has one, or neither has."""
     barred: str | None = None
     """Why the turn must not be trained; None if it may be."""
+    numbers: int | None = None
+    """The number of tokens of which a step has stored numbers; None if none has, or if a newer build wrote
+    them; -1 if they cannot be read."""
     set_aside: bool = False
     """Whether the turn's entry is in the dead letters, because the trainer could not decode it."""
 
@@ -135,6 +138,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     stream: StreamFact
     ledger: Ledger
     tombstones: Mapping[str, Tombstone] = {}
+    taught: Mapping[str, int] = {}
+    """The sessions in the index of trained ones, with the version that each has taught."""
     groups: Mapping[str, GroupFact] = {}
     counts_before: Mapping[str, int] = {}
     """The counters of verdicts, read before the heads; `counts_after` was read after them."""

@@ -10,6 +10,7 @@ from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.codec import decode, decode_spec
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 from rollout_queue.contract.records import LateJoin, Outcome, Record, Reward, Turn, Verdict
+from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from weir.audit.facts import SessionFact, TurnFact
 
 UNREADABLE = (InvalidRecord, UnknownSchema)
@@ -79,6 +80,7 @@ def _turns(
             versions=_versions(tuple({span.version for span in turn.versions})),
             verdict=None if verdict is None else _verdict(verdict),
             barred=_barred(turn, train, turn.turn_id in orphans),
+            numbers=_numbers(fields.get(b"n:" + turn.turn_id.encode())),
             set_aside=f"t:{turn.turn_id}" in set_aside,
         )
 
@@ -127,6 +129,16 @@ def _generation(turn: Turn) -> int:
         return hash((turn.completion_id, turn.started_at))
     content = (turn.context_ids.tobytes(), turn.output_ids.tobytes(), turn.logprobs.tobytes())
     return hash((turn.session_id, turn.parent_id, turn.started_at, turn.finished_at, *content))
+
+
+def _numbers(packed: bytes | None) -> int | None:
+    """The number of tokens in what a step has stored of a turn; see `TurnFact.numbers`."""
+    try:
+        return None if packed is None else TrainedTokens.unpack(packed).tokens
+    except UnknownSchema:
+        return None
+    except InvalidRecord:
+        return -1
 
 
 @lru_cache(maxsize=4096)

@@ -24,6 +24,7 @@ def findings_of(evidence: Evidence) -> list[Finding]:
         *_sessions(evidence),
         *_entries(evidence),
         *_groups(evidence),
+        *_index(evidence),
         *_counters(evidence),
         *_answers(evidence),
         *ledger_findings(evidence),
@@ -54,6 +55,7 @@ def _turns(evidence: Evidence) -> Iterator[Finding]:
                 *_twice(rows, entry_ids),
                 *_against_the_ledger(turn, final_verdict(turn, session), rows, evidence),
                 *_against_the_stream(turn, session, rows, entry_ids),
+                *_numbers(turn),
             ):
                 yield _of_turn(turn, session, fault)
 
@@ -120,6 +122,33 @@ def _against_the_stream(
     elif not entry_ids:
         why = f"; its session already has the verdict {ended}" if ended else ""
         yield _Fault("lost", "dropped", f"has neither an unacknowledged entry nor a verdict{why}")
+
+
+def _numbers(turn: TurnFact) -> Iterator[_Fault]:
+    """What a step has stored of a turn's tokens lies beside the verdict of that step."""
+    if turn.numbers is None:
+        return
+    if turn.verdict is None or turn.verdict.code != "trained":
+        named = "no verdict" if turn.verdict is None else f"the verdict {turn.verdict.code}"
+        yield _Fault("unexplained", "numbers", f"has numbers of a step, and {named}")
+    elif turn.numbers < 0:
+        yield _Fault("unexplained", "numbers", "has numbers of its step that cannot be read")
+    elif turn.numbers != turn.tokens:
+        said = f"has {turn.tokens} tokens, and numbers of its step for {turn.numbers}"
+        yield _Fault("unexplained", "numbers", said)
+
+
+def _index(evidence: Evidence) -> Iterator[Finding]:
+    """Each session in the index of trained ones has taught that version. Older builds kept no index."""
+    for session_id, version in evidence.taught.items():
+        session = evidence.sessions.get(session_id)
+        if session is None:
+            said = f"is in the index of version {version}, and does not exist"
+        elif session.verdict is None or session.verdict.version != version:
+            said = f"is in the index of version {version}, and its verdict does not say so"
+        else:
+            continue
+        yield _of_session(session_id, "unexplained", "index", said)
 
 
 def _copies(evidence: Evidence) -> Iterator[Finding]:

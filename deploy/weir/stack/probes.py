@@ -5,12 +5,13 @@ import urllib.request
 from typing import Any
 
 import msgspec
-from redis import Redis
 from redis.exceptions import RedisError
 
 from rollout_queue.protocol.errors import ErrorReply
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
+from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.redis.client.settings import RedisSettings
 from weir.stack.process import Readiness
 
 PROBE_TIMEOUT_S = 5.0
@@ -32,19 +33,19 @@ def http_ready(url: str) -> Readiness:
             with urllib.request.urlopen(f"{url}/ready", timeout=PROBE_TIMEOUT_S):  # noqa: S310 - http only
                 return None
         except urllib.error.HTTPError as refusal:
-            return _message(refusal.read(), refusal.code)
+            return refusal_of(refusal.read(), refusal.code)
         except OSError:
             return "it does not answer yet"
 
     return ready
 
 
-def redis_ready(url: str) -> Readiness:
+def redis_ready(settings: RedisSettings) -> Readiness:
     """A probe by PING, which Redis refuses while it loads its file."""
 
     def ready() -> str | None:
         try:
-            with Redis.from_url(url, socket_timeout=PROBE_TIMEOUT_S) as client:
+            with open_redis(settings, PROBE_TIMEOUT_S) as client:
                 client.ping()
             return None
         except RedisError as error:
@@ -70,7 +71,8 @@ def reward_status(url: str, admin_key: str | None) -> RewardStatus:
         return msgspec.json.decode(answer.read(), type=RewardStatus)
 
 
-def _message(body: bytes, status: int) -> str:
+def refusal_of(body: bytes, status: int) -> str:
+    """The sentence of an error body; without one, the status."""
     try:
         return ErrorReply.read(body).error.message
     except MalformedMessage:

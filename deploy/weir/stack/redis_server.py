@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+from rollout_queue.redis.client.settings import RedisSettings
 from weir.errors import StackError
 from weir.stack.probes import redis_ready
 from weir.stack.process import Service
@@ -37,6 +38,6 @@ def redis_service(settings: StackSettings) -> Service:
         command=("/bin/sh", str(START), *server),
         ports={settings.redis_port: "stack.redis_port (WEIR_STACK__REDIS_PORT)"},
         url=settings.redis_url,
-        ready=redis_ready(settings.redis_url),
+        ready=redis_ready(RedisSettings(redis_url=settings.redis_url)),
         environment=dict(os.environ),
     )

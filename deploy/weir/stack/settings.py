@@ -13,6 +13,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
+from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.settings import SHORT_NAMES, CommaSeparated, ServiceSettings, file_document
 
 OWNERS = {
@@ -103,6 +104,13 @@ def service_field(section: str, name: str) -> str | None:
     short = os.environ.get(f"WEIR_{name}".upper()) if name in SHORT_NAMES else None
     found = os.environ.get(variable(section, name)) or short or file_document().get(section, {}).get(name)
     return str(found) if found else None
+
+
+def redis_access(url: str) -> RedisSettings:
+    """How the trainer of this configuration reaches the Redis at `url`. Raises pydantic's ValidationError."""
+    found = {name: service_field("trainer", name) for name in RedisSettings.model_fields}
+    given = {name: value for name, value in found.items() if value is not None}
+    return RedisSettings.model_validate(given | {"redis_url": url})
 
 
 PYTHON = sys.executable

@@ -1,15 +1,21 @@
 """The parent process of `weir up`: it restarts services that end, until it is told to stop.
 
 weir up ──settings on stdin──▶ python -m weir.stack.supervisor ──▶ Stack
-   └──── waits for stack.json to say "up" or "failed" ◀────────┘
+   ├──── waits for stack.json to say "up" or "failed" ◀────────┘
+   └──── STAY on stdin ──▶ it goes on; the end of stdin without it, since `weir up` was killed ──▶ it stops
 """
 
 import logging
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
 from weir.errors import ServiceDied, StackError
 from weir.stack import state
@@ -22,6 +28,8 @@ logger = logging.getLogger(__name__)
 WATCH_EVERY_S = 0.5
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 30.0
+STAY = b"stay\n"
+"""What `weir up` writes when all services are ready."""
 STEADY_AFTER_S = 60.0
 """A service that ran this long has recovered, so the pause before its next restart is short again."""
 
@@ -42,6 +50,18 @@ class Backoff:
 
     def started(self, now: float) -> None:
         self.due_at, self.started_at = None, now
+
+
+def stop_if_abandoned(stdin: BinaryIO) -> None:
+    """End this process if `weir up` ends before all services are ready. Otherwise services would start that
+    nobody waits for."""
+
+    def watch() -> None:
+        if stdin.readline() != STAY:
+            logger.error("`weir up` was killed before all services were ready, so they stop")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 class Supervisor:
@@ -98,9 +118,9 @@ def start_detached(settings: StackSettings) -> subprocess.Popen[bytes]:
             start_new_session=True,
         )
     assert child.stdin is not None  # noqa: S101 - `stdin` is a pipe
-    with child.stdin:
-        # Over a pipe, because settings hold keys, and every user can read a process' arguments.
-        child.stdin.write(settings.model_dump_json().encode())
+    # Over a pipe, because settings hold keys, and every user can read a process' arguments.
+    child.stdin.write(settings.model_dump_json().encode() + b"\n")
+    child.stdin.flush()
     return child
 
 
@@ -108,6 +128,16 @@ def wait_up(
     child: subprocess.Popen[bytes], settings: StackSettings, on_wait: Callable[[str], None]
 ) -> StackState:
     """Wait until all services are ready, and return their state. Raises StackError with the reason if not."""
+    assert child.stdin is not None  # noqa: S101 - `stdin` is a pipe
+    with suppress(BrokenPipeError), child.stdin:
+        found = _waited(child, settings, on_wait)
+        child.stdin.write(STAY)
+    return found
+
+
+def _waited(
+    child: subprocess.Popen[bytes], settings: StackSettings, on_wait: Callable[[str], None]
+) -> StackState:
     reported = ""
     while child.poll() is None:
         now = state.read(settings.run_dir)
@@ -124,4 +154,6 @@ def wait_up(
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    sys.exit(run(StackSettings.model_validate_json(sys.stdin.buffer.read())))
+    given = StackSettings.model_validate_json(sys.stdin.buffer.readline())
+    stop_if_abandoned(sys.stdin.buffer)
+    sys.exit(run(given))

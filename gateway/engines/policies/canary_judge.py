@@ -22,7 +22,7 @@ from gateway.engines.policies.canary_plan import (
     newest_policy,
     untried,
 )
-from gateway.settings import CanarySettings
+from gateway.settings.service import CanarySettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.policies.canary import Canary, CanaryGates, CanaryReport, CanaryState, GateReading

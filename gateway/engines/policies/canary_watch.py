@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
-from gateway.engines.placement import Wish, choose_server
+from gateway.engines.placement.choice import Wish, choose_server
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.policies.canary import Arm, Canary, CanaryCall, CanaryRecord, CanaryScore

@@ -22,6 +22,7 @@ from rollout_queue.contract.policies.serving import Admissible, Push, ServerPush
 from rollout_queue.redis.policies.canary_log import CanaryLog
 from rollout_queue.redis.policies.register import KnownPolicies, PolicyRegister
 from rollout_queue.redis.policies.serving import PlanEvent, ServingRegister
+from rollout_queue.signals.tracing.spans import traceparent
 
 WAIT_POLL_S = 0.05
 """How often a caller who waits for a push looks whether it has ended."""
@@ -52,6 +53,10 @@ class Policies:
         """Every version that can be served, ascending. Raises StorageUnavailable."""
         plan = await self._serving.read()
         return [_with_state(each, plan) for each in await known_policies(self._register, self._serving)]
+
+    async def reserved(self) -> int | None:
+        """As `KnownPolicies.reserved_ahead`. Raises StorageUnavailable."""
+        return (await self._register.look()).reserved_ahead
 
     async def one(self, version: int) -> PolicyRecord:
         """Raises ObjectNotFound, StorageUnavailable."""
@@ -248,6 +253,7 @@ class Policies:
                 step=step,
                 size_bytes=size_bytes,
                 created_at=time.time(),
+                trace=traceparent() or msgspec.UNSET,
             )
             record = _accepted(asked, known, force=force)
             if await self._register.register(record, known):
@@ -266,8 +272,7 @@ class Policies:
 
 
 def _accepted(asked: PolicyRecord, known: KnownPolicies, *, force: bool) -> PolicyRecord:
-    """The record to store. Raises StateConflict if the number is too low, too high, reserved, or has other
-    content."""
+    """The record to store. Raises StateConflict if the number or the content does not fit."""
     if asked.version < known.newest:
         raise StateConflict(f"version {asked.version} is lower than {known.newest}", param="version")
     registered, reserved = known.records.get(asked.version), known.reserved
@@ -282,10 +287,8 @@ def _accepted(asked: PolicyRecord, known: KnownPolicies, *, force: bool) -> Poli
         message = f"the trainer has reserved version {reserved.version}, and every lower number"
         raise StateConflict(message, param="version")
     if asked.version > known.next_free and not force:
-        message = (
-            f"the next free version is {known.next_free}. A higher number makes the answers of all sessions "
-            "staler by the gap; force: true publishes it"
-        )
+        message = f"the next free version is {known.next_free}. A higher number makes the answers of all "
+        message += "sessions staler by the gap; force: true publishes it"
         raise StateConflict(message, param="version", code="version_gap")
     return asked
 

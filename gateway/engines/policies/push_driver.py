@@ -24,6 +24,7 @@ from gateway.engines.policies.attempts import Attempts
 from gateway.engines.policies.push_progress import PushProgress
 from gateway.engines.policies.rolling import FetchSources, LoadSlots
 from gateway.engines.policies.server_reload import NotLoaded, PushOrder, ServerReloads
+from gateway.engines.rotation.registrations import noted_as_loading
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import ServerPush, ServerPushState, ServingPlan
@@ -207,7 +208,8 @@ class PushDriver:
         try:
             self._measure_capacity()
             await self._note(attempts, "loading")
-            loaded = await self._reloads.load(server, attempts.order)
+            async with noted_as_loading(self._fleet.redis, server.id):
+                loaded = await self._reloads.load(server, attempts.order)
             await self._progress.admit(attempts.order)  # first, so that the server is always in rotation
             server.has_loaded(attempts.order.version, attempts.order.record.manifest_sha256, loaded.adapters)
             return loaded

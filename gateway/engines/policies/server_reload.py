@@ -19,6 +19,7 @@ from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.protocol.errors import error_code, error_message
 from rollout_queue.protocol.message import MalformedMessage, first_fault
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded
+from rollout_queue.signals.tracing.spans import span, trace_headers
 
 ABORT_TIMEOUT_S = 5.0
 LOADING_POLL_S = 0.5
@@ -121,8 +122,14 @@ class ServerReloads:
                 peer=peer,
                 push=order.push,
             )
-            url, headers = f"{server.registration.url}/reload", self._fleet.headers
-            status, body = await engine.post(url, asked, self._timeout_s, headers)
+            url = f"{server.registration.url}/reload"
+            with span("POST /reload", "client", parent=record.trace or None) as reload:
+                reload.set(
+                    {"rl.policy.version": record.version, "rl.server": server.id, "rl.prepare": prepare}
+                )
+                headers = {**self._fleet.headers, **trace_headers()}
+                status, body = await engine.post(url, asked, self._timeout_s, headers)
+                reload.set({"http.response.status_code": status})
         except ValidationError as error:
             raise NotLoaded(first_fault(error), definite=True) from error
         except TimeoutError:

@@ -49,10 +49,13 @@ class AiohttpTransport:
         self._last_bytes_s = last_bytes_s
         self._leaving: set[asyncio.Task[None]] = set()
 
-    async def post(self, url: str, path: str, body: bytes) -> "AiohttpResponse":
+    async def post(self, url: str, path: str, body: bytes, trace: str | None = None) -> "AiohttpResponse":
         """As `EngineTransport.post`."""
+        headers = None if trace is None else {"traceparent": trace}
         with _translated():
-            response = await self._session.post(url.rstrip("/") + path, data=body, allow_redirects=False)
+            response = await self._session.post(
+                url.rstrip("/") + path, data=body, headers=headers, allow_redirects=False
+            )
         return AiohttpResponse(self, response)
 
     async def close(self) -> None:

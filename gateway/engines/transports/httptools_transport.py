@@ -45,11 +45,11 @@ class HttptoolsTransport:
         self._last_bytes_s = last_bytes_s
         self._idle: dict[str, deque[EngineConnection]] = defaultdict(deque)
 
-    async def post(self, url: str, path: str, body: bytes) -> "EngineConnection":
+    async def post(self, url: str, path: str, body: bytes, trace: str | None = None) -> "EngineConnection":
         """As `EngineTransport.post`."""
         connection = self._pooled(url) or await self._connect(url)
         try:
-            await connection.send(_head(url, path, len(body)), body)
+            await connection.send(_head(url, path, len(body), trace), body)
         except BaseException:
             connection.drop()
             raise
@@ -277,5 +277,6 @@ def _prefix(url: str, path: str) -> bytes:
     ).encode()
 
 
-def _head(url: str, path: str, length: int) -> bytes:
-    return _prefix(url, path) + b"%d\r\n\r\n" % length
+def _head(url: str, path: str, length: int, trace: str | None) -> bytes:
+    more = b"" if trace is None else b"traceparent: %b\r\n" % trace.encode()
+    return b"%b%d\r\n%b\r\n" % (_prefix(url, path), length, more)

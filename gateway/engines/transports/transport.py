@@ -75,8 +75,8 @@ class EngineResponse(Protocol):
 class EngineTransport(Protocol):
     """An HTTP client that posts JSON and streams the answer."""
 
-    async def post(self, url: str, path: str, body: bytes) -> EngineResponse:
-        """Send the body; returns when the answer's status has arrived.
+    async def post(self, url: str, path: str, body: bytes, trace: str | None = None) -> EngineResponse:
+        """Send the body; returns when the answer's status has arrived. `trace` is the header `traceparent`.
 
         Raises ConnectFailed, ConnectionLost or ReadTimedOut.
         """

@@ -12,7 +12,7 @@ from gateway.operators.actions import READS, ActionLog, now_action
 from gateway.rest.shapes import ActionPage, ActionShape
 from gateway.rest.workers import CHANGED_PATH
 from gateway.sessions.identity import Caller
-from gateway.wiring import parts_of
+from gateway.wiring.parts import parts_of
 
 router = APIRouter(prefix="/actions")
 

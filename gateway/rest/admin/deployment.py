@@ -2,19 +2,32 @@
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
+from msgspec.structs import asdict
 
 from gateway.admission.backpressure import Backpressure, read_backpressure
 from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
 from gateway.operators.warnings import emptied_redis
 from gateway.rest.access import admins_only
-from gateway.rest.admin import actions, adapters, canaries, images, pipeline, policies, trainer
+from gateway.rest.admin import (
+    actions,
+    adapters,
+    canaries,
+    images,
+    learning,
+    lineage,
+    pipeline,
+    policies,
+    trainer,
+)
 from gateway.rest.admin import keys as api_keys
 from gateway.rest.exports import export
 from gateway.rest.shapes import Removed
-from gateway.rest.workers import parts_of_all
-from gateway.wiring import GatewayParts, parts_of
+from gateway.rest.workers import parts_of_all, placement_of_all, traffic_of_all
+from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue.http.keys import default_keys_sentence
+from rollout_queue.http.release import release
+from rollout_queue.http.workers.siblings import Siblings
 from rollout_queue.protocol.registration import Registered, ServerBody
 from rollout_queue.protocol.status import (
     QueueReport,
@@ -22,6 +35,7 @@ from rollout_queue.protocol.status import (
     ServerShape,
     SlowPart,
     SystemStatus,
+    TrafficReport,
 )
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
@@ -36,8 +50,10 @@ router.include_router(export.router)
 router.include_router(pipeline.router)
 router.include_router(canaries.router)  # before the routes of a version, which these paths resemble
 router.include_router(policies.router)
+router.include_router(lineage.router)
 router.include_router(adapters.router)
 router.include_router(trainer.router)
+router.include_router(learning.router)
 router.include_router(api_keys.router)
 router.include_router(actions.router)
 router.include_router(images.router)
@@ -46,7 +62,11 @@ router.include_router(images.router)
 @router.get("/status", response_model_exclude_unset=True)
 async def status(request: Request) -> SystemStatus:
     """The state of servers, policy, trainer and queue, with warnings as sentences."""
-    gateway = parts_of(request)
+    return await system_status(parts_of(request), request.app.state.siblings)
+
+
+async def system_status(gateway: GatewayParts, siblings: Siblings) -> SystemStatus:
+    """What `GET /admin/status` answers. Raises StorageUnavailable."""
     pressure = await read_backpressure(gateway.redis)
     report, queue = await _redis_state(gateway, pressure)
     last_error = await _last_error(gateway) if queue.dead_letters else None
@@ -60,8 +80,11 @@ async def status(request: Request) -> SystemStatus:
         policy=policies.serving_shape(gateway.fleet.plan),
         trainer=report,
         queue=queue,
-        slowest_parts=await _slowest_parts(request),
+        slowest_parts=await _slowest_parts(gateway, siblings),
+        traffic=TrafficReport(**asdict(await traffic_of_all(gateway.metrics.traffic, siblings))),
+        placement=await placement_of_all(gateway, siblings),
         renderer=gateway.renderer.description,
+        release=release(),
         warnings=tuple(warnings),
     )
 
@@ -115,9 +138,9 @@ def _servers(gateway: GatewayParts) -> tuple[ServerShape, ...]:
     return tuple(server.report() for server in gateway.fleet.servers.values())
 
 
-async def _slowest_parts(request: Request) -> tuple[SlowPart, ...]:
+async def _slowest_parts(gateway: GatewayParts, siblings: Siblings) -> tuple[SlowPart, ...]:
     """The parts that took most seconds over the calls of all dialects and workers, the slowest first."""
-    sums = await parts_of_all(parts_of(request).metrics.calls, request.app.state.siblings)
+    sums = await parts_of_all(gateway.metrics.calls, siblings)
     found = sorted(sums.items(), key=lambda part: -part[1].seconds)[:SLOWEST_PARTS]
     return tuple(SlowPart(part=name, seconds=spent.seconds, runs=spent.runs) for name, spent in found)
 

@@ -10,7 +10,7 @@ from gateway.keys.api_key import NAME, ApiKey, KeyLimits
 from gateway.keys.key_store import KeyUse
 from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import KeyPage, KeySecret, KeyShape, NewKeySecret
-from gateway.wiring import parts_of
+from gateway.wiring.parts import parts_of
 from rollout_queue.http.keys import Role
 
 router = APIRouter(prefix="/keys")

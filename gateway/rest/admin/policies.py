@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from gateway.engines.policies.policies import PushReport
 from gateway.rest.admin.canaries import canary_shape, pin_shape
-from gateway.wiring import parts_of
+from gateway.wiring.parts import parts_of
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan
 from rollout_queue.protocol.policies import (
@@ -39,8 +39,9 @@ router = APIRouter(prefix="/policies")
 @router.get("")
 async def list_policies(request: Request) -> PolicyPage:
     """Every version that can be served, ascending."""
-    known = await parts_of(request).policies.all()
-    return PolicyPage(data=tuple(policy_version(each) for each in known))
+    policies = parts_of(request).policies
+    known = await policies.all()
+    return PolicyPage(data=tuple(policy_version(each) for each in known), reserved=await policies.reserved())
 
 
 @router.post("", responses=PUSHED)

@@ -12,7 +12,7 @@ import aiohttp
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from gateway.wiring import GatewayParts, parts_of
+from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue.http.errors import ApiError
 from rollout_queue.protocol.trainer import RestoreBody, TrainerReport
 from rollout_queue.redis import keys
@@ -32,25 +32,25 @@ router = APIRouter(prefix="/trainer")
 @router.post("/pause")
 async def pause_trainer(request: Request) -> Response:
     """Let the training pause before the next step."""
-    return await _asked(parts_of(request), "POST", "/pause")
+    return await asked_of_trainer(parts_of(request), "POST", "/pause")
 
 
 @router.post("/resume")
 async def resume_trainer(request: Request) -> Response:
     """Continue the training, also after a guard has paused it."""
-    return await _asked(parts_of(request), "POST", "/resume")
+    return await asked_of_trainer(parts_of(request), "POST", "/resume")
 
 
 @router.post("/checkpoint")
 async def checkpoint_trainer(request: Request) -> Response:
     """Write a checkpoint after the running step. The answer comes when the checkpoint is durable."""
-    return await _asked(parts_of(request), "POST", "/checkpoint", timeout_s=CHECKPOINT_TIMEOUT_S)
+    return await asked_of_trainer(parts_of(request), "POST", "/checkpoint", timeout_s=CHECKPOINT_TIMEOUT_S)
 
 
 @router.get("/rollback")
 async def trainer_rollbacks(request: Request) -> Response:
     """The versions that the training can go back to, and when it did so."""
-    return await _asked(parts_of(request), "GET", "/rollback")
+    return await asked_of_trainer(parts_of(request), "GET", "/rollback")
 
 
 @router.post("/rollback")
@@ -67,7 +67,7 @@ async def roll_trainer_back(body: RestoreBody, request: Request) -> Response:
 @router.get("/status")
 async def trainer_status(request: Request) -> Response:
     """What the trainer itself says of its state."""
-    return await _asked(parts_of(request), "GET", "/status")
+    return await asked_of_trainer(parts_of(request), "GET", "/status")
 
 
 @router.get("/ledger")
@@ -77,7 +77,7 @@ async def trainer_ledger(
     limit: Annotated[int, Query(ge=1, le=LEDGER_LIMIT)] = LEDGER_LIMIT,
 ) -> Response:
     """The turns that each durable step after `since` trained."""
-    return await _asked(parts_of(request), "GET", f"/ledger?since={since}&limit={limit}")
+    return await asked_of_trainer(parts_of(request), "GET", f"/ledger?since={since}&limit={limit}")
 
 
 @router.get("/tasks")
@@ -88,12 +88,13 @@ async def trainer_tasks(
 ) -> Response:
     """How often the policy solves each task, and the weight that the trainer's curriculum gives to it."""
     query = urlencode({"cursor": cursor, "limit": limit})
-    return await _asked(parts_of(request), "GET", f"/tasks?{query}")
+    return await asked_of_trainer(parts_of(request), "GET", f"/tasks?{query}")
 
 
-async def _asked(
+async def asked_of_trainer(
     gateway: GatewayParts, method: str, path: str, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> Response:
+    """The trainer's answer to a request without a body. Raises ApiError if it cannot be reached."""
     return await _answered(
         gateway,
         lambda url: gateway.engine.request(method, f"{url}{path}", timeout_s, gateway.fleet.headers),

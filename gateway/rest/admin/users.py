@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, Response
 from gateway.rest.access import admins_only
 from gateway.rest.shapes import DeletedUserShape
 from gateway.rest.tinker_api.door import TinkerDoor
-from gateway.wiring import parts_of
+from gateway.wiring.parts import parts_of
 from rollout_queue.protocol.ids import Id
 
 router = APIRouter(prefix="/admin/users", tags=["admin"], dependencies=[Depends(admins_only)])

@@ -7,7 +7,7 @@ from gateway.errors import ObjectNotFound
 from gateway.generations.pinning import Pinned, pinned
 from gateway.rest.access import agent_of
 from gateway.rest.shapes import Model, ModelList
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 
 router = APIRouter(tags=["agent"])
 

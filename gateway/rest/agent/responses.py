@@ -12,7 +12,7 @@ from gateway.dialects.responses.stored.store import ResponseStore
 from gateway.errors import InvalidRequest
 from gateway.rest.access import agent_of
 from gateway.rest.shapes import DeletedResponse, ItemList
-from gateway.wiring import parts_of
+from gateway.wiring.parts import parts_of
 
 router = APIRouter(tags=["agent"])
 

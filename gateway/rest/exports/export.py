@@ -27,7 +27,7 @@ from gateway.rest.exports.pending_rows import PendingRow
 from gateway.rest.exports.selection import TrainedSession, selected
 from gateway.rest.exports.trainer_rows import trl_rows, verl_rows
 from gateway.sessions.verdicts import turn_verdict
-from gateway.wiring import GatewayParts, parts_of
+from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue.contract.episodes import row_of, session_part
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.listing import ListPosition

@@ -107,6 +107,8 @@ COLUMNS: dict[str, pa.DataType] = {
     "reply_digest": pa.string(),
     "request_digest": pa.string(),
     "images": pa.list_(IMAGE),
+    "advantages": pa.list_(pa.float32()),
+    "ratios": pa.list_(pa.float32()),
     "reward": pa.float64(),
     "rewards": pa.list_(REWARD),
     "verdict": VERDICT,

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from redis.asyncio import Redis
 from starlette.requests import Request
 
 from gateway.engines.cancellation import cancel_and_wait
@@ -21,13 +20,15 @@ from gateway.rest.tinker_api.samples import SampleMaker
 from gateway.rest.tinker_api.store import TinkerStore
 from gateway.rest.tinker_api.user_data.removal import ClientRecordRemoval
 from gateway.sessions.identity import Caller
-from gateway.settings import GatewaySettings, TinkerSettings
-from gateway.wiring import GatewayParts
+from gateway.settings.groups import TinkerSettings
+from gateway.settings.service import GatewaySettings
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.commands.codec import encode
 from rollout_queue.commands.command import Command, Refused
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.client.opening import open_async_redis
 from rollout_queue.redis.commands.submission import CommandSubmissions
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def log_bound(gateway: GatewayParts) -> int:
 async def opened_door(gateway: GatewayParts) -> AsyncIterator[TinkerDoor]:
     """The door, with its own connection for announcements: a read of them blocks."""
     settings: GatewaySettings = gateway.settings
-    redis = Redis.from_url(settings.redis_url, socket_connect_timeout=2, socket_timeout=20)
+    redis = open_async_redis(settings, timeout_s=20)
     log = CommandSubmissions(gateway.redis, lambda: log_bound(gateway))
     announcements = Announcements(redis)
     promises = SamplePromises(gateway.redis)

@@ -30,7 +30,7 @@ from gateway.rest.tinker_api.promises import Announcements
 from gateway.rest.tinker_api.sample_promises import SamplePromises
 from gateway.rest.tinker_api.wire.sample_answer import WantedScores, sample_response
 from gateway.sessions.identity import Caller
-from gateway.wiring import GatewayParts
+from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.errors import QueueError, StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome

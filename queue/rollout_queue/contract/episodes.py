@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from rollout_queue.contract.errors import InvalidRecord
+from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.rewards import total
 from rollout_queue.contract.rows import ExportRow, OutcomePart, RewardPart, SessionPart
+from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 
 CLOSING = ("failed", "abandoned", "expired")
 """Verdicts that a gateway gives when a session ends."""
@@ -107,6 +108,7 @@ def row_of(
         reward=total(head.rewards_of(turn)),
         verdict=verdict,
         session=session,
+        **_numbers(head, turn),
     )
 
 
@@ -142,6 +144,19 @@ def renamed(row: ExportRow, prefix: str) -> ExportRow:
     names |= {name: new(getattr(row, name)) for name in ("retry_of", "orphan_of")}
     rewards = tuple(msgspec.structs.replace(reward, turn_id=new(reward.turn_id)) for reward in row.rewards)
     return msgspec.structs.replace(row, session_id=prefix + row.session_id, rewards=rewards, **names)
+
+
+def _numbers(head: SessionHead, turn: Turn) -> dict[str, Any]:
+    """What a step has stored of the turn's tokens. A restored session has none: it has not been trained."""
+    packed = head.trained_tokens.get(turn.turn_id)
+    if packed is None:
+        return {}
+    try:
+        found = TrainedTokens.unpack(packed)
+    except (InvalidRecord, UnknownSchema):  # of a newer build
+        return {}
+    lists = {"advantages": found.advantage_list, "ratios": found.ratio_list}
+    return {name: None if values is None else tuple(values) for name, values in lists.items()}
 
 
 def _fields(source: msgspec.Struct, names: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rollout_queue.contract.rewards import total
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.contract.turn_parts.images import TurnImage
+from rollout_queue.contract.turn_parts.sums import TurnSums
 
 SessionState = Literal["open", "waiting_reward", "finished"]
 TERMS = ("group_id", "group_size", "task_id", "train")
@@ -36,8 +37,12 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     outcome: Outcome | None = None
     verdict: Verdict | None = None
     turn_verdicts: Mapping[str, Verdict] = {}
+    trained_tokens: Mapping[str, bytes] = {}
+    """The packed `TrainedTokens` of trained turns, by turn id."""
     beaten_at: float = 0.0
     """The time of the last heartbeat, seconds since the epoch; 0 if there was none."""
+    unread: TurnSums | None = None
+    """What is known of the turns if the head was read without them; None if `turns` has all of them."""
     stored: bool = True
     """False for a session that does not exist yet, because its first turn will open it."""
 
@@ -57,8 +62,22 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def expires_at(self) -> float:
         """Seconds since the epoch: the last of creation, call and heartbeat, plus the time to live."""
-        last_call = max((turn.finished_at for turn in self.turns), default=self.spec.created_at)
+        last_call = self.sums.finished_at or self.spec.created_at
         return max(self.spec.created_at, last_call, self.beaten_at) + self.spec.ttl_s
+
+    @cached_property
+    def sums(self) -> TurnSums:
+        """Sums over all turns, also if the head was read without them."""
+        if self.unread is not None:
+            return self.unread
+        versions = [span.version for turn in self.turns for span in turn.versions]
+        return TurnSums(
+            len(self.turns),
+            sum(len(turn.output_ids) for turn in self.turns),
+            max((turn.finished_at for turn in self.turns), default=None),
+            min(versions, default=None),
+            max(versions, default=None),
+        )
 
     @cached_property
     def by_id(self) -> Mapping[str, Turn]:

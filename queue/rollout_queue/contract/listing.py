@@ -1,6 +1,6 @@
-"""Types for the list of all sessions, oldest first: a position in the list, and the session at a position."""
+"""Types for the list of all sessions by age: a position in the list, and the session at a position."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from rollout_queue.contract.head import SessionHead
@@ -17,6 +17,34 @@ class ListPosition(NamedTuple):
 
 LIST_START = ListPosition(float("-inf"), "")
 """The position before every session."""
+LIST_END = ListPosition(float("inf"), "")
+"""The position after every session, where a list begins that has the newest first."""
+
+
+class ListScope(NamedTuple):
+    """Which sessions a list looks at, and in which order. A group or a user spares it looking at others."""
+
+    newest_first: bool = False
+    group_id: str | None = None
+    user: str | None = None
+    turns: bool = True
+    """Whether the sessions are read with their turns."""
+
+    @property
+    def start(self) -> ListPosition:
+        return LIST_END if self.newest_first else LIST_START
+
+
+ALL_SESSIONS = ListScope()
+
+
+def after_position(
+    positions: Iterable[ListPosition], position: ListPosition, *, newest_first: bool
+) -> list[ListPosition]:
+    """Those of the positions that come after one position, in the order of the list."""
+    if newest_first:
+        return sorted((each for each in positions if each < position), reverse=True)
+    return sorted(each for each in positions if each > position)
 
 
 class ListedSession(NamedTuple):

@@ -92,8 +92,7 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     prompt_digest: str = ""
     """Chained digest of the canonical messages of the call."""
     reply_digest: str = ""
-    """Chained digest of the messages and the answer. A later call that begins with all of them finds its
-    parent by this digest."""
+    """Chained digest of the messages and the answer, by which a later call finds its parent."""
     request_digest: str = ""
     """Digest of the bytes of the call; a retry finds earlier attempts by it."""
     retry_of: str | None = None
@@ -104,6 +103,8 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     """The experts that the engine chose, from the parent's last token on; None if they are not known."""
     images: tuple[TurnImage, ...] = ()
     """The images among `context_ids`, in the order of their places."""
+    trace: str | None = None
+    """The span that recorded the turn, as W3C's traceparent; None if it is not traced."""
 
     @property
     def pinned(self) -> bool:
@@ -198,8 +199,7 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome", kw_only=True, omit_def
 
 
 class Deletion(msgspec.Struct, frozen=True, tag="deletion", kw_only=True, omit_defaults=True):
-    """The session and its entries in the stream were deleted. The record names the group, where the session
-    counts as a member that ended without a rollout."""
+    """The session and its entries were deleted. In its group it counts as a member without a rollout."""
 
     session_id: str
     created_at: float

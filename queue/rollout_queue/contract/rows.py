@@ -108,6 +108,9 @@ class ExportRow(msgspec.Struct, frozen=True, kw_only=True):
     request_digest: str = ""
     images: tuple[TurnImage, ...] = ()
     """The images among `context_ids`; their bytes are not in the row."""
+    advantages: tuple[float, ...] | None = None
+    """What the step of the verdict used of each output token, if it was recorded; null in other turns."""
+    ratios: tuple[float | None, ...] | None = None
     reward: float | None = None
     rewards: tuple[RewardPart, ...] = ()
     verdict: Verdict

@@ -15,12 +15,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import ListedSession, ListPosition
+from rollout_queue.contract.listing import ALL_SESSIONS, ListedSession, ListPosition, ListScope
+from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
 
 NO_IMAGES: Mapping[str, bytes] = {}
+NO_TOKENS: Mapping[tuple[str, str], bytes] = {}
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -31,11 +33,14 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 class Verdicts(NamedTuple):
-    """Verdicts of sessions and of their turns."""
+    """Verdicts of sessions and of their turns, and the durable steps that trained them."""
 
     sessions: Mapping[str, Verdict]
     turns: Mapping[tuple[str, str], Verdict]
     """The keys are pairs of session id and turn id."""
+    tokens: Mapping[tuple[str, str], bytes] = NO_TOKENS
+    """The packed `TrainedTokens` of turns with the verdict `trained`, by the same keys."""
+    steps: Sequence[TrainedStep] = ()
 
 
 class GroupMembers(NamedTuple):
@@ -98,11 +103,17 @@ class StreamWriter(Protocol):
         ...
 
     async def sessions(
-        self, after: ListPosition, count: int, wanted: Callable[[SessionSpec], bool] = lambda _: True
+        self,
+        after: ListPosition,
+        count: int,
+        wanted: Callable[[SessionSpec], bool] = lambda _: True,
+        scope: ListScope = ALL_SESSIONS,
     ) -> Sequence[ListedSession]:
-        """Up to `count` sessions after a position, oldest first. Deleted sessions keep their position.
+        """Up to `count` sessions after a position, in the order of `scope`. Deleted sessions keep their
+        position.
 
-        A session whose spec `wanted` refuses is not read, and is None in the list.
+        A session whose spec `wanted` refuses is not read, and is None in the list. The scope may leave out
+        sessions of other groups and users, and need not.
         """
         ...
 
@@ -230,7 +241,8 @@ class StreamReader(Protocol):
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
         """Write the verdicts and acknowledge the entries in one transaction; then free their memory.
 
-        A deleted session gets no verdict. Repeating an acknowledgement changes and counts nothing.
+        The same transaction stores the steps, and what they used of each turn's tokens, beside the turn's
+        verdict. A deleted session gets nothing. Repeating an acknowledgement changes and counts nothing.
         """
         ...
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout_queue.contract.errors import Deleted, StorageUnavailable
 from rollout_queue.contract.ids import new_id
 from rollout_queue.protocol.errors import ErrorDetail, ErrorReply
+from rollout_queue.signals.log_ids import begin_log_ids
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,9 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id = request_id_of(dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1"))
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        begin_log_ids(request_id, state.get("session_id"))
         started = False
 
         async def send_named(message: Message) -> None:

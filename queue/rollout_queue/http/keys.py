@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from starlette.requests import Request
 
 from rollout_queue.http.errors import ApiError
+from rollout_queue.signals.log_ids import log_ids
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Keyring:
         """Raises ApiError: 401 for no key or an unknown one, 403 for a client key."""
         key = presented_key(request.headers)
         role = self.role_of(key)
+        log_ids().key = role
         if role is None:
             raise ApiError(401, "no API key was given" if key is None else "the API key is not known")
         if role != "admin":

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from rollout_queue.http.bounded_protocol import BoundedProtocol
 from rollout_queue.http.connections import ConnectionBounds, ConnectionCount, allow_files
+from rollout_queue.signals.access_log import AccessLog
 
 KEEP_ALIVE_S = 75
 """Clients keep an idle connection for less time (httpx and openai 5 s, aiohttp 15 s). So the client closes
@@ -21,6 +22,8 @@ the connection first, and sends no request on a connection that the server is cl
 
 Leave = Callable[[], Awaitable[None]]
 """What a service does after SIGTERM, before it stops listening."""
+NOT_STARTED = 3
+"""The exit code of a service that could not start."""
 LAST_WORDS_S = 5.0
 """How long requests may still take after `end_requests`; then uvicorn cancels them."""
 
@@ -35,6 +38,7 @@ def serve(
     end_requests: Callable[[], None] | None = None,
     sockets: Sequence[socket.socket] | None = None,
     loop: Literal["uvloop", "asyncio"] = "uvloop",
+    access_log: bool = False,
 ) -> None:
     """Listen until SIGTERM; then call `leave`, finish requests in flight, and exit with 0.
 
@@ -52,7 +56,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     count = ConnectionCount(allow_files(bounds or ConnectionBounds()))
     config = uvicorn.Config(
-        app,
+        AccessLog(app) if access_log else app,
         host=host,
         port=port,
         loop=loop,
@@ -66,7 +70,10 @@ def serve(
         timeout_graceful_shutdown=int(drain_s + (LAST_WORDS_S if end_requests else 0)),
     )
     with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again, too
-        _Server(config, drain_s, leave, end_requests).run(None if sockets is None else list(sockets))
+        server = _Server(config, drain_s, leave, end_requests)
+        server.run(None if sockets is None else list(sockets))
+        if not server.started:  # its lifespan has failed, and the log says why
+            sys.exit(NOT_STARTED)
 
 
 class _Server(uvicorn.Server):

@@ -1,11 +1,11 @@
-"""How a service starts: it reads its command line, begins its log, and reads its settings."""
+"""How a service starts: it reads its command line and its settings, and begins its log."""
 
 import argparse
-import logging
 import os
 from typing import TypeVar
 
 from rollout_queue.settings import CONFIG_VARIABLE, MalformedSettings, ServiceSettings, read_settings
+from rollout_queue.signals.log_start import begin_log
 
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -18,9 +18,9 @@ def start(program: str, description: str, kind: type[S]) -> S:
     arguments = parser.parse_args()
     if arguments.config:
         os.environ[CONFIG_VARIABLE] = arguments.config
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx would log each call
     try:
-        return read_settings(kind)
+        settings = read_settings(kind)
     except MalformedSettings as error:
         raise SystemExit(str(error)) from error
+    begin_log(settings)
+    return settings

@@ -123,6 +123,8 @@ class PolicyPage(ServiceMessage):
 
     data: tuple[PolicyVersion, ...]
     next_cursor: str | None = None
+    reserved: int | None = None
+    """The highest number that the trainer has reserved, if its version is not published yet."""
 
 
 class PushPage(ServiceMessage):

@@ -26,8 +26,12 @@ class ServerStatus(ServiceMessage):
     running: int = 0
     """Requests in the engine."""
     waiting: int = 0
+    kv_usage: float | None = None
+    """The share of the engine's key-value cache that running requests have; None if it does not say."""
     released: bool = False
     """Whether the trainer has the memory of its engine. Calls wait there, so its state is then loading."""
+    release: str | None = None
+    """The release that it runs."""
 
 
 class ServerShape(ServiceMessage):
@@ -42,6 +46,12 @@ class ServerShape(ServiceMessage):
     breaker: str
     last_seen: float | None
     error: str | None
+    load: int = 0
+    """Calls of all gateways, as far as this one knows."""
+    limit: int | None = None
+    """How many calls it may have at once; None for no limit."""
+    kv_usage: float | None = None
+    """The share of its key-value cache that running requests have; None if its engine does not say."""
 
 
 class ServerPage(ServiceMessage):
@@ -73,6 +83,27 @@ class SlowPart(ServiceMessage):
     runs: int
 
 
+class TrafficReport(ServiceMessage):
+    """What one gateway recorded since it started, with all its workers."""
+
+    turns: int
+    context_tokens: int
+    """Tokens that turns added to their parent turns, and that were not sampled."""
+    output_tokens: int
+
+
+class PlacementReport(ServiceMessage):
+    """Where one gateway, with all its workers, has sent its calls, and what their prefixes saved."""
+
+    placed: Mapping[str, int]
+    """Calls by reason."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of the prompts that the engines had in their caches, and so did not compute."""
+    waiting: int
+    """Calls that wait for a server now."""
+
+
 class SystemStatus(ServiceMessage):
     """The answer to `GET /admin/status`."""
 
@@ -82,6 +113,10 @@ class SystemStatus(ServiceMessage):
     queue: QueueReport
     slowest_parts: tuple[SlowPart, ...] = ()
     """The five parts that took most seconds since this gateway started, the slowest first."""
+    traffic: TrafficReport | None = None
+    placement: PlacementReport | None = None
     renderer: str = ""
     """Whose chat template this gateway renders, and what it found out about it."""
+    release: str | None = None
+    """The release that this gateway runs."""
     warnings: tuple[str, ...]

@@ -11,7 +11,13 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from rollout_queue.protocol.message import ServiceMessage
 
-TEXTS = frozenset({"state", "waiting_for", "url", "source"})
+TEXTS = frozenset({"state", "waiting_for", "url", "source", "release"})
+MOST_BUCKETS = 1000
+"""The most points of one curve that `GET /learning` answers with."""
+MOST_METRICS = 32
+"""The most curves that one request reads."""
+MOST_METRIC_NAMES = 2000
+"""The most characters of their names."""
 
 
 class RestoreBody(ServiceMessage):
@@ -39,6 +45,8 @@ class TrainerReport(ServiceMessage):
     """Where gateways reach the trainer's REST API."""
     source: str | None = None
     """What it learns from: `turns` or `commands`."""
+    release: str | None = None
+    """The release that it runs."""
     max_row_tokens: int | None = None
     """Rollouts with longer rows are not trained."""
     metrics: Mapping[str, int | float | None] | None = None

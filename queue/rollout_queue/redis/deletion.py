@@ -142,7 +142,13 @@ def _deletion(
     spec = head.spec
     unread = () if head.turns else _hashes_in(fields)
     traces, numbers = traces_of(head, unread)
-    named = [keys.session(spec.session_id), keys.STREAM, keys.VERDICTS, keys.DELETED, keys.DELETING]
+    named: list[str] = [
+        keys.session(spec.session_id),
+        keys.STREAM,
+        keys.VERDICTS,
+        keys.DELETED,
+        keys.DELETING,
+    ]
     named += traces
     record = Deletion(
         session_id=spec.session_id,
@@ -171,6 +177,7 @@ def traces_of(head: SessionHead, more_images: Collection[str] = ()) -> tuple[lis
     """
     owner = head.spec.owner
     sorted_sets = [keys.DEADLINES, keys.SETTLED, keys.OPEN, keys.open_of(owner), keys.UNTRAINED]
+    sorted_sets.append(keys.TRAINED)
     users = [keys.user_sessions(user) for user in head.users]
     responses = [keys.response(name) for name in sorted({turn.completion_id for turn in head.turns})]
     continuations = [key for turn in head.turns for key in continuations_of(turn, owner)]

@@ -14,7 +14,7 @@ from redis.exceptions import OutOfMemoryError
 
 from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.redis import keys
-from rollout_queue.redis.lease import LOST
+from rollout_queue.redis.lease.lease import LOST
 
 RawEntry = tuple[bytes, list[bytes] | None]
 """An entry's id, and its fields and values alternating; None if the entry was deleted."""
@@ -71,5 +71,5 @@ def _entries(found: Any) -> list[RawEntry]:
         raise found
     if not found:
         return []
-    entries: list[RawEntry] = found[keys.STREAM.encode()] if isinstance(found, dict) else found[0][1]
+    entries: list[RawEntry] = next(iter(found.values())) if isinstance(found, dict) else found[0][1]
     return entries

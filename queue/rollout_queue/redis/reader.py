@@ -20,7 +20,7 @@ from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
 from rollout_queue.contract.tombstone import decode_tombstone
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
-from rollout_queue.redis.lease import LOST
+from rollout_queue.redis.lease.lease import LOST
 from rollout_queue.redis.pages import Pages, RawEntry
 from rollout_queue.redis.policies.register import reserve_arguments
 from rollout_queue.redis.scripts import consumer as consumer_scripts
@@ -34,6 +34,8 @@ class _VerdictCode(msgspec.Struct):
     code: str
 
 
+STEPS_KEPT = 50_000
+"""How many of the last steps Redis keeps, as what made each version: about 10 MB."""
 PAGE = 200
 """How many entries, verdicts or groups are read at once. Redis serves nobody else meanwhile."""
 NO_VERDICTS = Verdicts(sessions={}, turns={})
@@ -169,18 +171,22 @@ class RedisReader:
         return raw
 
     def _acknowledged(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
-        given = [((session_id, "verdict"), verdict) for session_id, verdict in verdicts.sessions.items()]
-        given += [
-            ((session_id, f"v:{turn_id}"), verdict)
-            for (session_id, turn_id), verdict in verdicts.turns.items()
-        ]
         places: dict[str, int] = {}
-        arguments: list[str | bytes | int] = [keys.GROUP, len(entry_ids), *entry_ids]
-        for (session_id, field), verdict in given:
+        arguments: list[str | bytes | int] = [keys.GROUP, len(entry_ids), len(verdicts.steps), STEPS_KEPT]
+        arguments += entry_ids
+        for step in verdicts.steps:
+            arguments += (step.version, msgspec.json.encode(step))
+        for session_id, verdict in verdicts.sessions.items():
             place = places.setdefault(session_id, len(places) + 1)
-            arguments += (place, session_id, field, msgspec.json.encode(verdict))
-        named = [keys.STREAM, keys.VERDICTS, keys.DEADLINES, keys.SETTLED, *map(keys.session, places)]
-        self._fenced(self._acknowledge, named, arguments)
+            version = verdict.version if verdict.code == "trained" else None
+            packed = msgspec.json.encode(verdict)
+            arguments += (place, session_id, "verdict", packed, "" if version is None else version, b"")
+        for (session_id, turn_id), verdict in verdicts.turns.items():
+            place = places.setdefault(session_id, len(places) + 1)
+            numbers = verdicts.tokens.get((session_id, turn_id), b"")
+            arguments += (place, session_id, f"v:{turn_id}", msgspec.json.encode(verdict), "", numbers)
+        named = [keys.STREAM, keys.VERDICTS, keys.DEADLINES, keys.SETTLED, keys.TRAINED, keys.STEPS]
+        self._fenced(self._acknowledge, [*named, *map(keys.session, places)], arguments)
 
     def _decoded(self, raw: Iterable[RawEntry]) -> Iterator[Entry]:
         for entry_id, fields in raw:

@@ -63,7 +63,13 @@ def _images(episode: Episode) -> list[str]:
 
 def _names(episode: Episode) -> list[str]:
     spec = episode.spec
-    named = [keys.session(spec.session_id), keys.STREAM, keys.SESSIONS, keys.DEADLINES, keys.VERDICTS]
+    named: list[str] = [
+        keys.session(spec.session_id),
+        keys.STREAM,
+        keys.SESSIONS,
+        keys.DEADLINES,
+        keys.VERDICTS,
+    ]
     named += [keys.DELETED, keys.DELETED_USERS, keys.SETTLED, keys.FORGOTTEN_IDS]
     named += map(keys.user_sessions, _users(episode))
     named += map(keys.image_sessions, _images(episode))

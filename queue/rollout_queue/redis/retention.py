@@ -52,7 +52,7 @@ class RedisForgetter:
         self._forget = redis.register_script(retention_scripts.FORGET)
         self._put_off = redis.register_script(retention_scripts.PUT_OFF)
         self._adopt = redis.register_script(retention_scripts.ADOPT)
-        self._cursor = 0
+        self._cursor = self._trained_cursor = 0
         self._adopted_at: float | None = None
 
     async def forget(self, settled_for_s: float, most: int) -> Forgotten:
@@ -61,7 +61,7 @@ class RedisForgetter:
         if not await stored(self._redis.exists(keys.SETTLED)):
             return Forgotten(verdicts, 0, "")
         age_ms = int(settled_for_s * 1000)
-        named = [keys.SETTLED, keys.STREAM]
+        named: list[str] = [keys.SETTLED, keys.STREAM]
         reply: list[Any] = await stored(self._due(named, [keys.GROUP, age_ms, most, keys.session("")]))
         before, held_by, *found = reply
         names = [name.decode() for name in found[::2]]
@@ -80,6 +80,7 @@ class RedisForgetter:
         now = time.monotonic()
         if self._adopted_at is not None and now - self._adopted_at < ADOPTED_EVERY_S:
             return
+        await self._drop_trained()
         cursor, page = await stored(
             self._redis.zscan(keys.SESSIONS, cursor=self._cursor, count=ADOPTED_AT_ONCE)
         )
@@ -91,6 +92,19 @@ class RedisForgetter:
         if decided:
             await stored(self._adopt([keys.SETTLED, keys.STREAM, *map(keys.session, decided)], decided))
         self._cursor, self._adopted_at = cursor, None if cursor else now
+
+    async def _drop_trained(self) -> None:
+        """Remove some sessions without a head from the index of trained ones. A build that knows no such
+        index has deleted or forgotten them, and they never get a head again."""
+        self._trained_cursor, page = await stored(
+            self._redis.zscan(keys.TRAINED, cursor=self._trained_cursor, count=ADOPTED_AT_ONCE)
+        )
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for name, _ in page:
+                pipeline.exists(keys.session(name.decode()))
+            there = await stored(pipeline.execute())
+        if gone := [name for (name, _), exists in zip(page, there, strict=True) if not exists]:
+            await stored(self._redis.zrem(keys.TRAINED, *gone))
 
     async def _heads(self, names: Sequence[str]) -> list[Mapping[bytes, bytes]]:
         async with self._redis.pipeline(transaction=False) as pipeline:
@@ -127,7 +141,13 @@ def _forgetting(
     """Keys and arguments of FORGET. `seen` is how many fields the session's hash had."""
     session_id, group_id = head.spec.session_id, head.spec.group_id or ""
     traces, numbers = traces_of(head)
-    named = [keys.session(session_id), keys.SETTLED, keys.SESSIONS, keys.FORGOTTEN, keys.FORGOTTEN_IDS]
+    named: list[str] = [
+        keys.session(session_id),
+        keys.SETTLED,
+        keys.SESSIONS,
+        keys.FORGOTTEN,
+        keys.FORGOTTEN_IDS,
+    ]
     named += [keys.group(group_id), keys.group_members(group_id), *traces]
     arguments: list[str | bytes | int | float] = [session_id, seen, before, keys.session(""), group_id]
     arguments += [IDS_KEPT, *numbers]

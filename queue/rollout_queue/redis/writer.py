@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -14,7 +15,7 @@ from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, SessionClosed, StorageUnavailable, UserDeleted
 from rollout_queue.contract.head import SessionHead, with_terms
-from rollout_queue.contract.listing import ListedSession, ListPosition
+from rollout_queue.contract.listing import ALL_SESSIONS, ListedSession, ListPosition, ListScope
 from rollout_queue.contract.progress import GroupProgress, group_progress
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import NO_IMAGES
@@ -23,10 +24,10 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available, stored
 from rollout_queue.redis.connection.clock import RedisClock
 from rollout_queue.redis.connection.pipelined import PipelinedConnection
-from rollout_queue.redis.connection.pooled import PooledConnection
-from rollout_queue.redis.connection.writer_connection import ConnectionFactory
+from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication
+from rollout_queue.redis.connection.writer_connection import Argument, ConnectionFactory
 from rollout_queue.redis.heads.cache import CACHE_BYTES, HeadCache
-from rollout_queue.redis.heads.listing import positions_after, wanted_heads
+from rollout_queue.redis.heads.listing import positions_in, wanted_heads
 from rollout_queue.redis.heads.reading import fields_without_turns, read_head, reading
 from rollout_queue.redis.heads.session_heads import SessionHeads
 from rollout_queue.redis.progress import progress_of
@@ -47,11 +48,6 @@ from rollout_queue.redis.turns.retraction import Retractions
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS: Mapping[str, ConnectionFactory] = {
-    "pipelined": PipelinedConnection,
-    "pooled": PooledConnection,
-}
-"""The kinds of connection, by their names in the gateway's setting `redis_connection`."""
 UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 """After these errors, Redis may have stored the record, or may still store it."""
 NOT_YET = (b"retried", b"late")
@@ -69,16 +65,18 @@ class RedisWriter:
         connect: ConnectionFactory = PipelinedConnection,
         append_within_s: float = 10.0,
         head_cache_bytes: int = CACHE_BYTES,
+        replication: Replication = NO_REPLICAS,
     ) -> None:
         """`append_within_s` is how long Redis may take until it stores a turn; later it refuses the turn."""
         self._redis = redis
         self._heads = HeadCache(head_cache_bytes)
         # A Redis that was restarted after a power failure may hold less than the cached heads say.
-        self._connection = connect(redis, self._heads.clear)
+        self._connection = connect(redis, self._heads.clear, replication)
+        self._replicated = replication.replicas > 0
         self._session_heads = SessionHeads(self._connection, self._heads)
         self._append_within_s = append_within_s
         self._clock = RedisClock(self._connection)
-        self._retractions = Retractions(redis)
+        self._retractions = Retractions(redis, self._confirmed)
         self._deleted = 0
         """How many sessions had been deleted at the last `forget_deleted`."""
         self._open = redis.register_script(session_scripts.OPEN)
@@ -86,12 +84,12 @@ class RedisWriter:
         self._append_turn = redis.register_script(record_scripts.APPEND_TURN)
         self._append_reward = redis.register_script(record_scripts.APPEND_REWARD)
         self._append_outcome = redis.register_script(record_scripts.APPEND_OUTCOME)
-        self._descriptions = Descriptions(redis)
+        self._descriptions = Descriptions(redis, self._confirmed)
         self._expiry = Expiry(redis)
         self._heartbeat = redis.register_script(session_scripts.HEARTBEAT)
 
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
-        reply = await stored(self._connection.script(self._open, *open_arguments(spec)))
+        reply = await stored(self._connection.confirmed(self._open, *open_arguments(spec)))
         with reading(spec.session_id):
             return opened(spec, reply)
 
@@ -101,7 +99,7 @@ class RedisWriter:
         return await self._descriptions.describe(spec, now, counts=counts)
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
-        match await stored(self._open_group(*group_arguments(specs))):
+        match await self._confirmed(self._open_group, *group_arguments(specs)):
             case b"exists":
                 raise Conflict(f"group {specs[0].group_id} exists already")
             case b"forgotten":
@@ -141,10 +139,15 @@ class RedisWriter:
         return None if known is None else known.head
 
     async def sessions(
-        self, after: ListPosition, count: int, wanted: Callable[[SessionSpec], bool] = lambda _: True
+        self,
+        after: ListPosition,
+        count: int,
+        wanted: Callable[[SessionSpec], bool] = lambda _: True,
+        scope: ListScope = ALL_SESSIONS,
     ) -> Sequence[ListedSession]:
-        positions = await positions_after(self._redis, after, count)
-        heads, gone = await wanted_heads(self._redis, [each.session_id for each in positions], wanted)
+        positions = await positions_in(self._redis, after, count, scope)
+        names = [each.session_id for each in positions]
+        heads, gone = await wanted_heads(self._redis, names, wanted, turns=scope.turns)
         tombstones = await self._tombstones(gone)
         found: dict[str, SessionHead | Tombstone] = {**tombstones, **heads}
         return [ListedSession(position, found.get(position.session_id)) for position in positions]
@@ -221,12 +224,20 @@ class RedisWriter:
         named, arguments = append_arguments(turn, expires_at, owner, seen, opening, deadline_ms, images)
         try:
             with available():
-                reply: bytes | list[int] = await self._connection.script(self._append_turn, named, arguments)
+                reply: bytes | list[int] = await self._connection.confirmed(
+                    self._append_turn, named, arguments
+                )
         except StorageUnavailable as error:
             if turn.finish != "abort" and isinstance(error.__cause__, UNANSWERED):
                 self._retractions.add(turn, deadline_ms)
             raise
         return reply
+
+    async def _confirmed(self, script: AsyncScript, named: list[str], arguments: list[Argument]) -> Any:
+        """What the script answers, once the replicas have what it wrote. Raises StorageUnavailable."""
+        if not self._replicated:
+            return await stored(script(named, arguments))
+        return await stored(self._connection.confirmed(script, named, arguments))
 
     async def retract_failed(self) -> None:
         await self._retractions.settle_all()
@@ -240,11 +251,10 @@ class RedisWriter:
 
     async def append_reward(self, reward: Reward) -> Reward:
         late = msgspec.structs.replace(reward, late=True)
-        reply = await stored(
-            self._append_reward(
-                [keys.session(reward.session_id), keys.STREAM, keys.DELETED],
-                [reward.session_id, f"r:{reward.key}", encode(reward), encode(late), repr(reward.value)],
-            )
+        reply = await self._confirmed(
+            self._append_reward,
+            [keys.session(reward.session_id), keys.STREAM, keys.DELETED],
+            [reward.session_id, f"r:{reward.key}", encode(reward), encode(late), repr(reward.value)],
         )
         if isinstance(reply, list):
             raise refusal(reward.session_id, reply[0])
@@ -256,7 +266,7 @@ class RedisWriter:
     ) -> Outcome:
         await self._retractions.settle(outcome.session_id)
         while True:
-            reply = await stored(self._append_outcome(*outcome_arguments(outcome, reward, verdict)))
+            reply = await self._confirmed(self._append_outcome, *outcome_arguments(outcome, reward, verdict))
             if not isinstance(reply, list):
                 break
             if reply[0] != b"described":

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from environments.settings import RunSettings
 from environments.start import RunPlace, play_run
 from gateway.app import create_app
-from gateway.settings import GatewaySettings
+from gateway.settings.service import GatewaySettings
 from tests.support.environments.answering_engine import AnsweringEngine
 from tests.support.serving import serving
 

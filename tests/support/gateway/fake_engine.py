@@ -40,6 +40,8 @@ class FakeEngine:
     tokenizer: Tokenizer
     script: deque[str | list[int]] = field(default_factory=deque)
     requests: list[dict[str, Any]] = field(default_factory=list)
+    traceparents: list[str | None] = field(default_factory=list)
+    """The header of each request."""
     aborted: list[str] = field(default_factory=list)
     refusals: deque[Response | None] = field(default_factory=deque)
     """The responses to the next requests; None stands for an answer."""
@@ -94,6 +96,7 @@ class FakeEngine:
     async def generate(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
+        self.traceparents.append(request.headers.get("traceparent"))
         if self.refusals and (refusal := self.refusals.popleft()) is not None:
             return refusal
         if not self.has_tokenizer and "stop" in body["sampling_params"]:

@@ -29,6 +29,7 @@ class FakeRolloutServer:
     def app(self) -> Starlette:
         return Starlette(
             routes=[
+                Route("/ready", self.ready),
                 Route("/status", self.status),
                 Route("/reload", self.reload, methods=["POST"]),
                 Route("/reload/{version}", self.abort, methods=["DELETE"]),
@@ -41,6 +42,9 @@ class FakeRolloutServer:
     async def status(self, request: Request) -> Response:
         self.keys.add(request.headers.get("authorization", ""))
         return JSONResponse(self.status_nonsense or self._state())
+
+    async def ready(self, _: Request) -> Response:
+        return JSONResponse({"ready": True})
 
     async def reload(self, request: Request) -> Response:
         self.reloads.append(await request.json())

@@ -35,7 +35,7 @@ from rollout_queue.commands.result import (
 )
 from rollout_queue.contract.tokens import Logprobs
 from rollout_queue.redis.commands.reader import RedisCommandReader
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 
 
 @dataclass

@@ -5,6 +5,7 @@ they were trained. A process that is killed leaves Redis and the disk as they ar
 """
 
 import asyncio
+import struct
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.stream import Entry, Verdicts
+from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import RedisDeleter
-from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.trainer_service.harness import FakeGateway
@@ -37,6 +39,7 @@ from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
 from trainer_service.step.step_request import StepRequest
+from trainer_service.step.token_records import TurnRecord
 from trainer_service.storage.checkpoint import CURRENT, Checkpoints, Unwritten
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
@@ -99,6 +102,9 @@ class Weights:
         self.trained: list[str] = []
         self.begun: list[str] = []
         """The turns whose gradients are accumulated, and which no step contains yet."""
+        self.records: list[TurnRecord] = []
+        """Of the last step's turns: the advantage of a turn is its place in `trained`."""
+        self._sessions: dict[str, str] = {}
         self.knife = knife
 
     def copy_states(self) -> "CopiedWeights":
@@ -117,19 +123,28 @@ class Weights:
         return True
 
     def accumulate(self, request: StepRequest) -> None:
-        self.begun += [turn_id for row in request.rows for turn_id in row.turn_ids]
+        self.begun += self._turns(request)
 
     def discard_gradients(self) -> None:
         self.begun = []
 
     def optimise(self, request: StepRequest) -> dict[str, float]:
         self.knife.at("step")
-        self.trained += [*self.begun, *(turn_id for row in request.rows for turn_id in row.turn_ids)]
+        first, learned = len(self.trained), [*self.begun, *self._turns(request)]
+        self.trained += learned
         self.begun = []
+        self.records = [
+            TurnRecord(self._sessions[turn_id], turn_id, TrainedTokens(2, struct.pack("<f", place)).pack())
+            for place, turn_id in enumerate(learned, first)
+        ]
         self.knife.at("step: done")
         tokens = float(sum(row.mask_L.sum() for row in request.rows))
         agreed = {"mismatch/abs_logp": 0.0, "mismatch/kl": 0.0}
         return {"grad_norm": 1.0, "tokens": tokens, "epochs": 1.0, **agreed}
+
+    def _turns(self, request: StepRequest) -> list[str]:
+        self._sessions |= {turn_id: row.session_id for row in request.rows for turn_id in row.turn_ids}
+        return [turn_id for row in request.rows for turn_id in row.turn_ids]
 
 
 @dataclass(frozen=True)

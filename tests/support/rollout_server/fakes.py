@@ -243,5 +243,8 @@ class FakeProcess:
     async def stop(self) -> None:
         self._dead.set()
 
+    def note_memory(self) -> None:
+        pass
+
     def log_tail(self) -> str:
         return "the fake was killed"

@@ -9,6 +9,7 @@ from rollout_queue.commands.command import Command
 from tests.support.serving import free_port
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
+from trainer_service.step.token_records import TurnRecord
 
 Steps = Sequence[Sequence[Row]]
 OVER = "over"
@@ -64,6 +65,8 @@ class Told:
     """Whether every weight is finite at the end."""
     refusals: int = 0
     """How many times a disk refused a version."""
+    records: Sequence[Sequence[TurnRecord]] = ()
+    """What each step has used of each turn's tokens."""
     held: Sequence[int] = ()
     """For each rank, the most bytes of weights that a snapshot had in memory."""
 

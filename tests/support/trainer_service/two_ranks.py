@@ -14,6 +14,7 @@ import os
 import pickle
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import deepspeed  # noqa: F401 - forked processes need it
@@ -35,6 +36,7 @@ from trainer_service.model.trained.models import Models
 from trainer_service.step.communication.launch import own_rank
 from trainer_service.step.ranks import DistributedPolicy, follow
 from trainer_service.step.step_request import StepRequest
+from trainer_service.step.token_records import TurnRecord
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 
@@ -112,7 +114,8 @@ def lead(leader: DistributedPolicy, task: Task) -> Told:
     done = (checkpoints.restore(leader) or RunState()).step
     publications = Publications(leader, task)
     publications.after(done)
-    metrics = []
+    metrics: list[dict[str, float]] = []
+    records: list[Sequence[TurnRecord]] = []
     for step, rows in enumerate(task.steps[done:], done + 1):
         half = len(rows) // 2 if task.in_parts else 0
         if task.settings.memory == "shared":
@@ -120,8 +123,9 @@ def lead(leader: DistributedPolicy, task: Task) -> Told:
         if half:
             leader.accumulate(StepRequest(rows, 0, algorithm))
             leader.discard_gradients()
-            leader.accumulate(StepRequest(rows[:half], 0, algorithm))
-        metrics.append(leader.optimise(StepRequest(rows[half:], 0, algorithm)))
+            leader.accumulate(StepRequest(rows[:half], 0, algorithm, recorded="all"))
+        metrics.append(leader.optimise(StepRequest(rows[half:], 0, algorithm, recorded="all")))
+        records.append(leader.records)
         if (every := algorithm.kl.reference_every_steps) and step % every == 0:
             leader.move_reference()
         if task.settings.memory == "shared":
@@ -138,7 +142,7 @@ def lead(leader: DistributedPolicy, task: Task) -> Told:
     while (task.run / "rest").exists():
         time.sleep(LOOKS_EVERY_S)  # the test removes the file, and nothing else announces it
     leader.close()
-    return Told(metrics, sound, finite, publications.refusals)
+    return Told(metrics, sound, finite, publications.refusals, records)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNot
 from gateway.rest.tinker_api.door import door_of, now
 from gateway.rest.tinker_api.paths import PATH, WeightsPath, weights_path
 from gateway.rest.tinker_api.wire.bodies import Number
-from gateway.wiring import parts_of
+from gateway.wiring.parts import parts_of
 from rollout_queue.commands.result import Exported, Kept
 from rollout_queue.http.files import LargeFile
 

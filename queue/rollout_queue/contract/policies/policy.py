@@ -84,6 +84,8 @@ class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What its files take on the trainer's disk; None if the publisher did not say."""
     created_at: float
     state: Literal["published", "serving", "failed", "retired"] = "published"
+    trace: str | msgspec.UnsetType = msgspec.UNSET
+    """The span that published it, as W3C's traceparent; not there if it is not traced."""
 
 
 def is_adapter(files: Iterable[FileSpec]) -> bool:

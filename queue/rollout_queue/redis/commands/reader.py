@@ -25,7 +25,7 @@ from rollout_queue.commands.result import Answer, Exported, Kept, Published, Res
 from rollout_queue.contract.errors import InvalidRecord, LeaseLost, UnknownSchema
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
-from rollout_queue.redis.lease import LOST
+from rollout_queue.redis.lease.lease import LOST
 from rollout_queue.redis.scripts import commands as scripts
 from rollout_queue.redis.scripts import drops, functions
 

@@ -24,6 +24,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from rollout_queue.redis.client.departures import not_the_master
+from rollout_queue.redis.client.prefixes import Rename
+from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication, SharedWait
 from rollout_queue.redis.connection.writer_connection import Argument
 
 logger = logging.getLogger(__name__)
@@ -38,7 +41,11 @@ class PipelinedConnection:
     """One connection. The first command opens it. If it is lost, the next command opens it again."""
 
     def __init__(
-        self, redis: Redis, on_connect: Callable[[], None] = lambda: None, timeout_s: float = 10.0
+        self,
+        redis: Redis,
+        on_connect: Callable[[], None] = lambda: None,
+        replication: Replication = NO_REPLICAS,
+        timeout_s: float = 10.0,
     ) -> None:
         """`redis` gives the address and the credentials; `timeout_s` is how long an answer may take;
         `on_connect` is called after each new connection."""
@@ -46,6 +53,11 @@ class PipelinedConnection:
         # The connection has no timeout of its own: `_watch` checks the call that has waited longest.
         self._connection = pool.connection_class(**pool.connection_kwargs | {"socket_timeout": None})
         self._timeout_s, self._on_connect = timeout_s, on_connect
+        self._replication = replication
+        self._wait = SharedWait(lambda: self.command(*replication.command))
+        self._opened = 0
+        """How many connections there have been."""
+        self._rename: Rename | None = pool.connection_kwargs.get("rename")
         self._unsent: list[bytes] = []
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._connecting: asyncio.Task[None] | None = None
@@ -53,6 +65,8 @@ class PipelinedConnection:
         self._watching: asyncio.TimerHandle | None = None
 
     async def command(self, *arguments: Argument) -> Any:
+        if self._rename is not None:
+            arguments = tuple(self._rename(arguments))
         packed = hiredis.pack_command(arguments)  # type: ignore[arg-type] # its stub knows one argument
         try:
             if self._gone:
@@ -69,7 +83,22 @@ class PipelinedConnection:
         except NoScriptError:
             return await self.command("EVAL", cast(str, script.script), str(len(keys)), *keys, *arguments)
 
+    async def confirmed(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
+        if not self._replication.replicas:
+            return await self.script(script, keys, arguments)
+        for _ in range(2):
+            if self._gone:
+                await self._connected()
+            opened = self._opened
+            answer = await self.script(script, keys, arguments)
+            confirmed = await self._wait.after_now()
+            if self._opened == opened:  # else the WAIT may be another server's, which lacks the record
+                self._replication.require(confirmed)
+                return answer
+        raise RedisConnectionError("the connection to Redis was lost before replicas had the record")
+
     async def close(self) -> None:
+        await self._wait.close()
         if self._watching is not None:
             self._watching.cancel()
         for task in (self._connecting, self._reading):
@@ -123,6 +152,7 @@ class PipelinedConnection:
                 await self._connection.connect()  # type: ignore[no-untyped-call]
         except TimeoutError as error:
             raise RedisTimeoutError("Redis did not answer in time") from error
+        self._opened += 1
         self._on_connect()
         self._reading = asyncio.create_task(self._read())
         self._watch()
@@ -148,9 +178,12 @@ class PipelinedConnection:
                     waiting.set_exception(error)
 
     def _answered(self, answer: Any) -> None:
-        """Give an answer to the oldest waiting call. Raises a RedisConnectionError that Redis sent."""
+        """Give an answer to the oldest waiting call. Raises RedisConnectionError if Redis sent one, or is not
+        the master: the calls that wait are repeated, each once, on the next connection."""
         if isinstance(answer, RedisConnectionError):
             raise answer
+        if not_the_master(answer):
+            raise RedisConnectionError(f"Redis is not the master: {answer}")
         if isinstance(answer, hiredis.PushNotification):
             return
         waiting, _ = self._waiting.popleft()

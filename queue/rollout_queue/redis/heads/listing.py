@@ -1,57 +1,119 @@
-"""Reads the list of all sessions page by page. Only the sessions that the caller wants are read whole."""
+"""Reads the list of all sessions page by page, whole or without their turns.
+
+positions after a position ──▶ specs ──the caller wants──▶ whole heads, or summaries without turns and tokens
+   of all sessions, or of one group or user
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from redis.asyncio import Redis
 
 from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import ListPosition
+from rollout_queue.contract.listing import ListPosition, ListScope, after_position
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.heads.reading import UNREADABLE, batches, readable_head
+from rollout_queue.redis.heads.reading import UNREADABLE, batches, read_summary, readable_head
 from rollout_queue.redis.scripts import sessions as session_scripts
 
 logger = logging.getLogger(__name__)
 
 FIELDS_AT_ONCE = 100
 """See `batches`."""
+SUMMARIES_AT_ONCE = 100
+"""Redis serves nobody else while a script runs, so no script looks at more sessions than this."""
+MOST_MEMBERS = 5000
+"""If a group or a user has more sessions, their list looks at all sessions."""
 
 
-async def positions_after(redis: Redis, position: ListPosition, count: int) -> list[ListPosition]:
-    """The next positions after `position`, up to `count`, oldest first. Raises StorageUnavailable."""
-    script = redis.register_script(session_scripts.LIST_AFTER)
-    found: list[bytes] = await stored(script([keys.SESSIONS], [*position, count]))
+async def positions_after(
+    redis: Redis, position: ListPosition, count: int, *, newest_first: bool = False
+) -> list[ListPosition]:
+    """The next positions after `position`, up to `count`, in the order of the list. Raises
+    StorageUnavailable."""
+    script = redis.register_script(session_scripts.LIST)
+    found: list[bytes] = await stored(script([keys.SESSIONS], [*position, count, int(newest_first)]))
     return [ListPosition(float(at), name.decode()) for name, at in zip(found[::2], found[1::2], strict=True)]
 
 
+async def positions_in(
+    redis: Redis, position: ListPosition, count: int, scope: ListScope
+) -> list[ListPosition]:
+    """As `positions_after`; if the scope names a group or a user, only positions of their sessions."""
+    for key in _indexes(scope):
+        if await stored(redis.scard(key)) <= MOST_MEMBERS:
+            names: list[Any] = list(await stored(redis.smembers(key)))
+            ages = await stored(redis.zmscore(keys.SESSIONS, names)) if names else []
+            members = [
+                ListPosition(float(at), name.decode())
+                for name, at in zip(names, ages, strict=True)
+                if at is not None
+            ]
+            return after_position(members, position, newest_first=scope.newest_first)[:count]
+    return await positions_after(redis, position, count, newest_first=scope.newest_first)
+
+
+def _indexes(scope: ListScope) -> list[str]:
+    indexes: list[str] = [] if scope.group_id is None else [keys.group_members(scope.group_id)]
+    return indexes if scope.user is None else [*indexes, keys.user_sessions(scope.user)]
+
+
 async def wanted_heads(
-    redis: Redis, names: Sequence[str], wanted: Callable[[SessionSpec], bool]
+    redis: Redis, names: Sequence[str], wanted: Callable[[SessionSpec], bool], *, turns: bool = True
 ) -> tuple[Mapping[str, SessionHead], list[str]]:
-    """The readable sessions whose spec `wanted` accepts, by id; and the ids that have no session.
+    """The readable sessions whose spec `wanted` accepts, by id; and the ids that have no session. Without
+    `turns`, what is known of their turns is in `unread`.
 
     Raises StorageUnavailable.
     """
     async with redis.pipeline(transaction=False) as pipeline:
         for name in names:
             pipeline.hget(keys.session(name), "spec")
-            pipeline.hlen(keys.session(name))
-        replies = await stored(pipeline.execute())
-    specs = dict(zip(names, replies[::2], strict=True))
-    sizes = dict(zip(names, replies[1::2], strict=True))
+        specs = dict(zip(names, await stored(pipeline.execute()), strict=True))
     chosen = [name for name, spec in specs.items() if spec is not None and _chosen(name, spec, wanted)]
+    heads = {} if turns else await _summaries(redis, chosen)
+    heads |= await _whole(redis, [name for name in chosen if name not in heads])
+    gone = [name for name, spec in specs.items() if spec is None]
+    return heads, gone + [name for name in chosen if name not in heads]
+
+
+async def _summaries(redis: Redis, names: Sequence[str]) -> dict[str, SessionHead]:
+    """The heads without turns. A session is missing if its sums are not those of its turns, or if it cannot
+    be read."""
+    script = redis.register_script(session_scripts.SUMMARIES)
     heads: dict[str, SessionHead] = {}
-    for batch in batches([(name, sizes[name]) for name in chosen], FIELDS_AT_ONCE):
+    for start in range(0, len(names), SUMMARIES_AT_ONCE):
+        page = names[start : start + SUMMARIES_AT_ONCE]
+        found: list[list[Any]] = await stored(script([keys.session(name) for name in page]))
+        for name, (turns, *fields) in zip(page, found, strict=True):
+            try:
+                head = read_summary(dict(zip(fields[::2], fields[1::2], strict=True)), turns)
+            except UNREADABLE:  # the whole head tells why, or can be read
+                continue
+            if head is not None:
+                heads[name] = head
+    return heads
+
+
+async def _whole(redis: Redis, names: Sequence[str]) -> dict[str, SessionHead]:
+    if not names:
+        return {}
+    async with redis.pipeline(transaction=False) as pipeline:
+        for name in names:
+            pipeline.hlen(keys.session(name))
+        sizes = list(zip(names, await stored(pipeline.execute()), strict=True))
+    heads: dict[str, SessionHead] = {}
+    for batch in batches(sizes, FIELDS_AT_ONCE):
         async with redis.pipeline(transaction=False) as pipeline:
             for name in batch:
                 pipeline.hgetall(keys.session(name))
             for name, fields in zip(batch, await stored(pipeline.execute()), strict=True):
                 if (head := readable_head(name, fields)) is not None:
                     heads[name] = head
-    gone = [name for name, spec in specs.items() if spec is None]
-    return heads, gone + [name for name in chosen if name not in heads]
+    return heads
 
 
 def _chosen(name: str, spec: bytes, wanted: Callable[[SessionSpec], bool]) -> bool:

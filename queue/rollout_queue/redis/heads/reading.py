@@ -12,6 +12,7 @@ from rollout_queue.contract.codec import decode, decode_spec
 from rollout_queue.contract.errors import InvalidRecord, StorageUnavailable, UnknownSchema
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, Reward, Turn, Verdict
+from rollout_queue.contract.turn_parts.sums import TurnSums, decode_sums
 from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,9 @@ def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead
 
 
 async def fields_without_turns(redis: Redis, key: str) -> dict[bytes, bytes]:
-    """The fields of a session's hash, except its turns and their verdicts. Raises StorageUnavailable."""
+    """The fields of a session's hash, except those of its turns. Raises StorageUnavailable."""
     names: list[bytes] = await stored(redis.hkeys(key))
-    others = [name for name in names if name[:2] not in (b"t:", b"v:", b"q:")]
+    others = [name for name in names if name[:2] not in (b"t:", b"v:", b"n:", b"q:")]
     values: list[bytes | None] = await stored(redis.hmget(key, others)) if others else []
     return {name: value for name, value in zip(others, values, strict=True) if value is not None}
 
@@ -71,6 +72,7 @@ def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
     turns: list[Turn] = []
     rewards: list[Reward] = []
     turn_verdicts: dict[str, Verdict] = {}
+    trained_tokens: dict[str, bytes] = {}
     for field, value in fields.items():
         match field[:2]:
             case b"t:":
@@ -79,6 +81,8 @@ def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
                 rewards.append(cast(Reward, decode(value)))
             case b"v:":
                 turn_verdicts[field[2:].decode()] = msgspec.json.decode(value, type=Verdict)
+            case b"n:":
+                trained_tokens[field[2:].decode()] = value
     outcome, verdict = fields.get(b"outcome"), fields.get(b"verdict")
     return SessionHead(
         spec=decode_spec(fields[b"spec"]),
@@ -87,5 +91,21 @@ def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
         outcome=cast(Outcome, decode(outcome)) if outcome else None,
         verdict=msgspec.json.decode(verdict, type=Verdict) if verdict else None,
         turn_verdicts=turn_verdicts,
+        trained_tokens=trained_tokens,
         beaten_at=float(fields.get(b"beat", 0)),
     )
+
+
+def read_summary(fields: Mapping[bytes, bytes], turns: int) -> SessionHead | None:
+    """A head without its turns, from the other fields of its hash, which has `turns` turns.
+
+    None when the hash has no spec. Raises InvalidRecord also if the sums are not those of all turns, because
+    a process of an older build appended some of them.
+    """
+    head = read_head(fields)
+    if head is None:
+        return None
+    sums = decode_sums(fields[b"turns"]) if b"turns" in fields else TurnSums()
+    if sums.turns != turns:
+        raise InvalidRecord(f"the sums are of {sums.turns} turns, and the session has {turns}")
+    return msgspec.structs.replace(head, unread=sums)

@@ -17,8 +17,8 @@ from rollout_queue.redis.connection.writer_connection import WriterConnection
 from rollout_queue.redis.heads.cache import HeadCache
 from rollout_queue.redis.heads.reading import read_head, reading
 
-NOT_FOR_CALLS = (b"v:", b"q:")
-"""Fields that no call needs: verdicts of turns, and marks of retried requests."""
+NOT_FOR_CALLS = (b"v:", b"n:", b"q:")
+"""Fields that no call needs: verdicts and numbers of trained turns, and marks of retried requests."""
 
 
 class KnownHead(NamedTuple):

@@ -41,6 +41,11 @@ class KnownPolicies(NamedTuple):
         return max(self.records, default=0)
 
     @property
+    def reserved_ahead(self) -> int | None:
+        """The highest reserved number, if it is above every registered version."""
+        return self.reserved.version if self.reserved.version > self.newest else None
+
+    @property
     def next_free(self) -> int:
         """The number after every registered and reserved one."""
         return max(self.newest, self.reserved.version) + 1

@@ -16,6 +16,7 @@ ADD = (
     + """
 -- KEYS: adapters, their last versions, revision
 -- ARGV: field, record, name, version, most adapters, now in ms, whether it may come back
+-- An adapter that may come back has no last version: its name, a model's, would stay for ever.
 -- Returns 1 if it is added, 0 if the version is not above the last one of the name, -1 if there are too
 -- many.
 if redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[5]) then return -1 end
@@ -23,7 +24,7 @@ local last = tonumber(redis.call('HGET', KEYS[2], ARGV[3]) or -1)
 if last >= tonumber(ARGV[4]) and ARGV[7] == '0' then return 0 end
 redis.call('HDEL', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-redis.call('HSET', KEYS[2], ARGV[3], math.max(last, tonumber(ARGV[4])))
+if ARGV[7] == '0' then redis.call('HSET', KEYS[2], ARGV[3], math.max(last, tonumber(ARGV[4]))) end
 revise(KEYS[3], ARGV[6])
 return 1
 """

@@ -45,16 +45,25 @@ ACKNOWLEDGE = (
     FENCED
     + SETTLE
     + """
--- KEYS: fence, stream, verdicts, deadlines, settled, session…
--- ARGV: token, group, how many entries, entry…, and for each verdict: index of session, id, field, verdict
+-- KEYS: fence, stream, verdicts, deadlines, settled, trained, steps, session…
+-- ARGV: token, group, how many entries, how many steps, steps kept, entry…, (version, step)…, and for each
+--       verdict: index of session, id, field, verdict, version that a session has trained or '', numbers of
+--       a trained turn's tokens or ''
 -- A full Redis accepts XACK, and then refuses no later write of the script.
-local last = 3 + tonumber(ARGV[3])
-for first = 4, last, 1000 do -- `unpack` is limited by the size of Lua's stack
+local last = 5 + tonumber(ARGV[3])
+for first = 6, last, 1000 do -- `unpack` is limited by the size of Lua's stack
     redis.call('XACK', KEYS[2], ARGV[2], unpack(ARGV, first, math.min(first + 999, last)))
 end
 local function code(verdict) return string.match(verdict, '"code":"([^"]*)"') end
-for at = last + 1, #ARGV, 4 do
-    local session, id, field, verdict = KEYS[5 + ARGV[at]], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
+local verdicts = last + 2 * ARGV[4]
+for at = last + 1, verdicts, 2 do -- no two steps make one version
+    redis.call('ZREMRANGEBYSCORE', KEYS[7], ARGV[at], ARGV[at])
+    redis.call('ZADD', KEYS[7], ARGV[at], ARGV[at + 1])
+end
+if verdicts > last then redis.call('ZREMRANGEBYRANK', KEYS[7], 0, -1 - ARGV[5]) end
+for at = verdicts + 1, #ARGV, 6 do
+    local session, id, field, verdict = KEYS[7 + ARGV[at]], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
+    local version, numbers = ARGV[at + 4], ARGV[at + 5]
     local before = redis.call('HGET', session, field)
     -- Nothing is written to a deleted session. A verdict that is repeated because an answer was lost counts
     -- once.
@@ -66,6 +75,10 @@ for at = last + 1, #ARGV, 4 do
         if field == 'verdict' then
             redis.call('ZREM', KEYS[4], id)
             settle(KEYS[5], KEYS[2], id)
+            redis.call('ZREM', KEYS[6], id)
+            if version ~= '' then redis.call('ZADD', KEYS[6], version, id) end
+        elseif numbers ~= '' then
+            redis.call('HSET', session, 'n:' .. string.sub(field, 3), numbers)
         end
     end
 end

@@ -63,6 +63,11 @@ for _, version in ipairs(redis.call('HKEYS', KEYS[1])) do
 end
 if not newer then return 0 end
 if redis.call('HDEL', KEYS[1], ARGV[1]) == 1 then redis.call('SADD', KEYS[3], ARGV[1]) end
+if redis.call('SCARD', KEYS[3]) > 2000 then -- of older ones nobody asks
+    for _, version in ipairs(redis.call('SMEMBERS', KEYS[3])) do
+        if tonumber(version) <= tonumber(ARGV[1]) - 1000 then redis.call('SREM', KEYS[3], version) end
+    end
+end
 return 1
 """
 

@@ -7,18 +7,29 @@ from rollout_queue.contract.rewards import LARGEST_SUM
 from rollout_queue.redis.scripts.functions import SETTLE
 
 APPEND_TURN = """
+local function with_turn(sums, tokens, finished, first, last)
+    -- The sums of a session's turns (`contract/turn_parts/sums.py`) after one more turn.
+    local turns, sampled, ended, oldest, newest =
+        string.match(sums or '', '^(%d+) (%d+) (%S+) (%S+) (%S+)$')
+    if not turns then turns, sampled, ended, oldest, newest = 0, 0, finished, first, last end
+    if tonumber(ended) < tonumber(finished) then ended = finished end
+    if oldest == '-' or first ~= '-' and tonumber(first) < tonumber(oldest) then oldest = first end
+    if newest == '-' or last ~= '-' and tonumber(last) > tonumber(newest) then newest = last end
+    return string.format('%d %d %s %s %s', turns + 1, sampled + tokens, ended, oldest, newest)
+end
 -- KEYS: session, stream, deadlines, sessions, deleted, deleted users, forgotten ids, user…,
 --       (image, sessions that show it)…, continuation…
 -- ARGV: id, field, turn, expires, ttl in ms, request, seen, spec, created, deadline, finished, longest ttl in
---       ms, number of users, digest of user…, number of images, bytes of image…
+--       ms, output tokens, their oldest and newest version, number of users, digest of user…, number of
+--       images, bytes of image…
 -- `spec` opens a session that does not exist; empty if the session must exist.
 -- `request` names a field that exists once a retry of the turn's request was recorded. `seen` is how many
 -- fields the session had when the turn's relation to other attempts was computed; empty if it was not
 -- computed. After `deadline`, in ms by Redis' clock, nothing is stored, because the client may have been told
 -- that the call failed. If the session got another time to live after the call began, that one counts.
 -- Returns how many fields the session had before and has now; or a word that says why nothing was appended.
-local known = redis.call('HMGET', KEYS[1], ARGV[2], 'spec', 'outcome', ARGV[6], 'ttl', 'beat')
-local stored, spec, outcome, retried, ttl, beat = unpack(known)
+local known = redis.call('HMGET', KEYS[1], ARGV[2], 'spec', 'outcome', ARGV[6], 'ttl', 'beat', 'turns')
+local stored, spec, outcome, retried, ttl, beat, sums = unpack(known)
 local before = redis.call('HLEN', KEYS[1])
 if stored then return {before, before} end
 if not spec then
@@ -29,9 +40,9 @@ end
 if outcome then return 'closed' end
 local time = redis.call('TIME')
 if time[1] * 1000 + time[2] / 1000 > tonumber(ARGV[10]) then return 'late' end
-local users = tonumber(ARGV[13])
+local users = tonumber(ARGV[16])
 for user = 1, users do
-    if redis.call('SISMEMBER', KEYS[6], ARGV[13 + user]) == 1 then return 'user deleted' end
+    if redis.call('SISMEMBER', KEYS[6], ARGV[16 + user]) == 1 then return 'user deleted' end
 end
 local expires, ttl_ms = ARGV[4], ARGV[5]
 if ttl then
@@ -49,13 +60,14 @@ if not spec then
     redis.call('HSET', KEYS[1], 'spec', ARGV[8])
     redis.call('ZADD', KEYS[4], ARGV[9], ARGV[1])
 end
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+sums = with_turn(sums, ARGV[13], ARGV[11], ARGV[14], ARGV[15])
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3], 'turns', sums)
 if looked then redis.call('HSET', KEYS[1], ARGV[6], '') end
 redis.call('ZADD', KEYS[3], expires, ARGV[1])
 for user = 1, users do redis.call('SADD', KEYS[7 + user], ARGV[1]) end
-local images = tonumber(ARGV[14 + users])
+local images = tonumber(ARGV[17 + users])
 for image = 1, images do
-    local key, bytes = 6 + users + 2 * image, ARGV[14 + users + image]
+    local key, bytes = 6 + users + 2 * image, ARGV[17 + users + image]
     if bytes ~= '' then redis.call('SET', KEYS[key], bytes, 'NX') end
     redis.call('SADD', KEYS[key + 1], ARGV[1])
 end

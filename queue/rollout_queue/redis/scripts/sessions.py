@@ -131,30 +131,54 @@ redis.call('ZADD', KEYS[2], 'GT', ARGV[3], ARGV[1])
 return 1
 """
 
-LIST_AFTER = """
--- KEYS: sessions   ARGV: created, id, count
--- Returns up to `count` sessions after that position, each with its creation time.
-local most, created, id = tonumber(ARGV[3]), tonumber(ARGV[1]), ARGV[2]
+LIST = """
+-- KEYS: sessions   ARGV: created, id, count, 1 for the newest first or 0
+-- Returns up to `count` sessions after that position in this order, each with its creation time.
+local most, created, id, newest = tonumber(ARGV[3]), tonumber(ARGV[1]), ARGV[2], ARGV[4] == '1'
 local function behind(name) -- compares bytes as sorted sets do; Lua's own comparison depends on the locale
     for at = 1, math.min(#name, #id) do
         local one, other = string.byte(name, at), string.byte(id, at)
-        if one ~= other then return one > other end
+        if one ~= other then return (one > other) ~= newest end
     end
+    if newest then return #name < #id end
     return #name > #id
 end
+local command, last = 'ZRANGEBYSCORE', '+inf'
+if newest then command, last = 'ZREVRANGEBYSCORE', '-inf' end
 local found, offset = {}, 0
 repeat
-    local page = redis.call(
-        'ZRANGEBYSCORE', KEYS[1], ARGV[1], '+inf', 'WITHSCORES', 'LIMIT', offset, most)
+    local page = redis.call(command, KEYS[1], ARGV[1], last, 'WITHSCORES', 'LIMIT', offset, most)
     for at = 1, #page, 2 do
-        local later = tonumber(page[at + 1]) > created or behind(page[at])
-        if later and #found < 2 * most then
+        local after = tonumber(page[at + 1]) ~= created or behind(page[at])
+        if after and #found < 2 * most then
             found[#found + 1] = page[at]
             found[#found + 1] = page[at + 1]
         end
     end
     offset = offset + most
 until #page < 2 * most or #found == 2 * most
+return found
+"""
+
+SUMMARIES = """
+-- KEYS: session…
+-- Returns of each session how many turns its hash has, and the other fields with their values, but neither
+-- verdicts and numbers of trained turns nor marks of retried requests. A list reads no tokens by it.
+local found = {}
+for at, session in ipairs(KEYS) do
+    local turns, names = 0, {}
+    for _, field in ipairs(redis.call('HKEYS', session)) do
+        local kind = string.sub(field, 1, 2)
+        if kind == 't:' then turns = turns + 1
+        elseif kind ~= 'v:' and kind ~= 'n:' and kind ~= 'q:' then names[#names + 1] = field end
+    end
+    local summary = {turns}
+    for _, name in ipairs(names) do
+        summary[#summary + 1] = name
+        summary[#summary + 1] = redis.call('HGET', session, name)
+    end
+    found[at] = summary
+end
 return found
 """
 

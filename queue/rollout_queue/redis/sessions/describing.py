@@ -12,7 +12,7 @@ from rollout_queue.contract.records import SessionSpec
 from rollout_queue.contract.tombstone import user_digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.connection.writer_connection import Argument
+from rollout_queue.redis.connection.writer_connection import Argument, Confirm
 from rollout_queue.redis.heads.reading import reading
 from rollout_queue.redis.scripts import sessions as session_scripts
 from rollout_queue.redis.sessions.ending import terms_of
@@ -22,8 +22,8 @@ from rollout_queue.redis.sessions.opening import opening_refusal
 class Descriptions:
     """Describes sessions on Redis. Several gateways may do so at the same time."""
 
-    def __init__(self, redis: Redis) -> None:
-        self._redis = redis
+    def __init__(self, redis: Redis, confirm: Confirm) -> None:
+        self._redis, self._confirm = redis, confirm
         self._describe = redis.register_script(session_scripts.DESCRIBE)
 
     async def describe(self, spec: SessionSpec, now: float, *, counts: bool) -> SessionSpec | None:
@@ -33,7 +33,7 @@ class Descriptions:
                 known = decode_spec(seen)
             if not known.implicit:
                 return known
-            reply = await stored(self._describe(*_arguments(spec, seen, now, counts)))
+            reply = await self._confirm(self._describe, *_arguments(spec, seen, now, counts))
             match reply[0]:
                 case b"described":
                     return spec
@@ -47,7 +47,7 @@ class Descriptions:
 
 
 def _arguments(spec: SessionSpec, seen: bytes, now: float, counts: bool) -> tuple[list[str], list[Argument]]:
-    named = [keys.session(spec.session_id), keys.STREAM, keys.DEADLINES, keys.DELETED_USERS]
+    named: list[str] = [keys.session(spec.session_id), keys.STREAM, keys.DEADLINES, keys.DELETED_USERS]
     named += [keys.user_sessions(spec.user or ""), keys.FORGOTTEN_IDS, keys.UNTRAINED]
     if spec.group_id is not None:
         named += [keys.group(spec.group_id), keys.group_members(spec.group_id)]

@@ -18,7 +18,7 @@ def outcome_arguments(
     outcome: Outcome, reward: Reward | None, verdict: Verdict | None
 ) -> tuple[list[str], list[Argument]]:
     """Keys and arguments of APPEND_OUTCOME."""
-    named = [keys.session(outcome.session_id), keys.STREAM, keys.DEADLINES]
+    named: list[str] = [keys.session(outcome.session_id), keys.STREAM, keys.DEADLINES]
     named += [keys.VERDICTS, keys.DELETED, keys.SETTLED]
     return named, [
         outcome.session_id,

@@ -20,7 +20,7 @@ from rollout_queue.redis.connection.writer_connection import Argument
 
 
 def open_arguments(spec: SessionSpec) -> tuple[list[str], list[Argument]]:
-    session_keys = [keys.session(spec.session_id), keys.SESSIONS, keys.DEADLINES]
+    session_keys: list[str] = [keys.session(spec.session_id), keys.SESSIONS, keys.DEADLINES]
     session_keys += [keys.DELETED, keys.DELETED_USERS, keys.user_sessions(spec.user or "")]
     session_keys.append(keys.FORGOTTEN_IDS)
     if spec.group_id is not None:
@@ -70,7 +70,7 @@ def opening_refusal(spec: SessionSpec, reply: list[bytes]) -> Conflict | Deleted
 def group_arguments(specs: Sequence[SessionSpec]) -> tuple[list[str], list[Argument]]:
     first = specs[0]
     assert first.group_id is not None  # noqa: S101 - `open_group` is called for groups only
-    named = [
+    named: list[str] = [
         keys.group(first.group_id),
         keys.group_members(first.group_id),
         keys.SESSIONS,

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import SessionSpec, Turn
 from rollout_queue.contract.tombstone import user_digest
+from rollout_queue.contract.turn_parts.sums import NONE
 from rollout_queue.redis import keys
 from rollout_queue.redis.connection.writer_connection import Argument
 
@@ -29,7 +30,7 @@ def append_arguments(
     """Keys and arguments of APPEND_TURN; `images` has the bytes of the turn's images by hash. Numbers are
     passed as text, which hiredis packs in half the time."""
     users = _users_of(turn, opening)
-    named = [keys.session(turn.session_id), *_FIXED_KEYS, *map(keys.user_sessions, users)]
+    named: list[str] = [keys.session(turn.session_id), *_FIXED_KEYS, *map(keys.user_sessions, users)]
     shown = sorted({image.sha256 for image in turn.images})
     named += images_of(shown)
     named += continuations_of(turn, owner)
@@ -47,11 +48,19 @@ def append_arguments(
         str(deadline_ms),
         repr(turn.finished_at),
         str(int(CONTINUATION_TTL_S * 1000)),
+        str(len(turn.output_ids)),
+        *_versions_of(turn),
         str(len(users)),
         *map(user_digest, users),
         str(len(shown)),
         *[images.get(sha256, b"") for sha256 in shown],
     ]
+
+
+def _versions_of(turn: Turn) -> tuple[str, str]:
+    """The oldest and the newest version that sampled the turn's tokens."""
+    versions = [span.version for span in turn.versions]
+    return (str(min(versions)), str(max(versions))) if versions else (NONE, NONE)
 
 
 def _users_of(turn: Turn, opening: SessionSpec | None) -> list[str]:

@@ -19,7 +19,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
-from rollout_queue.redis.availability import stored
+from rollout_queue.redis.connection.writer_connection import Confirm
 from rollout_queue.redis.scripts import records as record_scripts
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ class PendingRetraction(NamedTuple):
 class Retractions:
     """The turns of this process that are still to be retracted, by turn id."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, confirm: Confirm) -> None:
+        self._confirm = confirm
         self._retract = redis.register_script(record_scripts.RETRACT)
         self._pending: dict[str, PendingRetraction] = {}
 
@@ -74,11 +75,10 @@ class Retractions:
 
     async def _retracted(self, turn_id: str, pending: PendingRetraction) -> bytes:
         retraction, deadline_ms = pending
-        reply: bytes = await stored(
-            self._retract(
-                [keys.session(retraction.session_id), keys.STREAM],
-                [f"t:{turn_id}", f"t:{retraction.turn_id}", encode(retraction), str(deadline_ms)],
-            )
+        reply: bytes = await self._confirm(
+            self._retract,
+            [keys.session(retraction.session_id), keys.STREAM],
+            [f"t:{turn_id}", f"t:{retraction.turn_id}", encode(retraction), str(deadline_ms)],
         )
         return reply
 

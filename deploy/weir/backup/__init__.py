@@ -1,0 +1,1 @@
+"""`weir backup` and `weir restore`: Redis, checkpoint and policies at one moment, while all runs."""

@@ -1,0 +1,118 @@
+"""Copies the keys of a deployment from a running Redis, all as they were at one moment.
+
+SYNC ─▶ Redis forks ─▶ all its data, as a stream ─▶ RdbReader ─ keys `weir:…` ─▶ redis.values, redis.index
+
+By SYNC, which replicas use, Redis sends its data as they were when it forked. Calls go on meanwhile, and no
+file of Redis is read, so it may be anywhere, also behind TLS. The child process of Redis needs memory for the
+pages that change while it writes.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from redis.exceptions import RedisError, ResponseError
+
+from rollout_queue.redis.client.address import read_address
+from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.redis.client.prefixes import wire_prefix
+from rollout_queue.redis.client.settings import RedisSettings
+from weir.backup.point import MARK
+from weir.backup.rdb import RdbReader
+from weir.backup.records import RecordWriter
+from weir.errors import StackError
+from weir.stack.settings import redis_access
+
+PREFIX = b"weir:"
+SILENCE_S = 60.0
+"""How long Redis may send nothing. It sends a line every second while it forks and writes."""
+
+
+class RedisNotCopied(StackError):
+    """Redis did not send its data."""
+
+
+class CopiedRedis(NamedTuple):
+    """What was copied."""
+
+    keys: int
+    mark: bytes
+    """The value of MARK in the copy."""
+    version: int
+    """The version of Redis' format."""
+    server: str
+
+
+def copy_redis(url: str, directory: Path, on_begin: Callable[[], None]) -> CopiedRedis:
+    """Write the keys into `directory`. `on_begin` is called when Redis has copied its data and begins to
+    send. Raises RedisNotCopied."""
+    client = open_redis(known_prefix(url), SILENCE_S, protocol=2)
+    connection: Any = client.connection_pool.make_connection()
+    try:
+        about: Any = client.info("server")
+        server = str(about["redis_version"])
+        connection.connect()
+        with suppress(ResponseError):  # before Redis 7: it also sends what is written later
+            connection.send_command("REPLCONF", "rdb-only", "1")
+            connection.read_response()
+        connection.send_command("SYNC")
+        # redis-py has no public way to read what is no reply. Nothing else is in its buffer now.
+        stream: socket.socket = connection._sock
+        with stream.makefile("rb", buffering=1 << 20) as source:
+            _wait_for_data(source)
+            on_begin()
+            keys, mark, version = _written(RdbReader(source), directory, int(connection.db))
+        return CopiedRedis(keys, mark, version, server)
+    except TimeoutError as error:
+        raise RedisNotCopied(f"Redis sent nothing for {SILENCE_S:g} s; nothing was backed up") from error
+    except (RedisError, OSError) as error:
+        raise RedisNotCopied(f"Redis does not send its data: {error}") from error
+    finally:
+        connection.disconnect()
+        client.close()
+
+
+def known_prefix(url: str) -> RedisSettings:
+    """How the Redis at `url` is reached. Raises RedisNotCopied if its keys begin with another prefix."""
+    access = redis_access(url)
+    cluster = read_address(access.redis_url).kind == "cluster"
+    if wire_prefix(access.redis_key_prefix, cluster=cluster).encode() + b":" != PREFIX:
+        raise RedisNotCopied("backups have no clusters, and no deployments with another redis_key_prefix")
+    return access
+
+
+def _wait_for_data(source: Any) -> None:
+    """Read the empty lines that Redis sends while it prepares, and the line before its data."""
+    began_at = time.monotonic()
+    while (line := source.readline()) == b"\n":
+        continue
+    if line.startswith(b"-"):
+        raise RedisNotCopied(
+            f"Redis refuses SYNC: {line[1:].decode(errors='replace').strip()}; its user needs the right to "
+            "it, and "
+            "some hosted servers allow it to nobody (then use their own backup)"
+        )
+    if not line.startswith(b"$"):
+        raise RedisNotCopied(f"Redis ended the connection after {time.monotonic() - began_at:.0f} s")
+
+
+def _written(reader: RdbReader, directory: Path, database: int) -> tuple[int, bytes, int]:
+    mark = b""
+    with RecordWriter(directory, reader.version) as writer:
+        for key in reader.each():
+            if key.database != database or not key.name.startswith(PREFIX):
+                reader.value(key.kind)
+            elif key.name == MARK.encode():
+                pieces: list[bytes] = []
+                reader.value(key.kind, pieces.append)
+                mark = b"".join(pieces)[1:]  # after the length, which is one byte
+            else:
+                writer.write(key.name, key.expires_ms, key.kind, partial(reader.value, key.kind))
+        count = writer.count
+    if not mark:
+        raise RedisNotCopied("the copy of Redis lacks the mark of this backup: was Redis emptied meanwhile?")
+    return count, mark, reader.version

@@ -1,0 +1,162 @@
+"""`weir restore`: writes a backup into an empty place: another run directory, other ports, another host.
+
+verify every file ─▶ is the target empty? ─▶ versions, checkpoint ─▶ keys of Redis ─▶ CURRENT, schema
+
+Until the end, `weir:schema` says that a restore goes on, so no service starts on half of the data.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from rollout_queue.contract.policies.policy import STABLE
+from rollout_queue.redis import keys
+from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.redis.connection.schema import RESTORING, write_schema
+from trainer_service.storage.checkpoint import CURRENT, TAG
+from trainer_service.storage.files import sync_directory, write_atomically
+from trainer_service.storage.policy_store import ASIDE, VERSION_DIRECTORY
+from weir.backup.backup import Say
+from weir.backup.manifest import BackupManifest, copy_file, files_below, read_manifest, verify
+from weir.backup.records import StoredValues
+from weir.backup.redis_copy import known_prefix
+from weir.backup.redis_restore import check_index, clear, has_keys, move_locations, postpone, write_keys
+from weir.errors import StackError
+from weir.stack.probes import redis_ready
+from weir.stack.redis_server import redis_service
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
+
+REDIS_START_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreTarget:
+    """Where a backup is written."""
+
+    redis_url: str
+    checkpoint_dir: Path
+    policies_dir: Path
+    replace: bool = False
+    """Whether what is there may be removed."""
+
+
+def restore(directory: Path, target: RestoreTarget, say: Say) -> BackupManifest:
+    """Write the backup. Raises BackupBroken or StackError; before the first file is written, nothing has
+    changed."""
+    manifest = read_manifest(directory)
+    verify(directory, manifest)
+    check_index(directory, manifest.keys)
+    say(f"{directory} is whole: {len(manifest.files)} files, {manifest.keys} keys")
+    try:
+        with open_redis(known_prefix(target.redis_url), timeout_s=600, protocol=2) as redis:
+            _check_target(redis, target)
+            if target.replace:
+                _clear(redis, target)
+            redis.set(keys.SCHEMA, RESTORING)
+            _write_policies(directory, manifest, target.policies_dir)
+            _write_checkpoint(directory, manifest, target.checkpoint_dir)
+            _write_redis(redis, directory, manifest, target, say)
+            if manifest.checkpoint is not None:
+                write_atomically(target.checkpoint_dir / CURRENT, manifest.checkpoint.encode())
+            write_schema(redis)
+    except RedisError as error:
+        raise StackError(f"Redis failed: {error}; run this again with --replace") from error
+    except OSError as error:
+        raise StackError(f"the backup was not restored: {error}; run this again with --replace") from error
+    return manifest
+
+
+def _check_target(redis: Redis, target: RestoreTarget) -> None:
+    """Raises StackError if something runs there, or if something is there that may not be removed."""
+    if redis.exists(keys.LEASE):
+        raise StackError("a trainer runs on this Redis: stop all services, except Redis, first")
+    if target.replace:
+        return
+    if has_keys(redis):
+        raise StackError("this Redis has data of Weir: name another one, or allow its removal by --replace")
+    for path in _occupying(target):
+        raise StackError(f"{path} is there: name another directory, or allow its removal by --replace")
+
+
+def _occupying(target: RestoreTarget) -> Iterator[Path]:
+    """What a trainer has left in the directories."""
+    for directory, names in ((target.checkpoint_dir, TAG), (target.policies_dir, VERSION_DIRECTORY)):
+        if directory.is_dir():
+            yield from (path for path in sorted(directory.iterdir()) if names.match(path.name))
+    if (target.checkpoint_dir / CURRENT).exists():
+        yield target.checkpoint_dir / CURRENT
+
+
+def _clear(redis: Redis, target: RestoreTarget) -> None:
+    """CURRENT goes first, so that no trainer takes what is left."""
+    (target.checkpoint_dir / CURRENT).unlink(missing_ok=True)
+    clear(redis)
+    for path in list(_occupying(target)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _write_policies(directory: Path, manifest: BackupManifest, target: Path) -> None:
+    """Write each version under another name first; STABLE comes last."""
+    target.mkdir(parents=True, exist_ok=True)
+    begun: set[Path] = set()
+    for source, name in files_below(directory, manifest, "policies"):
+        if name.name == STABLE:
+            continue
+        folder = name.parent
+        begun.add(folder)
+        copy_file(source, (target / folder).with_name(f"{folder.name}{ASIDE}") / name.name)
+    for folder in sorted(begun):
+        final = target / folder
+        final.with_name(f"{folder.name}{ASIDE}").rename(final)
+        (final / STABLE).touch()
+        sync_directory(final)
+        sync_directory(final.parent)
+
+
+def _write_checkpoint(directory: Path, manifest: BackupManifest, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for source, name in files_below(directory, manifest, "checkpoints"):
+        copy_file(source, target / name)
+    for folder in [target, *(path for path in target.rglob("*") if path.is_dir())]:
+        sync_directory(folder)
+
+
+def _write_redis(
+    redis: Redis, directory: Path, manifest: BackupManifest, target: RestoreTarget, say: Say
+) -> None:
+    with StoredValues(directory) as values:
+        count = write_keys(redis, directory, values)
+    say(f"Redis: {count} keys")
+    if manifest.policies_dir:
+        before, after = (
+            _root(Path(path)) for path in (manifest.policies_dir, target.policies_dir.absolute())
+        )
+        moved = move_locations(redis, before, after) if before != after else 0
+        if moved:
+            say(f"{moved} places of versions: {before} is now {after}")
+    passed_s = max(0.0, time.time() - manifest.taken_at)
+    postpone(redis, passed_s)
+
+
+def _root(path: Path) -> str:
+    return path.resolve().as_uri() + "/"
+
+
+@contextmanager
+def redis_of_run(settings: StackSettings, url: str | None) -> Iterator[str]:
+    """The URL of the Redis to write to. If none is named, and none answers, that of `weir up` runs during the
+    block."""
+    given = url or settings.redis_url
+    if url is not None or redis_ready(known_prefix(given))() is None:
+        yield given
+        return
+    with Stack(settings, [redis_service(settings)]) as stack:
+        stack.wait_ready(timeout_s=REDIS_START_S)
+        yield stack.redis_url

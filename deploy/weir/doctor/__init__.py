@@ -1,0 +1,1 @@
+"""`weir doctor`: says in sentences what is wrong with a deployment. It only reads."""

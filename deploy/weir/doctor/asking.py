@@ -1,0 +1,214 @@
+"""Asks the services of a deployment, all at once, each for a bounded time.
+
+gateway, Redis ─ 3 s ─▶ where the servers and the trainer are ─▶ servers, trainer ─ 3 s ─▶ facts
+this machine ───────────────────────── 8 s ──────────────────────────────────────────────▶
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from rollout_queue.contract.policies.policy import Manifest
+from rollout_queue.protocol.message import MalformedMessage
+from rollout_queue.protocol.status import ServerStatus, SystemStatus
+from weir.doctor.facts import DeploymentFacts, Kind, MachineFacts, ServiceFacts
+from weir.doctor.machine import examine
+from weir.doctor.redis_facts import read_redis
+from weir.doctor.targets import Targets
+from weir.stack.probes import refusal_of
+
+ASK_S = 3.0
+"""How long one service may take for all that it is asked."""
+MACHINE_S = 8.0
+"""How long the disks of this machine may take."""
+MOST_AT_ONCE = 64
+"""How many services are asked at once."""
+REPORTS: dict[Kind, str] = {
+    "gateway": "/admin/status",
+    "rollout_server": "/status",
+    "trainer": "/status",
+    "rewards": "/status",
+}
+
+T = TypeVar("T")
+
+
+async def gather(targets: Targets) -> DeploymentFacts:
+    """Everything that the checks look at. Takes at most about eight seconds, whatever hangs."""
+    machine = asyncio.ensure_future(_examined(targets))
+    headers = {"authorization": f"Bearer {targets.admin_key}"} if targets.admin_key else {}
+    limits = httpx.Limits(max_connections=2 * MOST_AT_ONCE)
+    async with httpx.AsyncClient(headers=headers, timeout=ASK_S, limits=limits) as http:
+        gateway, redis = await asyncio.gather(
+            _asked(http, "gateway", "gateway", targets.gateway_url), read_redis(targets.redis_url, ASK_S)
+        )
+        gateway, system = _system(gateway)
+        report = redis.trainer if system is None else system.trainer
+        trainer_url = report.url or targets.trainer_url
+        servers, others = _servers(system, targets), _others(targets)
+        public = targets.settings.get("gateway", {}).get("public_url")
+        wanted = [*servers, *others]
+        if trainer_url:
+            wanted.append(("trainer", "trainer", trainer_url))
+        if public:
+            wanted.append(("gateway", "gateway", str(public).rstrip("/")))
+        manifest = asyncio.ensure_future(_manifest(http, trainer_url))
+        found = await asyncio.gather(*(_asked(http, kind, name, url) for kind, name, url in wanted))
+        newest = await manifest
+    return DeploymentFacts(
+        gateway=gateway,
+        redis=redis,
+        system=system,
+        servers=tuple(_server(each) for each in found if each.kind == "rollout_server"),
+        trainer=next((each for each in found if each.kind == "trainer"), None),
+        others=tuple(each for each in found if each.kind == "rewards"),
+        manifest=newest,
+        public=next((each for each in found if each.kind == "gateway"), None),
+        machine=await machine,
+        settings=targets.settings,
+        now=time.time(),
+    )
+
+
+def _servers(system: SystemStatus | None, targets: Targets) -> list[tuple[Kind, str, str]]:
+    """The rollout servers that the gateway knows, and the one that `weir up` has started."""
+    known = system.rollout_servers if system is not None else ()
+    found: list[tuple[Kind, str, str]] = [
+        ("rollout_server", each.id, each.url) for each in known if each.url is not None
+    ]
+    own = targets.stack.services.get("rollout_server") if targets.stack is not None else None
+    if own is not None and own.url not in {url for _, _, url in found}:
+        found.append(("rollout_server", "rollout_server", own.url))
+    return found
+
+
+def _others(targets: Targets) -> list[tuple[Kind, str, str]]:
+    own = targets.stack.services.get("reward_service") if targets.stack is not None else None
+    return [("rewards", "reward_service", own.url)] if own is not None else []
+
+
+async def _asked(http: httpx.AsyncClient, kind: Kind, name: str, url: str) -> ServiceFacts:
+    """What one service answers to `/ready` and to the request for its report."""
+    facts = ServiceFacts(kind=kind, name=name, url=url)
+    try:
+        async with asyncio.timeout(ASK_S):
+            before = time.time()
+            ready = await http.get(f"{url}/ready")
+            after = time.time()
+            report = await http.get(url + REPORTS[kind])
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+        why = f"no answer within {ASK_S:g} s" if _is_timeout(error) else str(error) or type(error).__name__
+        return replace(facts, silent=why)
+    return replace(
+        facts,
+        unready=None if ready.status_code == 200 else refusal_of(ready.content, ready.status_code),
+        key_refused=report.status_code in (401, 403),
+        report_failed=(None if report.status_code == 200 else refusal_of(report.content, report.status_code)),
+        body=report.content if report.status_code == 200 else b"",
+        clock_ahead_s=_ahead(ready.headers.get("date"), before, after),
+    )
+
+
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error, TimeoutError | httpx.TimeoutException)
+
+
+def _ahead(date: str | None, before: float, after: float) -> float | None:
+    """How far a clock is ahead that wrote this `Date`, which has whole seconds, between the two moments."""
+    if date is None:
+        return None
+    try:
+        said = parsedate_to_datetime(date).timestamp() + 0.5
+    except ValueError:
+        return None
+    # The answer came at some moment in between, so only what lies outside of it is a difference.
+    return said - after if said > after else said - before if said < before else 0.0
+
+
+def _system(gateway: ServiceFacts) -> tuple[ServiceFacts, SystemStatus | None]:
+    if not gateway.body:
+        return gateway, None
+    try:
+        return gateway, SystemStatus.read(gateway.body)
+    except MalformedMessage as error:
+        return replace(gateway, report_failed=str(error)), None
+
+
+def _server(service: ServiceFacts) -> tuple[ServiceFacts, ServerStatus | None]:
+    if not service.body:
+        return service, None
+    try:
+        return service, ServerStatus.read(service.body)
+    except MalformedMessage as error:
+        return replace(service, report_failed=str(error)), None
+
+
+async def _manifest(http: httpx.AsyncClient, trainer_url: str | None) -> Manifest | None:
+    """The manifest of the newest version that the trainer has; None if there is none, or no answer."""
+    if trainer_url is None:
+        return None
+    try:
+        async with asyncio.timeout(ASK_S):
+            page = await http.get(f"{trainer_url}/weights")
+            versions = msgspec.json.decode(page.content, type=_Versions).data
+            if page.status_code != 200 or not versions:
+                return None
+            newest = max(each.version for each in versions)
+            answer = await http.get(f"{trainer_url}/weights/{newest}/manifest.json")
+            return msgspec.json.decode(answer.content, type=Manifest)
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, msgspec.DecodeError):
+        return None
+
+
+class _OnDisk(msgspec.Struct, frozen=True):
+    version: int
+
+
+class _Versions(msgspec.Struct, frozen=True):
+    data: list[_OnDisk]
+
+
+async def _examined(targets: Targets) -> MachineFacts:
+    """What this machine has. A thread reads it, and is left behind if a disk hangs."""
+    try:
+        return await _in_thread(lambda: examine(targets), MACHINE_S)
+    except TimeoutError:
+        return MachineFacts(failed=f"its disks did not answer within {MACHINE_S:g} s")
+    except OSError as error:
+        return MachineFacts(failed=str(error))
+
+
+async def _in_thread(work: Callable[[], T], timeout_s: float) -> T:
+    """Run `work` in a thread that does not keep this process alive. Raises TimeoutError, and what `work`
+    raises."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: Sequence[T], error: Exception | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result[0])
+
+    def run() -> None:
+        result: list[T] = []
+        failed: Exception | None = None
+        try:
+            result.append(work())
+        except Exception as error:  # the awaiting task raises it
+            failed = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=run, daemon=True, name="machine").start()
+    async with asyncio.timeout(timeout_s):
+        return await done

@@ -1,0 +1,168 @@
+"""Checks of Redis: whether it keeps what it has answered, whether it has room, and who can reach it."""
+
+from typing import Any
+
+from rollout_queue.http.keys import LOOPBACK
+from weir.doctor.facts import DeploymentFacts
+from weir.doctor.problem import Found
+from weir.doctor.words import duration, size
+
+NEARLY_FULL = 0.85
+SLOW_REWRITE_S = 600
+OLDEST = (6, 2)
+
+
+def redis_silent(facts: DeploymentFacts) -> Found:
+    if facts.redis.silent is not None:
+        yield (
+            "error",
+            f"Redis at {facts.redis.address} does not answer: {facts.redis.silent}",
+            "start Redis, or set WEIR_REDIS_URL; until then gateways refuse calls and the trainer waits",
+        )
+
+
+def redis_loses_data(facts: DeploymentFacts) -> Found:
+    if _config(facts, "appendonly", "yes") == "no":
+        yield (
+            "error",
+            "Redis writes no append-only file, so what it has answered is lost when it ends",
+            "start it with queue/redis.conf, or set appendonly yes in its configuration",
+        )
+
+
+def redis_syncs_late(facts: DeploymentFacts) -> Found:
+    policy = _config(facts, "appendfsync", "always")
+    if policy != "always" and _config(facts, "appendonly", "yes") == "yes":
+        lost = "up to two seconds of answers" if policy == "everysec" else "half a minute of answers"
+        yield (
+            "warning",
+            f"Redis syncs its file {policy}, so a power cut may lose {lost} that agents have received",
+            "set appendfsync always (queue/README.md compares the two)",
+        )
+
+
+def redis_evicts(facts: DeploymentFacts) -> Found:
+    policy = _config(facts, "maxmemory-policy", "noeviction")
+    if policy != "noeviction":
+        yield (
+            "error",
+            f"a full Redis evicts sessions by itself: its maxmemory-policy is {policy}",
+            "set maxmemory-policy noeviction; then a full Redis refuses new sessions instead",
+        )
+
+
+def redis_has_evicted(facts: DeploymentFacts) -> Found:
+    if evicted := int(facts.redis.info.get("evicted_keys", 0)):
+        yield (
+            "error",
+            f"Redis has evicted {evicted} keys since it started",
+            "set maxmemory-policy noeviction, and run `weir audit`, which says what is lost",
+        )
+
+
+def redis_unbounded(facts: DeploymentFacts) -> Found:
+    if facts.redis.info and not int(facts.redis.info.get("maxmemory", 0)):
+        yield (
+            "warning",
+            "Redis has no maxmemory, so it grows until the system kills it",
+            "set maxmemory to about two thirds of what Redis may use, or start it with queue/start-redis.sh",
+        )
+
+
+def redis_nearly_full(facts: DeploymentFacts) -> Found:
+    used, most = (int(facts.redis.info.get(name, 0)) for name in ("used_memory", "maxmemory"))
+    if most and used >= NEARLY_FULL * most:
+        yield (
+            "warning",
+            f"Redis uses {used / most:.0%} of its maxmemory ({size(used)} of {size(most)})",
+            "lower gateway.retention_s, raise maxmemory, or let the trainer train what waits",
+        )
+
+
+def redis_cannot_write(facts: DeploymentFacts) -> Found:
+    for name, what in (
+        ("aof_last_write_status", "could not write its append-only file"),
+        ("aof_last_bgrewrite_status", "could not rewrite its append-only file, which grows until it can"),
+    ):
+        if facts.redis.info.get(name, "ok") != "ok":
+            yield (
+                "error",
+                f"Redis {what} the last time",
+                "free space on its disk and memory for its fork (vm.overcommit_memory 1), and read its log",
+            )
+
+
+def redis_rewrites_slowly(facts: DeploymentFacts) -> Found:
+    seconds = int(facts.redis.info.get("aof_current_rewrite_time_sec", -1))
+    if seconds > SLOW_REWRITE_S:
+        yield (
+            "warning",
+            f"Redis has been rewriting its append-only file for {duration(seconds)}",
+            "its disk is too slow for its size: move it to a faster disk, or lower gateway.retention_s",
+        )
+
+
+def redis_starts(facts: DeploymentFacts) -> Found:
+    if int(facts.redis.info.get("loading", 0)):
+        yield "warning", "Redis is reading its file, and refuses calls until it has", "wait"
+
+
+def redis_is_replica(facts: DeploymentFacts) -> Found:
+    if facts.redis.info.get("role") == "slave":
+        yield (
+            "error",
+            f"{facts.redis.address} is a replica, which takes no writes",
+            "name the primary in WEIR_REDIS_URL",
+        )
+
+
+def redis_is_old(facts: DeploymentFacts) -> Found:
+    version = str(facts.redis.info.get("redis_version", ""))
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers and numbers < OLDEST:
+        yield "error", f"Redis {version} lacks commands that Weir uses", "install Redis 6.2 or newer"
+
+
+def redis_is_open(facts: DeploymentFacts) -> Found:
+    bound = _config(facts, "bind", "127.0.0.1").split()
+    open_to = [each for each in bound or ["*"] if each.lstrip("-") not in LOOPBACK]
+    protected = _config(facts, "protected-mode", "yes") == "yes"
+    if open_to and not protected and not facts.redis.has_password and _config(facts, "requirepass", "") == "":
+        yield (
+            "error",
+            f"Redis listens on {' '.join(open_to)} without a password, for whoever reaches the port",
+            "set requirepass and give the password in WEIR_REDIS_URL, or bind 127.0.0.1",
+        )
+
+
+def redis_hides_configuration(facts: DeploymentFacts) -> Found:
+    if facts.redis.silent is None and facts.redis.config is None:
+        yield (
+            "warning",
+            "this Redis does not allow CONFIG GET, so its persistence and eviction could not be checked",
+            "make sure by its own console that it has appendonly yes and maxmemory-policy noeviction",
+        )
+
+
+def _config(facts: DeploymentFacts, name: str, default: str) -> str:
+    """A setting of Redis; `default`, with which no check finds anything, if it is not known."""
+    found: Any = (facts.redis.config or {}).get(name, default)
+    return str(found)
+
+
+CHECKS = (
+    redis_silent,
+    redis_loses_data,
+    redis_syncs_late,
+    redis_evicts,
+    redis_has_evicted,
+    redis_unbounded,
+    redis_nearly_full,
+    redis_cannot_write,
+    redis_rewrites_slowly,
+    redis_starts,
+    redis_is_replica,
+    redis_is_old,
+    redis_is_open,
+    redis_hides_configuration,
+)

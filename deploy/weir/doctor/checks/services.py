@@ -1,0 +1,149 @@
+"""Checks of all services: whether they answer, agree on keys, clocks and releases, and who reaches them."""
+
+from collections.abc import Iterator
+
+from rollout_queue.http.keys import LOOPBACK
+from weir.doctor.facts import DeploymentFacts, ServiceFacts
+from weir.doctor.problem import Found
+
+MOST_APART_S = 2.0
+"""Clocks may differ by this much; docs/reliability.md says what a larger difference changes."""
+SECTIONS = ("gateway", "rollout_server", "trainer")
+
+
+def service_silent(facts: DeploymentFacts) -> Found:
+    for service in facts.services:
+        if service.silent is not None:
+            yield (
+                "error",
+                f"{service.name} at {service.url} does not answer: {service.silent}",
+                "start it, or look into its log; if it is there, this machine does not reach it",
+            )
+
+
+def service_unready(facts: DeploymentFacts) -> Found:
+    for service in facts.services:
+        if service.unready is not None:
+            yield (
+                "error",
+                f"{service.name} is not ready: {service.unready}",
+                "wait if it is starting; otherwise its log says more",
+            )
+
+
+def keys_differ(facts: DeploymentFacts) -> Found:
+    refusing = [service.name for service in facts.services if service.key_refused]
+    if refusing:
+        yield (
+            "error",
+            f"{', '.join(refusing)} {'refuses' if len(refusing) == 1 else 'refuse'} the admin key with which "
+            "the doctor, and so every other service, calls",
+            "give all services the same first key in WEIR_ADMIN_KEYS (`--config` and the environment say "
+            "which one the doctor uses)",
+        )
+
+
+def report_unreadable(facts: DeploymentFacts) -> Found:
+    for service in facts.services:
+        if service.report_failed is not None and not service.key_refused:
+            yield (
+                "error",
+                f"{service.name} gives no report: {service.report_failed}",
+                "run the same release everywhere; its log says more",
+            )
+
+
+def clocks_apart(facts: DeploymentFacts) -> Found:
+    told = {"Redis": facts.redis.clock_ahead_s} | {
+        service.name: service.clock_ahead_s for service in facts.services
+    }
+    known = {name: ahead_s for name, ahead_s in told.items() if ahead_s is not None}
+    if not known or max(known.values()) - min(known.values()) <= MOST_APART_S:
+        return
+    first, last = max(known, key=known.__getitem__), min(known, key=known.__getitem__)
+    yield (
+        "warning",
+        f"clocks differ: {first} is {known[first] - known[last]:.1f} s ahead of {last}",
+        "synchronise the clocks of all machines (chrony, systemd-timesyncd): sessions expire, and groups "
+        "wait, by these clocks",
+    )
+
+
+def releases_differ(facts: DeploymentFacts) -> Found:
+    told = dict(_releases(facts))
+    if len(set(told.values())) > 1:
+        named = ", ".join(f"{name} {release}" for name, release in sorted(told.items()))
+        yield (
+            "warning",
+            f"services run different releases: {named}",
+            "finish the upgrade (docs/operations.md says in which order)",
+        )
+
+
+def _releases(facts: DeploymentFacts) -> Iterator[tuple[str, str]]:
+    if facts.system is not None and facts.system.release:
+        yield "gateway", facts.system.release
+    for service, status in facts.servers:
+        if status is not None and status.release:
+            yield service.name, status.release
+    if facts.report.release:
+        yield "trainer", facts.report.release
+
+
+def default_keys(facts: DeploymentFacts) -> Found:
+    known = [warning for warning in _warnings(facts) if "everybody knows the keys" in warning]
+    for warning in known:
+        yield "error", warning, "make keys, for instance by `openssl rand -hex 24`, and restart the services"
+
+
+def listens_without_keys(facts: DeploymentFacts) -> Found:
+    if facts.setting("rollout_server", "engine_host") not in (None, *LOOPBACK):
+        yield (
+            "warning",
+            f"the engine listens on {facts.setting('rollout_server', 'engine_host')} and asks for no key",
+            "bind it to an address in a closed network (rollout_server.engine_host)",
+        )
+    for section in SECTIONS:
+        host, keys = facts.setting(section, "host"), facts.setting(section, "admin_keys")
+        if host not in (None, *LOOPBACK) and keys is not None and not keys:
+            yield (
+                "error",
+                f"{section}.host is {host}, and {section} has no keys, so it refuses to start",
+                "set WEIR_CLIENT_KEYS and WEIR_ADMIN_KEYS, or bind 127.0.0.1",
+            )
+
+
+def public_url_unreachable(facts: DeploymentFacts) -> Found:
+    public: ServiceFacts | None = facts.public
+    if public is not None and public.silent is not None and facts.gateway.silent is None:
+        yield (
+            "error",
+            f"the gateway answers, but not at gateway.public_url, {public.url}, which agents get: "
+            f"{public.silent}",
+            "correct gateway.public_url, or the proxy in front of it",
+        )
+
+
+def gateway_warns(facts: DeploymentFacts) -> Found:
+    """What the gateway itself warns of, except what other checks find as well."""
+    for warning in _warnings(facts):
+        if not any(known in warning for known in ("everybody knows the keys", "maxmemory")):
+            yield "warning", warning, "see GET /admin/pipeline, and `gateway.warnings` in docs/gateway.md"
+
+
+def _warnings(facts: DeploymentFacts) -> tuple[str, ...]:
+    return () if facts.system is None else facts.system.warnings
+
+
+CHECKS = (
+    service_silent,
+    service_unready,
+    keys_differ,
+    report_unreadable,
+    clocks_apart,
+    releases_differ,
+    default_keys,
+    listens_without_keys,
+    public_url_unreachable,
+    gateway_warns,
+)

@@ -1,0 +1,84 @@
+"""What `weir doctor` examines: addresses, the admin key, and the settings that are known on this machine."""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollout_queue.settings import ServiceSettings
+from weir.audit.sources import redis_of
+from weir.configuration import service_settings
+from weir.doctor.facts import Settings
+from weir.stack import state
+from weir.stack.settings import StackSettings, service_field
+from weir.stack.state import StackState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """Where the parts of a deployment are."""
+
+    gateway_url: str
+    redis_url: str
+    trainer_url: str | None = None
+    """Asked if the trainer has not reported its address."""
+    admin_key: str | None = None
+    run_dir: Path | None = None
+    """The directory of `weir up`; None if nothing was started there."""
+    stack: StackState | None = None
+    settings: Settings = field(default_factory=dict)
+
+
+def targets_of(
+    settings: StackSettings, gateway_url: str | None = None, redis_url: str | None = None
+) -> Targets:
+    """Each address comes from the first of these that has it: the arguments; the services that run in the
+    run directory; the services' own settings; the settings that `weir up` would use."""
+    found = state.read(settings.run_dir)
+    running = {} if found is None else {name: service.url for name, service in found.services.items()}
+    return Targets(
+        gateway_url=(
+            gateway_url
+            or running.get("gateway")
+            or service_field("trainer", "gateway_url")
+            or f"http://127.0.0.1:{settings.gateway_port}"
+        ).rstrip("/"),
+        redis_url=redis_url or redis_of(settings),
+        trainer_url=running.get("trainer_service"),
+        admin_key=next(iter(settings.admin_keys), None),
+        run_dir=settings.run_dir if found is not None else None,
+        stack=found,
+        settings=settings_known(settings.run_dir / "weir.yaml" if found is not None else None),
+    )
+
+
+def settings_known(written: Path | None) -> Settings:
+    """The settings that services have here: those that `weir up` wrote, with all defaults; else those that
+    the environment and weir.yaml give, without defaults, since the services may run elsewhere."""
+    known: dict[str, dict[str, Any]] = {}
+    document: dict[str, Any] = {}
+    if written is not None:
+        try:
+            document = yaml.safe_load(written.read_text(encoding="utf-8")) or {}
+        except (OSError, yaml.YAMLError) as error:
+            logger.warning("%s cannot be read: %s", written, error)
+    for kind in service_settings():
+        if document:
+            known[kind.section] = _defaults(kind) | (document.get(kind.section) or {})
+        else:
+            names = [*kind.model_fields]
+            given = {name: service_field(kind.section, name) for name in names}
+            known[kind.section] = {name: value for name, value in given.items() if value is not None}
+    return known
+
+
+def _defaults(kind: type[ServiceSettings]) -> dict[str, Any]:
+    return {
+        name: each.default
+        for name, each in kind.model_fields.items()
+        if not each.is_required() and each.default_factory is None
+    }

@@ -1,0 +1,161 @@
+"""The commands of day two: `weir doctor`, and those that keep a running deployment."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from weir.options import AsJson, Config, RunDir, settings_from
+from weir.stack.settings import service_field
+
+console = Console(soft_wrap=True)
+
+GatewayUrl = Annotated[str | None, typer.Option("--gateway-url", help="gateway to ask, instead of the run's")]
+CheckpointDir = Annotated[
+    Path | None, typer.Option("--checkpoint-dir", help="the trainer's checkpoints, instead of the run's")
+]
+PoliciesDir = Annotated[
+    Path | None, typer.Option("--policies-dir", help="the published versions, instead of the run's")
+]
+RedisUrl = Annotated[str | None, typer.Option("--redis-url", help="Redis to read, instead of the run's")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("doctor")(doctor)
+    app.command("backup")(backup)
+    app.command("restore")(restore)
+    app.command("top")(top)
+
+
+def doctor(
+    config: Config = None,
+    run_dir: RunDir = None,
+    gateway_url: GatewayUrl = None,
+    redis_url: RedisUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong with this deployment, and what to do. Changes nothing; exits with 1 if something is.
+
+    Asks every service at once, and takes at most ten seconds, whatever hangs.
+    """
+    from weir.doctor.doctor import examine, show
+    from weir.doctor.targets import targets_of
+
+    found = examine(targets_of(settings_from(config, run_dir=run_dir), gateway_url, redis_url))
+    if as_json:
+        typer.echo(msgspec.json.encode(found))
+    else:
+        show(found, console)
+    raise typer.Exit(found.exit_code)
+
+
+def top(
+    config: Config = None,
+    run_dir: RunDir = None,
+    gateway_url: GatewayUrl = None,
+    once: Annotated[bool, typer.Option("--once", help="print the view once, and exit")] = False,
+) -> None:
+    """Show the fleet, versions, throughput and the last steps, every two seconds. `q` quits.
+
+    Without a terminal, or with --once, the view is printed once; exits with 1 if no gateway answers.
+    """
+    from weir.doctor.targets import targets_of
+    from weir.top.loop import show_live, show_once
+
+    targets = targets_of(settings_from(config, run_dir=run_dir), gateway_url)
+    if once or not (console.is_terminal and sys.stdin.isatty()):
+        raise typer.Exit(0 if show_once(targets.gateway_url, targets.admin_key, console) else 1)
+    try:
+        show_live(targets.gateway_url, targets.admin_key, console)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def backup(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
+    config: Config = None,
+    run_dir: RunDir = None,
+    redis_url: RedisUrl = None,
+    checkpoint_dir: CheckpointDir = None,
+    policies_dir: PoliciesDir = None,
+    every_version: Annotated[
+        bool, typer.Option("--all", help="copy every version on the disk, and not only those that are needed")
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="have the trainer write a checkpoint first, which its steps wait for"),
+    ] = False,
+) -> None:
+    """Copy Redis, the checkpoint and the policies as they are at one moment, while everything runs.
+
+    Calls and training go on. The backup holds the data of users, the secret that signs session keys, and
+    digests of API keys: only its owner may read its files.
+    """
+    from weir.audit.sources import sources_of
+    from weir.backup.backup import BackupPlan, back_up
+    from weir.stack.services import effective_sections
+
+    settings = settings_from(config, run_dir=run_dir)
+    sources = sources_of(settings, redis_url, checkpoint_dir=checkpoint_dir)
+    own = service_field("trainer", "policies_dir") or effective_sections(settings)["trainer"]["policies_dir"]
+    plan = BackupPlan(
+        sources=sources,
+        checkpoint_dir=sources.checkpoint_dir or Path("run/checkpoints"),
+        policies_dir=policies_dir or Path(own),
+        every_version=every_version,
+        fresh=fresh,
+    )
+    began_at = time.monotonic()
+    back_up(plan, directory, _say)
+    paused = "only for the checkpoint that you asked for" if fresh else "for no moment"
+    _say(
+        f"{directory} is a whole backup, made in {time.monotonic() - began_at:.1f} s; training waited "
+        f"{paused}"
+    )
+
+
+def restore(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a backup", exists=True, file_okay=False)],
+    config: Config = None,
+    run_dir: RunDir = None,
+    redis_url: Annotated[
+        str | None, typer.Option("--redis-url", help="Redis to write to, instead of the run's")
+    ] = None,
+    checkpoint_dir: CheckpointDir = None,
+    policies_dir: PoliciesDir = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="first remove what is in Redis and in the directories")
+    ] = False,
+) -> None:
+    """Write a backup into an empty place: another run directory, other ports, another host.
+
+    Stop all services there, except Redis. Without --redis-url, and if no Redis answers, that of `weir up`
+    runs meanwhile.
+    """
+    from weir.backup.restore import RestoreTarget, redis_of_run
+    from weir.backup.restore import restore as write
+    from weir.stack.services import effective_sections
+
+    settings = settings_from(config, run_dir=run_dir)
+    own = effective_sections(settings)["trainer"]
+    with redis_of_run(settings, redis_url or service_field("trainer", "redis_url")) as url:
+        target = RestoreTarget(
+            redis_url=url,
+            checkpoint_dir=checkpoint_dir
+            or Path(service_field("trainer", "checkpoint_dir") or own["checkpoint_dir"]),
+            policies_dir=policies_dir
+            or Path(service_field("trainer", "policies_dir") or own["policies_dir"]),
+            replace=replace,
+        )
+        manifest = write(directory, target, _say)
+    at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(manifest.taken_at))
+    _say(f"restored what was there at {at}: start the services, and run `weir audit`")
+
+
+def _say(sentence: str) -> None:
+    console.print(sentence, markup=False, highlight=False)

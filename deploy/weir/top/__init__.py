@@ -1,0 +1,1 @@
+"""`weir top`: a live view of a deployment on a terminal."""

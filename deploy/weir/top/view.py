@@ -1,0 +1,154 @@
+"""What `weir top` shows, as text of a given width: fleet, versions, rates, what is waited for, last steps.
+
+SystemStatus of the gateway ─▶ TopSample ─▶ two Samples ─▶ rates ─▶ lines
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from rollout_queue.protocol.status import SystemStatus
+from weir.doctor.words import duration, size
+
+METRICS = (
+    ("reward", "reward_mean"),
+    ("loss", "loss"),
+    ("staleness", "staleness/total_mean"),
+    ("|Δlogp|", "mismatch/abs_logp"),
+    ("train s", "seconds/train"),
+)
+"""How the view calls a metric of the last step, and its name."""
+LEAST_WIDTH = 40
+STATES = {"ready": "green", "loading": "yellow", "starting": "yellow", "draining": "yellow"}
+
+
+@dataclass(frozen=True)
+class TopSample:
+    """One answer of the gateway, or why there is none."""
+
+    at: float
+    status: SystemStatus | None
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class History:
+    """The last answers, from which rates and the last steps are computed."""
+
+    now: TopSample
+    before: TopSample | None = None
+    steps: tuple[tuple[int, Mapping[str, float | None]], ...] = ()
+    """The last steps that were seen, and their metrics."""
+    gateway: str = ""
+    seen: SystemStatus | None = field(default=None)
+    """The last report, shown while the gateway is away."""
+
+    def then(self, sample: TopSample, keep: int = 5) -> "History":
+        """The history after one more answer."""
+        status = sample.status
+        steps = self.steps
+        if status is not None and status.trainer.step and status.trainer.metrics:
+            last = (status.trainer.step, status.trainer.metrics)
+            steps = (*(each for each in steps if each[0] != last[0]), last)[-keep:]
+        before = self.now if self.now.status is not None else self.before
+        return History(sample, before, steps, self.gateway, status or self.seen)
+
+
+def lines(history: History, width: int) -> Iterator[Text]:
+    """The view, each line at most `width` cells wide."""
+    width = max(width, LEAST_WIDTH)
+    for line in _lines(history):
+        if cell_len(line.plain) > width:
+            line = Text(set_cell_size(line.plain, width - 1) + "…", style=line.style)
+        yield line
+
+
+def _lines(history: History) -> Iterator[Text]:
+    status = history.seen
+    if history.now.status is None:
+        yield Text(f"{history.gateway}: {history.now.trouble}", style="red")
+    else:
+        yield Text(f"{history.gateway}  {history.now.status.release or ''}".rstrip(), style="bold")
+    if status is None:
+        return
+    policy, trainer, queue = status.policy, status.trainer, status.queue
+    target = f" → {policy.target}" if policy.target != policy.serving else ""
+    push = f", push of {policy.push.version} {policy.push.state}" if policy.push is not None else ""
+    hold = ", held" if policy.hold is not None else ""
+    canary = f", canary {policy.canary.version}" if policy.canary is not None else ""
+    yield Text(f"version    {_number(policy.serving)}{target}{push}{canary}{hold}")
+    seen_s = None if trainer.last_seen is None else max(0.0, history.now.at - trainer.last_seen)
+    silent = f", silent for {duration(seen_s)}" if seen_s is not None and seen_s > 10 else ""
+    yield Text(
+        f"trainer    {trainer.state or 'never seen'}, step {_number(trainer.step)}, version "
+        f"{_number(trainer.version)}{silent}",
+        style="yellow" if silent or trainer.state in (None, "paused") else "",
+    )
+    yield Text(f"waits for  {trainer.waiting_for or '-'}")
+    rates = _rates(history)
+    yield Text(
+        f"sessions   {queue.unfinished_sessions} open of {queue.sessions}, {rates['ended']} ended/min, "
+        f"{rates['trained']} trained/min"
+    )
+    memory = ""
+    if queue.used_bytes is not None:
+        most = f" of {size(queue.max_bytes)}" if queue.max_bytes else ""
+        memory = f", Redis {size(queue.used_bytes)}{most}"
+    yield Text(f"queue      {queue.stream_length} records{memory}, {queue.dead_letters} dead letters")
+    yield from _fleet(status)
+    yield from _steps(history)
+    for warning in status.warnings:
+        yield Text(f"! {warning}", style="yellow")
+
+
+def _fleet(status: SystemStatus) -> Iterator[Text]:
+    servers = status.rollout_servers
+    ready = sum(each.state == "ready" for each in servers)
+    in_flight = sum(each.in_flight for each in servers)
+    yield Text(f"fleet      {ready} of {len(servers)} ready, {in_flight} calls in flight")
+    for each in servers[:20]:
+        error = f"  {each.error}" if each.error else ""
+        yield Text(
+            f"  {each.id:16} {each.state:9} v{_number(each.version):6} {each.in_flight:5} calls{error}",
+            style=STATES.get(each.state, "red"),
+        )
+    if len(servers) > 20:
+        yield Text(f"  and {len(servers) - 20} more")
+
+
+def _steps(history: History) -> Iterator[Text]:
+    if not history.steps:
+        return
+    yield Text("step    " + "".join(f"{name:>11}" for name, _ in METRICS), style="bold")
+    for step, metrics in history.steps:
+        yield Text(f"{step:<8}" + "".join(f"{_short(metrics.get(name)):>11}" for _, name in METRICS))
+
+
+def _rates(history: History) -> dict[str, str]:
+    """How many sessions end, and are trained, a minute, between the last two answers."""
+    found = {"ended": "-", "trained": "-"}
+    now, before = history.now, history.before
+    if now.status is None or before is None or before.status is None or now.at <= before.at:
+        return found
+    minutes = (now.at - before.at) / 60
+    for name in found:
+        then, later = (_ended(each.status, name) for each in (before, now) if each.status is not None)
+        found[name] = f"{max(0, later - then) / minutes:.0f}"
+    return found
+
+
+def _ended(status: SystemStatus, name: str) -> int:
+    verdicts = status.queue.verdicts
+    if name == "trained":
+        return verdicts.get("session:trained", 0)
+    return sum(number for code, number in verdicts.items() if code.startswith("session:"))
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,1 @@
+"""The section `gateway` of the configuration, with every default."""

@@ -1,0 +1,266 @@
+"""The gateway's settings, with their defaults."""
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gateway.settings.groups import (
+    ConcurrencySettings,
+    ImageSettings,
+    PageSettings,
+    TinkerSettings,
+    WrongKeySettings,
+)
+from rollout_queue.contract.exactness import inexact
+from rollout_queue.contract.policies.canary import CanaryGates, Sticky
+from rollout_queue.contract.records import ReasoningEffort, SamplingMode
+from rollout_queue.http.connections import ConnectionBounds
+from rollout_queue.redis.client.settings import WriterRedisSettings
+from rollout_queue.redis.heads.cache import CACHE_BYTES
+from rollout_queue.settings import CommaSeparated, ServiceSettings
+from rollout_queue.signals.tracing.settings import OtelSettings
+
+
+class SamplingSettings(BaseModel):
+    """Sampling parameters of sessions that set none. Recorded logprobs are exact if `top_p` is 1, and
+    `temperature` above 0."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mode: SamplingMode = "enforce"
+    """Whose parameters apply. `enforce`: these; `default`: the call's, and these where the call has none;
+    `allow`: as `default`, and the call's penalties as well."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class LimitSettings(BaseModel):
+    """Limits on calls and new sessions. Beyond one, a request gets a 429 with `Retry-After`; null: no limit.
+
+    All gateways on one Redis count together, and share their counts every `poll_every_s`. A single gateway
+    keeps a limit exactly. Several may exceed it by the requests that arrive within `poll_every_s`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    requests_per_minute: int | None = Field(None, ge=1)
+    """Model calls per client key; calls with a session key count for the key that made the session."""
+    tokens_per_minute: int | None = Field(None, ge=1)
+    """Tokens per client key, prompts and answers as `usage` counts them. A call is admitted while any tokens
+    are left. It may use more tokens than are left; later calls are then refused for longer."""
+    burst_s: float = Field(60.0, gt=0)
+    """A client that paused may use this many seconds of its rate at once."""
+    open_sessions: int | None = Field(None, ge=1)
+    """Sessions in state `open`, in the whole deployment."""
+    open_sessions_per_key: int | None = Field(None, ge=1)
+    staleness_versions: int | None = Field(None, ge=0)
+    """Policy versions that may pass from a session's opening to its training; set it to the trainer's
+    `algorithm.max_staleness` or lower. New sessions for training are refused while more rollouts wait than
+    the trainer takes for that many versions; 0 admits only the sessions of its next step. No limit until a
+    trainer has reported."""
+    queue_entries: int | None = Field(None, ge=1)
+    """New sessions are refused while the trainer's stream has at least this many records."""
+    queue_memory: float | None = Field(0.9, gt=0, le=1)
+    """New sessions are refused while Redis uses at least this share of its `maxmemory`. The rest is for
+    sessions that are open. No limit where Redis has no `maxmemory`."""
+
+
+class WarningSettings(BaseModel):
+    """When `GET /admin/status` warns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trainer_silent_s: float = Field(30.0, gt=0)
+    """Warn when the trainer has sent no status for this long."""
+    nothing_trained_s: float = Field(1800.0, gt=0)
+    """Warn when sessions ended, but none was trained for this long."""
+    recent_sessions: int = Field(200, ge=1)
+    """`untrained_share` and `expired_share` are shares of this many sessions, those that ended last. They
+    warn only once a tenth of this number has ended."""
+    untrained_share: float = Field(0.8, gt=0, le=1)
+    """Warn when this share of the recent sessions was not trained."""
+    expired_share: float = Field(0.1, gt=0, le=1)
+    """Warn when this share of the recent sessions expired."""
+    queue_share: float = Field(0.8, gt=0, le=1)
+    """Warn when the queue uses this share of `limits.queue_entries` or `limits.queue_memory`."""
+
+
+class CanarySettings(BaseModel):
+    """The defaults of a canary: which calls it answers, and what it has to show. A bound of null is not
+    looked at."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    share: float = Field(0.1, gt=0, lt=1)
+    """The share of the new groups that it answers."""
+    sticky: Sticky = "group"
+    """What is never divided between two versions: group, session."""
+    min_groups: int = Field(10, ge=3, le=5000)
+    """How many of its groups have to end before it can be promoted."""
+    max_kl: float | None = Field(0.1, gt=0)
+    """The mean KL divergence from the served version, in nats a token."""
+    max_reward_drop: float | None = Field(0.1, ge=0)
+    """How much lower the mean reward of a group may be."""
+    max_error_increase: float | None = Field(0.05, ge=0, le=1)
+    """How much higher the share of failed calls may be."""
+    max_length_change: float | None = Field(0.5, gt=0)
+    """By which factor, above 1, answers may become longer or shorter."""
+    deadline_s: float = Field(3600.0, gt=0)
+    """How long it may take to load, and then be open. Then it is rolled back."""
+
+    def gates(self, **others: float | None) -> CanaryGates:
+        """The bounds, except `others`."""
+        return CanaryGates(**(self.model_dump(exclude={"share", "sticky"}) | others))
+
+
+class GatewaySettings(ServiceSettings, WriterRedisSettings):
+    """Section `gateway` of weir.yaml."""
+
+    section: ClassVar[str] = "gateway"
+
+    otel: OtelSettings | None = None
+    """Traces; null: none."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = Field(1, ge=1, le=64)
+    """Processes that share the port. Each takes one core, and has its share of the bounds on connections,
+    bodies, answers in the background and cached sessions. `--workers` counts first."""
+    public_url: str | None = None
+    """The address that agents use, in `base_url` of new sessions; default: the address of the request."""
+    redis_connection: Literal["pipelined", "pooled"] = "pipelined"
+    """How turns are written to Redis: over one connection that all calls share, or by redis-py's own client,
+    which takes more CPU time per call."""
+    session_cache_bytes: int = Field(CACHE_BYTES, ge=0)
+    """Memory for the sessions that were called last, so that a call need not read its session from Redis."""
+    model_path: Path
+    """Directory in Hugging Face's format. The gateway reads config.json and the tokenizer, no weights."""
+    model_name: str = "policy"
+    strict_models: bool = False
+    """Refuse model names other than `model_name`; if false, the policy answers under every name."""
+    renderer: str = "auto"
+    """Chat-template family, by its name in the library `renderers`, or own-template: the one beside the
+    model's tokenizer. auto: from the model's name or type, and its own template for an unknown type."""
+    thinking: Literal["auto", "template", "all"] = "auto"
+    """Earlier reasoning in prompts. `template`: the chat template decides; `all`: kept, so turns extend;
+    `auto`: `all` if the template has an option for that, else `template`."""
+    reasoning_effort: ReasoningEffort | None = None
+    """The effort of sessions that choose none; null leaves it to the chat template. `none`: no thinking."""
+    context_length: int | None = None
+    """Limit on tokens of prompt and answer together; default: the limit in the model's config."""
+    sampling: SamplingSettings = SamplingSettings()
+    train_constrained: bool = True
+    """Train turns whose answer a grammar constrained (`tool_choice`, `response_format`). Their logprobs are
+    those of the constrained distribution, which differs from the policy's unconstrained one."""
+    train_inexact: bool = False
+    """Train turns that were sampled at temperature 0 or with parameters other than the temperature (top-p,
+    top-k, min-p, penalties, a bias, min_tokens). Their recorded logprobs are not those of the sampled
+    distribution."""
+    train_side_calls: bool = True
+    """Train the requests that an agent's harness makes for itself: for titles, topics, quotas and summaries
+    (`conversations/side_calls.py`). Sessions may choose otherwise."""
+    router_replay: bool = False
+    """Mixtures of experts: record which experts the engine chose for each token, for the trainer to replay
+    them. Engines need `rollout_server.router_replay`."""
+    engines: CommaSeparated = []
+    """Bare SGLang servers to use beside registered rollout servers."""
+    client_keys: CommaSeparated = []
+    """API keys of clients, who open and reward sessions."""
+    admin_keys: CommaSeparated = []
+    """API keys of operators; the services use the first one to call each other."""
+    keys_file: Path | None = None
+    """A YAML file with more keys, each with a name, several secrets and limits of its own
+    (`keys/key_file.py`). SIGHUP reads it, `client_keys` and `admin_keys` again."""
+    max_body_bytes: int = 32 * 2**20
+    """Largest request body; a larger one gets a 413."""
+    max_bodies_bytes: int = Field(512 * 2**20, ge=1)
+    """Bytes of bodies that the gateway reads, or turns into tokens, at once. Beyond it, calls get a 429."""
+    max_bodies_bytes_per_key: int = Field(256 * 2**20, ge=1)
+    """The same for one key."""
+    max_background_answers: int = Field(256, ge=1)
+    """Answers that are made in the background at once (`background: true` in Responses). Beyond it, such
+    calls get a 429."""
+    max_background_answers_per_key: int = Field(64, ge=1)
+    """The same for the sessions of one client key."""
+    connections: ConnectionBounds = ConnectionBounds()
+    limits: LimitSettings = LimitSettings()
+    warnings: WarningSettings = WarningSettings()
+    session_ttl_s: float = 3600.0
+    """Default `ttl_s` of sessions. A session expires `ttl_s` seconds after its creation or its last call."""
+    retention_s: float | None = Field(7 * 86400.0, gt=0)
+    """How long a session is kept once it has its verdict. If Redis fills up, the oldest are removed earlier.
+    null: sessions are never removed."""
+    engine_http: Literal["httptools", "aiohttp"] = "httptools"
+    """The HTTP client that streams answers from engines: the gateway's own, or aiohttp's, which takes more
+    CPU time per token."""
+    engine_timeout_s: float = 600.0
+    """How long an engine that responds to probes may pause in the middle of an answer. One that does not
+    respond is given up after 3 s if another engine can continue (`engines/silence.py`)."""
+    scheduler_silence_s: float = Field(30.0, gt=0)
+    """How long an engine's scheduler may neither send a token nor respond. Then its answers move to an engine
+    whose scheduler responds. Set it to more than the longest forward pass takes."""
+    concurrency: ConcurrencySettings = ConcurrencySettings()
+    engine_wait_s: float = 20.0
+    """How long a call waits for an available engine before it gets a 503."""
+    failover_patience_s: float = 180.0
+    """How long an unfinished answer waits for an engine that continues it, after its own engine failed."""
+    join_identical: bool = False
+    """Let identical concurrent calls share one answer, even if no call is marked as a retry."""
+    retry_grace_s: float = Field(1.0, ge=0, le=1.5)
+    """How long an answer continues after its client disconnected. A retry within this time receives it."""
+    heartbeat_s: float = Field(15.0, gt=0)
+    """Interval of keep-alive events in a stream without new tokens: proxies close silent connections."""
+    push_timeout_s: float = Field(600.0, gt=0)
+    """How long a server may take to prepare a policy, and again to load it. Then it is told to stop."""
+    push_lease_s: float = Field(10.0, ge=1)
+    """How long after its death another gateway goes on with the push that a gateway was driving."""
+    max_unavailable: float = Field(0.25, gt=0, le=1)
+    """The share of the servers that may load a policy, and so pause, at once; at least one may."""
+    fetch_fan_out: int = Field(4, ge=1)
+    """How many servers may fetch a version at once from the trainer, and from each server that has it."""
+    max_adapters: int = Field(16, ge=1, le=1024)
+    """How many adapters may be policies of their own (`POST /admin/adapters`)."""
+    max_version_lag: int = Field(4, ge=0)
+    """How many versions before the served one may still answer calls, where no push has replaced them."""
+    auto_canary: bool = False
+    """Let every version that the trainer publishes begin as a canary."""
+    canary: CanarySettings = CanarySettings()
+    tinker: TinkerSettings = TinkerSettings()
+    images: ImageSettings = ImageSettings()
+    page: PageSettings = PageSettings()
+    wrong_keys: WrongKeySettings = WrongKeySettings()
+    leave_s: float = Field(2.0, ge=0)
+    """How long the gateway takes calls after SIGTERM while `/ready` fails, so that load balancers notice."""
+    drain_timeout_s: float = 30.0
+    """How long calls in flight may continue after `leave_s`. Then each client gets an error."""
+    poll_every_s: float = 0.5
+    """Interval of the background tasks: they read the fleet's state, expire sessions, refresh limits, …"""
+
+    @model_validator(mode="after")
+    def _trainable(self) -> "GatewaySettings":
+        if not self.train_inexact and (found := inexact(self.sampling.model_dump())):
+            message = (
+                f"sampling: no turn sampled with {', '.join(found)} is trained, unless train_inexact is true"
+            )
+            raise ValueError(message)
+        return self
+
+    def share(self) -> "GatewaySettings":
+        """The settings of one of the workers, whose bounds are shares of the whole gateway's, rounded up."""
+
+        def part(bound: int) -> int:
+            return -(-bound // self.workers)
+
+        bounds, images = self.connections, {"cache_bytes": part(self.images.cache_bytes)}
+        connections = {"in_all": part(bounds.in_all), "per_address": part(bounds.per_address)}
+        return self.model_copy(
+            update={
+                "session_cache_bytes": part(self.session_cache_bytes),
+                "max_bodies_bytes": max(part(self.max_bodies_bytes), self.max_body_bytes),
+                "max_bodies_bytes_per_key": max(part(self.max_bodies_bytes_per_key), self.max_body_bytes),
+                "max_background_answers": part(self.max_background_answers),
+                "max_background_answers_per_key": part(self.max_background_answers_per_key),
+                "connections": bounds.model_copy(update=connections),
+                "images": self.images.model_copy(update=images),
+            }
+        )

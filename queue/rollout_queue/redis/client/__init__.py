@@ -1,0 +1,1 @@
+"""How a service opens its connections to Redis: one server, a master that Sentinel names, or a cluster."""

@@ -1,0 +1,1 @@
+"""The trainer's lease: only its holder trains."""

@@ -1,0 +1,252 @@
+"""From a session to what a step used of its tokens, and from a version back to what taught it, over HTTP."""
+
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollout_queue.contract.policies.policy import PolicyRecord
+from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.records import Turn, Verdict
+from rollout_queue.contract.stream import Verdicts
+from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
+from rollout_queue.redis import keys
+from rollout_queue.redis.reader import RedisReader
+from tests.support.claimed import claimed_reader
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+
+
+@pytest.fixture
+def trainer(backends: Backends) -> RedisReader:
+    backends.clear(None)
+    return claimed_reader(backends.redis)
+
+
+def tokens(count: int, advantage: float, ratios: Sequence[float] | None = None) -> bytes:
+    packed = None if ratios is None else struct.pack(f"<{count}e", *ratios)
+    return TrainedTokens(count, struct.pack("<f", advantage), packed).pack()
+
+
+def step(
+    trainer: RedisReader,
+    number: int,
+    advantages: dict[str, float],
+    *,
+    ratio: float = 1.0,
+) -> None:
+    """The trainer trains everything that it has not read in step `number`, which makes the version of the
+    same number. `advantages` are by session."""
+    entries = trainer.read(1000, 0.01)
+    turns = [entry.record for entry in entries if isinstance(entry.record, Turn)]
+    verdict = Verdict(code="trained", step=number, version=number)
+    sizes = {(each.session_id, each.turn_id): len(each.output_ids) for each in turns}
+    packed = {
+        (session_id, turn_id): tokens(size, advantages[session_id], [ratio] * size)
+        for (session_id, turn_id), size in sizes.items()
+    }
+    made = TrainedStep(
+        step=number,
+        version=number,
+        base=number - 1,
+        turns=len(turns),
+        sessions=len(advantages),
+        tokens=sum(sizes.values()),
+    )
+    verdicts = Verdicts(dict.fromkeys(advantages, verdict), dict.fromkeys(sizes, verdict), packed, [made])
+    trainer.acknowledge([entry.entry_id for entry in entries], verdicts)
+
+
+def published(gateway: RunningGateway, *versions: int) -> None:
+    for version in versions:
+        record = PolicyRecord(version=version, location=None, created_at=time.time())
+        gateway.redis.hset(keys.POLICIES, str(version), msgspec.json.encode(record))
+
+
+def group(gateway: RunningGateway, group_id: str, rewards: Sequence[float], turns: int = 1) -> list[str]:
+    """A group whose sessions have ended with these rewards. Returns their ids."""
+    opened = gateway.post("/groups", {"size": len(rewards), "group_id": group_id, "task_id": "sum"}).json()
+    for session, reward in zip(opened["sessions"], rewards, strict=True):
+        for number in range(turns):
+            path = f"/sessions/{session['session_id']}/v1/chat/completions"
+            assert gateway.chat(f"question {number}", path=path).status_code == 200
+        body = {"status": "completed", "reward": reward}
+        assert gateway.post(f"/sessions/{session['session_id']}/finish", body).status_code == 200
+    return [session["session_id"] for session in opened["sessions"]]
+
+
+def admin(gateway: RunningGateway, path: str) -> Any:
+    reply = gateway.get(path, key=ADMIN_KEY)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_a_trained_turn_shows_what_its_step_used_of_each_token(
+    backends: Backends, trainer: RedisReader
+) -> None:
+    with backends.gateway() as gateway:
+        good, bad = group(gateway, "g", [1.0, 0.0])
+        (before,) = gateway.turns({"session_id": good})
+        assert before["training"] is None
+        step(trainer, 7, {good: 0.5, bad: -0.5}, ratio=1.25)
+        (turn,) = gateway.turns({"session_id": good})
+        size = turn["output_len"]
+        assert size > 1
+        assert turn["training"] == {
+            "step": 7,
+            "version": 7,
+            "advantages": [0.5] * size,
+            "ratios": [1.25] * size,
+        }
+        plain = gateway.get(f"/sessions/{good}").json()
+        assert "training" not in plain["turns"][0]
+
+
+@pytest.mark.parametrize("packed", [b"", b"\x02newer", b"\x01\xff", tokens(1, 0.5, [1.0])])
+def test_numbers_that_cannot_be_read_hide_no_session(
+    backends: Backends, trainer: RedisReader, packed: bytes
+) -> None:
+    """A newer build may have written them, or a build before this one has written none."""
+    with backends.gateway() as gateway:
+        good, bad = group(gateway, "g", [1.0, 0.0])
+        step(trainer, 7, {good: 0.5, bad: -0.5})
+        (turn,) = gateway.turns({"session_id": good})
+        field = f"n:{turn['turn_id']}"
+        gateway.redis.hset(keys.session(good), field, packed)
+        (turn,) = gateway.turns({"session_id": good})
+        assert turn["training"] == {"step": 7, "version": 7, "advantages": None, "ratios": None}
+        gateway.redis.hdel(keys.session(good), field)
+        (turn,) = gateway.turns({"session_id": good})
+        assert turn["training"] == {"step": 7, "version": 7, "advantages": None, "ratios": None}
+        assert len(admin(gateway, "/admin/policies/7/lineage")["data"]) == 2
+
+
+def test_a_version_leads_back_to_the_turns_that_taught_it(backends: Backends, trainer: RedisReader) -> None:
+    """Version 3 was published after steps 2 and 3; the trainer is away."""
+    with backends.gateway() as gateway:
+        for number, turns in ((1, 1), (2, 2), (3, 1)):
+            good, bad = group(gateway, f"g{number}", [1.0, 0.0], turns)
+            step(trainer, number, {good: 0.5, bad: -0.5})
+        published(gateway, 1, 3)
+        found = admin(gateway, "/admin/policies/3/lineage")
+        assert [(each["step"], each["version"], each["turns"]) for each in found["steps"]] == [
+            (2, 2, 4),
+            (3, 3, 2),
+        ]
+        assert found["version"] == 3
+        assert found["next_cursor"] is None
+        assert [each["step"] for each in found["data"]] == [2] * 4 + [3] * 2
+        assert {each["group_id"] for each in found["data"]} == {"g2", "g3"}
+        assert {(each["reward"], each["advantage_mean"]) for each in found["data"]} == {
+            (1.0, 0.5),
+            (0.0, -0.5),
+        }
+        for each in found["steps"]:
+            own = [turn["tokens"] for turn in found["data"] if turn["step"] == each["step"]]
+            assert sum(own) == each["tokens"]
+        (turn,) = gateway.turns({"session_id": good})
+        assert turn["turn_id"] in {each["turn_id"] for each in found["data"]}
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 6])
+def test_pages_of_a_lineage_have_each_turn_once(backends: Backends, trainer: RedisReader, limit: int) -> None:
+    with backends.gateway() as gateway:
+        for number in (1, 2):
+            good, bad = group(gateway, f"g{number}", [1.0, 0.0], turns=1 + number % 2)
+            step(trainer, number, {good: 0.5, bad: -0.5})
+        published(gateway, 2)
+        whole = admin(gateway, "/admin/policies/2/lineage")["data"]
+        assert len(whole) == 6
+        found: list[Any] = []
+        cursor = ""
+        while cursor is not None:
+            page = admin(gateway, f"/admin/policies/2/lineage?limit={limit}{cursor and '&cursor=' + cursor}")
+            assert len(page["data"]) <= limit
+            found += page["data"]
+            cursor = page["next_cursor"]
+        assert found == whole
+
+
+def test_deleted_sessions_leave_the_lineage(backends: Backends, trainer: RedisReader) -> None:
+    with backends.gateway() as gateway:
+        good, bad = group(gateway, "g", [1.0, 0.0])
+        step(trainer, 1, {good: 0.5, bad: -0.5})
+        published(gateway, 1)
+        assert gateway.call("DELETE", f"/sessions/{good}").status_code == 200
+        found = admin(gateway, "/admin/policies/1/lineage")
+        assert [each["session_id"] for each in found["data"]] == [bad]
+        assert [each["sessions"] for each in found["steps"]] == [2]
+        members = {each["session_id"]: each for each in admin(gateway, "/admin/groups/g")["members"]}
+        assert members[good] == {
+            "session_id": good,
+            "reward": None,
+            "advantage": None,
+            "verdict": "deleted",
+            "step": None,
+            "version": None,
+        }
+
+
+def test_a_version_without_steps_has_an_empty_lineage(backends: Backends, trainer: RedisReader) -> None:
+    with backends.gateway() as gateway:
+        published(gateway, 5)
+        found = admin(gateway, "/admin/policies/5/lineage")
+        assert found == {"version": 5, "steps": [], "data": [], "next_cursor": None}
+        assert gateway.get("/admin/policies/6/lineage", key=ADMIN_KEY).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "param"),
+    [
+        ("/admin/policies/1/lineage?cursor=x", 400, "cursor"),
+        ("/admin/policies/1/lineage?cursor=WzFd", 400, "cursor"),
+        ("/admin/policies/1/lineage?limit=0", 400, "limit"),
+        ("/admin/policies/-1/lineage", 400, "version"),
+        ("/admin/policies/99999999999999999999/lineage", 400, "version"),
+        ("/admin/groups/nobody", 404, None),
+    ],
+)
+def test_wrong_questions_are_refused(
+    backends: Backends, trainer: RedisReader, path: str, status: int, param: str | None
+) -> None:
+    with backends.gateway() as gateway:
+        published(gateway, 1)
+        reply = gateway.get(path, key=ADMIN_KEY)
+        assert reply.status_code == status, reply.text
+        assert reply.json()["error"]["param"] == param
+        assert gateway.get(path, key=CLIENT_KEY).status_code == 403
+
+
+def test_a_group_shows_how_its_rewards_became_advantages(backends: Backends, trainer: RedisReader) -> None:
+    with backends.gateway() as gateway:
+        names = group(gateway, "g", [1.0, 0.0, 0.5], turns=2)
+        waiting = admin(gateway, "/admin/groups/g")
+        assert {each["verdict"] for each in waiting["members"]} == {"ready"}
+        assert {each["advantage"] for each in waiting["members"]} == {None}
+        step(trainer, 4, dict(zip(names, [0.5, -0.5, 0.0], strict=True)))
+        found = admin(gateway, "/admin/groups/g")
+        members = {each.pop("session_id"): each for each in found.pop("members")}
+        assert found == {
+            "group_id": "g",
+            "size": 3,
+            "task_id": "sum",
+            "mean": 0.5,
+            "std": 0.5,
+            "members_left_out": 0,
+        }
+        trained = {"verdict": "trained", "step": 4, "version": 4}
+        assert [members[name] for name in names] == [
+            {"reward": 1.0, "advantage": 0.5, **trained},
+            {"reward": 0.0, "advantage": -0.5, **trained},
+            {"reward": 0.5, "advantage": 0.0, **trained},
+        ]
+
+
+def test_an_open_group_says_what_its_members_wait_for(backends: Backends, trainer: RedisReader) -> None:
+    with backends.gateway() as gateway:
+        gateway.session(group_id="h")
+        found = admin(gateway, "/admin/groups/h")
+        assert (found["size"], found["mean"], found["std"]) == (None, None, None)
+        assert [each["verdict"] for each in found["members"]] == ["open"]

@@ -1,0 +1,188 @@
+"""Placement: a conversation stays on its prefix's server, and a choice costs the same in a large fleet."""
+
+import asyncio
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+
+from gateway.engines.fleet_server import FleetServer, Registration
+from gateway.engines.placement.choice import Wish
+from gateway.engines.placement.ring import Ring
+from gateway.engines.rotation.call_queue import CallQueue
+from gateway.engines.rotation.rotation import SHORTLIST, Rotation, WantedServer
+from gateway.engines.rotation.status_schedule import STATUS_PER_S, StatusSchedule
+from rollout_queue.contract.policies.serving import plan_of
+
+LARGE = 200
+
+
+def rotation_of(count: int) -> Rotation:
+    servers = {}
+    for name in (f"r{n}" for n in range(count)):
+        registration = Registration(id=name, url=f"http://{name}", engine_url=f"http://{name}")
+        servers[name] = FleetServer(registration, state="ready", version=1, error=None)
+    rotation = Rotation(servers)
+    rotation.set_plan(plan_of(b"1"))
+    return rotation
+
+
+def chosen(rotation: Rotation, wanted: WantedServer) -> str:
+    server = rotation.place(wanted)
+    assert server is not None
+    return server.id
+
+
+@pytest.mark.parametrize("count", [3, LARGE])
+def test_a_conversation_stays_on_the_server_of_its_prefix_until_it_is_too_busy(count: int) -> None:
+    rotation = rotation_of(count)
+    home = chosen(rotation, WantedServer("s"))
+    other = next(name for name in rotation.servers if name != home)
+    wanted = WantedServer("s", prefix=other, prefix_version=1)
+    assert chosen(rotation, wanted) == other
+    rotation.servers[other].in_flight = 100
+    assert chosen(rotation, wanted) != other
+    rotation.servers[other].in_flight = 0
+    rotation.servers[other].state = "loading"
+    assert chosen(rotation, wanted) != other
+    assert rotation.placed == {"first": 1, "prefix": 1, "busy": 1, "unable": 1}
+
+
+@pytest.mark.parametrize("count", [3, LARGE])
+def test_a_conversation_goes_home_when_its_prefix_is_nowhere_any_more(count: int) -> None:
+    rotation = rotation_of(count)
+    home = chosen(rotation, WantedServer("s"))
+    other = next(name for name in rotation.servers if name != home)
+    assert chosen(rotation, WantedServer("s", prefix=other, prefix_version=0)) == home
+    assert chosen(rotation, WantedServer("s", prefix="left", prefix_version=1)) == home
+    assert chosen(rotation, WantedServer("s", avoid=home)) != home
+    rotation.servers[other].limit = 0
+    assert chosen(rotation, WantedServer("s", prefix=other, prefix_version=1)) == home
+    assert rotation.placed == {"first": 1, "flushed": 1, "gone": 1, "failover": 1, "full": 1}
+
+
+def test_an_adapters_prefix_belongs_to_its_version() -> None:
+    rotation = rotation_of(3)
+    server = rotation.servers["r1"]
+    for each in rotation.servers.values():
+        each.adapters = {("a", 4): "a-4", ("a", 5): "a-5"}
+    assert WantedServer("s", Wish(5, "a"), prefix="r1", prefix_version=5).cached_by(server)
+    assert not WantedServer("s", Wish(5, "a"), prefix="r1", prefix_version=4).cached_by(server)
+    assert chosen(rotation, WantedServer("s", Wish(5, "a"), prefix="r1", prefix_version=5)) == "r1"
+
+
+def test_sessions_spread_over_a_large_fleet_and_few_move_when_a_server_leaves() -> None:
+    rotation = rotation_of(LARGE)
+    sessions = [f"session-{n}" for n in range(100 * LARGE)]
+    before = {name: chosen(rotation, WantedServer(name)) for name in sessions}
+    shares = Counter(before.values())
+    assert len(shares) == LARGE
+    assert max(shares.values()) < 1.5 * 100
+    del cast(dict[str, Any], rotation.servers)["r7"]
+    moved = [name for name in sessions if chosen(rotation, WantedServer(name)) != before[name]]
+    assert {name for name, home in before.items() if home == "r7"} <= set(moved)
+    assert len(moved) < 3 * shares["r7"], "some shortlists have another server in its place"
+
+
+def test_a_choice_looks_at_few_servers_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def takes_calls(server: FleetServer) -> bool:
+        looked.append(server.id)
+        return server.able
+
+    monkeypatch.setattr(FleetServer, "takes_calls", property(takes_calls))
+    rotation = rotation_of(LARGE)
+    chosen(rotation, WantedServer("s"))
+    assert len(looked) == SHORTLIST
+    looked.clear()
+    chosen(rotation, WantedServer("s", prefix="r5"))
+    assert set(looked) == {"r5"}
+
+
+def test_the_forks_of_one_session_spread_once_its_own_servers_are_too_busy() -> None:
+    rotation = rotation_of(LARGE)
+    for _ in range(1000):
+        server = rotation.choose(WantedServer("hot"))
+        assert server is not None
+        server.enter()
+    loads = [server.in_flight for server in rotation.servers.values()]
+    assert sum(load > 0 for load in loads) > 3 * SHORTLIST
+    assert max(loads) <= 40, "1000 forks over 4 shortlists of 16 servers are 16 a server"
+
+
+def test_all_servers_are_looked_at_before_a_call_has_to_wait() -> None:
+    rotation = rotation_of(LARGE)
+    for server in rotation.servers.values():
+        server.state = "dead"
+    assert rotation.choose(WantedServer("s")) is None
+    rotation.servers["r77"].state = "ready"
+    assert chosen(rotation, WantedServer("s")) == "r77"
+
+
+def test_a_ring_follows_the_fleet() -> None:
+    ring, ids = Ring(), [f"r{n}" for n in range(50)]
+    assert ring.shortlist("s", 16) == []
+    ring.follow(ids)
+    whole = ring.shortlist("s", 50)
+    assert sorted(whole) == sorted(ids)
+    few = ring.shortlist("s", 16)
+    assert few == whole[:16]
+    assert ring.shortlist("s", 16, widening=1) != few
+    ring.follow([each for each in ids if each != few[0]])
+    assert ring.shortlist("s", 15) == few[1:]
+
+
+def test_a_large_fleet_is_asked_for_its_state_in_turn_and_what_changes_at_once() -> None:
+    servers, schedule = rotation_of(1000).servers, StatusSchedule()
+    schedule.due(servers.values(), 0.0)
+    turns = [schedule.due(servers.values(), 0.5 * n) for n in range(1, 11)]
+    assert {len(turn) for turn in turns} == {STATUS_PER_S / 2}
+    assert {server.id for turn in turns for server in turn} == set(servers)
+    servers["r3"].watched = servers["r4"].pushing = True
+    servers["r5"].state = "loading"
+    for n in range(11, 14):
+        assert {"r3", "r4", "r5"} <= {server.id for server in schedule.due(servers.values(), 0.5 * n)}
+
+
+async def test_calls_wait_in_the_order_of_their_arrival_and_get_one_place_each() -> None:
+    rotation = rotation_of(1)
+    (server,) = rotation.servers.values()
+    server.limit = 1
+    queue = CallQueue(rotation.place)
+    server.freed = lambda freed: queue.freed(freed, rotation.takes)
+    trial = server.enter()
+    order: list[int] = []
+
+    async def call(number: int) -> None:
+        entered = (await queue.wait(WantedServer(f"s{number}"), 60.0)).enter()
+        assert server.load == 1
+        order.append(number)
+        await asyncio.sleep(0)  # the answer
+        server.leave(entered)
+
+    calls = [asyncio.create_task(call(n)) for n in range(5)]
+    await asyncio.sleep(0)  # they begin to wait
+    assert len(queue) == 5
+    calls[1].cancel()
+    server.leave(trial)
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert order == [0, 2, 3, 4]
+    assert (len(queue), server.load) == (0, 0)
+
+
+async def test_a_place_of_a_caller_that_leaves_goes_to_the_next() -> None:
+    rotation = rotation_of(1)
+    (server,) = rotation.servers.values()
+    server.limit = 0
+    queue = CallQueue(rotation.place)
+    first, second = (asyncio.create_task(queue.wait(WantedServer(name), 60.0)) for name in "ab")
+    await asyncio.sleep(0)  # they begin to wait
+    server.limit = 1
+    queue.serve()
+    assert server.promised == 1
+    first.cancel()
+    assert await second is server
+    assert (server.promised, len(queue)) == (0, 0)
+    with pytest.raises(TimeoutError):
+        await CallQueue(lambda _: None).wait(WantedServer("c"), 0.0)

@@ -1,0 +1,97 @@
+"""`GET /sessions` finds sessions by what is known of them, in both orders, and reads no tokens for it."""
+
+import pytest
+
+from gateway.rest import listing
+from rollout_queue.contract.codec import encode
+from rollout_queue.contract.records import Span
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.redis import keys
+from tests.support.gateway.redis_traffic import TURN_BYTES, sent_by_redis
+from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, RunningGateway
+from tests.support.queue.records import turn
+
+TOKENS = 2**18
+
+
+def found(gateway: RunningGateway, query: str, key: str = ADMIN_KEY) -> list[str]:
+    """The ids of all pages."""
+    ids, cursor = [], "0"
+    while cursor is not None:
+        page = gateway.get(f"/sessions?{query}&cursor={cursor}", key=key).json()
+        ids += [row["session_id"] for row in page["data"]]
+        cursor = page["next_cursor"]
+    return ids
+
+
+def rewarded(gateway: RunningGateway, name: str, reward: float | None, **body: object) -> None:
+    gateway.session(session_id=name, **body)
+    path = f"/sessions/{name}"
+    assert gateway.chat(path=f"{path}/v1/chat/completions").status_code == 200
+    if reward is not None:
+        gateway.post(f"{path}/finish", {"status": "completed", "reward": reward})
+
+
+def test_sessions_are_found_by_task_reward_and_a_part_of_the_id(gateway: RunningGateway) -> None:
+    rewarded(gateway, "sum-1", 0.0, task_id="sums")
+    rewarded(gateway, "sum-2", 0.5, task_id="sums")
+    rewarded(gateway, "sum-3", 1.0, task_id="sums", group_id="g", group_size=2)
+    rewarded(gateway, "word-4", None, task_id="words")
+    assert found(gateway, "task_id=sums") == ["sum-1", "sum-2", "sum-3"]
+    assert found(gateway, "task_id=sums&order=newest&limit=1") == ["sum-3", "sum-2", "sum-1"]
+    assert found(gateway, "min_reward=0.5") == ["sum-2", "sum-3"]
+    assert found(gateway, "max_reward=0.5&min_reward=0.1") == ["sum-2"]
+    assert found(gateway, "max_reward=2") == ["sum-1", "sum-2", "sum-3"]
+    assert found(gateway, "id=ord-") == ["word-4"]
+    assert found(gateway, "verdict=group_incomplete&order=newest") == ["sum-3"]
+    assert found(gateway, "group_id=g&user=nobody") == []
+    for bad in ("min_reward=nan", "max_reward=x", "order=odd", "version=x", f"id={'x' * 201}"):
+        assert gateway.get(f"/sessions?{bad}").status_code == 400, bad
+
+
+def test_sessions_are_found_by_the_version_that_sampled_or_that_their_step_made(
+    gateway: RunningGateway,
+) -> None:
+    rewarded(gateway, "first", 1.0)
+    rewarded(gateway, "second", None)
+    verdict = b'{"code":"trained","step":3,"version":7}'
+    gateway.redis.hset(keys.session("first"), "verdict", verdict)
+    (row,) = gateway.get("/sessions?id=first").json()["data"]
+    sampled = row["versions"]["first"]
+    assert found(gateway, f"version={sampled}") == ["first", "second"]
+    assert found(gateway, f"version={sampled + 1}") == []
+    assert found(gateway, "trained_version=7") == ["first"]
+    assert (row["turn_count"], row["output_len"] > 0, sampled) == (1, True, row["versions"]["last"])
+
+
+def test_a_client_key_finds_only_its_own_sessions(gateway: RunningGateway) -> None:
+    gateway.session(session_id="mine", task_id="t")
+    gateway.post("/sessions", {"session_id": "theirs", "task_id": "t"}, key=OTHER_KEY)
+    assert found(gateway, "task_id=t", key=OTHER_KEY) == ["theirs"]
+    assert found(gateway, "id=mine", key=OTHER_KEY) == []
+    assert found(gateway, "task_id=t&order=newest") == ["theirs", "mine"]
+
+
+def test_a_search_ends_after_some_sessions_and_says_how_far_it_looked(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "MOST_LOOKED_AT", 2)
+    for number in range(5):
+        gateway.session(session_id=f"s{number}", task_id="rare" if number == 0 else "often")
+    page = gateway.get("/sessions?task_id=rare&order=newest&limit=1").json()
+    assert (page["data"], page["looked_at"]) == ([], 2)
+    assert page["looked_until"] == gateway.get("/sessions/s3").json()["created_at"]
+    assert found(gateway, "task_id=rare&order=newest&limit=1") == ["s0"]
+
+
+def test_a_row_reads_no_tokens(gateway: RunningGateway) -> None:
+    session_id = str(gateway.session(session_id="long")["session_id"])
+    output = {"output_ids": TokenIds([1]), "logprobs": Logprobs([0.0]), "versions": (Span(0, 0, 1),)}
+    long = turn("fat", session_id, context_ids=TokenIds([7] * TOKENS), finished_at=9.0, **output)
+    gateway.redis.hset(keys.session(session_id), mapping={"t:fat": encode(long), "turns": "1 1 9 0 0"})
+
+    def listed() -> None:
+        (row,) = gateway.get("/sessions").json()["data"]
+        assert (row["turn_count"], row["output_len"], row["versions"]) == (1, 1, {"first": 0, "last": 0})
+
+    assert sent_by_redis(gateway, listed) < TURN_BYTES / 8

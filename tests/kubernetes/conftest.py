@@ -1,0 +1,40 @@
+"""Fixtures of the tests of deploy/kubernetes: its overlays, rendered once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.kubernetes.pods import Pod, pods_of
+from tests.support.kubernetes.rendered import OVERLAYS, Object, copied, rendered, why_not_rendered
+
+
+@pytest.fixture(scope="session")
+def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of deploy/kubernetes with keys."""
+    if (reason := why_not_rendered()) is not None:
+        pytest.skip(reason)
+    return copied(tmp_path_factory.mktemp("manifests"))
+
+
+@pytest.fixture(scope="session")
+def overlays(manifests: Path) -> dict[str, list[Object]]:
+    """The objects of each overlay. The demo's agent is in that of the demo."""
+    found = {name: rendered(manifests / "overlays" / name) for name in OVERLAYS}
+    found["cpu-demo"] += rendered(manifests / "demo-agent")
+    return found
+
+
+@pytest.fixture(params=OVERLAYS)
+def overlay(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def objects(overlays: dict[str, list[Object]], overlay: str) -> list[Object]:
+    return overlays[overlay]
+
+
+@pytest.fixture
+def pods(objects: list[Object]) -> dict[str, Pod]:
+    return pods_of(objects)

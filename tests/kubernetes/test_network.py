@@ -1,0 +1,91 @@
+"""The network policies admit the connections that Weir needs, and no other."""
+
+import pytest
+
+from tests.support.kubernetes.pods import Pod, ports
+from tests.support.kubernetes.policies import Network, Peer, pairs
+from tests.support.kubernetes.rendered import Object, of_kind
+
+EVERYWHERE = {
+    "gateway > redis:6379",
+    "trainer > redis:6379",
+    "rollout-server > gateway:8000",
+    "trainer > gateway:8000",
+    "gateway > rollout-server:8100",
+    "gateway > rollout-server:30000",
+    "rollout-server > rollout-server:8100",
+    "gateway > trainer:8200",
+    "rollout-server > trainer:8200",
+    # From outside of the namespace, and pods of agents inside.
+    "an agent > gateway:8000",
+    "a namespace of agents > gateway:8000",
+    "ingress-nginx > gateway:8000",
+    "prometheus > gateway:8000",
+    "prometheus > rollout-server:8100",
+    "prometheus > trainer:8200",
+}
+OWN = {
+    "cpu-demo": {"agent > gateway:8000"},
+    "gpu-node": set(),
+    "fleet": {
+        "prometheus > rollout-server:30000",
+        *(f"trainer > trainer:{port}" for port in (8200, 29400, 40000)),
+    },
+}
+OTHERS = [
+    Peer("an agent", {"weir/agent": "true"}, "weir", {}),
+    Peer("a stranger here", {}, "weir", {}),
+    Peer("a namespace of agents", {}, "bots", {"weir/agents": "true"}),
+    Peer("a stranger", {"weir/agent": "true", "app.kubernetes.io/name": "gateway"}, "default", {}),
+    Peer("ingress-nginx", {}, "ingress-nginx", {}),
+    Peer("prometheus", {"app.kubernetes.io/name": "prometheus"}, "monitoring", {}),
+]
+RANKS = 40000
+"""A port as NCCL chooses them."""
+
+
+def test_the_policies_admit_exactly_the_pairs_that_are_needed(
+    overlay: str, objects: list[Object], pods: dict[str, Pod]
+) -> None:
+    network = Network("weir", list(of_kind(objects, "NetworkPolicy").values()))
+    inside = {name: Peer(name, pod.labels, "weir", {}) for name, pod in pods.items()}
+    targets = {name: (peer, [*ports(pods[name].main).values()]) for name, peer in inside.items()}
+    targets["trainer"] = (inside["trainer"], [*targets["trainer"][1], RANKS])
+    assert pairs(network, [*inside.values(), *OTHERS], targets) == EVERYWHERE | OWN[overlay]
+
+
+def test_pods_reach_nothing_outside_but_names(
+    overlay: str, objects: list[Object], pods: dict[str, Pod]
+) -> None:
+    """Except the Job that fetches a model: it reaches public addresses by https."""
+    policies = list(of_kind(objects, "NetworkPolicy").values())
+    blocks = [
+        (policy["metadata"]["name"], peer["ipBlock"], rule["ports"])
+        for policy in policies
+        for rule in policy["spec"].get("egress", [])
+        for peer in rule.get("to", [{"ipBlock": "anywhere"}])
+        if "ipBlock" in peer
+    ]
+    if overlay == "cpu-demo":
+        assert blocks == []
+        return
+    ((name, block, allowed),) = blocks
+    assert (name, allowed) == ("model", [{"port": 443, "protocol": "TCP"}])
+    assert {"10.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"} <= set(block["except"])
+
+
+@pytest.mark.parametrize("taken_away", ["default-deny", "gateway", "redis"])
+def test_each_policy_matters(objects: list[Object], pods: dict[str, Pod], taken_away: str) -> None:
+    """The evaluation sees a missing policy: a connection too many, or one too few."""
+    policies = of_kind(objects, "NetworkPolicy")
+    inside = {name: Peer(name, pod.labels, "weir", {}) for name, pod in pods.items()}
+    targets = {name: (peer, [*ports(pods[name].main).values()]) for name, peer in inside.items()}
+    sources = [*inside.values(), *OTHERS]
+    whole = pairs(Network("weir", list(policies.values())), sources, targets)
+    rest = [policy for name, policy in policies.items() if name != taken_away]
+    found = pairs(Network("weir", rest), sources, targets)
+    if taken_away == "default-deny":
+        # Egress of pods without a policy of their own, such as a stranger's, is open: ingress still holds.
+        assert found >= whole
+    else:
+        assert found != whole

@@ -1,0 +1,152 @@
+"""Every pod is closed, bounded and watched, and has the time that its service needs to end."""
+
+from typing import Any
+
+import pytest
+
+from gateway.settings.service import GatewaySettings
+from rollout_server.settings import RolloutServerSettings
+from tests.support.kubernetes.pods import Pod, ports
+from tests.support.kubernetes.rendered import Object, of_kind
+from tests.support.kubernetes.service_settings import settings_of
+
+LAST_ANSWERS_S = 5
+PROBED = {"gateway": 8000, "rollout-server": 8100, "trainer": 8200}
+ENDED_BY_TORCHRUN_S = 30
+"""torchrun kills ranks that have not ended so long after SIGTERM."""
+
+
+def test_every_pod_is_what_the_restricted_standard_asks_for(pods: dict[str, Pod]) -> None:
+    for pod in pods.values():
+        spec = pod.spec
+        security = spec["securityContext"]
+        assert (security["runAsNonRoot"], security["runAsUser"], security["runAsGroup"]) == (
+            True,
+            10001,
+            10001,
+        )
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert not any("hostPath" in volume for volume in pod.volumes.values())
+        for container in pod.containers:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, f"{pod.workload}: {container['name']}"
+
+
+def test_the_namespace_holds_pods_to_that_standard(objects: list[Object]) -> None:
+    (namespace,) = of_kind(objects, "Namespace").values()
+    assert namespace["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}
+
+
+def test_every_container_has_requests_and_bounded_memory(pods: dict[str, Pod]) -> None:
+    """Not a bounded CPU: a container that is throttled answers its probes late."""
+    for pod in pods.values():
+        for container in pod.containers:
+            requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+            assert requests.keys() >= {"cpu", "memory"}, pod.workload
+            assert "memory" in limits
+            assert "cpu" not in limits
+        for volume in pod.volumes.values():
+            assert "emptyDir" not in volume or "sizeLimit" in volume["emptyDir"], pod.workload
+
+
+def test_shared_memory_fits_into_the_containers_memory(pods: dict[str, Pod]) -> None:
+    for name in ("rollout-server", "trainer"):
+        pod = pods[name]
+        (path,) = (each["mountPath"] for each in pod.main["volumeMounts"] if each["name"] == "shm")
+        assert path == "/dev/shm"  # noqa: S108 - shared memory
+        shm = pod.volumes["shm"]["emptyDir"]
+        assert shm["medium"] == "Memory"
+        assert size(shm["sizeLimit"]) <= size(pod.main["resources"]["limits"]["memory"]) / 2
+
+
+def size(quantity: str) -> float:
+    return float(quantity[:-2]) * 1024.0 ** ("KMGT".index(quantity[-2]) + 1)
+
+
+def test_what_runs_on_is_watched_and_what_ends_is_not(pods: dict[str, Pod]) -> None:
+    for pod in pods.values():
+        for container in pod.containers:
+            probes = {name for name in container if name.endswith("Probe")}
+            watched = pod.runs_on and container is pod.main
+            expected = {"startupProbe", "livenessProbe", "readinessProbe"} if watched else set()
+            assert probes == expected, f"{pod.workload}: {container['name']}"
+
+
+def test_a_service_lives_while_live_answers_and_is_ready_while_ready_answers(pods: dict[str, Pod]) -> None:
+    """/live of a rollout server answers while its engine boots, and that of a gateway without an engine."""
+    for name, port in PROBED.items():
+        container = pods[name].main
+        assert ports(container)["http"] == port
+        assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
+        if pods[name].workload != "Job/trainer":
+            for probe in ("startupProbe", "livenessProbe"):
+                assert container[probe]["httpGet"] == {"path": "/live", "port": "http"}
+
+
+def test_no_probe_ends_a_container_that_is_only_slow(pods: dict[str, Pod]) -> None:
+    for name in PROBED:
+        container = pods[name].main
+        start, live = container["startupProbe"], container["livenessProbe"]
+        assert start["failureThreshold"] * start["periodSeconds"] >= 60
+        assert live["failureThreshold"] * live["periodSeconds"] >= 60
+        assert live["timeoutSeconds"] <= live["periodSeconds"]
+
+
+def test_every_service_has_the_time_to_end(
+    objects: list[Object], pods: dict[str, Pod], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    settings = settings_of(GatewaySettings, pods["gateway"], objects, tmp_path, monkeypatch)
+    given = pods["gateway"].spec["terminationGracePeriodSeconds"]
+    assert given >= settings.leave_s + settings.drain_timeout_s + LAST_ANSWERS_S
+    assert settings.leave_s >= 5  # until every node and every ingress controller knows that it leaves
+    server = settings_of(RolloutServerSettings, pods["rollout-server"], objects, tmp_path, monkeypatch)
+    given = pods["rollout-server"].spec["terminationGracePeriodSeconds"]
+    assert given >= server.drain_timeout_s + server.stop_timeout_s + LAST_ANSWERS_S
+    assert pods["trainer"].spec["terminationGracePeriodSeconds"] > ENDED_BY_TORCHRUN_S
+
+
+def test_pods_of_one_kind_spread_over_nodes(pods: dict[str, Pod]) -> None:
+    for name in ("gateway", "rollout-server"):
+        (spread,) = pods[name].spec["topologySpreadConstraints"]
+        assert spread["labelSelector"] == {"matchLabels": {"app.kubernetes.io/name": name}}
+        assert spread["topologyKey"] == "kubernetes.io/hostname"
+
+
+def test_pods_share_a_volume_of_one_node_only_on_that_node(
+    overlay: str, objects: list[Object], pods: dict[str, Pod]
+) -> None:
+    claims = of_kind(objects, "PersistentVolumeClaim")
+    shared = {name for name, each in claims.items() if each["spec"]["accessModes"] == ["ReadWriteMany"]}
+    if overlay == "fleet":
+        assert shared == {"model", "trainer"}
+        return
+    assert not shared
+    for name in ("gateway", "rollout-server"):
+        (rule,) = pods[name].spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert rule["labelSelector"]["matchLabels"].items() <= pods["trainer"].labels.items()
+
+
+def test_gpus_are_asked_for_where_there_are_some(overlay: str, pods: dict[str, Pod]) -> None:
+    found = {name: pod.main["resources"]["limits"].get("nvidia.com/gpu") for name, pod in pods.items()}
+    expected = {
+        "cpu-demo": {},
+        "gpu-node": {"rollout-server": 1, "trainer": 1},
+        "fleet": {"rollout-server": 1, "trainer": 8},
+    }
+    assert {name: count for name, count in found.items() if count} == expected[overlay]
+
+
+def test_only_the_model_job_writes_the_model(pods: dict[str, Pod]) -> None:
+    for pod in pods.values():
+        mounts = [each for each in pod.main["volumeMounts"] if each["name"] == "model"]
+        assert all(mount.get("readOnly", False) is (pod.name != "model") for mount in mounts)
+        if mounts and pod.name != "model":
+            assert pod.spec["initContainers"][0]["command"][-1].startswith(
+                "until [ -e /model/policy/config.json ]"
+            )

@@ -1,0 +1,110 @@
+"""Every variable names a setting of its service, and the services find each other."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from gateway.settings.service import GatewaySettings
+from rollout_queue.settings import SECRETS, SHORT_NAMES, ServiceSettings
+from rollout_server.settings import RolloutServerSettings
+from tests.support.kubernetes.pods import Pod, environment, secret_files
+from tests.support.kubernetes.rendered import Object, named, of_kind
+from tests.support.kubernetes.service_settings import settings_of
+from trainer_service.settings import TrainerSettings
+from weir.demo.settings import services_of_demo
+
+KINDS: dict[str, type[ServiceSettings]] = {
+    "gateway": GatewaySettings,
+    "rollout-server": RolloutServerSettings,
+    "trainer": TrainerSettings,
+}
+OF_LIBRARIES = {"OMP_WAIT_POLICY", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_variable_of_a_service_is_one_of_its_settings(pods: dict[str, Pod], name: str) -> None:
+    kind = KINDS[name]
+    known = {f"WEIR_{field.upper()}" for field in SHORT_NAMES & kind.model_fields.keys()}
+    known |= {f"WEIR_{field.upper()}_FILE" for field in SECRETS & kind.model_fields.keys()}
+    for variable in environment(pods[name].main).keys() - known - OF_LIBRARIES - {"WEIR_CONFIG"}:
+        prefix, *path = variable.lower().split("__")
+        assert prefix == f"weir_{kind.section}", variable
+        fields = kind.model_fields
+        for part in path:
+            assert part in fields, variable
+            fields = getattr(fields[part].annotation, "model_fields", {})
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_service_accepts_what_it_is_given(
+    objects: list[Object], pods: dict[str, Pod], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(KINDS[name], pods[name], objects, tmp_path, monkeypatch)
+    given = settings.model_dump()
+    assert str(given["model_path"]) == "/model/policy"
+    assert given["host"] == "0.0.0.0"
+    assert given["admin_keys"]
+    assert all(key.startswith("weir-admin-") for key in given["admin_keys"])
+    if "redis_url" in given:
+        assert urlsplit(given["redis_url"]).password
+
+
+def test_no_section_of_the_settings_is_unknown(objects: list[Object]) -> None:
+    for settings in settings_files(objects):
+        assert set(settings) <= {kind.section for kind in KINDS.values()}
+
+
+def settings_files(objects: list[Object]) -> list[dict[str, object]]:
+    found = [each["data"] for name, each in of_kind(objects, "ConfigMap").items() if name.startswith("weir-")]
+    assert len(found) == 1
+    return [yaml.safe_load(each["weir.yaml"]) for each in found]
+
+
+def test_no_pod_gets_more_secrets_than_it_needs(pods: dict[str, Pod], objects: list[Object]) -> None:
+    redis, keys = "weir-redis/redis_url", {"weir-keys/client_keys", "weir-keys/admin_keys"}
+    expected = {
+        "redis": {"weir-redis/redis_password", "weir-redis/redis_password.conf"},
+        "gateway": {redis, *keys},
+        "trainer": {redis, *keys},
+        "rollout-server": {"weir-keys/admin_keys"},
+        "agent": {"weir-keys/client_keys"},
+        "model": set(),
+    }
+    for name, pod in pods.items():
+        files = secret_files(pod, objects).values()
+        assert {source for each in files for source in each.values()} == expected[name], name
+        for variable, value in environment(pod.main).items():
+            assert not any(word in variable for word in ("KEYS", "REDIS_URL")) or value.startswith(
+                "/run/weir/"
+            )
+
+
+def test_every_address_is_that_of_a_service(objects: list[Object], pods: dict[str, Pod]) -> None:
+    found = set()
+    for pod in pods.values():
+        for value in environment(pod.main).values():
+            if value.startswith("http://"):
+                url = urlsplit(value)
+                service = named(objects, "Service", url.hostname or "")
+                assert url.port in {port["port"] for port in service["spec"]["ports"]}
+                found.add(url.hostname)
+    assert found >= {"gateway-internal", "trainer"}
+
+
+def test_versions_come_from_where_rollout_servers_look_for_them(
+    objects: list[Object], pods: dict[str, Pod], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = settings_of(TrainerSettings, pods["trainer"], objects, tmp_path, monkeypatch)
+    server = settings_of(RolloutServerSettings, pods["rollout-server"], objects, tmp_path, monkeypatch)
+    assert trainer.publish_url == f"{server.trainer_url}/weights"
+    for path in (trainer.checkpoint_dir, trainer.policies_dir, trainer.metrics_path):
+        assert str(path).startswith("/var/lib/weir/trainer/")
+
+
+def test_the_demo_has_the_settings_of_the_demo(overlays: dict[str, list[Object]]) -> None:
+    (settings,) = settings_files(overlays["cpu-demo"])
+    expected = services_of_demo(0)
+    expected["rollout_server"] |= {"engine_device": "cpu", "boot_timeout_s": 3600}
+    assert settings == expected

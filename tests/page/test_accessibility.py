@@ -1,0 +1,105 @@
+"""The page for those who use a keyboard or a screen reader, in both themes and on a phone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.support.gateway.running import Backends
+from tests.support.page.browser import PHONE, WIDE, Tab, missing
+from tests.support.page.deployment import ShownDeployment, shown_deployment
+from tests.support.page.scene import fill
+
+AXE = Path(__file__).parents[2] / "run/page/axe/node_modules/axe-core/axe.min.js"
+RULES = """async () => (await axe.run(document, {resultTypes: ["violations"]})).violations.map(
+    (each) => `${each.id}: ${each.nodes.map((node) => node.target.join(" ")).join(", ")}`)"""
+LOOKS = [("light", WIDE), ("dark", WIDE), ("light", PHONE), ("dark", PHONE)]
+
+
+@pytest.fixture(scope="module")
+def filled(backends: Backends) -> Iterator[ShownDeployment]:
+    with shown_deployment(backends) as shown:
+        fill(shown)
+        yield shown
+
+
+def violations(page: Page) -> list[str]:
+    """What axe-core finds. It is evaluated by the debugger, which the page's policy does not hold up."""
+    if not AXE.exists():
+        missing("no axe-core: make test-page installs it")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found: list[str] = page.evaluate(RULES)
+    return found
+
+
+def overflow(page: Page) -> int:
+    """By how many pixels the page is wider than the screen."""
+    return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+
+@pytest.mark.parametrize(("theme", "size"), LOOKS)
+def test_axe_finds_nothing_in_any_view(
+    filled: ShownDeployment, tab: Tab, theme: str, size: tuple[int, int]
+) -> None:
+    signed_out = tab(filled.gateway.url, None, size, theme == "dark").tab
+    signed_out.get_by_label("API key").wait_for()
+    assert not violations(signed_out)
+    page = tab(filled.gateway.url, size=size, dark=theme == "dark").tab
+    expect(page.get_by_role("heading", name="Fleet")).to_be_visible()
+    assert not violations(page)
+    assert overflow(page) <= 0
+    page.get_by_role("link", name="Policies", exact=True).click()
+    expect(page.get_by_role("heading", name="Last pushes")).to_be_visible()
+    expect(page.get_by_role("heading", name="Canary of version 13")).to_be_visible()
+    assert not violations(page)
+    assert overflow(page) <= 0
+    page.get_by_role("button", name="Roll back to version 11").click()
+    expect(page.get_by_role("dialog")).to_be_visible()
+    assert not violations(page)
+
+
+def focused(page: Page) -> str:
+    """The name of what has the focus."""
+    name = "(each) => each.getAttribute('aria-label') || each.innerText || each.id || each.tagName"
+    return str(page.evaluate(f"({name})(document.activeElement)")).strip()
+
+
+def test_the_page_is_used_by_keyboard_alone(filled: ShownDeployment, tab: Tab) -> None:
+    page = tab(filled.gateway.url, None).tab
+    expect(page.get_by_label("API key")).to_be_focused()
+    page.keyboard.type("admin-key")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Fleet")).to_be_visible()
+    page.keyboard.press("Tab")
+    assert focused(page) == "Skip to content"
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("main")).to_be_focused()
+    for _ in range(30):
+        page.keyboard.press("Shift+Tab")
+        if focused(page) == "Policies":
+            break
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1, name="Policies")).to_be_focused()
+    expect(page.get_by_role("heading", name="Last pushes")).to_be_visible()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.matches(':focus-visible')")
+        if focused(page) == "Roll back to version 11":
+            break
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name="Roll back to version 11?")
+    expect(dialog).to_be_visible()
+    assert page.evaluate("document.activeElement.closest('dialog') !== null")
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    assert focused(page) == "Roll back to version 11", "the focus comes back"
+
+
+def test_the_theme_is_switched_and_remembered(filled: ShownDeployment, tab: Tab) -> None:
+    page = tab(filled.gateway.url).tab
+    before = page.evaluate("getComputedStyle(document.body).color")
+    page.get_by_role("button", name="Use the dark theme").click()
+    assert page.evaluate("getComputedStyle(document.body).color") != before
+    page.reload()
+    expect(page.get_by_role("button", name="Use the light theme")).to_be_visible()

@@ -1,0 +1,119 @@
+"""The views of lineage and learning: from a reward to a version and back; curves, limits and other runs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.support.gateway.running import Backends
+from tests.support.page.browser import PHONE, WIDE, Tab
+from tests.support.page.deployment import ShownDeployment, shown_deployment
+from tests.support.page.learned import GROUP, SESSION, fill_sessions, trainer_with_curves
+from tests.support.page.looks import overflow, violations
+from tests.support.page.run_metrics import metrics_of
+
+LOOKS = [("light", WIDE), ("dark", WIDE), ("light", PHONE), ("dark", PHONE)]
+VIEWS = {
+    "#/sessions": "table",
+    f"#/sessions/{SESSION}?colour=advantage&with=train-times-1": ".tokens",
+    "#/sessions/hostile": ".tokens",
+    "#/lineage": "table",
+    f"#/lineage/groups/{GROUP}": ".bars",
+    "#/lineage/12": "table",
+    "#/learning": ".u-over",
+}
+
+
+@pytest.fixture(scope="module")
+def learned(backends: Backends, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShownDeployment]:
+    with shown_deployment(backends, servers=1) as shown:
+        fill_sessions(shown)
+        with trainer_with_curves(shown, tmp_path_factory.mktemp("run")):
+            yield shown
+
+
+def at(learned: ShownDeployment, tab: Tab, place: str) -> Page:
+    page = tab(learned.gateway.url).tab
+    page.evaluate("place => { location.hash = place }", place)
+    return page
+
+
+@pytest.mark.parametrize(("theme", "size"), LOOKS)
+def test_axe_finds_nothing_in_the_views_of_data(
+    learned: ShownDeployment, tab: Tab, theme: str, size: tuple[int, int]
+) -> None:
+    page = tab(learned.gateway.url, size=size, dark=theme == "dark").tab
+    for place, drawn in VIEWS.items():
+        page.evaluate("place => { location.hash = place }", place)
+        expect(page.locator(f"main {drawn}").first).to_be_visible()
+        assert not violations(page), place
+        assert overflow(page) <= 0, place
+
+
+def test_a_reward_leads_to_a_version_and_back(learned: ShownDeployment, tab: Tab) -> None:
+    page = at(learned, tab, f"#/lineage/groups/{GROUP}")
+    expect(page.locator(".bars")).to_contain_text("0.625 = 0.375, advantage 0.33")
+    page.get_by_role("link", name="version 12").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Version 12")
+    taught = page.get_by_role("table", name="Turns that taught the version")
+    expect(taught.get_by_role("row")).to_have_count(13)
+    taught.get_by_role("link", name=SESSION).first.click()
+    expect(page.get_by_role("heading", level=1)).to_have_text(f"Session {SESSION}")
+    page.get_by_role("link", name="Version 12, which learned from it in step 96").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Version 12")
+
+
+def test_a_group_a_session_or_a_version_is_found_by_name(learned: ShownDeployment, tab: Tab) -> None:
+    page = at(learned, tab, "#/lineage")
+    page.get_by_label("Its id or number").fill(GROUP)
+    page.get_by_role("button", name="Show").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text(f"Group {GROUP}")
+
+
+def test_the_curves_of_a_run_are_drawn_with_the_limits_of_guards(learned: ShownDeployment, tab: Tab) -> None:
+    page = at(learned, tab, "#/learning")
+    kl = page.get_by_role("region", name="mismatch/kl")
+    expect(kl).to_contain_text("Guard max_kl: between -0.2 and 0.2.")
+    expect(kl.locator("canvas")).to_be_visible()
+    expect(kl.get_by_role("img")).to_have_attribute("aria-label", "mismatch/kl")
+    expect(kl).to_contain_text("steps 1 to")
+    page.get_by_label("From step").fill("1900")
+    page.get_by_label("To step").fill("2100")
+    page.get_by_role("button", name="Show").click()
+    expect(kl).to_contain_text("steps 1,900 to 2,100")
+    assert page.url.endswith("from=1900&to=2100")
+
+
+def test_another_run_is_drawn_beside_and_both_are_saved(
+    learned: ShownDeployment, tab: Tab, tmp_path: Path
+) -> None:
+    page = at(learned, tab, "#/learning?m=reward_mean")
+    path = tmp_path / "<b>other.jsonl"
+    lines = [json.dumps(metrics_of(step, lift=0.1)) for step in range(1, 501)]
+    path.write_text("\n".join([*lines[:100], '{"step": "half', *lines[100:]]), encoding="utf-8")
+    page.get_by_label("Files (at most 3)").set_input_files(path)
+    reward = page.get_by_role("region", name="reward_mean")
+    expect(reward).to_contain_text("<b>other.jsonl: steps 1 to 500")
+    with page.expect_download() as csv:
+        reward.get_by_role("button", name="CSV of reward_mean").click()
+    rows = Path(csv.value.path()).read_text(encoding="utf-8").splitlines()
+    assert rows[0] == "run,step,min,mean,max"
+    assert {row.split(",")[0] for row in rows[1:]} == {'"this run"', '"<b>other.jsonl"'}
+    with page.expect_download() as png:
+        reward.get_by_role("button", name="PNG of reward_mean").click()
+    assert png.value.suggested_filename == "reward_mean.png"
+    assert Path(png.value.path()).read_bytes().startswith(b"\x89PNG")
+    page.get_by_role("button", name="Remove <b>other.jsonl").click()
+    expect(reward).not_to_contain_text("other.jsonl")
+
+
+def test_a_file_that_is_no_run_is_refused_in_words(
+    learned: ShownDeployment, tab: Tab, tmp_path: Path
+) -> None:
+    page = at(learned, tab, "#/learning?m=loss")
+    path = tmp_path / "no.jsonl"
+    path.write_text("[]\n{}\nnothing", encoding="utf-8")
+    page.get_by_label("Files (at most 3)").set_input_files(path)
+    expect(page.get_by_role("alert")).to_have_text("The file has no line with a step.")

@@ -1,0 +1,49 @@
+"""The view Now: what it says, and that it is live."""
+
+from playwright.sync_api import expect
+
+from tests.support.page.browser import Tab
+from tests.support.page.deployment import ShownDeployment
+
+
+def test_now_says_what_is_waited_for_and_follows_the_deployment(shown: ShownDeployment, tab: Tab) -> None:
+    page = tab(shown.gateway.url).tab
+    expect(page.get_by_text("The trainer waits for 3 more groups: 5 of 8 are complete.")).to_be_visible()
+    reward = page.locator(".stat", has_text="Reward")
+    expect(reward).to_contain_text("0.613")
+    expect(page.locator(".stat", has_text="Staleness")).to_contain_text("0.84")
+    expect(page.get_by_role("row").filter(has_text="rollout-0")).to_contain_text("ready")
+    shown.report(step=97, waiting_for="the end of its step", state="training", metrics={"reward_mean": 0.75})
+    expect(page.get_by_text("The trainer waits for the end of its step.")).to_be_visible()
+    expect(reward).to_contain_text("0.75")
+    expect(reward).to_contain_text("step 97")
+    shown.publish(1)
+    expect(page.locator(".stat", has_text="Version served")).to_contain_text("1")
+    shown.admin("POST", "/admin/rollout_servers/rollout-1/drain")
+    expect(page.get_by_role("row").filter(has_text="rollout-1")).to_contain_text("drained")
+    expect(page.get_by_text("2 of 3 servers can take calls.")).to_be_visible()
+
+
+def test_now_shows_warnings_and_the_lack_of_a_trainer(shown: ShownDeployment, tab: Tab) -> None:
+    shown.gateway.redis.delete("weir:trainer")
+    shown.gateway.redis.xadd("weir:dead", {"error": "not a record"})
+    page = tab(shown.gateway.url).tab
+    lead = "No trainer has reported yet: nothing is trained before one does."
+    expect(page.locator(".lead")).to_have_text(lead)
+    warnings = page.get_by_role("list", name="Warnings")
+    expect(warnings).to_contain_text("The trainer could not read 1 record")
+    expect(warnings).to_contain_text("No trainer has reported yet.")
+
+
+def test_a_tab_that_nobody_sees_has_no_stream(shown: ShownDeployment, tab: Tab) -> None:
+    page = tab(shown.gateway.url).tab
+    expect(page.get_by_text("Live", exact=True)).to_be_visible()
+    feed_ended = """() => {
+      Object.defineProperty(document, "hidden", {value: true, configurable: true});
+      document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/page/events")):
+        page.evaluate(feed_ended)
+    back = feed_ended.replace("value: true", "value: false")
+    with page.expect_event("request", lambda request: request.url.endswith("/page/events")):
+        page.evaluate(back)

@@ -1,0 +1,187 @@
+"""Signing in on the page: the cookie, what it opens, and when it ends."""
+
+import json
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_queue.http.keys import digest
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.page.client import PageClient
+
+
+def test_the_cookie_is_hidden_from_scripts_and_from_other_sites(page: PageClient) -> None:
+    given = page.sign_in(ADMIN_KEY).headers["set-cookie"]
+    name, *attributes = given.split("; ")
+    assert name.startswith("weir_page=")
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} < set(attributes)
+    assert not any(each.startswith("Domain") for each in attributes)
+
+
+def test_over_https_no_other_host_can_set_the_cookie(page: PageClient, gateway: RunningGateway) -> None:
+    page.http.cookies.clear()
+    given = page.sign_in(ADMIN_KEY, **{"x-forwarded-proto": "https"}).headers["set-cookie"]
+    assert given.startswith("__Host-weir_page=")
+    assert "Secure" in given.split("; ")
+    token = given.partition("=")[2].partition(";")[0]
+    secure = {"x-forwarded-proto": "https", "sec-fetch-site": "same-origin"}
+    for name, status in (("__Host-weir_page", 200), ("weir_page", 401)):
+        reply = httpx.get(f"{gateway.url}/admin/status", headers={**secure, "cookie": f"{name}={token}"})
+        assert reply.status_code == status
+
+
+def test_redis_has_neither_the_key_nor_the_token(page: PageClient, gateway: RunningGateway) -> None:
+    page.sign_in(ADMIN_KEY)
+    redis: Any = gateway.redis
+    names = redis.keys("weir:page*")
+    assert len(names) == 2
+    session = redis.get(f"weir:page_session:{digest(page.cookie)}")
+    everything = b" ".join([*names, session])
+    assert digest(ADMIN_KEY).encode() in everything
+    assert ADMIN_KEY.encode() not in everything
+    assert page.cookie.encode() not in everything
+
+
+def test_the_log_has_neither_the_key_nor_the_token(
+    page: PageClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="gateway"):
+        page.sign_in(ADMIN_KEY)
+        page.get("/admin/status")
+    assert "signed in" in caplog.text
+    assert ADMIN_KEY not in caplog.text
+    assert page.cookie not in caplog.text
+
+
+def test_an_admins_sign_in_is_among_the_admin_actions(page: PageClient) -> None:
+    page.sign_in(ADMIN_KEY)
+    (action,) = page.get("/admin/actions").json()["data"]
+    assert (action["method"], action["path"], action["key"]) == (
+        "POST",
+        "/page/session",
+        f"key-{digest(ADMIN_KEY)[:8]}",
+    )
+
+
+def test_an_unknown_key_does_not_sign_in_and_a_session_key_neither(
+    page: PageClient, gateway: RunningGateway
+) -> None:
+    session_key = gateway.session()["api_key"]
+    for key, status in (("wrong", 401), ("", 401), (session_key, 403)):
+        reply = page.sign_in(key)
+        assert reply.status_code == status
+        assert "set-cookie" not in reply.headers
+        assert reply.json()["error"]["type"] in ("authentication_error", "permission_error")
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"api_key": 1}', b'{"key": "x"}', b"{" * 100])
+def test_a_body_that_is_no_sign_in_is_a_400(page: PageClient, body: bytes) -> None:
+    headers = {"content-type": "application/json", "sec-fetch-site": "same-origin"}
+    reply = page.http.post(f"{page.url}/page/session", content=body, headers=headers)
+    assert reply.status_code == 400
+
+
+def test_a_sign_in_of_another_type_or_of_many_bytes_is_refused(page: PageClient) -> None:
+    body = b'{"api_key": "%s"}' % ADMIN_KEY.encode()
+    for content, media_type, status in (
+        (body, "text/plain", 415),
+        (body + b" " * 5000, "application/json", 413),
+    ):
+        headers = {"content-type": media_type, "sec-fetch-site": "same-origin"}
+        reply = page.http.post(f"{page.url}/page/session", content=content, headers=headers)
+        assert reply.status_code == status
+
+
+def test_the_cookie_opens_what_the_key_opens_but_not_the_agents_side(
+    page: PageClient, gateway: RunningGateway
+) -> None:
+    session = gateway.session()["session_id"]
+    page.sign_in(ADMIN_KEY)
+    assert page.get("/admin/status").status_code == 200
+    assert page.get(f"/sessions/{session}").status_code == 200
+    assert page.send("POST", "/admin/policies/hold", {}).status_code == 200
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    for method, path in (
+        ("GET", "/v1/models"),
+        ("GET", f"/sessions/{session}/v1/models"),
+        ("GET", "/v1/responses/r"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", f"/sessions/{session}/v1/chat/completions"),
+        ("POST", "/inference/v1/generate"),
+        ("POST", "/api/v1/create_session"),
+    ):
+        assert page.send(method, path, chat if method == "POST" else None).status_code == 401, path
+
+
+def test_a_client_key_shows_its_own_sessions_only(page: PageClient, gateway: RunningGateway) -> None:
+    own = gateway.session()["session_id"]
+    foreign = gateway.post("/sessions", {}, key=OTHER_KEY).json()["session_id"]
+    assert page.sign_in(CLIENT_KEY).json()["role"] == "client"
+    assert [each["session_id"] for each in page.get("/sessions").json()["data"]] == [own]
+    assert page.get(f"/sessions/{foreign}").status_code == 404
+    assert page.get("/admin/status").status_code == 403
+    assert page.get("/page/events").status_code == 403
+    assert page.send("POST", f"/sessions/{own}/reward", {"value": 1.0}).status_code == 200
+
+
+def test_signing_out_ends_the_cookie(page: PageClient) -> None:
+    page.sign_in(ADMIN_KEY)
+    token = page.cookie
+    assert page.send("DELETE", "/page/session").json()["role"] is None
+    page.http.cookies.clear()
+    assert page.get("/admin/status", cookie=f"weir_page={token}").status_code == 401
+
+
+def test_a_revoked_key_ends_its_sign_ins(page: PageClient, gateway: RunningGateway) -> None:
+    made = gateway.post("/admin/keys", {"name": "night", "role": "admin"}, key=ADMIN_KEY).json()
+    page.sign_in(made["api_key"])
+    assert page.get("/admin/status").status_code == 200
+    gateway.call("DELETE", "/admin/keys/night", key=ADMIN_KEY)
+    assert page.get("/admin/status").status_code == 401
+    assert page.get("/page/session").json()["role"] is None
+
+
+def test_a_sign_in_ends_when_it_is_idle_and_when_it_is_old(backends: Backends) -> None:
+    backends.clear(None)
+    settings = {"idle_s": 100, "longest_s": 150}
+    with backends.gateway(page=settings) as gateway, httpx.Client() as http:
+        page = PageClient(http, gateway.url)
+        page.sign_in(ADMIN_KEY)
+        name = f"weir:page_session:{digest(page.cookie)}"
+        gateway.redis.expire(name, 5)
+        assert page.get("/admin/status").status_code == 200
+        assert 90 < int(gateway.redis.ttl(name)) <= 100, "a request begins the idle time anew"
+        stored: Any = gateway.redis.get(name)
+        old = json.loads(stored)
+        gateway.redis.set(name, json.dumps(old | {"ends_at": 1.0}))
+        assert page.get("/admin/status").status_code == 401
+
+
+def test_one_secret_has_a_bounded_number_of_sign_ins(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway(page={"sessions_per_key": 2}) as gateway, httpx.Client() as http:
+        page = PageClient(http, gateway.url)
+        tokens = []
+        for _ in range(3):
+            page.http.cookies.clear()
+            page.sign_in(ADMIN_KEY)
+            tokens.append(page.cookie)
+        page.http.cookies.clear()
+        statuses = [page.get("/admin/status", cookie=f"weir_page={each}").status_code for each in tokens]
+        assert statuses == [401, 200, 200]
+        assert len(gateway.redis.keys("weir:page_session:*")) == 2
+
+
+def test_without_the_page_no_cookie_opens_anything(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway() as gateway, httpx.Client() as http:
+        page = PageClient(http, gateway.url)
+        page.sign_in(ADMIN_KEY)
+        token = page.cookie
+        with backends.gateway(page={"enabled": False}) as closed:
+            page.url = closed.url
+            assert page.get("/admin/status", cookie=f"weir_page={token}").status_code == 401
+            for path in ("/", "/page/session", "/page/events"):
+                assert page.get(path).status_code in (401, 404)

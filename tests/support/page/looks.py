@@ -1,0 +1,25 @@
+"""What axe-core finds in a page, and whether the page is wider than the screen."""
+
+from pathlib import Path
+
+from playwright.sync_api import Page
+
+from tests.support.page.browser import missing
+
+AXE = Path(__file__).parents[3] / "run/page/axe/node_modules/axe-core/axe.min.js"
+RULES = """async () => (await axe.run(document, {resultTypes: ["violations"]})).violations.map(
+    (each) => `${each.id}: ${each.nodes.map((node) => node.target.join(" ")).join(", ")}`)"""
+
+
+def violations(page: Page) -> list[str]:
+    """What axe-core finds. It is evaluated by the debugger, which the page's policy does not hold up."""
+    if not AXE.exists():
+        missing("no axe-core: make test-page installs it")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found: list[str] = page.evaluate(RULES)
+    return found
+
+
+def overflow(page: Page) -> int:
+    """By how many pixels the page is wider than the screen."""
+    return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))

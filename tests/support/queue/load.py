@@ -1,0 +1,129 @@
+"""Agents write and a trainer reads while Redis fails over: what the agents were told, and what is stored."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.records import Turn
+from rollout_queue.redis import keys
+from rollout_queue.redis.client.opening import open_async_redis, open_redis
+from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
+from tests.support.claimed import claimed_reader
+from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.serving import free_port
+from tests.support.waiting import wait_until_async
+from weir.audit.audit import audit
+from weir.audit.facts import ClientAnswer
+from weir.audit.report import Report
+from weir.audit.sources import Sources
+
+NOBODY = f"http://127.0.0.1:{free_port()}"
+"""The address of a trainer that is not running."""
+AGENTS = 8
+TURNS = 3
+
+
+class Load:
+    """One gateway's writer and one trainer's reader, over `settings`."""
+
+    def __init__(
+        self,
+        settings: RedisSettings,
+        connection: str = "pipelined",
+        replication: Replication = NO_REPLICAS,
+        append_within_s: float = 10.0,
+    ) -> None:
+        self.settings, self.answers = settings, list[ClientAnswer]()
+        self.refused = 0
+        """How many calls got an error."""
+        self._connection, self._replication = connection, replication
+        self._append_within_s = append_within_s
+        self._stopping = asyncio.Event()
+
+    async def during(self, fault: Callable[[], None]) -> None:
+        """Agents and trainer work while `fault` runs in a thread, and until calls were answered after it."""
+        redis = open_async_redis(self.settings, timeout_s=5)
+        writer = RedisWriter(
+            redis, CONNECTIONS[self._connection], self._append_within_s, replication=self._replication
+        )
+        with open_redis(self.settings, timeout_s=5) as client:
+            reader = claimed_reader(client)
+            tasks = [asyncio.create_task(self._agent(writer, number)) for number in range(AGENTS)]
+            tasks.append(asyncio.create_task(asyncio.to_thread(self._train, reader)))
+            await wait_until_async(lambda: self.answers)
+            try:
+                await asyncio.to_thread(fault)
+                heard = len(self.answers)
+                await wait_until_async(lambda: len(self.answers) > heard + 3 * AGENTS)
+            finally:
+                self._stopping.set()
+                await asyncio.gather(*tasks)
+                with contextlib.suppress(StorageUnavailable):
+                    await writer.retract_failed()
+                await writer.close()
+                await redis.aclose()
+
+    async def _agent(self, writer: RedisWriter, number: int) -> None:
+        sessions = 0
+        while not self._stopping.is_set():
+            session_id, sessions = f"a{number}-{sessions}", sessions + 1
+            await self._until_told(partial(writer.open_session, spec(session_id)), session_id)
+            for index in range(TURNS):
+                each = turn(f"{session_id}-t{index}", session_id, started_at=100.0 + index)
+                try:
+                    await writer.append_turn(each, expires_at=1e12)
+                    self.answers.append(ClientAnswer(session_id, turn_id=each.turn_id))
+                except StorageUnavailable:  # the agent got an error, and goes on with another turn
+                    self.refused += 1
+                    await asyncio.sleep(0.02)  # as clients do before they try again
+            ends, value = outcome(session_id), reward("finish", session_id)
+            finish = partial(writer.append_outcome, ends, value, None)
+            await self._until_told(finish, session_id, reward_key="finish", finished=True)
+
+    async def _until_told(self, call: Callable[[], Awaitable[object]], session_id: str, **told: Any) -> None:
+        while True:
+            try:
+                await call()
+            except StorageUnavailable:
+                self.refused += 1
+                if self._stopping.is_set():
+                    return
+                await asyncio.sleep(0.02)  # as clients do before they try again
+            else:
+                self.answers.append(ClientAnswer(session_id, **told))
+                return
+
+    def _train(self, reader: RedisReader) -> None:
+        while not self._stopping.is_set():
+            with contextlib.suppress(StorageUnavailable):
+                reader.read(50, 0.05)
+
+    def read(self) -> set[str]:
+        """The turns that a trainer which starts now finds, delivered or not."""
+        with open_redis(self.settings, timeout_s=5) as client:
+            reader = claimed_reader(client)
+            entries = list(reader.reclaim())
+            while new := reader.read(1000, 0.01):
+                entries += new
+        return {entry.record.turn_id for entry in entries if isinstance(entry.record, Turn)}
+
+    def lost(self) -> list[ClientAnswer]:
+        """The answers of which Redis has no trace, or not all."""
+        with open_redis(self.settings, timeout_s=5) as client, client.pipeline(transaction=False) as pipeline:
+            for each in self.answers:
+                pipeline.hmget(keys.session(each.session_id), ["spec", *each.fields])
+            found = pipeline.execute()
+        return [each for each, fields in zip(self.answers, found, strict=True) if None in fields]
+
+    def audited(self, directory: Path) -> Report:
+        """What the audit says of the answers, without a trainer."""
+        directory.mkdir(exist_ok=True)
+        sources = Sources(self.settings.redis_url, NOBODY, checkpoint_dir=directory, access=self.settings)
+        return audit(sources, self.answers, readings=1)

@@ -1,0 +1,362 @@
+"""`weir backup` and `weir restore`, on a real Redis and real checkpoints, at every moment that could go
+wrong."""
+
+import json
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from redis import Redis
+from typer.testing import CliRunner
+
+from rollout_queue.contract.policies.policy import MANIFEST, STABLE, PolicyRecord
+from rollout_queue.contract.policies.serving import Admissible, ServingPlan
+from rollout_queue.redis import keys
+from tests.support.redis_process import RedisProcess
+from tests.support.serving import free_port
+from tests.support.weir.small_trainer import SmallTrainer, answer
+from weir.__main__ import app
+from weir.audit.audit import audit
+from weir.audit.facts import ClientAnswer
+from weir.audit.sources import Sources
+from weir.backup import backup as backups
+from weir.backup import redis_copy
+from weir.backup.backup import BackupPlan, back_up
+from weir.backup.manifest import BackupBroken
+from weir.backup.restore import RestoreTarget, restore
+from weir.errors import StackError
+
+NOBODY = f"http://127.0.0.1:{free_port()}"
+
+
+class Place:
+    """A Redis with the directories of a run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.redis = RedisProcess(directory / "redis").start()
+        self.client = self.redis.client
+        self.checkpoints, self.policies = directory / "checkpoints", directory / "policies"
+
+    def plan(self, **more: Any) -> BackupPlan:
+        sources = Sources(self.redis.url, NOBODY)
+        return BackupPlan(
+            sources=sources, checkpoint_dir=self.checkpoints, policies_dir=self.policies, **more
+        )
+
+    def target(self, **more: Any) -> RestoreTarget:
+        return RestoreTarget(
+            redis_url=self.redis.url, checkpoint_dir=self.checkpoints, policies_dir=self.policies, **more
+        )
+
+    def publish(self, version: int) -> None:
+        path = self.policies / f"v{version:08d}"
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(b"m" * version)
+        (path / MANIFEST).write_text("{}")
+        (path / STABLE).touch()
+        record = PolicyRecord(version=version, location=path.resolve().as_uri(), created_at=1.0)
+        self.client.hset(keys.POLICIES, str(version), msgspec.json.encode(record))
+
+    def audited(self, answers: list[str]) -> list[str]:
+        """The findings of `weir audit`, with what clients were told."""
+        told = [ClientAnswer(session_id, f"{session_id}-t") for session_id in answers]
+        sources = Sources(self.redis.url, None, checkpoint_dir=self.checkpoints)
+        return [finding.sentence for finding in audit(sources, told, readings=1).findings]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Callable[[str], Place]]:
+    made: list[Place] = []
+
+    def make(name: str) -> Place:
+        made.append(Place(tmp_path / name))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.redis.close()
+
+
+@pytest.fixture
+def run(place: Callable[[str], Place]) -> Place:
+    found = place("run")
+    found.checkpoints.mkdir()
+    found.client.hset(keys.POLICIES, "0", msgspec.json.encode(PolicyRecord(version=0, created_at=1.0)))
+    return found
+
+
+def continued(elsewhere: Place, answers: list[str]) -> SmallTrainer:
+    """Train all that waits in a restored place, and audit it before and after."""
+    assert elsewhere.audited(answers) == []
+    trainer = SmallTrainer(elsewhere.client, elsewhere.checkpoints)
+    before = trainer.step
+    while True:
+        step = trainer.step
+        trainer.train()
+        trainer.checkpoint()
+        if trainer.step == step:
+            break
+    assert trainer.step >= before
+    assert elsewhere.audited(answers) == []
+    for session_id in answers:
+        stored: Any = elsewhere.client.hget(keys.session(session_id), "verdict")
+        assert json.loads(stored)["code"] == "trained"
+    return trainer
+
+
+@pytest.mark.parametrize("moment", ["before", "written", "acknowledged", "stepped"])
+def test_at_each_moment_around_a_checkpoint_nothing_is_lost_or_trained_twice(
+    run: Place, place: Callable[[str], Place], tmp_path: Path, moment: str
+) -> None:
+    answers = [f"s{number}" for number in range(30)]
+    for session_id in answers:
+        answer(run.client, session_id)
+    trainer = SmallTrainer(run.client, run.checkpoints)
+    trainer.train()
+    trainer.checkpoint()
+    trainer.train()
+
+    def take(now: str) -> None:
+        if now == moment:
+            back_up(run.plan(), tmp_path / "backup", lambda _: None)
+
+    take("before")
+    trainer.checkpoint(written=lambda: take("written"), acknowledged=lambda: take("acknowledged"))
+    trainer.train()
+    take("stepped")
+    trainer.checkpoint()
+    elsewhere = place("elsewhere")
+    manifest = restore(tmp_path / "backup", elsewhere.target(), lambda _: None)
+    assert (manifest.step, manifest.version) == ((1, 1) if moment == "before" else (2, 2))
+    assert continued(elsewhere, answers).step == 6
+
+
+def test_a_checkpoint_that_is_finished_just_then_is_noticed_and_the_copy_repeated(
+    run: Place, place: Callable[[str], Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [f"s{number}" for number in range(20)]
+    for session_id in answers:
+        answer(run.client, session_id)
+    trainer = SmallTrainer(run.client, run.checkpoints)
+    trainer.train()
+    trainer.checkpoint()
+    trainer.train()
+    copy, finished = redis_copy.copy_redis, list[str]()
+
+    def copy_while_finishing(url: str, directory: Path, on_begin: Callable[[], None]) -> Any:
+        def begin() -> None:
+            if not finished:
+                trainer.checkpoint()  # Redis has forked, and the two looks after it come now
+                finished.append("once")
+            on_begin()
+
+        return copy(url, directory, begin)
+
+    monkeypatch.setattr(backups, "copy_redis", copy_while_finishing)
+    monkeypatch.setattr("weir.backup.point.LOOK_EVERY_S", 3600.0)  # only the looks before and after the copy
+    said: list[str] = []
+    manifest = back_up(run.plan(), tmp_path / "backup", said.append)
+    assert said[0] == (
+        "the trainer finished a checkpoint just when Redis copied its data; it is copied again"
+    )
+    assert manifest.step == 2
+    elsewhere = place("elsewhere")
+    restore(tmp_path / "backup", elsewhere.target(), lambda _: None)
+    continued(elsewhere, answers)
+
+
+def test_backups_under_load_are_all_consistent(
+    run: Place, place: Callable[[str], Place], tmp_path: Path
+) -> None:
+    """Agents and the trainer go on while three backups are made."""
+    over, told = threading.Event(), list[str]()
+
+    def agents() -> None:
+        with Redis.from_url(run.redis.url) as redis:
+            while not over.is_set():
+                answer(redis, f"s{len(told)}")
+                told.append(f"s{len(told)}")
+
+    def train() -> None:
+        with Redis.from_url(run.redis.url) as redis:
+            trainer = SmallTrainer(redis, run.checkpoints)
+            while not over.is_set():
+                for _ in range(20):
+                    trainer.train()
+                trainer.checkpoint()
+                over.wait(0.3)  # so long a checkpoint of the smallest model is current
+
+    threads = [threading.Thread(target=work) for work in (agents, train)]
+    for thread in threads:
+        thread.start()
+    heard: list[int] = []
+    try:
+        for number in range(3):
+            heard.append(len(told))
+            back_up(run.plan(), tmp_path / f"backup{number}", lambda _: None)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    elsewhere = place("elsewhere")
+    for number in range(3):
+        target = elsewhere.target(replace=number > 0)
+        restore(tmp_path / f"backup{number}", target, lambda _: None)
+        continued(elsewhere, told[: heard[number]])
+        elsewhere.client.delete(keys.LEASE)
+    assert not list(run.checkpoints.glob(".backup*")), "held files were left"
+
+
+def test_what_belongs_to_the_former_place_is_changed_or_left_out(
+    run: Place, place: Callable[[str], Place], tmp_path: Path
+) -> None:
+    for version in (1, 2, 3, 4):
+        run.publish(version)
+    plan = ServingPlan(admissible=(Admissible(3, 1), Admissible(2, 1)))
+    run.client.set(keys.SERVING, msgspec.json.encode(plan))
+    for name in (keys.SERVERS, keys.TRAINER, keys.LEASE, keys.PUSH_LEASE, keys.SECRET):
+        run.client.hset(name, "a", "b")
+    run.client.zadd(keys.DEADLINES, {"s1": time.time() + 60})
+    manifest = back_up(run.plan(), tmp_path / "backup", lambda _: None)
+    assert manifest.policies == (2, 3, 4)
+    text = (tmp_path / "backup" / "backup.json").read_text()
+    aged = msgspec.structs.replace(manifest, taken_at=manifest.taken_at - 5000)
+    (tmp_path / "backup" / "backup.json").write_bytes(msgspec.json.encode(aged))
+    elsewhere = place("elsewhere")
+    restore(tmp_path / "backup", elsewhere.target(), lambda _: None)
+    left: Any = elsewhere.client.keys("weir:*")
+    assert set(left) == {
+        name.encode() for name in (keys.POLICIES, keys.SERVING, keys.SECRET, keys.DEADLINES, keys.SCHEMA)
+    }
+    packed: Any = elsewhere.client.hget(keys.POLICIES, "4")
+    location = msgspec.json.decode(packed, type=PolicyRecord).location
+    assert location == (elsewhere.policies / "v00000004").resolve().as_uri()
+    assert sorted(path.name for path in elsewhere.policies.iterdir()) == [
+        "v00000002",
+        "v00000003",
+        "v00000004",
+    ]
+    assert (elsewhere.policies / "v00000004" / STABLE).exists()
+    expires_at: Any = elsewhere.client.zscore(keys.DEADLINES, "s1")
+    assert expires_at > time.time() + 4000
+    assert json.loads(text)["taken_at"] == manifest.taken_at
+    everything = back_up(run.plan(every_version=True), tmp_path / "all", lambda _: None)
+    assert everything.policies == (1, 2, 3, 4)
+
+
+def test_only_its_owner_reads_a_backup(run: Place, tmp_path: Path) -> None:
+    trainer = SmallTrainer(run.client, run.checkpoints)
+    answer(run.client, "s1")
+    trainer.train()
+    trainer.checkpoint()
+    back_up(run.plan(), tmp_path / "backup", lambda _: None)
+    for path in [tmp_path / "backup", *(tmp_path / "backup").rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_a_broken_backup_is_refused_by_name_and_changes_nothing(
+    run: Place, place: Callable[[str], Place], tmp_path: Path
+) -> None:
+    trainer = SmallTrainer(run.client, run.checkpoints)
+    answer(run.client, "s1")
+    trainer.train()
+    trainer.checkpoint()
+    run.publish(1)
+    directory, elsewhere = tmp_path / "backup", place("elsewhere")
+    back_up(run.plan(), directory, lambda _: None)
+
+    def refused(match: str) -> None:
+        with pytest.raises(BackupBroken, match=match):
+            restore(directory, elsewhere.target(), lambda _: None)
+        assert elsewhere.client.dbsize() == 0
+        assert not elsewhere.checkpoints.exists()
+        assert not elsewhere.policies.exists()
+
+    weights = directory / "checkpoints" / "00000001-step-00000001" / "weights.bin"
+    content = weights.read_bytes()
+    weights.write_bytes(b"v" + content[1:])
+    refused("weights.bin is damaged")
+    weights.write_bytes(content[:-1])
+    refused("has 999 bytes, and not 1000")
+    weights.unlink()
+    refused("weights.bin is missing")
+    weights.write_bytes(content)
+    manifest = (directory / "backup.json").read_text()
+    (directory / "backup.json").write_text(manifest.replace('"format": 1', '"format": 2'))
+    refused("has format 2, and this release reads 1")
+    (directory / "backup.json").write_text(manifest.replace('"redis.index"', '"../redis.index"'))
+    refused("which is not in the backup")
+    (directory / "backup.json").write_text(manifest[:-20])
+    refused("backup.json cannot be read")
+    (directory / "backup.json").unlink()
+    refused("has no backup.json: it is no backup, or one that was not finished")
+    (directory / "backup.json").write_text(manifest)
+    restore(directory, elsewhere.target(), lambda _: None)
+
+
+def test_a_target_that_is_in_use_is_refused(
+    run: Place, place: Callable[[str], Place], tmp_path: Path
+) -> None:
+    trainer = SmallTrainer(run.client, run.checkpoints)
+    answer(run.client, "s1")
+    trainer.train()
+    trainer.checkpoint()
+    back_up(run.plan(), tmp_path / "backup", lambda _: None)
+    with pytest.raises(StackError, match="a trainer runs on this Redis"):
+        restore(tmp_path / "backup", run.target(replace=True), lambda _: None)
+    run.client.delete(keys.LEASE)
+    with pytest.raises(StackError, match="this Redis has data of Weir"):
+        restore(tmp_path / "backup", run.target(), lambda _: None)
+    elsewhere = place("elsewhere")
+    (elsewhere.checkpoints / "00000009-step-00000009").mkdir(parents=True)
+    with pytest.raises(StackError, match="00000009-step-00000009 is there"):
+        restore(tmp_path / "backup", elsewhere.target(), lambda _: None)
+    restore(tmp_path / "backup", elsewhere.target(replace=True), lambda _: None)
+    assert [path.name for path in elsewhere.checkpoints.glob("*-step-*")] == ["00000001-step-00000001"]
+
+
+def test_a_backup_that_fails_leaves_nothing(run: Place, tmp_path: Path) -> None:
+    plan = BackupPlan(
+        sources=Sources(run.redis.url, NOBODY), checkpoint_dir=tmp_path / "nowhere", policies_dir=None
+    )
+    with pytest.raises(StackError, match="nowhere is not here: run this where the trainer's checkpoints are"):
+        back_up(plan, tmp_path / "backup", lambda _: None)
+    run.redis.kill()
+    with pytest.raises(StackError, match="Redis at redis://"):
+        back_up(run.plan(), tmp_path / "backup", lambda _: None)
+    assert not (tmp_path / "backup").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(StackError, match="full is not empty"):
+        back_up(run.plan(), tmp_path / "full", lambda _: None)
+    assert (tmp_path / "full" / "file").exists()
+
+
+def test_the_commands_start_the_redis_of_a_run_that_is_not_up(
+    run: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = SmallTrainer(run.client, run.checkpoints)
+    answer(run.client, "s1")
+    trainer.train()
+    trainer.checkpoint()
+    where = ["--checkpoint-dir", str(run.checkpoints), "--policies-dir", str(run.policies), "--fresh"]
+    made = CliRunner().invoke(app, ["backup", str(tmp_path / "b"), "--redis-url", run.redis.url, *where])
+    assert made.exit_code == 0, made.output
+    assert "the trainer wrote no checkpoint" in made.output
+    assert "checkpoint 00000001-step-00000001: step 1, version 1" in made.output
+    port = free_port()
+    monkeypatch.setenv("WEIR_STACK__REDIS_PORT", str(port))
+    written = CliRunner().invoke(app, ["restore", str(tmp_path / "b"), "--run-dir", str(tmp_path / "new")])
+    assert written.exit_code == 0, written.output
+    assert "start the services, and run `weir audit`" in written.output
+    assert (tmp_path / "new" / "checkpoints" / "CURRENT").read_text() == "00000001-step-00000001"
+    again = RedisProcess(tmp_path / "new" / "redis").start()
+    assert again.client.exists(keys.session("s1"))
+    assert again.client.get(keys.SCHEMA) == b"1"
+    again.close()

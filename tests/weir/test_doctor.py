@@ -1,0 +1,218 @@
+"""`weir doctor` on a real Redis, gateway and trainer interface: each fault of services and fleet is told."""
+
+import asyncio
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from typer.testing import CliRunner
+
+from gateway.settings.service import GatewaySettings
+from rollout_queue.redis import keys
+from tests.support.gateway.running import ADMIN_KEY
+from tests.support.serving import free_port, serving
+from tests.support.waiting import wait_until
+from tests.support.weir.examined import ExaminedSystem, examined_system
+from weir.__main__ import app
+from weir.stack.state import ProcessState, StackState
+
+NOBODY = f"http://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[ExaminedSystem]:
+    with examined_system(tmp_path_factory.mktemp("examined"), tiny_model) as system:
+        yield system
+
+
+@pytest.fixture
+def system(running: ExaminedSystem) -> Iterator[ExaminedSystem]:
+    """The same, with a trainer that has just reported."""
+    running.report(last_seen=time.time(), waiting_for="entries")
+    running.settings = {}
+    yield running
+    running.redis.client.delete(keys.VERDICTS, keys.SETTLED, keys.DEAD_LETTERS)
+    running.server.status_nonsense = None
+
+
+def test_a_deployment_without_faults_has_no_problem(system: ExaminedSystem) -> None:
+    assert system.problems() == {}
+
+
+def test_the_command_prints_sentences_or_json_and_exits_with_1_if_something_is_wrong(
+    system: ExaminedSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIR_ADMIN_KEYS", ADMIN_KEY)
+    command = ["doctor", "--run-dir", str(tmp_path), "--redis-url", system.redis.url]
+    system.redis.client.config_set("appendfsync", "everysec")
+    try:
+        said = CliRunner().invoke(app, [*command, "--gateway-url", system.gateway_url])
+        told = CliRunner().invoke(app, [*command, "--gateway-url", system.gateway_url, "--json"])
+    finally:
+        system.redis.client.config_set("appendfsync", "always")
+    assert said.exit_code == 1
+    assert "warning: Redis syncs its file everysec" in said.output
+    assert "[redis_syncs_late]\n    set appendfsync always" in said.output
+    found = json.loads(told.output)
+    assert (found["ok"], found["gateway"]) == (False, system.gateway_url)
+    assert "redis_syncs_late" in {problem["check"] for problem in found["problems"]}
+
+
+def test_a_service_that_is_away_is_named(system: ExaminedSystem) -> None:
+    found = system.problems(gateway_url=NOBODY)
+    assert f"gateway at {NOBODY} does not answer" in found["service_silent"]
+    system.report(last_seen=time.time(), url=NOBODY)
+    assert f"trainer at {NOBODY} does not answer" in system.problems()["service_silent"]
+
+
+def test_services_that_hang_cost_a_bounded_time(system: ExaminedSystem) -> None:
+    async def hang(_: Request) -> JSONResponse:
+        await asyncio.Event().wait()
+        return JSONResponse({})
+
+    deaf = Starlette(routes=[Route("/{path:path}", hang)])
+    with serving(deaf) as url:
+        system.report(last_seen=time.time(), url=url)
+        began_at = time.monotonic()
+        found = system.problems(gateway_url=url)
+        assert time.monotonic() - began_at < 10
+    assert found["service_silent"].endswith("does not answer: no answer within 3 s")
+
+
+def test_a_service_that_is_not_ready_is_named(system: ExaminedSystem) -> None:
+    async def starting(_: Request) -> JSONResponse:
+        return JSONResponse({"error": {"message": "it reads the stream"}}, 503)
+
+    async def status(_: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    with serving(Starlette(routes=[Route("/ready", starting), Route("/status", status)])) as url:
+        system.report(last_seen=time.time(), url=url)
+        assert system.problems()["service_unready"] == "trainer is not ready: it reads the stream"
+
+
+def test_keys_that_differ_are_found(system: ExaminedSystem) -> None:
+    found = system.problems(admin_key="another")
+    assert found["keys_differ"].startswith("gateway, trainer refuse the admin key")
+
+
+def test_a_report_of_another_release_is_found(system: ExaminedSystem) -> None:
+    system.server.status_nonsense = {"state": "ready", "version": "zero"}
+    assert "gives no report: not a ServerStatus: version" in system.problems()["report_unreadable"]
+    system.server.status_nonsense = {"state": "ready", "version": 0, "release": "0.0.9, schema 1"}
+    assert "r0 0.0.9, schema 1" in system.problems()["releases_differ"]
+
+
+def test_clocks_that_differ_are_found(system: ExaminedSystem) -> None:
+    class Late(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return "Thu, 01 Jan 2015 00:00:00 GMT"
+
+    with http.server.HTTPServer(("127.0.0.1", free_port()), Late) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        system.report(last_seen=time.time(), url=f"http://127.0.0.1:{server.server_port}")
+        assert system.problems()["clocks_apart"].endswith("s ahead of trainer")
+        server.shutdown()
+        thread.join()
+
+
+def test_keys_that_everybody_knows_are_found(tmp_path: Path, tiny_model: Path) -> None:
+    more = {"admin_keys": [ADMIN_KEY, "dev-admin-key"]}
+    with examined_system(tmp_path, tiny_model, **more) as system:
+        system.report(last_seen=time.time())
+        assert system.problems() == {
+            "default_keys": "everybody knows the keys dev-admin-key: set WEIR_CLIENT_KEYS and WEIR_ADMIN_KEYS"
+        }
+
+
+def test_what_listens_beyond_this_machine_without_keys_is_found(system: ExaminedSystem) -> None:
+    system.settings = {
+        "gateway": {"host": "0.0.0.0", "admin_keys": []},
+        "rollout_server": {"engine_host": "0.0.0.0"},
+    }
+    told = [each.sentence for each in system.examined() if each.check == "listens_without_keys"]
+    assert told[0].startswith("gateway.host is 0.0.0.0, and gateway has no keys")
+    assert told[1].startswith("the engine listens on 0.0.0.0 and asks for no key")
+
+
+def test_a_public_address_that_nobody_reaches_is_found(system: ExaminedSystem) -> None:
+    system.settings = {"gateway": {"public_url": NOBODY}}
+    assert NOBODY in system.problems()["public_url_unreachable"]
+    system.settings = {"gateway": {"public_url": system.gateway_url}}
+    assert system.problems() == {}
+
+
+def test_a_fleet_without_engines_and_an_engine_that_is_drained(system: ExaminedSystem) -> None:
+    assert system.admin("POST", "/admin/rollout_servers/r0/drain").status_code == 200
+    found = system.problems()
+    assert found["no_server"] == "none of the 1 engines is ready"
+    assert found["server_down"].startswith("engine r0 is draining")
+    assert system.admin("POST", "/admin/rollout_servers/r0/resume").status_code == 200
+    system.until("ready")
+    assert system.problems() == {}
+
+
+def test_a_server_that_the_gateway_does_not_know_is_found(system: ExaminedSystem, tmp_path: Path) -> None:
+    with serving(type(system.server)().app()) as url:
+        here = ProcessState.of(1, url)
+        stack = StackState(parent=here, services={"rollout_server": here})
+        found = system.problems(stack=stack, run_dir=tmp_path)
+    assert found["server_not_registered"] == f"rollout_server at {url} runs, and the gateway does not know it"
+
+
+def test_a_push_that_failed_and_a_fleet_that_is_held_are_found(system: ExaminedSystem) -> None:
+    system.server.refuse = True
+    try:
+        body = {"version": 1, "location": (system.directory / "policies" / "v00000001").as_uri()}
+        system.admin("POST", "/admin/policies", body)
+        assert "the push of version 1 failed" in system.problems()["push_failed"]
+        system.admin("POST", "/admin/policies/hold", {"reason": "a look at version 1"})
+        assert system.problems()["fleet_held"].endswith(": a look at version 1")
+    finally:
+        system.server.refuse = False
+        system.admin("POST", "/admin/policies/0/promote")
+    wait_until(lambda: system.problems() == {})
+
+
+def test_an_engine_that_serves_what_it_may_not_is_found(system: ExaminedSystem) -> None:
+    system.server.version, system.server.refuse = 7, True
+    try:
+        wait_until(lambda: "server_behind" in system.problems())
+    finally:
+        system.server.version, system.server.refuse = 0, False
+    wait_until(lambda: system.problems() == {})
+
+
+def test_what_the_gateway_warns_of_is_passed_on(system: ExaminedSystem) -> None:
+    system.report(last_seen=time.time() - 500)
+    assert system.problems()["gateway_warns"].startswith("the trainer has been silent for 50")
+
+
+def test_two_redis_servers_are_found(system: ExaminedSystem, redis_url: str) -> None:
+    found = system.problems(redis_url=redis_url.removesuffix("0") + "7")
+    assert "they use two Redis servers" in found["trainers_differ"]
+
+
+def test_the_settings_of_a_run_are_known_with_their_defaults(tmp_path: Path) -> None:
+    from weir.doctor.targets import settings_known
+
+    (tmp_path / "weir.yaml").write_text("gateway: {port: 8123}\ntrainer: null\n")
+    known: Any = settings_known(tmp_path / "weir.yaml")
+    assert (known["gateway"]["port"], known["gateway"]["host"]) == (8123, "127.0.0.1")
+    assert known["trainer"]["keep_checkpoints"] == 2
+    assert known["gateway"]["retention_s"] == GatewaySettings.model_fields["retention_s"].default

@@ -1,0 +1,248 @@
+"""`weir doctor` on a real Redis without a gateway, and on facts that no test can bring about."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollout_queue.contract.policies.policy import FileSpec, Manifest, PolicyRecord
+from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.redis import keys
+from tests.support.redis_process import RedisProcess
+from tests.support.serving import free_port
+from tests.support.waiting import wait_until
+from weir.doctor.doctor import examine, examined
+from weir.doctor.facts import DeploymentFacts, DiskFacts, MachineFacts, RedisFacts, ServiceFacts
+from weir.doctor.machine import cgroup_memory
+from weir.doctor.targets import Targets
+from weir.stack.state import ProcessState, StackState
+
+NOBODY = f"http://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    process = RedisProcess(tmp_path / "redis").start(maxmemory="64mb")
+    yield process
+    process.close()
+
+
+def told(redis: RedisProcess, **targets: Any) -> dict[str, str]:
+    """The problems, except that no gateway answers."""
+    given: dict[str, Any] = {"gateway_url": NOBODY, "redis_url": redis.url}
+    found = examine(Targets(**given | targets)).problems
+    left = {"service_silent", "trainer_silent", "memory_short"}
+    return {each.check: each.sentence for each in found if each.check not in left}
+
+
+def test_redis_with_the_queues_configuration_has_no_problem(redis: RedisProcess) -> None:
+    assert told(redis) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "check", "sentence"),
+    [
+        ("appendonly", "no", "redis_loses_data", "writes no append-only file"),
+        ("appendfsync", "everysec", "redis_syncs_late", "up to two seconds of answers"),
+        ("appendfsync", "no", "redis_syncs_late", "half a minute of answers"),
+        ("maxmemory-policy", "allkeys-lru", "redis_evicts", "its maxmemory-policy is allkeys-lru"),
+        ("maxmemory", "0", "redis_unbounded", "has no maxmemory"),
+    ],
+)
+def test_a_setting_that_breaks_a_promise_is_found(
+    redis: RedisProcess, name: str, value: str, check: str, sentence: str
+) -> None:
+    redis.client.config_set(name, value)
+    found = told(redis)
+    assert list(found) == [check]
+    assert sentence in found[check]
+
+
+def test_redis_that_is_away_is_found(redis: RedisProcess) -> None:
+    redis.kill()
+    assert f"Redis at {redis.url} does not answer: " in told(redis)["redis_silent"]
+
+
+def test_a_password_is_not_shown(redis: RedisProcess) -> None:
+    found = told(redis, redis_url=f"redis://:hush@127.0.0.1:{free_port()}/0")
+    assert "hush" not in found["redis_silent"]
+
+
+def test_redis_that_is_nearly_full_or_has_evicted_is_found(redis: RedisProcess) -> None:
+    used: Any = redis.client.info("memory")
+    redis.client.config_set("maxmemory", str(int(used["used_memory"] * 1.05)))
+    assert "redis_nearly_full" in told(redis)
+    redis.client.config_set("maxmemory-policy", "allkeys-lru")
+    for number in range(200):
+        redis.client.set(f"k{number}", b"x" * 10_000)
+    assert "keys since it started" in told(redis)["redis_has_evicted"]
+
+
+def test_redis_that_cannot_rewrite_its_file_is_found(redis: RedisProcess, tmp_path: Path) -> None:
+    redis.client.set("k", "v")
+    shutil.rmtree(tmp_path / "redis")
+    redis.client.bgrewriteaof()
+
+    def failed() -> bool:
+        return "could not rewrite its append-only file" in told(redis).get("redis_cannot_write", "")
+
+    wait_until(failed)
+
+
+def test_a_replica_is_found(redis: RedisProcess) -> None:
+    redis.client.replicaof("127.0.0.1", free_port())
+    assert told(redis)["redis_is_replica"] == f"{redis.url} is a replica, which takes no writes"
+
+
+def test_redis_that_others_reach_without_a_password_is_found(redis: RedisProcess) -> None:
+    redis.client.config_set("bind", "127.0.0.1 127.0.0.2")
+    redis.client.config_set("protected-mode", "no")
+    assert "127.0.0.2 without a password" in told(redis)["redis_is_open"]
+
+
+def test_redis_that_hides_its_configuration_is_found(redis: RedisProcess) -> None:
+    redis.client.acl_setuser("default", commands=["-config"], enabled=True)
+    assert list(told(redis)) == ["redis_hides_configuration"]
+
+
+def test_a_trainer_that_is_silent_or_paused_is_told_without_a_gateway(redis: RedisProcess) -> None:
+    def sentences() -> dict[str, str]:
+        found = examine(Targets(gateway_url=NOBODY, redis_url=redis.url)).problems
+        return {each.check: each.sentence for each in found}
+
+    assert sentences()["trainer_silent"] == "no trainer has ever reported to this Redis"
+    report = TrainerReport(state="paused", waiting_for="POST /resume", last_seen=time.time() - 90)
+    redis.client.hset(keys.TRAINER, mapping=report.fields())  # type: ignore[arg-type]
+    redis.client.xadd(keys.DEAD_LETTERS, {"error": "unknown"})
+    found = sentences()
+    assert "has not reported for 9" in found["trainer_silent"]
+    assert found["trainer_paused"] == "the trainer is paused and waits for POST /resume"
+    assert found["dead_letters"].startswith("the trainer could not read 1 records")
+
+
+def test_a_training_that_stands_still_or_trains_little_is_found(redis: RedisProcess) -> None:
+    redis.client.xadd(keys.STREAM, {keys.STREAM_FIELD: b""})
+    redis.client.zadd(keys.SETTLED, {"s1": (time.time() - 7200) * 1000})
+    record = PolicyRecord(version=3, created_at=time.time() - 8 * 3600)
+    redis.client.hset(keys.POLICIES, "3", msgspec.json.encode(record))
+    redis.client.hset(keys.VERDICTS, mapping={"session:stale": 80, "session:trained": 20, "turn:stale": 99})
+    found = told(redis)
+    assert "1 records wait" in found["no_verdict_for_long"]
+    assert "no version was published for 8 h" in found["no_version_for_long"]
+    assert found["mostly_untrained"] == "80% of 100 sessions were not trained, 80 of them stale"
+
+
+def test_paths_models_and_disks_that_do_not_fit_are_found(redis: RedisProcess, tmp_path: Path) -> None:
+    for name, text in (("a", "{}"), ("b", '{"other": true}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    record = PolicyRecord(version=1, created_at=time.time())
+    redis.client.hset(keys.POLICIES, mapping={"0": b"{}", "1": msgspec.json.encode(record)})
+    settings = {
+        "gateway": {"model_path": str(tmp_path / "a")},
+        "trainer": {"model_path": str(tmp_path / "b"), "policies_dir": str(tmp_path / "a")},
+        "rollout_server": {"policies_dir": str(tmp_path / "nowhere")},
+    }
+    found = told(redis, settings=settings)
+    assert found["models_differ"].startswith("config.json differs between gateway.model_path, trainer.model_")
+    assert "rollout servers accept only those in" in found["policies_not_shared"]
+    assert "is not there" in found["policies_out_of_sight"]
+    settings["trainer"]["publish_url"] = "http://127.0.0.1:8200/weights"
+    assert not {"policies_not_shared", "policies_out_of_sight"} & set(told(redis, settings=settings))
+
+
+def test_recent_errors_in_logs_and_ended_processes_are_found(redis: RedisProcess, tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    (logs / "trainer_service.log").write_text(
+        f"{now},1 ERROR trainer: the disk is full\n{now},1 INFO it goes on\n"
+    )
+    (logs / "gateway.log").write_text("2020-01-01 00:00:00,1 ERROR gateway: long ago\n")
+    gone = ProcessState(pid=1, started_at=1.0)
+    stack = StackState(
+        parent=gone, services={"redis": gone, "gateway": ProcessState.of(redis.process.pid, restarts=3)}
+    )
+    found = examine(
+        Targets(gateway_url=NOBODY, redis_url=redis.url, run_dir=tmp_path / "run", stack=stack)
+    ).problems
+    told = [each.sentence for each in found if each.check in ("log_has_error", "process_ended")]
+    assert told == [
+        "the process of redis has ended",
+        "the process that restarts services has ended",
+        f"the last error of trainer_service: {now},1 ERROR trainer: the disk is full",
+        "gateway was restarted 3 times",
+    ]
+
+
+HEALTHY = DeploymentFacts(
+    gateway=ServiceFacts(kind="gateway", name="gateway", url="http://gateway"),
+    redis=RedisFacts(address="redis://127.0.0.1", config={}, trainer=TrainerReport(last_seen=1.0)),
+    now=1.0,
+)
+
+
+def of(facts: DeploymentFacts) -> dict[str, str]:
+    return {each.check: each.sentence for each in examined(facts).problems}
+
+
+@pytest.mark.parametrize(
+    ("info", "check", "sentence"),
+    [
+        ({"maxmemory": 1, "loading": 1}, "redis_starts", "is reading its file"),
+        ({"maxmemory": 1, "redis_version": "5.0.14"}, "redis_is_old", "Redis 5.0.14 lacks commands"),
+        ({"maxmemory": 1, "aof_current_rewrite_time_sec": 1300}, "redis_rewrites_slowly", "for 22 min"),
+        (
+            {"maxmemory": 1, "aof_last_write_status": "err"},
+            "redis_cannot_write",
+            "could not write its append",
+        ),
+    ],
+)
+def test_what_redis_says_of_itself(info: dict[str, Any], check: str, sentence: str) -> None:
+    assert of(HEALTHY) == {}
+    found = of(replace(HEALTHY, redis=replace(HEALTHY.redis, info=info)))
+    assert list(found) == [check]
+    assert sentence in found[check]
+
+
+def test_room_on_disk_and_in_memory() -> None:
+    gib = 2**30
+    disk = DiskFacts(setting="trainer.checkpoint_dir", path="/c", exists=True, free_bytes=5 * gib)
+    assert of(replace(HEALTHY, machine=MachineFacts(disks=(disk,)))) == {}
+    large = replace(disk, largest_part_bytes=3 * gib, parts=2)
+    found = of(replace(HEALTHY, machine=MachineFacts(disks=(large,))))
+    assert found["disk_short"].endswith(
+        "has 5.0 GiB left, and should have 6.0 GiB: room for 2 more of 3.0 GiB"
+    )
+    info = {"maxmemory": 7 * gib, "used_memory": 1}
+    machine = MachineFacts(memory_bytes=8 * gib, memory_free_bytes=gib // 8)
+    found = of(replace(HEALTHY, redis=replace(HEALTHY.redis, info=info), machine=machine))
+    assert found["memory_short"].startswith("128.0 MiB of 8.0 GiB of memory are left")
+    assert found["redis_larger_than_memory"].startswith("Redis may use 7.0 GiB, and this machine has 8.0 GiB")
+
+
+def test_a_disk_that_hangs_is_said_and_not_waited_for() -> None:
+    machine = MachineFacts(failed="its disks did not answer within 8 s")
+    assert "disks did not answer" in of(replace(HEALTHY, machine=machine))["not_examined"]
+
+
+def test_the_published_model_is_compared_with_the_gateways() -> None:
+    manifest = Manifest(version=4, step=4, files=[FileSpec("tokenizer.json", 1, "a")])
+    machine = MachineFacts(models={"gateway": {"tokenizer.json": "b"}})
+    found = of(replace(HEALTHY, manifest=manifest, machine=machine))
+    assert found["models_differ"].startswith("tokenizer.json differs between gateway.model_path, published")
+
+
+def test_the_memory_limit_of_a_container_counts(tmp_path: Path) -> None:
+    assert cgroup_memory(tmp_path) == (None, 0)
+    for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 1\ninactive_file 300\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert cgroup_memory(tmp_path) == (1000, 400)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cgroup_memory(tmp_path) == (None, 0)

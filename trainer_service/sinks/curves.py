@@ -1,0 +1,193 @@
+"""The curves of a run, from the file of JSON lines: each metric in at most so many buckets of steps.
+
+metrics.jsonl ──new lines──▶ columns of the metrics that were asked for ──▶ buckets with min, mean and max
+
+The file may have hundreds of megabytes. A request reads a part of it at most, and keeps what it has found:
+so the first request may have to be repeated, and later ones read only what was appended.
+"""
+
+import threading
+from array import array
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from trainer_service.sinks.limits import MetricLimit
+
+PART_BYTES = 128 * 2**20
+"""How much of the file one request reads at most: about a second."""
+BLOCK_BYTES = 4 * 2**20
+MOST_POINTS = 4_000_000
+"""Points of all columns that are kept: 32 MB. Beyond them, the columns that were used least recently go."""
+
+VERSION = "version"
+"""Every step has this metric, so its steps are those of the run."""
+
+
+class Series(msgspec.Struct, frozen=True):
+    """One metric: for each bucket with a value its first step, and the values' minimum, mean and maximum."""
+
+    steps: list[int]
+    min: list[float]
+    mean: list[float]
+    max: list[float]
+
+
+class CurvesReply(msgspec.Struct, frozen=True):
+    """What `GET /learning` answers."""
+
+    metrics: list[str]
+    """The names of all metrics of the last step."""
+    series: dict[str, Series]
+    first: int | None
+    """The first and the last step of the run, as far as the file was read."""
+    last: int | None
+    bucket_steps: int
+    """How many steps a bucket has."""
+    limits: list[MetricLimit]
+    complete: bool
+    """False if the file has more lines, which the next request reads."""
+
+
+class Column:
+    """The points of one metric, by step, and how far in the file they were read."""
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("q"), array("f")
+        self.offset = 0
+
+    def add(self, step: int, value: float) -> None:
+        """A step that is repeated after a restart takes the place of the former one and all after it."""
+        while self.steps and self.steps[-1] >= step:
+            self.steps.pop()
+            self.values.pop()
+        self.steps.append(step)
+        self.values.append(value)
+
+
+class StepWindow(NamedTuple):
+    """The steps [first, last] in buckets of `width` steps."""
+
+    first: int
+    last: int
+    width: int
+
+
+class Curves:
+    """Reads the file of one run. Threads may share it."""
+
+    def __init__(self, path: Path | None, limits: Sequence[MetricLimit] = ()) -> None:
+        self._path, self._limits = path, list(limits)
+        self._columns: OrderedDict[str, Column] = OrderedDict()
+        self._names: list[str] = []
+        self._lock = threading.Lock()
+
+    def read(self, metrics: Sequence[str], first: int | None, last: int | None, buckets: int) -> CurvesReply:
+        """The metrics between two steps, in at most `buckets` buckets. Raises OSError."""
+        with self._lock:
+            wanted = [VERSION, *(name for name in dict.fromkeys(metrics) if name != VERSION)]
+            complete = self._read_file(wanted)
+            steps = self._columns[VERSION].steps
+            window = _window(steps, first, last, buckets)
+            series = {name: _series(self._columns[name], window) for name in dict.fromkeys(metrics)}
+            self._forget(set(wanted))
+            first, last = (steps[0], steps[-1]) if steps else (None, None)
+            return CurvesReply(self._names, series, first, last, window.width, self._limits, complete)
+
+    def _read_file(self, names: Sequence[str]) -> bool:
+        """Read the lines that these columns lack. Returns whether they are all read."""
+        size = self._path.stat().st_size if self._path is not None and self._path.exists() else 0
+        if any(column.offset > size for column in self._columns.values()):  # another file by now
+            self._columns.clear()
+        for name in names:
+            self._columns.setdefault(name, Column())
+            self._columns.move_to_end(name)
+        left, complete = PART_BYTES, True
+        for offset in sorted({self._columns[name].offset for name in names}):
+            behind = [name for name in names if self._columns[name].offset == offset]
+            read = self._read_lines(behind, offset, min(left, size - offset))
+            left -= read
+            # Half a line may be left, which is shorter than a block.
+            complete = complete and size - offset - read < min(BLOCK_BYTES, left)
+        return complete
+
+    def _read_lines(self, names: Sequence[str], offset: int, most: int) -> int:
+        """Read whole lines, about `most` bytes of them. Returns how many bytes they are."""
+        if most <= 0 or self._path is None:
+            return 0
+        line_type = msgspec.defstruct(
+            "Line",
+            [("at", float | None, None)] + [(f"m{at}", float | None, None) for at in range(len(names))],
+            rename={"at": "step"} | {f"m{at}": name for at, name in enumerate(names)},
+        )
+        decoder, done, last = msgspec.json.Decoder(line_type), 0, b""
+        columns = [(f"m{at}", self._columns[name]) for at, name in enumerate(names)]
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            while done < most and (block := file.read(BLOCK_BYTES)):
+                whole = block[: block.rfind(b"\n") + 1]
+                if not whole:
+                    break
+                for line in whole.splitlines():
+                    _add(decoder, line, columns)
+                    last = line or last
+                done += len(whole)
+                file.seek(offset + done)
+        for name in names:
+            self._columns[name].offset = offset + done
+        if last:
+            self._names = _names_in(last) or self._names
+        return done
+
+    def _forget(self, used: set[str]) -> None:
+        points = sum(len(column.steps) for column in self._columns.values())
+        for name in list(self._columns):
+            if points <= MOST_POINTS:
+                return
+            if name not in used:
+                points -= len(self._columns.pop(name).steps)
+
+
+def _add(decoder: Any, line: bytes, columns: Sequence[tuple[str, Column]]) -> None:
+    try:
+        found = decoder.decode(line)
+    except msgspec.DecodeError:  # half a line, which a full disk has left
+        return
+    if found.at is None:
+        return
+    for field, column in columns:
+        value = getattr(found, field)
+        if value is not None and isfinite(value):
+            column.add(int(found.at), value)
+
+
+def _names_in(line: bytes) -> list[str]:
+    try:
+        return sorted(msgspec.json.decode(line, type=dict[str, float | None]))
+    except msgspec.DecodeError:
+        return []
+
+
+def _window(steps: Sequence[int], first: int | None, last: int | None, buckets: int) -> StepWindow:
+    low = max(steps[0] if steps else 0, first or 0)
+    high = min(steps[-1] if steps else 0, last if last is not None else steps[-1] if steps else 0)
+    return StepWindow(low, high, max(1, -(-(high - low + 1) // buckets)))
+
+
+def _series(column: Column, window: StepWindow) -> Series:
+    series = Series([], [], [], [])
+    begin = bisect_left(column.steps, window.first)
+    for first in range(window.first, window.last + 1, window.width):
+        end = bisect_left(column.steps, min(first + window.width, window.last + 1), begin)
+        if values := column.values[begin:end]:
+            series.steps.append(first)
+            series.min.append(min(values))
+            series.mean.append(sum(values) / len(values))
+            series.max.append(max(values))
+        begin = end
+    return series

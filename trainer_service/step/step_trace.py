@@ -1,0 +1,33 @@
+"""What the span of a step says: which turns it trained, and its main figures."""
+
+from collections.abc import Iterator, Sequence
+
+from rollout_queue.signals.tracing.spans import Value
+from trainer_service.groups.screening import ScreenedGroup
+from trainer_service.rows.rows import Row
+
+SHOWN = ("reward_mean", "loss", "grad_norm", "entropy", "mismatch/abs_logp", "mismatch/kl")
+"""The metrics that are attributes."""
+
+
+def traces_of(groups: Sequence[ScreenedGroup]) -> Iterator[str]:
+    """The spans that recorded the turns which these groups train, as far as they are traced."""
+    for group in groups:
+        for planned in group.planned:
+            for turn in planned.branch:
+                if turn.trace is not None and turn.turn_id in planned.turn_ids:
+                    yield turn.trace
+
+
+def step_attributes(rows: Sequence[Row], version: int, values: object) -> dict[str, Value | None]:
+    """`values` are the step's metrics, if it was made."""
+    metrics = values if isinstance(values, dict) else {}
+    shown = {f"rl.{name.replace('/', '.')}": metrics.get(name) for name in SHOWN}
+    return {
+        "rl.policy.version": version,
+        "rl.step.made": isinstance(values, dict),
+        "rl.step.rows": len(rows),
+        "rl.step.turns": sum(len(row.turn_ids) for row in rows),
+        "rl.step.tokens": sum(row.trained_tokens for row in rows),
+        **shown,
+    }

@@ -16,7 +16,6 @@ from environments.start import RunPlace, play_run
 from tests.support.environments.running import RunTest, running_gateway
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "run" / "environments" / "openenv" / "bin" / "python"
-pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass

@@ -30,7 +30,6 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "run" / "environments" / "mcp" / "bin" / "python"
 PROGRAM = ROOT / "tests" / "clients" / "mcp_servers" / "vault.py"
 STDIO = {"command": str(PYTHON), "args": [str(PROGRAM), "stdio"]}
-pytestmark = pytest.mark.timeout(300)
 
 
 def tool_call(name: str, **arguments: Any) -> str:

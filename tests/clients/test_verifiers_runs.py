@@ -31,7 +31,6 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 TOYS = ROOT / "tests" / "clients" / "verifiers"
 PYTHON = ROOT / "run" / "environments" / "verifiers" / "bin" / "python"
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -200,7 +199,6 @@ async def test_an_agent_that_the_environment_does_not_train_is_not_trained(runni
     assert assistant["verdict"]["code"] != "not_for_training"
 
 
-@pytest.mark.timeout(400)
 def test_a_killed_runner_is_resumed_and_its_host_ends(running: RunTest) -> None:
     opened = threading.Event()
 

@@ -23,7 +23,6 @@ from tests.support.environments.running import RunTest, running_gateway
 
 ROOT = Path(__file__).parents[2]
 TOYS = ROOT / "tests" / "clients" / "verifiers_v0"
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

@@ -85,7 +85,6 @@ class Gate:
         return answer(prompt)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("mode", ["run", "eval"])
 def test_a_killed_runner_is_resumed_and_each_episode_ends_once(running: RunTest, mode: str) -> None:
     gate = Gate(open_for=100)

@@ -315,7 +315,7 @@ async def test_a_session_that_is_deleted_meanwhile_ends_no_run(running: RunTest)
     def answer(prompt: str) -> str:
         if not deleted:
             deleted.append(running.sessions(state="open")[0]["session_id"])
-            assert httpx.delete(f"{running.url}/sessions/{deleted[0]}").status_code == 200
+            assert httpx.delete(f"{running.url}/sessions/{deleted[0]}", timeout=120).status_code == 200
         return "8"
 
     running.engine.answer = answer

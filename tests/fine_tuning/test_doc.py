@@ -28,6 +28,6 @@ def test_every_setting_and_metric_is_explained(running: RunTest, tmp_path: Path)
     names = [f"limits.{name}" for name in FineTuningLimits.model_fields]
     names += [name for name in FineTuningSettings.model_fields if name != "limits"]
     with fine_tuning(tmp_path / "jobs", running.url) as service:
-        metrics = re.findall(r"^# TYPE (\S+)", httpx.get(f"{service.url}/metrics").text, re.M)
+        metrics = re.findall(r"^# TYPE (\S+)", httpx.get(f"{service.url}/metrics", timeout=120).text, re.M)
     assert len(metrics) == 2
     assert not [name for name in [*names, *metrics] if f"`{name}`" not in PAGE]

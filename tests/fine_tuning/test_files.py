@@ -141,7 +141,7 @@ def test_bounds_on_files(running: RunTest, tmp_path: Path) -> None:
 )
 def test_a_body_that_is_no_upload_is_refused(refusing: RunningJobs, content_type: str, body: bytes) -> None:
     headers = {b"content-type": content_type.encode("latin-1")}
-    reply = httpx.post(f"{refusing.url}/v1/files", content=body, headers=headers)
+    reply = httpx.post(f"{refusing.url}/v1/files", content=body, headers=headers, timeout=120)
     assert reply.status_code == 400
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
@@ -153,7 +153,7 @@ def test_a_file_keeps_its_name(refusing: RunningJobs) -> None:
         "\r\n\r\nabc\r\n--x--"
     )
     headers = {"content-type": "multipart/form-data; boundary=x"}
-    reply = httpx.post(f"{refusing.url}/v1/files", content=body.encode(), headers=headers)
+    reply = httpx.post(f"{refusing.url}/v1/files", content=body.encode(), headers=headers, timeout=120)
     assert reply.json()["filename"] == "Zeilen für heute.jsonl"
 
 

@@ -64,7 +64,7 @@ async def running_queue(
     """A queue whose jobs have begun, so that no gateway is asked."""
     for each in store.oldest_first:
         JobStore.put(store, msgspec.structs.replace(each, first_version=1))
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=120) as client:
         queue = JobQueue(store, train, PolicyWatch(client), waits_s=1.0)
         running = asyncio.create_task(queue.run())
         yield queue

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 
 from environments.results.journal import EpisodeEnded, entries_of
@@ -20,7 +19,6 @@ from tests.support.fine_tuning.running import RunningJobs, client_of, sums
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(400)
 """Each test starts three or four processes, one after the other."""
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +63,7 @@ def started(directory: Path, gateway_url: str) -> tuple[subprocess.Popen[bytes],
 
 def live(url: str) -> bool:
     with suppress(httpx.TransportError):
-        return httpx.get(f"{url}/live").status_code == 200
+        return httpx.get(f"{url}/live", timeout=120).status_code == 200
     return False
 
 

@@ -108,7 +108,7 @@ def gateway_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
 def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
     url, secret = gateway_url
     backends.clear(secret)
-    with httpx.Client(timeout=10) as http:
+    with httpx.Client(timeout=120) as http:
         gateway = RunningGateway(url, backends.engine, backends.redis, http)
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         yield gateway

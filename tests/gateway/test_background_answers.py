@@ -12,7 +12,7 @@ from tests.support.waiting import wait_until
 
 PATH = "/v1/responses"
 ENDED = ("completed", "incomplete", "failed", "cancelled")
-ENDS_WITHIN_S = 60.0
+ENDS_WITHIN_S = 120.0
 
 
 def start(gateway: RunningGateway, **more: Any) -> dict[str, Any]:

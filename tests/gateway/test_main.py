@@ -32,7 +32,7 @@ def start(backends: Backends, tiny_model: Path, **variables: str) -> tuple[subpr
 
 def test_sigterm_ends_it_with_0(backends: Backends, tiny_model: Path) -> None:
     process, url = start(backends, tiny_model)
-    client = httpx.Client(transport=httpx.HTTPTransport(retries=10), base_url=url)
+    client = httpx.Client(transport=httpx.HTTPTransport(retries=10), base_url=url, timeout=120)
     assert client.get("/live", timeout=20).json() == {"live": True}
     client.close()
     process.send_signal(signal.SIGTERM)

@@ -50,7 +50,7 @@ def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[SharedState]:
 
 def is_live(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/live").status_code == 200
+        return httpx.get(f"{url}/live", timeout=120).status_code == 200
     except httpx.TransportError:
         return False
 

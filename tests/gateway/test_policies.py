@@ -40,7 +40,7 @@ def fleet_url(own_backends: Backends) -> Iterator[tuple[str, bytes]]:
 def gateway(own_backends: Backends, fleet_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
     url, secret = fleet_url
     own_backends.clear(secret)
-    with httpx.Client(timeout=10) as http:
+    with httpx.Client(timeout=120) as http:
         gateway = RunningGateway(url, own_backends.engine, own_backends.redis, http)
         wait_until(lambda: status_of(gateway)["rollout_servers"] == [])
         wait_until(lambda: status_of(gateway)["policy"]["serving"] is None)
@@ -309,7 +309,7 @@ def trainer_that_keeps(keep: int, gateway: RunningGateway, tmp_path: Path) -> It
     store = PolicyStore(tmp_path / "policies", tmp_path, keep)
     heartbeat, metrics = Heartbeat(stream, SharedState(), retry_s=0.01), TrainerMetrics(CollectorRegistry())
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    with httpx.Client(base_url=gateway.url, headers=headers) as client:
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=120) as client:
         yield Trainer(
             Publisher(
                 store,

@@ -15,8 +15,6 @@ from tests.support.gateway.push_system import PUSH_TIMEOUT_S, SHORT, PushSystem,
 from tests.support.gateway.running import ADMIN_KEY, Backends
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(180)
-
 AGREES_WITHIN_S = 1.5
 """Gateways poll ten times a second, on a machine that may be busy."""
 

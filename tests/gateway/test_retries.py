@@ -88,7 +88,7 @@ def test_a_retry_has_its_own_request_id_and_the_turn_of_the_first(
     session = gated.session()
     path = f"{gated.url}/sessions/{session['session_id']}/v1/chat/completions"
     body = {"messages": [{"role": "user", "content": "hi"}]}
-    with ThreadPoolExecutor() as pool, httpx.Client(timeout=10) as http:
+    with ThreadPoolExecutor() as pool, httpx.Client(timeout=120) as http:
         calls = []
         for attempt in (0, 1):
             headers = {

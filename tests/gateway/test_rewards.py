@@ -20,7 +20,7 @@ def at_once(url: str, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
     headers = {"authorization": f"Bearer {CLIENT_KEY}"}
 
     def post(body: dict[str, Any]) -> httpx.Response:
-        return httpx.post(url, json=body, headers=headers, timeout=20)
+        return httpx.post(url, json=body, headers=headers, timeout=120)
 
     with ThreadPoolExecutor(len(bodies)) as pool:
         return list(pool.map(post, bodies))

@@ -26,7 +26,7 @@ def test_a_session_goes_straight_into_a_client(gateway: RunningGateway) -> None:
 def test_a_ticket_names_the_address_that_a_proxy_was_asked_for(gateway: RunningGateway, address: str) -> None:
     """The IP address of the proxy does not matter."""
     asked = {"x-forwarded-proto": "https", "host": "weir.example"}
-    with httpx.Client(transport=httpx.HTTPTransport(local_address=address)) as gateway.http:
+    with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=120) as gateway.http:
         ticket = gateway.post("/sessions", headers=asked).json()
     assert ticket["base_url"] == f"https://weir.example/sessions/{ticket['session_id']}/v1"
 

@@ -87,7 +87,7 @@ def test_the_files_are_downloaded_without_a_key(loop: SamplingLoop) -> None:
     assert reply["expires"].endswith("+00:00")
     url = reply["urls"]["adapter_model.safetensors"]
     assert url.startswith(loop.gateway.url)
-    with httpx.Client() as anyone:
+    with httpx.Client(timeout=120) as anyone:
         whole = anyone.get(url)
         assert (whole.status_code, whole.content) == (200, WEIGHTS)
         assert int(whole.headers["content-length"]) == len(WEIGHTS)

@@ -172,6 +172,6 @@ def refusal(server: ServerProcess) -> str:
 
 def is_ready(server: ServerProcess) -> bool:
     try:
-        return httpx.get(f"{server.url}/ready", timeout=10).status_code == 200
+        return httpx.get(f"{server.url}/ready", timeout=120).status_code == 200
     except httpx.TransportError:
         return False

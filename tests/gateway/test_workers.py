@@ -63,7 +63,7 @@ def gateway(processes: Processes, shared_url: str, engine: GatedEngine) -> Itera
 
 def samples(gateway: RunningGateway, name: str) -> dict[tuple[tuple[str, str], ...], float]:
     """The samples of a metric, by their labels."""
-    text = httpx.get(f"{gateway.url}/metrics", timeout=10).text
+    text = httpx.get(f"{gateway.url}/metrics", timeout=120).text
     return {
         tuple(sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -95,7 +95,7 @@ def fresh(gateway: RunningGateway, method: str, path: str, key: str = CLIENT_KEY
     """The statuses of the same request over fresh connections."""
     headers = {"authorization": f"Bearer {key}"}
     return [
-        httpx.request(method, gateway.url + path, headers=headers, timeout=10, **more).status_code
+        httpx.request(method, gateway.url + path, headers=headers, timeout=120, **more).status_code
         for _ in range(CONNECTIONS)
     ]
 
@@ -182,7 +182,9 @@ def test_metrics_and_status_count_the_calls_of_all_workers(gateway: RunningGatew
 
 def sampled(gateway: RunningGateway) -> int:
     """How often the workers sampled an answer, as the status says."""
-    status = httpx.get(f"{gateway.url}/admin/status", headers={"authorization": f"Bearer {ADMIN_KEY}"})
+    status = httpx.get(
+        f"{gateway.url}/admin/status", headers={"authorization": f"Bearer {ADMIN_KEY}"}, timeout=120
+    )
     parts = {part["part"]: part["runs"] for part in status.json()["slowest_parts"]}
     return int(parts.get("sample", 0))
 
@@ -275,7 +277,7 @@ def test_sigterm_lets_streams_of_all_workers_end(
 
 def ready_at(gateway: RunningGateway) -> bool:
     try:
-        return httpx.get(f"{gateway.url}/ready").status_code == 200
+        return httpx.get(f"{gateway.url}/ready", timeout=120).status_code == 200
     except httpx.TransportError:
         return False
 

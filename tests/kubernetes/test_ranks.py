@@ -44,7 +44,6 @@ def test_a_trainer_that_was_ended_comes_back(overlays: dict[str, list[Object]]) 
 
 
 @pytest.mark.skipif(REASON is not None, reason=f"two hosts on one machine: {REASON}")
-@pytest.mark.timeout(900)  # processes start one after another, and the machine may be busy
 def test_the_command_of_the_job_starts_a_trainer_over_two_hosts(
     pair: HostPair, overlays: dict[str, list[Object]]
 ) -> None:

@@ -77,7 +77,7 @@ def test_each_expression_has_data_on_a_prometheus_that_reads_real_services(
 def test_each_metric_of_boards_and_alerts_is_one_of_a_service(observed: Observed) -> None:
     shown = set(OF_PROMETHEUS)
     for url in (url for urls in observed.urls.values() for url in urls):
-        text = httpx.get(f"{url}/metrics", timeout=20).text
+        text = httpx.get(f"{url}/metrics", timeout=120).text
         for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", text, re.M):
             parts = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
             shown |= {name + part for part in parts.get(kind, ("",))}

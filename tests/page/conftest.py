@@ -29,13 +29,6 @@ from tests.support.page.deployment import ShownDeployment, shown_deployment
 from tests.support.serving import serving
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A browser on a busy machine takes longer than the other tests."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(600))
-
-
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     if chromium_executable() is None:
@@ -66,14 +59,14 @@ def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[Runn
     """It has a bare engine. Redis is empty."""
     url, secret = gateway_url
     backends.clear(secret)
-    with httpx.Client(timeout=10) as http:
+    with httpx.Client(timeout=120) as http:
         yield RunningGateway(url, backends.engine, backends.redis, http)
 
 
 @pytest.fixture
 def page(gateway: RunningGateway) -> Iterator[PageClient]:
     """The page's requests; nobody is signed in."""
-    with httpx.Client(timeout=10) as http:
+    with httpx.Client(timeout=120) as http:
         yield PageClient(http, gateway.url)
 
 

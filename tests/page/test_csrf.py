@@ -44,7 +44,7 @@ def test_an_action_needs_the_token(page: PageClient, gateway: RunningGateway, to
 
 
 def test_the_token_of_another_sign_in_does_not_do(page: PageClient, gateway: RunningGateway) -> None:
-    other = PageClient(httpx.Client(), gateway.url)
+    other = PageClient(httpx.Client(timeout=120), gateway.url)
     with other.http:
         other.sign_in(ADMIN_KEY)
         assert other.csrf != page.csrf

@@ -60,7 +60,7 @@ def test_signing_out_ends_the_stream(page: PageClient, gateway: RunningGateway) 
     ) as reply:
         told = events(reply)
         assert next(told)[0] == "picture"
-        other = PageClient(httpx.Client(cookies=page.http.cookies), gateway.url, page.csrf)
+        other = PageClient(httpx.Client(cookies=page.http.cookies, timeout=120), gateway.url, page.csrf)
         with other.http:
             assert other.send("DELETE", "/page/session").status_code == 200
         assert [name for name, _ in told][-1] == "end"
@@ -72,7 +72,7 @@ def test_revoking_the_key_ends_the_stream(gateway: RunningGateway) -> None:
     with gateway.http.stream("GET", f"{gateway.url}/page/events", headers=headers) as reply:
         told = events(reply)
         assert next(told)[0] == "picture"
-        httpx.delete(f"{gateway.url}/admin/keys/night", headers=BEARER)
+        httpx.delete(f"{gateway.url}/admin/keys/night", headers=BEARER, timeout=120)
         assert [name for name, _ in told][-1] == "end"
 
 
@@ -86,7 +86,7 @@ def test_the_number_of_viewers_is_bounded(backends: Backends) -> None:
         ):
             told = [events(one), events(two)]  # a stream closes when nobody holds its events any more
             assert [next(each)[0] for each in told] == ["picture", "picture"]
-            refused = httpx.get(address, headers=BEARER)
+            refused = httpx.get(address, headers=BEARER, timeout=120)
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "viewers_limit"
             assert refused.headers["retry-after"]

@@ -28,7 +28,9 @@ def test_over_https_no_other_host_can_set_the_cookie(page: PageClient, gateway: 
     token = given.partition("=")[2].partition(";")[0]
     secure = {"x-forwarded-proto": "https", "sec-fetch-site": "same-origin"}
     for name, status in (("__Host-weir_page", 200), ("weir_page", 401)):
-        reply = httpx.get(f"{gateway.url}/admin/status", headers={**secure, "cookie": f"{name}={token}"})
+        reply = httpx.get(
+            f"{gateway.url}/admin/status", headers={**secure, "cookie": f"{name}={token}"}, timeout=120
+        )
         assert reply.status_code == status
 
 
@@ -146,7 +148,7 @@ def test_a_revoked_key_ends_its_sign_ins(page: PageClient, gateway: RunningGatew
 def test_a_sign_in_ends_when_it_is_idle_and_when_it_is_old(backends: Backends) -> None:
     backends.clear(None)
     settings = {"idle_s": 100, "longest_s": 150}
-    with backends.gateway(page=settings) as gateway, httpx.Client() as http:
+    with backends.gateway(page=settings) as gateway, httpx.Client(timeout=120) as http:
         page = PageClient(http, gateway.url)
         page.sign_in(ADMIN_KEY)
         name = f"weir:page_session:{digest(page.cookie)}"
@@ -161,7 +163,7 @@ def test_a_sign_in_ends_when_it_is_idle_and_when_it_is_old(backends: Backends) -
 
 def test_one_secret_has_a_bounded_number_of_sign_ins(backends: Backends) -> None:
     backends.clear(None)
-    with backends.gateway(page={"sessions_per_key": 2}) as gateway, httpx.Client() as http:
+    with backends.gateway(page={"sessions_per_key": 2}) as gateway, httpx.Client(timeout=120) as http:
         page = PageClient(http, gateway.url)
         tokens = []
         for _ in range(3):
@@ -176,7 +178,7 @@ def test_one_secret_has_a_bounded_number_of_sign_ins(backends: Backends) -> None
 
 def test_without_the_page_no_cookie_opens_anything(backends: Backends) -> None:
     backends.clear(None)
-    with backends.gateway() as gateway, httpx.Client() as http:
+    with backends.gateway() as gateway, httpx.Client(timeout=120) as http:
         page = PageClient(http, gateway.url)
         page.sign_in(ADMIN_KEY)
         token = page.cookie

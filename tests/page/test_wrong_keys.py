@@ -46,7 +46,7 @@ def test_wrong_keys_beyond_the_limit_get_a_429_and_valid_keys_do_not(
 
 
 def test_signing_in_counts_as_well_and_a_valid_key_signs_in(gateway: RunningGateway) -> None:
-    with httpx.Client() as http:
+    with httpx.Client(timeout=120) as http:
         page = PageClient(http, gateway.url)
         statuses = [page.sign_in(f"wrong-{number}").status_code for number in range(7)]
         assert statuses == [401] * 5 + [429] * 2

@@ -16,7 +16,7 @@ from weir.stack.services import merged
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.system
 
 STEPS = 5
 WARNED = re.compile(r"WARNING|ERROR|Warning:")

@@ -87,7 +87,7 @@ class Services:
         process = self.server_status().process
 
         async def announced() -> tuple[WantedPolicy | None, bool]:
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=120) as http:
                 assert process is not None
                 client = RegistrationClient(self.settings.model_copy(update=settings), http, process)
                 return await client.announce(), client.reached
@@ -119,7 +119,7 @@ def services(
         server = RolloutServer(
             settings,
             httpx.AsyncClient(transport=httpx.MockTransport(engine.handle), base_url="http://engine"),
-            httpx.AsyncClient(),
+            httpx.AsyncClient(timeout=120),
             engine.start,
             settings.weights_dir,
             float32_engine=True,
@@ -140,7 +140,7 @@ async def _until_ready(url: str) -> None:
 
 @pytest.fixture
 def trainer(services: Services) -> Iterator[GatewayClient]:
-    with httpx.Client(base_url=services.gateway_url, headers=HEADERS) as client:
+    with httpx.Client(base_url=services.gateway_url, headers=HEADERS, timeout=120) as client:
         yield GatewayClient(client, push_timeout_s=30.0)
 
 
@@ -189,7 +189,7 @@ def test_a_registration_and_the_servers_status_reach_the_gateway(services: Servi
 
 def test_a_registration_that_the_gateway_would_refuse_is_not_sent(services: Services) -> None:
     assert services.register(public_url="rollout:8100") == (None, False)
-    with httpx.Client() as http:
+    with httpx.Client(timeout=120) as http:
         body = {"id": "rollout-0", "url": "rollout:8100", "engine_url": "http://engine"}
         refused = http.post(f"{services.gateway_url}/admin/rollout_servers", json=body, headers=HEADERS)
     detail = ErrorReply.read(refused.content).error

@@ -16,7 +16,6 @@ from rollout_queue.redis.writer import CONNECTIONS
 from tests.support.queue.cluster import Cluster
 from tests.support.queue.load import Load
 
-pytestmark = pytest.mark.timeout(400)  # servers elect a master, on a machine that may be busy
 ITS_REPLICA = Replication(1, 3.0)
 
 

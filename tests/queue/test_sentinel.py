@@ -18,7 +18,6 @@ from tests.support.queue.servers import WatchedMaster
 from tests.support.waiting import wait_until
 from weir.audit.facts import ClientAnswer
 
-pytestmark = pytest.mark.timeout(400)  # servers elect a master, on a machine that may be busy
 ALL_REPLICAS = Replication(2, 3.0)
 
 

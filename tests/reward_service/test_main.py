@@ -125,6 +125,6 @@ def test_a_killed_service_leaves_the_session_to_the_next_one(gateway: RunningGat
 
 def live(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/live").status_code == 200
+        return httpx.get(f"{url}/live", timeout=120).status_code == 200
     except httpx.TransportError:
         return False

@@ -60,7 +60,7 @@ class SendingTrainer:
         assert answer.status_code == 200, answer.text
 
     def holds(self, version: int) -> bool:
-        return bool(httpx.get(f"{self.url}/collective/{version}", timeout=10).json()["held"])
+        return bool(httpx.get(f"{self.url}/collective/{version}", timeout=120).json()["held"])
 
     def is_stopped(self) -> bool:
         assert self.process is not None
@@ -124,7 +124,7 @@ def logprobs(running: Running) -> list[list[float]]:
 def has_files(running: Running, version: int) -> bool:
     digest = manifest_sha256(running.version(version))
     url = f"{running.url}/weights/{version}/{digest}/model.safetensors"
-    return httpx.get(url, timeout=10).status_code == 200
+    return httpx.get(url, timeout=120).status_code == 200
 
 
 def test_received_tensors_are_those_of_the_files(running: Running, trainer: SendingTrainer) -> None:

@@ -73,7 +73,7 @@ def test_an_orchestrators_pause_holds_over_an_update_and_the_calls_go_on_with_th
         update = httpx.post(f"{running.url}/update_weights", json={"weight_dir": str(given)}, timeout=120)
         assert (update.status_code, update.json().get("version")) == (200, number), update.text
         assert (running.served(), running.checksum() != before) == (str(number), True)
-        assert httpx.get(f"{running.engine_url}/ready", timeout=10).status_code == 503  # it is paused
+        assert httpx.get(f"{running.engine_url}/ready", timeout=120).status_code == 503  # it is paused
         assert not any(call.done() for call in calls)
         assert httpx.post(f"{running.url}/resume", timeout=60).status_code == 200
         assert [len(call.result()) for call in calls] == [1500] * 2

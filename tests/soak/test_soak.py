@@ -29,7 +29,6 @@ GOOD = SoakResult(
 
 @pytest.mark.system
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_a_short_soak_passes(tmp_path: Path, tiny_model: Path) -> None:
     result = soak(tmp_path / "run", tiny_model, MINUTES, AGENTS, seed=1)
     print("\n".join(lines(result)))

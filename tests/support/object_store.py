@@ -47,7 +47,7 @@ class StoreProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=120)
 
     def hang(self) -> None:
         """Accept connections, and answer nothing."""
@@ -76,7 +76,7 @@ class StoreProcess:
         iam.create_user(UserName="u")
         iam.put_user_policy(UserName="u", PolicyName="all", PolicyDocument=json.dumps(ALLOW_ALL))
         made = iam.create_access_key(UserName="u")["AccessKey"]
-        httpx.post(f"{self.url}/moto-api/reset-auth", content=b"0").raise_for_status()
+        httpx.post(f"{self.url}/moto-api/reset-auth", content=b"0", timeout=120).raise_for_status()
         return {"AWS_ACCESS_KEY_ID": made["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": made["SecretAccessKey"]}
 
     def go_on(self) -> None:

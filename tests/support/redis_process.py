@@ -47,12 +47,12 @@ class RedisProcess:
     def terminate(self) -> int:
         """Send SIGTERM; return the exit code."""
         self.process.terminate()
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=120)
 
     def kill(self) -> None:
         """Send SIGKILL, unless the process has already ended."""
         self.process.kill()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=120)
 
     def close(self) -> None:
         self.kill()

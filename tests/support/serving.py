@@ -16,7 +16,7 @@ import uvicorn
 CLAIMS = Path(tempfile.gettempdir()) / f"weir-test-ports-{os.getuid()}"
 PORTS = range(10_000, 32_000)
 """These ports lie below the range from which Linux takes the ports of outgoing connections."""
-ENDS_WITHIN_S = 60.0
+ENDS_WITHIN_S = 120.0
 _claims: list[TextIO] = []
 
 

@@ -36,7 +36,7 @@ from weir.audit.audit import audit
 from weir.audit.facts import ClientAnswer
 from weir.audit.sources import Sources
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.system
 
 HOUR_S = 3600.0
 BOOTS_WITHIN_S = 300.0
@@ -147,7 +147,7 @@ def test_a_redis_that_is_told_to_end_under_load_comes_back_with_all_that_was_hea
     def agent(session: dict[str, Any]) -> None:
         history = [{"role": "user", "content": "begin"}]
         headers = {"authorization": f"Bearer {session['api_key']}"}
-        with httpx.Client(headers=headers, timeout=20) as http:
+        with httpx.Client(headers=headers, timeout=120) as http:
             while not over.is_set():
                 reply = http.post(gateway.url + path_of(session), json={"messages": history})
                 if reply.status_code == 200:

@@ -15,7 +15,7 @@ from trainer_service.rows.rows import Row
 from trainer_service.settings import TeacherSettings
 from trainer_service.step.teacher import TeacherClient
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 
 TOOL: Any = {
     "type": "function",

@@ -16,7 +16,7 @@ from gateway.language.constraint import constraint_of
 from tests.support.gateway.families_agent import TOOL, call, renderer_of, sampled, told
 from tests.support.system.real_system import ENGINE_PYTHON, System
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 
 GET: Any = {
     "type": "function",

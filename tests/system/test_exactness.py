@@ -23,7 +23,7 @@ from tests.support.serving import serving
 from tests.support.system.real_system import System
 from tests.support.tolerances import ulps
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Tee:
         return Starlette(routes=[Route("/generate", self.generate, methods=["POST"]), passing])
 
     async def forward(self, request: Request) -> Response:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=120) as client:
             reply = await client.request(
                 request.method, self.engine_url + request.url.path, content=await request.body()
             )
@@ -76,12 +76,12 @@ class Watched:
     tee: Tee
 
     def session(self) -> Any:
-        return httpx.post(f"{self.url}/sessions", json={}).raise_for_status().json()
+        return httpx.post(f"{self.url}/sessions", json={}, timeout=120).raise_for_status().json()
 
     def turns(self, ticket: dict[str, Any]) -> list[Any]:
-        found: list[Any] = httpx.get(f"{self.url}/sessions/{ticket['session_id']}?tokens=true").json()[
-            "turns"
-        ]
+        found: list[Any] = httpx.get(
+            f"{self.url}/sessions/{ticket['session_id']}?tokens=true", timeout=120
+        ).json()["turns"]
         return found
 
 

@@ -16,7 +16,7 @@ from tests.support.system.turns import retried, versions_of
 from tests.support.tolerances import ulps
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 
 STREAMS = 32
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.system.real_system import ADMIN_KEY, System
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 
 
 def engine_processes(system: System) -> list[psutil.Process]:

@@ -4,7 +4,7 @@ import pytest
 
 from bench.gpu import __main__ as gpu_check
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 
 
 def test_the_loop_samples_trains_and_pushes(capfd: pytest.CaptureFixture[str]) -> None:

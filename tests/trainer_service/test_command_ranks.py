@@ -22,7 +22,7 @@ from tests.support.trainer_service.rank_pair import RankPair, rank_pair
 from tests.support.trainer_service.rank_tasks import LOG, Task
 from tests.support.trainer_service.same_training import Weights, assert_moved_alike
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.numeric]
+pytestmark = pytest.mark.numeric
 
 GENTLE = step(0.05, eps=1.0)
 """With an epsilon of 1, a step is nearly one of gradient descent: there, rounding has a bound."""

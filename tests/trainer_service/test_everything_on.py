@@ -23,7 +23,7 @@ from tests.support.trainer_service.same_training import (
 from trainer_service.rows.rows import Row
 from trainer_service.step.step_request import StepRequest
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.numeric]
+pytestmark = pytest.mark.numeric
 
 COMMON: dict[str, Any] = {
     "optimizer": WELL_CONDITIONED,

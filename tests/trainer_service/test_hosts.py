@@ -19,7 +19,6 @@ from trainer_service.step.communication.rank_watch import FAREWELL_S
 REASON = why_not()
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=f"two hosts on one machine: {REASON}"),
-    pytest.mark.timeout(600),  # processes start one after another, and the machine may be busy
 ]
 PYTHON = sys.executable
 RANK_TIMEOUT_S = 8.0

@@ -24,7 +24,7 @@ from trainer_service.rows.mini_batches import mini_batches
 from trainer_service.rows.rows import Row
 from trainer_service.step.step_request import StepRequest
 
-pytestmark = [pytest.mark.numeric, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.numeric
 
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, CAP = 0.2, 0.28, 3.0, 2.0
 HALVES: dict[str, Any] = {"mini_batches": 2, "epochs": 2, "max_tokens": 64}

@@ -26,7 +26,7 @@ from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 
-pytestmark = [pytest.mark.numeric, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.numeric
 
 ALGORITHM: dict[str, Any] = {"kl": {"estimator": "k2", "coefficient": 0.1, "reference_every_steps": 2}}
 FAST = {"lr": 1e-2, "warmup_steps": 0}

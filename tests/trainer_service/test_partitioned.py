@@ -72,7 +72,6 @@ def sizes_of(model: Path) -> tuple[int, int]:
     return whole, layer
 
 
-@pytest.mark.timeout(400)  # processes start one after another, and the machine may be busy
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_no_rank_holds_a_model(models: list[Path], ranks: int, tmp_path: Path) -> None:
     """The files are bfloat16 and the ranks train float32, so that whole weights would be anonymous memory."""

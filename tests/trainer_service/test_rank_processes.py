@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import yaml
 from redis import Redis
 
@@ -20,9 +19,7 @@ from tests.support.trainer_service.redis_agents import RedisAgents
 from tests.support.waiting import wait_until
 from weir.stack.services import launcher
 
-pytestmark = pytest.mark.timeout(300)  # processes start one after another, and the machine may be busy
-
-STARTS_WITHIN_S = 200.0
+STARTS_WITHIN_S = 400.0
 
 
 def test_two_rank_processes_publish_in_shares_and_end_when_told(

@@ -30,8 +30,6 @@ from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 
-pytestmark = pytest.mark.timeout(400)  # processes start one after another, and the machine may be busy
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:

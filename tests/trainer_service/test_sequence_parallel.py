@@ -26,7 +26,7 @@ from trainer_service.model.sharding.sequence_ranks import SequenceRanks
 from trainer_service.rows.rows import micro_batches
 from trainer_service.step.step_request import StepRequest
 
-pytestmark = [pytest.mark.numeric, pytest.mark.timeout(400)]  # processes start one after another
+pytestmark = pytest.mark.numeric  # processes start one after another
 
 OPTIONS: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"zero_stage": stage} for stage in (0, 1, 2, 3)},

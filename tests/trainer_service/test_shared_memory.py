@@ -331,7 +331,7 @@ def rollout_server(tmp_path: Path, rollout_settings: dict[str, Any]) -> Iterator
 
 def _forwarded(harness: Harness) -> Callable[[httpx.Request], httpx.Response]:
     """Passes the trainer's requests on to the real rollout server."""
-    http = httpx.Client(headers={"authorization": f"Bearer {ADMIN_KEY}"}, timeout=20)
+    http = httpx.Client(headers={"authorization": f"Bearer {ADMIN_KEY}"}, timeout=120)
     harness.closing.callback(http.close)
     return lambda request: http.post(str(request.url), json=json.loads(request.content))
 
@@ -339,7 +339,7 @@ def _forwarded(harness: Harness) -> Callable[[httpx.Request], httpx.Response]:
 def _status(server: ServerProcess) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     try:
-        answer: dict[str, Any] = httpx.get(f"{server.url}/status", headers=headers, timeout=10).json()
+        answer: dict[str, Any] = httpx.get(f"{server.url}/status", headers=headers, timeout=120).json()
     except httpx.TransportError:
         return {}
     return answer
@@ -426,7 +426,7 @@ def test_a_trainer_process_loads_its_model_only_once_it_has_the_memory(
     def waits_for() -> str:
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
         try:
-            status = httpx.get(f"http://127.0.0.1:{port}/status", headers=headers, timeout=10).json()
+            status = httpx.get(f"http://127.0.0.1:{port}/status", headers=headers, timeout=120).json()
         except httpx.TransportError:
             return ""
         return str(status["waiting_for"])

@@ -137,7 +137,6 @@ def history(directory: Path) -> list[dict[str, float]]:
     return rows
 
 
-@pytest.mark.timeout(60)
 def test_weights_and_biases_has_every_step_also_a_repeated_one(
     make_harness: MakeHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +155,6 @@ def test_weights_and_biases_has_every_step_also_a_repeated_one(
     assert harness.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "wandb"}) is None
 
 
-@pytest.mark.timeout(60)
 def test_weights_and_biases_that_is_away_stops_no_training(
     make_harness: MakeHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

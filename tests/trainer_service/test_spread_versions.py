@@ -23,8 +23,6 @@ from tests.support.trainer_service.rank_tasks import FULL, SLOW, WRITING, Task
 from tests.support.waiting import wait_until
 from trainer_service.model.snapshot import shares_of
 
-pytestmark = pytest.mark.timeout(400)  # processes start one after another, and the machine may be busy
-
 TWO_FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 

@@ -26,7 +26,7 @@ from trainer_service.rows.rows import Row, micro_batches
 from trainer_service.rows.top_tokens import TopTokens
 from trainer_service.step.step_request import StepRequest
 
-pytestmark = [pytest.mark.numeric, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.numeric
 
 TOP_K = 3
 ALGORITHM: dict[str, Any] = {"loss": {"name": "forward_kl", "top_k": TOP_K}, "max_tokens": 64}

@@ -21,11 +21,9 @@ from rollout_queue.redis.lease.lease import LOST
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(300)
-
 LEASE_S = 8.0
 """A busy machine may let a process wait for seconds, and its lease must outlast that."""
-STARTS_WITHIN_S = 90.0
+STARTS_WITHIN_S = 400.0
 
 
 class Process:

@@ -79,7 +79,9 @@ def session_ids(gateway_url: str) -> set[str]:
     names: set[str] = set()
     cursor = "0"
     while cursor:
-        page = httpx.get(f"{gateway_url}/sessions", params={"limit": 1000, "cursor": cursor}).json()
+        page = httpx.get(
+            f"{gateway_url}/sessions", params={"limit": 1000, "cursor": cursor}, timeout=120
+        ).json()
         names |= {session["session_id"] for session in page["data"]}
         cursor = page["next_cursor"]
     return names
@@ -95,7 +97,7 @@ def test_the_warm_start_learns_the_ids_that_the_gateway_records(
     record = play(gateway_url, count=1, size=1)
     assert [episode.reward for episode in record.episodes] == [1.0]
     (session_id,) = session_ids(gateway_url) - before
-    view = httpx.get(f"{gateway_url}/sessions/{session_id}?tokens=true").json()
+    view = httpx.get(f"{gateway_url}/sessions/{session_id}?tokens=true", timeout=120).json()
     ids: list[int] = []
     mask: list[int] = []
     for turn in view["turns"]:

@@ -84,9 +84,9 @@ def test_the_warm_start_learns_the_ids_that_the_gateway_records(
     engine.script = deque(map(str, halving(secret)))
     record = play(gateway_url, seed=1)
     assert [episode.reward for episode in record.episodes] == [1.0]
-    newest = httpx.get(f"{gateway_url}/sessions", params={"limit": 1000}).json()["data"]
+    newest = httpx.get(f"{gateway_url}/sessions", params={"limit": 1000}, timeout=120).json()["data"]
     (session_id,) = [row["session_id"] for row in newest if row.get("task_id") == f"guess-{secret.number}"]
-    view = httpx.get(f"{gateway_url}/sessions/{session_id}?tokens=true").json()
+    view = httpx.get(f"{gateway_url}/sessions/{session_id}?tokens=true", timeout=120).json()
     assert len(view["turns"]) == len(halving(secret)) > 2
     ids: list[int] = []
     mask: list[int] = []
@@ -126,5 +126,5 @@ def test_a_refused_agent_comes_again_after_the_retry_after() -> None:
 def test_evaluations_are_not_trained(engine: FakeEngine, gateway_url: str) -> None:
     engine.script = deque(["x"] * GUESSES)
     play(gateway_url, seed=2, train=False)
-    rows = httpx.get(f"{gateway_url}/sessions", params={"limit": 1000}).json()["data"]
+    rows = httpx.get(f"{gateway_url}/sessions", params={"limit": 1000}, timeout=120).json()["data"]
     assert any(row["verdict"]["code"] == "not_for_training" for row in rows), rows

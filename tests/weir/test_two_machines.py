@@ -24,7 +24,6 @@ REASON = why_not()
 
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=f"two hosts on one machine: {REASON}"),
-    pytest.mark.timeout(900),  # four services start, and the machine may be busy
 ]
 
 

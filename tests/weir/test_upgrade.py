@@ -125,7 +125,6 @@ def trained_by(process: RedisProcess, prefix: str) -> set[str | None]:
     return {json.loads(each)["code"] if each else None for each in verdicts}
 
 
-@pytest.mark.timeout(600)
 def test_this_release_goes_on_where_the_earlier_one_was(
     before: Path, process: RedisProcess, tmp_path: Path
 ) -> None:
@@ -139,7 +138,6 @@ def test_this_release_goes_on_where_the_earlier_one_was(
     assert trained_by(process, "old") == {"trained"}
 
 
-@pytest.mark.timeout(600)
 def test_the_earlier_release_goes_on_where_this_one_was(
     before: Path, process: RedisProcess, tmp_path: Path
 ) -> None:
@@ -151,7 +149,6 @@ def test_the_earlier_release_goes_on_where_this_one_was(
     assert trained_by(process, "new") == {"trained"}
 
 
-@pytest.mark.timeout(600)
 def test_a_record_of_a_newer_schema_is_set_aside_by_the_earlier_release(
     before: Path, process: RedisProcess, tmp_path: Path
 ) -> None:

@@ -42,15 +42,15 @@ class RunTest:
         return await play_run(self.settings(toy, **given), self.place, lambda line: None, loop, resume)
 
     def delete(self, session_id: str) -> None:
-        httpx.delete(f"{self.url}/sessions/{session_id}").raise_for_status()
+        httpx.delete(f"{self.url}/sessions/{session_id}", timeout=120).raise_for_status()
 
     def sessions(self, **wanted: str) -> list[dict[str, Any]]:
         """The sessions in the order of their ids, each with its turns."""
-        page = httpx.get(f"{self.url}/sessions", params={"limit": 1000, **wanted}).json()
+        page = httpx.get(f"{self.url}/sessions", params={"limit": 1000, **wanted}, timeout=120).json()
         assert page["next_cursor"] is None
         ids = sorted(each["session_id"] for each in page["data"])
         found: list[dict[str, Any]] = [
-            httpx.get(f"{self.url}/sessions/{each}?text=true").json() for each in ids
+            httpx.get(f"{self.url}/sessions/{each}?text=true", timeout=120).json() for each in ids
         ]
         return found
 

@@ -19,7 +19,7 @@ def say(gateway: RunningGateway, session: dict[str, Any], history: list[dict[str
     """Continue the conversation. Each call has its own HTTP client, because several threads call."""
     headers = {"authorization": f"Bearer {session['api_key']}"}
     reply = httpx.post(
-        gateway.url + path_of(session), json={"messages": history}, headers=headers, timeout=20
+        gateway.url + path_of(session), json={"messages": history}, headers=headers, timeout=120
     )
     assert reply.status_code == 200, reply.text
     return reply

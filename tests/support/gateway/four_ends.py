@@ -32,7 +32,7 @@ def ends_on(deployment: Deployment, version: int) -> bool:
     with suppress(httpx.HTTPError):
         said = deployment.versions()
         infos = [f"http://127.0.0.1:{each.engine_port}/model_info" for each in deployment.servers]
-        engines = [int(httpx.get(info).json()["weight_version"]) for info in infos]
+        engines = [int(httpx.get(info, timeout=120).json()["weight_version"]) for info in infos]
         everyone = {plan["serving"], plan["target"], *said, *engines, *deployment.gateway_versions()}
         return everyone == {version} and plan["push"]["state"] == "serving"
     return False

@@ -27,7 +27,7 @@ class RunningGateway:
     url: str
     engine: FakeEngine
     redis: Redis
-    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=10))
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120))
 
     def call(
         self, method: str, path: str, body: Any = None, key: str | None = CLIENT_KEY, **more: Any
@@ -105,5 +105,5 @@ class Backends:
     @contextmanager
     def gateway(self, **settings: Any) -> Iterator[RunningGateway]:
         """One more gateway for this test, on the same Redis and engine."""
-        with self.gateway_url(**settings) as url, httpx.Client(timeout=10) as http:
+        with self.gateway_url(**settings) as url, httpx.Client(timeout=120) as http:
             yield RunningGateway(url, self.engine, self.redis, http)

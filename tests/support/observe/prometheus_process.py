@@ -53,14 +53,14 @@ def prometheus(root: Path, urls: Mapping[str, Sequence[str]]) -> Iterator[Promet
     with (root / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        with httpx.Client(timeout=20) as http:
+        with httpx.Client(timeout=120) as http:
             started = PrometheusProcess(f"http://127.0.0.1:{port}", http)
             count = sum(map(len, urls.values()))
             wait_until(lambda: _read_often(started) == count, READ_WITHIN_S)
             yield started
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
 
 
 def _read_often(started: PrometheusProcess) -> int:

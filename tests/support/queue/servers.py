@@ -60,7 +60,7 @@ class RedisServer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=120)
 
     def close(self) -> None:
         self.kill()
@@ -172,5 +172,5 @@ class Sentinel:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=120)
         self._client.close()

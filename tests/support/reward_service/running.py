@@ -20,7 +20,7 @@ class RunningRewards:
     """The reward service as its clients see it."""
 
     url: str
-    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60))
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120))
 
     def openai(self, key: str = ADMIN_KEY) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)

@@ -28,13 +28,13 @@ class ServerProcess:
     def status(self) -> dict[str, Any]:
         """What the server says of itself. Raises httpx.HTTPError."""
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        reply = httpx.get(f"{self.url}/status", headers=headers, timeout=10).raise_for_status()
+        reply = httpx.get(f"{self.url}/status", headers=headers, timeout=120).raise_for_status()
         return dict(reply.json())
 
     def why_unready(self) -> str:
         """The sentence of `/ready`; empty while the server is ready or does not answer."""
         try:
-            reply = httpx.get(f"{self.url}/ready", timeout=10)
+            reply = httpx.get(f"{self.url}/ready", timeout=120)
         except httpx.TransportError:
             return ""
         return "" if reply.status_code == 200 else str(reply.json()["error"]["message"])
@@ -68,4 +68,4 @@ def running(directory: Path, settings: dict[str, Any], admin_key: str = ADMIN_KE
     finally:
         process.send_signal(signal.SIGCONT)
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=120)

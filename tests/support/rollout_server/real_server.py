@@ -48,7 +48,7 @@ class Running:
         return next((self.directory / "run" / "logs").glob("*-engine.log"))
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=10).json()
+        answer: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=120).json()
         return answer
 
     def reload(self, version: int, directory: Path, **more: Any) -> httpx.Response:
@@ -56,14 +56,14 @@ class Running:
         return httpx.post(f"{self.url}/reload", json=body, timeout=120)
 
     def served(self) -> str:
-        return str(httpx.get(f"{self.engine_url}/model_info", timeout=10).json()["weight_version"])
+        return str(httpx.get(f"{self.engine_url}/model_info", timeout=120).json()["weight_version"])
 
     def checksum(self) -> str:
-        answer = httpx.post(f"{self.engine_url}/weights_checker", json={"action": "checksum"}, timeout=10)
+        answer = httpx.post(f"{self.engine_url}/weights_checker", json={"action": "checksum"}, timeout=120)
         return str(answer.json()["per_engine_checksum"])
 
     def flushes(self) -> bool:
-        return httpx.post(f"{self.engine_url}/flush_cache", timeout=60).status_code == 200
+        return httpx.post(f"{self.engine_url}/flush_cache", timeout=120).status_code == 200
 
     def memory(self, action: str, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/memory/{action}", json=body, timeout=120)
@@ -133,4 +133,4 @@ def real_server(
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(timeout=60)
+            process.wait(timeout=120)

@@ -28,9 +28,9 @@ from weir.audit.facts import ClientAnswer
 from weir.audit.report import Report
 from weir.audit.sources import Sources
 
-STARTS_WITHIN_S = 90.0
+STARTS_WITHIN_S = 400.0
 """A process loads torch first, and the machine may be busy."""
-ENDS_WITHIN_S = 30.0
+ENDS_WITHIN_S = 120.0
 """The time that Kubernetes gives a process after SIGTERM by default."""
 CLOCK = Path(libfaketime.__file__).parent / "vendor/libfaketime/src/libfaketime.so.1"
 
@@ -86,7 +86,7 @@ class Service:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             try:
                 headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-                reply = httpx.get(self.url + path, headers=headers, timeout=10)
+                reply = httpx.get(self.url + path, headers=headers, timeout=120)
                 said.update(reply.json())
             except httpx.TransportError:
                 return False

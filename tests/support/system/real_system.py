@@ -59,7 +59,7 @@ class System:
     ) -> Any:
         base = url or self.stack.gateway_url
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.request(method, base + path, json=body, headers=headers, timeout=60)
+        return httpx.request(method, base + path, json=body, headers=headers, timeout=120)
 
     def get(self, path: str, **more: Any) -> Any:
         return self.request("GET", path, **more).raise_for_status().json()

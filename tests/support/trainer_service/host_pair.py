@@ -23,7 +23,7 @@ from tests.support.trainer_service.over_http import over_http
 from tests.support.trainer_service.redis_agents import RedisAgents
 from tests.support.waiting import wait_until
 
-STARTS_WITHIN_S = 200.0
+STARTS_WITHIN_S = 400.0
 REDIS_PORT, GATEWAY_PORT, TRAINER_PORT = 6379, 8000, 8200
 
 

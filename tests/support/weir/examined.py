@@ -65,7 +65,7 @@ class ExaminedSystem:
 
     def admin(self, method: str, path: str, body: Any = None) -> Any:
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        return httpx.request(method, self.gateway_url + path, json=body, headers=headers, timeout=20)
+        return httpx.request(method, self.gateway_url + path, json=body, headers=headers, timeout=120)
 
     def until(self, state: str) -> None:
         """Wait until the gateway sees the rollout server in this state."""

@@ -162,7 +162,7 @@ def test_half_a_character_makes_no_job(refusing: RunningJobs) -> None:
     body = {"model": "policy", "training_file": refusing.upload(sums(1)), "method": made}
     headers = {"content-type": "application/json"}
     url = f"{refusing.url}/v1/fine_tuning/jobs"
-    reply = httpx.post(url, content=json.dumps(body).encode(), headers=headers, timeout=60)
+    reply = httpx.post(url, content=json.dumps(body).encode(), headers=headers, timeout=300)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "method")
     assert list(refusing.openai.fine_tuning.jobs.list()) == []
 
@@ -211,7 +211,7 @@ def test_what_cannot_be_done_is_refused_by_name(
     refusing: RunningJobs, change: dict[str, Any], param: str
 ) -> None:
     body = {"model": "policy", "training_file": refusing.upload(sums(1)), "method": method()} | change
-    reply = httpx.post(f"{refusing.url}/v1/fine_tuning/jobs", json=body, timeout=60)
+    reply = httpx.post(f"{refusing.url}/v1/fine_tuning/jobs", json=body, timeout=300)
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["type"] == "invalid_request_error"

@@ -27,7 +27,7 @@ class Shut:
 
     def answer(self, prompt: str) -> str:
         self.asked.set()
-        self.opened.wait(60)
+        self.opened.wait(300)
         return double(prompt)
 
 
@@ -132,7 +132,7 @@ def test_one_job_trains_at_a_time_and_the_others_are_queued(running: RunTest, se
     shut = Shut()
     running.engine.answer = shut.answer
     first, second = service.start(sums(2)), service.start(sums(3))
-    assert shut.asked.wait(60)
+    assert shut.asked.wait(300)
     assert (service.job(first.id).status, service.job(second.id).status) == ("running", "queued")
     shut.opened.set()
     assert [service.ended(each.id).status for each in (first, second)] == ["succeeded", "succeeded"]
@@ -147,7 +147,7 @@ def test_a_cancelled_job_ends_its_sessions_and_the_next_one_begins(
     shut = Shut()
     running.engine.answer = shut.answer
     first, second = service.start(sums(2)), service.start(sums(1))
-    assert shut.asked.wait(60)
+    assert shut.asked.wait(300)
     assert service.openai.fine_tuning.jobs.cancel(first.id).status == "cancelled"
     shut.opened.set()
     assert service.ended(second.id).status == "succeeded"
@@ -163,7 +163,7 @@ def test_a_paused_job_leaves_its_turn_and_goes_on_where_it_was(
     shut = Shut()
     running.engine.answer = shut.answer
     job = service.start(sums(3))
-    assert shut.asked.wait(60)
+    assert shut.asked.wait(300)
     assert str(service.openai.fine_tuning.jobs.pause(job.id).status) == "paused"
     with pytest.raises(openai.BadRequestError, match="the job is paused"):
         service.openai.fine_tuning.jobs.pause(job.id)
@@ -186,7 +186,7 @@ def test_a_job_in_progress_keeps_the_group_size_and_the_sampling_it_began_with(
     directory = tmp_path / "jobs"
     with fine_tuning(directory, running.url, group_size=4, sampling={"max_tokens": 50}) as service:
         job = service.start(sums(2))
-        assert shut.asked.wait(60)
+        assert shut.asked.wait(300)
     shut.opened.set()
     with fine_tuning(directory, running.url, group_size=2, sampling={"max_tokens": 60}) as service:
         assert service.ended(job.id).status == "succeeded"

@@ -43,7 +43,7 @@ def bounded(processes: Processes) -> Iterator[tuple[psutil.Process, RunningGatew
 @contextmanager
 def connected(gateway: RunningGateway) -> Iterator[socket.socket]:
     address = urlsplit(gateway.url)
-    with socket.create_connection((address.hostname, address.port or 80), timeout=20) as line:
+    with socket.create_connection((address.hostname, address.port or 80), timeout=300) as line:
         yield line
 
 

@@ -61,7 +61,7 @@ class Peer:
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(300):
                 yield http
         finally:
             await http.close()

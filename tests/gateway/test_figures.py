@@ -52,7 +52,7 @@ def streamed(gateway: RunningGateway, dialect: str) -> int:
     path, body = CALLS[dialect]
     headers = {"authorization": "Bearer client-key"}
     url = gateway.url + path
-    with httpx.stream("POST", url, json={**body, "stream": True}, headers=headers, timeout=60) as reply:
+    with httpx.stream("POST", url, json={**body, "stream": True}, headers=headers, timeout=300) as reply:
         assert reply.status_code == 200, reply.read()
         return sum(1 for _ in reply.iter_raw())
 

@@ -50,7 +50,7 @@ class Reading:
         body = {"input": said} if path == "/v1/responses" else {"max_tokens": 90, "messages": said}
         body |= self._more
         try:
-            with httpx.stream("POST", self._url + path, json=body, headers=headers, timeout=60) as reply:
+            with httpx.stream("POST", self._url + path, json=body, headers=headers, timeout=300) as reply:
                 self.status = reply.status_code
                 for line in reply.iter_lines():
                     self.lines.append(line)

@@ -201,7 +201,7 @@ def weir(gateway: RunningGateway, redis_url: str, directory: Path, command: str)
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     return ended.returncode, ended.stdout + ended.stderr

@@ -19,7 +19,7 @@ def on_all(deployed: Deployment, path: str, body: Any = None) -> list[Any]:
 
     def call(url: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        return httpx.post(f"{url}{path}", json=body, headers=headers, timeout=60)
+        return httpx.post(f"{url}{path}", json=body, headers=headers, timeout=300)
 
     with ThreadPoolExecutor() as pool:
         answers = list(pool.map(call, [server.url for server in deployed.servers]))

@@ -317,7 +317,7 @@ def test_a_call_that_makes_the_template_run_forever_is_a_400(redis_url: str, tmp
             f"{gateway.url}/v1/chat/completions",
             json={"messages": [{"role": "user", "content": "trap"}]},
             headers={"authorization": f"Bearer {CLIENT_KEY}"},
-            timeout=60,
+            timeout=300,
         )
         while not trapped.done():  # meanwhile, the gateway answers others
             assert gateway.http.get(f"{gateway.url}/live", timeout=RENDER_S - 1).status_code == 200

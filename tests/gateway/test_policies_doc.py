@@ -62,7 +62,7 @@ def test_every_example_is_answered(deploy: Deploy) -> None:
             url.replace("$WEIR", deployment.gateway.url),
             content=body,
             headers={"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/json"},
-            timeout=60,
+            timeout=300,
         )
         assert reply.status_code == 200, (words, reply.text)
         answers.append((method, url.removeprefix("$WEIR/admin/policies")))

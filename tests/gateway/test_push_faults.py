@@ -15,8 +15,8 @@ from tests.support.gateway.push_system import PUSH_TIMEOUT_S, SHORT, PushSystem,
 from tests.support.gateway.running import ADMIN_KEY, Backends
 from tests.support.waiting import wait_until
 
-AGREES_WITHIN_S = 1.5
-"""Gateways poll ten times a second, on a machine that may be busy."""
+AGREES_WITHIN_S, AND_LOOKS = 1.5, 10
+"""Gateways poll ten times a second. A poll of a busy machine takes as long as a look of the test."""
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,8 @@ def test_gateways_know_what_a_server_serves_when_a_push_times_out(system: PushSy
             wait_until(lambda: "not prepared within" in (system.result_of(1).get("error") or ""))
             system.source.flowing.set()
         wait_until(lambda: system.served(system.newest))
-    assert max(disagreed.longest_s.values()) < AGREES_WITHIN_S, disagreed.longest_s
+    bound_s = AGREES_WITHIN_S + AND_LOOKS * disagreed.longest_look_s
+    assert max(disagreed.longest_s.values()) < bound_s, (disagreed.longest_s, disagreed.longest_look_s)
     system.check(seen)
 
 

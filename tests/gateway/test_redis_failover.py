@@ -37,7 +37,7 @@ class Client:
         self._thread.join()
 
     def _run(self) -> None:
-        with closing(httpx.Client(timeout=60)) as http:
+        with closing(httpx.Client(timeout=300)) as http:
             own = RunningGateway(self._gateway.url, self._gateway.engine, self._gateway.redis, http)
             session = self._session
             path = f"/sessions/{session['session_id']}/v1/chat/completions"

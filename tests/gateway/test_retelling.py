@@ -41,7 +41,7 @@ def streaming(
 ) -> Iterator[Iterator[str]]:
     headers = {"authorization": f"Bearer {session['api_key']}", RETRY: str(attempt)}
     body = {**PATHS[path], "stream": True}
-    with httpx.stream("POST", gateway.url + path, json=body, headers=headers, timeout=60) as reply:
+    with httpx.stream("POST", gateway.url + path, json=body, headers=headers, timeout=300) as reply:
         assert reply.status_code == 200
         yield reply.iter_lines()
 

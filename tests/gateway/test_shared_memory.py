@@ -16,7 +16,7 @@ RELEASED_S = 5.0
 
 def asked(server: ServerProcess, path: str, **body: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    reply = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+    reply = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=300)
     assert reply.status_code == 200, reply.text
     return reply
 

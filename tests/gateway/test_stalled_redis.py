@@ -43,7 +43,7 @@ def test_a_turn_whose_client_was_told_that_it_failed_is_not_trained(
     gateway.engine.pace_s = 0.5  # the call has looked its session up when Redis stops
     with ThreadPoolExecutor(1) as pool:
         call = Call(gateway, session, stream=False)
-        call.line.settimeout(60)
+        call.line.settimeout(300)
         answer = pool.submit(call.answer)
         wait_until(lambda: len(gateway.engine.requests) == 2)
         redis.process.send_signal(signal.SIGSTOP)

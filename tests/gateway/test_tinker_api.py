@@ -75,7 +75,7 @@ def test_a_poll_is_held_until_the_trainer_answers(loop: TinkerLoop, trainer: Scr
     wait_until(lambda: trainer.reader.held_bytes()[0] > 0)
     assert not found
     trainer.go_on.set()
-    polling.join(timeout=30)
+    polling.join(timeout=300)
     assert found[0].json()["metrics"]["grad_norm"] == 1.5
 
 

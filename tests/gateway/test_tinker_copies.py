@@ -90,7 +90,7 @@ def test_a_copy_may_last_longer_than_the_result_of_its_first_command(
 ) -> None:
     go_on = threading.Event()
     trainer.result_of = lambda logged: (
-        result_of(logged) if logged.number == 0 or go_on.wait(60) else CommandFailed("no test", "server")
+        result_of(logged) if logged.number == 0 or go_on.wait(300) else CommandFailed("no test", "server")
     )
     first = keys.result(request_id(f"{loop.session_id}:train:7", 0))
     with backends.gateway(tinker={"poll_s": 0.2}) as impatient:

@@ -178,7 +178,7 @@ def test_so_many_files_are_sent_at_once(loop: SamplingLoop, files: Path) -> None
         large.truncate(2**28)  # more than the buffers between two processes hold
     save(loop, 1)
     url = urls(loop)["large"]
-    with httpx.Client(timeout=60) as http, ExitStack() as open_ones:
+    with httpx.Client(timeout=300) as http, ExitStack() as open_ones:
         for _ in range(MOST_DOWNLOADS):
             assert open_ones.enter_context(http.stream("GET", url)).status_code == 200
         refused = http.get(url)

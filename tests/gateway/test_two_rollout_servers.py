@@ -152,7 +152,7 @@ def test_two_servers_with_one_id_and_one_disk_do_not_both_start(start: Start, tm
     one = start(id="same")
     wait_until(lambda: is_ready(one))
     two = start(id="same")
-    assert two.process.wait(timeout=60) == 1
+    assert two.process.wait(timeout=300) == 1
     assert f"another rollout server uses the weights in {tmp_path}/weights/same" in two.log.read_text()
 
 

@@ -272,7 +272,7 @@ def test_sigterm_lets_streams_of_all_workers_end(
     let_on(gateway)
     heard = [call.answer() for call in calls]
     assert all(status == 200 and b"[DONE]" in body for status, body in heard)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=300) == 0
 
 
 def ready_at(gateway: RunningGateway) -> bool:
@@ -307,7 +307,7 @@ def test_sighup_reaches_every_worker(processes: Processes, engine: GatedEngine, 
 def test_the_gateway_ends_if_its_workers_cannot_start(processes: Processes, engine: FakeEngine) -> None:
     process, _ = processes.start(workers=WORKERS, renderer="no-such-renderer")
     try:
-        assert process.wait(timeout=100) == 1
+        assert process.wait(timeout=600) == 1
     finally:
         process.kill()
 
@@ -315,4 +315,4 @@ def test_the_gateway_ends_if_its_workers_cannot_start(processes: Processes, engi
 def test_a_taken_address_is_refused_at_the_start(processes: Processes, gateway: RunningGateway) -> None:
     port = gateway.url.rsplit(":", 1)[1]
     process, _ = processes.start(workers=WORKERS, port=port)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=300) == 1

@@ -61,7 +61,7 @@ def test_a_push_continues_in_the_rollout_server(observed: Observed) -> None:
     policy = published_copy(directory / "model", directory / "policies" / "v1", 1)
     parent = {"traceparent": f"00-{PUSH_TRACE}-{AGENT_SPAN}-01"}
     body = {"version": 1, "location": policy.as_uri()}
-    reply = observed.pushing.post("/admin/policies", body, key=ADMIN_KEY, headers=parent, timeout=60)
+    reply = observed.pushing.post("/admin/policies", body, key=ADMIN_KEY, headers=parent, timeout=300)
     assert reply.status_code == 200, reply.text
     (announced,) = [
         each

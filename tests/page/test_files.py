@@ -103,7 +103,7 @@ def test_a_file_of_another_version_is_asked_for_each_time(gateway: RunningGatewa
 def test_no_path_leads_to_another_file(gateway: RunningGateway, path: str) -> None:
     address = urlsplit(assets(gateway))
     assert address.hostname is not None
-    with socket.create_connection((address.hostname, address.port or 80), timeout=10) as line:
+    with socket.create_connection((address.hostname, address.port or 80), timeout=300) as line:
         head = f"GET {address.path}/{path} HTTP/1.1\r\nhost: {address.netloc}\r\nconnection: close\r\n\r\n"
         line.sendall(head.encode("latin-1"))
         reply = b"".join(iter(lambda: line.recv(65536), b""))

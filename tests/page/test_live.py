@@ -148,13 +148,13 @@ def test_sigterm_ends_the_streams_and_the_gateway(backends: Backends, tmp_path: 
         ends: list[str] = []
 
         def look() -> None:
-            with httpx.stream("GET", f"{gateway.url}/page/events", headers=BEARER, timeout=60) as reply:
+            with httpx.stream("GET", f"{gateway.url}/page/events", headers=BEARER, timeout=300) as reply:
                 ends.extend(name for name, _ in events(reply))
 
         viewer = threading.Thread(target=look)
         viewer.start()
         wait_until(lambda: bool(ends))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=300) == 0
         viewer.join()
         assert ends[-1] == "end"

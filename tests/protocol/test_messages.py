@@ -75,7 +75,7 @@ class Services:
 
     def server_status(self) -> ServerStatus:
         return ServerStatus.read(
-            httpx.get(f"{addresses(self.settings).url}/status", headers=HEADERS, timeout=60).content
+            httpx.get(f"{addresses(self.settings).url}/status", headers=HEADERS, timeout=300).content
         )
 
     def system_status(self) -> SystemStatus:
@@ -159,7 +159,7 @@ def pushed(trainer: GatewayClient, version: int, location: str, digest: str) -> 
 def refused_by_server(services: Services, version: int, location: str, digest: str) -> PushResult:
     """What the one server says of a version that an operator publishes."""
     body = {"version": version, "location": location, "manifest_sha256": digest}
-    reply = httpx.post(f"{services.gateway_url}/admin/policies", json=body, headers=HEADERS, timeout=60)
+    reply = httpx.post(f"{services.gateway_url}/admin/policies", json=body, headers=HEADERS, timeout=300)
     assert reply.status_code == 207
     (result,) = Pushed.read(reply.content).results
     return result
@@ -167,7 +167,7 @@ def refused_by_server(services: Services, version: int, location: str, digest: s
 
 def test_a_registration_and_the_servers_status_reach_the_gateway(services: Services) -> None:
     page = ServerPage.read(
-        httpx.get(f"{services.gateway_url}/admin/rollout_servers", headers=HEADERS, timeout=60).content
+        httpx.get(f"{services.gateway_url}/admin/rollout_servers", headers=HEADERS, timeout=300).content
     )
     (seen,) = page.data
     own, settings = services.server_status(), services.settings
@@ -236,7 +236,9 @@ def test_a_digest_that_no_rollout_server_takes_is_refused_in_its_words(
     services: Services, trainer: GatewayClient
 ) -> None:
     body = {"version": 1, "location": "file:///elsewhere", "manifest_sha256": "a digest"}
-    refused = httpx.post(f"{addresses(services.settings).url}/reload", json=body, headers=HEADERS, timeout=60)
+    refused = httpx.post(
+        f"{addresses(services.settings).url}/reload", json=body, headers=HEADERS, timeout=300
+    )
     result = refused_by_server(services, trainer.newest_version() + 1, "file:///elsewhere", "a digest")
     assert (refused.status_code, result.ok) == (400, False)
     assert result.error == ErrorReply.read(refused.content).error.message
@@ -258,7 +260,7 @@ def test_a_rollout_server_says_how_long_each_part_of_a_reload_took(services: Ser
     location, digest = services.policy(version + 1000)
     asked = ReloadBody(version=version + 1000, location=location, manifest_sha256=digest)
     answer = httpx.post(
-        f"{addresses(services.settings).url}/reload", json=asked.model_dump(), headers=HEADERS, timeout=60
+        f"{addresses(services.settings).url}/reload", json=asked.model_dump(), headers=HEADERS, timeout=300
     )
     told = Reloaded.read(answer.content)
     assert (told.ok, told.version) == (True, version + 1000)
@@ -267,7 +269,7 @@ def test_a_rollout_server_says_how_long_each_part_of_a_reload_took(services: Ser
     back = ReloadBody(version=version, force=True)
     assert (
         httpx.post(
-            f"{addresses(services.settings).url}/reload", json=back.model_dump(), headers=HEADERS, timeout=60
+            f"{addresses(services.settings).url}/reload", json=back.model_dump(), headers=HEADERS, timeout=300
         ).status_code
         == 200
     )
@@ -310,7 +312,7 @@ def test_the_trainers_report_reaches_the_operators_pages(
     assert status.trainer == said.model_copy(update={"metrics": metrics})
     assert "the trainer is paused and waits for POST /resume" in status.warnings
     assert details_from(status)["trainer_service"] == "state paused, step 12, version 4"
-    pipeline = httpx.get(f"{services.gateway_url}/admin/pipeline", headers=HEADERS, timeout=60).json()
+    pipeline = httpx.get(f"{services.gateway_url}/admin/pipeline", headers=HEADERS, timeout=300).json()
     assert pipeline["trainer"] == "POST /resume"
 
 
@@ -319,12 +321,13 @@ def test_what_a_newer_trainer_reports_is_shown_and_what_cannot_be_read_is_left_o
 ) -> None:
     said: dict[str, str] = {"rank": "3", "step": "twelve"}
     services.redis.hset("weir:trainer", mapping=said)  # type: ignore[arg-type]
-    shown = httpx.get(f"{services.gateway_url}/admin/status", headers=HEADERS, timeout=60).json()["trainer"]
+    shown = httpx.get(f"{services.gateway_url}/admin/status", headers=HEADERS, timeout=300).json()["trainer"]
     assert (shown["rank"], shown["version"], "step" in shown) == (3, 4, False)
     services.redis.delete("weir:trainer")
     assert services.system_status().trainer == TrainerReport()
     assert (
-        httpx.get(f"{services.gateway_url}/admin/status", headers=HEADERS, timeout=60).json()["trainer"] == {}
+        httpx.get(f"{services.gateway_url}/admin/status", headers=HEADERS, timeout=300).json()["trainer"]
+        == {}
     )
 
 

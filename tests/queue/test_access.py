@@ -161,7 +161,7 @@ def test_tls_with_certificates_on_both_sides(secured: tuple[RedisServer, Authori
     server, authority = secured
     certificate, key = authority.sign("gateway")
     settings = RedisSettings(
-        redis_url=f"rediss://{server.address}/0?socket_connect_timeout=30",
+        redis_url=f"rediss://{server.address}/0?socket_connect_timeout=300",
         redis_ca_file=authority.file,
         redis_certificate_file=certificate,
         redis_key_file=key,
@@ -178,7 +178,7 @@ def test_tls_refuses_whom_it_does_not_know(
     server, authority = secured
     certificate, key = authority.sign("gateway")
     given: dict[str, Any] = {
-        "redis_url": f"rediss://{server.address}/0?socket_connect_timeout=30",
+        "redis_url": f"rediss://{server.address}/0?socket_connect_timeout=300",
         "redis_ca_file": authority.file,
         "redis_certificate_file": certificate,
         "redis_key_file": key,
@@ -188,7 +188,7 @@ def test_tls_refuses_whom_it_does_not_know(
     elif fault == "another authority":
         given["redis_ca_file"] = Authority(tmp_path / "another").file
     else:
-        given["redis_url"] = f"rediss://localhost:{server.port}/0?socket_connect_timeout=30"
+        given["redis_url"] = f"rediss://localhost:{server.port}/0?socket_connect_timeout=300"
     settings = RedisSettings(**given)
     with pytest.raises(StorageUnavailable):
         asyncio.run(recorded(settings, connection))

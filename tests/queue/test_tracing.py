@@ -144,7 +144,7 @@ class Hanging(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.asked.set()
-        self.go_on.wait(60)
+        self.go_on.wait(300)
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
@@ -155,7 +155,7 @@ def test_spans_that_do_not_fit_are_dropped_and_counted(counts: SpanCounts) -> No
     collector = Hanging()
     waiting = SpanQueue(collector, OtelSettings(queue_spans=10, export_every_s=0.01), counts)
     waiting.on_end(ReadableSpan("first"))
-    assert collector.asked.wait(60)
+    assert collector.asked.wait(300)
     for _ in range(15):
         waiting.on_end(ReadableSpan("more"))  # would hang here if it waited
     assert counts.queue_full == 5

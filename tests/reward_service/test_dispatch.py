@@ -262,7 +262,7 @@ def test_a_service_that_stops_while_it_grades_loses_nothing(gateway: RunningGate
     grader = ScriptedGrader(lambda _: 0.25, hang=True)
     with serving(grader) as url:
         with rewarding(gateway, http(url)):
-            assert grader.called.wait(60)
+            assert grader.called.wait(300)
         assert shown(gateway, session_id)["reward"] is None
         grader.let_answer()
         with rewarding(gateway, http(url)):
@@ -365,7 +365,7 @@ def test_a_session_that_somebody_rewarded_while_it_waited_is_not_graded(gateway:
     grader = ScriptedGrader(lambda _: 1.0, hang=True)
     with serving(grader) as url, rewarding(gateway, http(url, concurrency=1)) as rewards:
         wait_until(lambda: rewards.metric('weir_rewards_queue{rule="remote"}') == 1)
-        assert grader.called.wait(60)
+        assert grader.called.wait(300)
         gateway.post(f"/sessions/{second}/reward", {"value": 0.5})
         grader.let_answer()
         wait_for(rewards, "remote", "already")

@@ -33,7 +33,7 @@ def refused(directory: Path, **variables: str) -> str:
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 1
@@ -67,12 +67,12 @@ def test_it_grades_hides_its_environment_and_ends_on_sigterm(tmp_path: Path, com
             "item": {"pid": process.pid},
         }
         headers = {"authorization": "Bearer hush"}
-        reply = httpx.post(f"{url}/v1/fine_tuning/alpha/graders/run", json=body, headers=headers, timeout=60)
+        reply = httpx.post(f"{url}/v1/fine_tuning/alpha/graders/run", json=body, headers=headers, timeout=300)
         details = reply.json()["metadata"]["errors"]["python_grader_runtime_error_details"]
         assert "PermissionError" in details
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
 
 
 def test_its_memory_is_hidden_before_it_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_a_killed_service_leaves_the_session_to_the_next_one(gateway: RunningGat
 
     with serving(grader) as url:
         killed = started(url)
-        assert grader.called.wait(60)
+        assert grader.called.wait(300)
         killed.kill()
         killed.wait()
         grader.let_answer()
@@ -119,7 +119,7 @@ def test_a_killed_service_leaves_the_session_to_the_next_one(gateway: RunningGat
             (reward,) = wait_until(lambda: gateway.get(path).json()["rewards"])
         finally:
             following.terminate()
-            assert following.wait(60) == 0
+            assert following.wait(300) == 0
     assert (reward["value"], reward["key"]) == (0.5, "remote")
 
 

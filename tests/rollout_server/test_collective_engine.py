@@ -56,7 +56,7 @@ class SendingTrainer:
 
     def offer(self, version: int, **interrupted: int) -> None:
         self.running.version(version)
-        answer = httpx.post(f"{self.url}/offer/{version}", params=interrupted, timeout=60)
+        answer = httpx.post(f"{self.url}/offer/{version}", params=interrupted, timeout=300)
         assert answer.status_code == 200, answer.text
 
     def holds(self, version: int) -> bool:
@@ -73,7 +73,7 @@ class SendingTrainer:
     def end(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait(timeout=30)
+            self.process.wait(timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def load(running: Running, trainer: SendingTrainer, version: int, **more: Any) -
 def logprobs(running: Running) -> list[list[float]]:
     sampling = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": [1, 2, 3], "sampling_params": sampling, "return_logprob": True}
-    answer = httpx.post(f"{running.engine_url}/generate", json=body, timeout=60).json()
+    answer = httpx.post(f"{running.engine_url}/generate", json=body, timeout=300).json()
     return [row[:2] for row in answer["meta_info"]["output_token_logprobs"]]
 
 
@@ -205,7 +205,7 @@ def test_a_trainer_that_dies_while_it_sends_leaves_the_former_version(
     trainer.offer(7, at=2, signal=signal.SIGKILL)
     interrupted(running, trainer, 7)
     assert trainer.process is not None
-    assert trainer.process.wait(timeout=30) == -signal.SIGKILL
+    assert trainer.process.wait(timeout=300) == -signal.SIGKILL
     trainer.start()
     assert load(running, trainer, 7)["status"] == 200  # from files
     assert running.served() == "7"

@@ -17,7 +17,7 @@ def start(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "queue")]), **variables}
     command = [sys.executable, "-m", "rollout_server"]
     return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 

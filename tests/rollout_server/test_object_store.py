@@ -296,7 +296,7 @@ async def test_a_reload_that_is_ended_leaves_no_connection_and_no_file(
     proxy.cut_after, proxy.gate = SIZE // 3, threading.Event()
     reload = asyncio.create_task(harness.reload(1, location, prepare=True))
     await wait_until_async(lambda: any(line.split()[1].endswith(WEIGHTS) for line in proxy.requests))
-    answer = await asyncio.wait_for(harness.http.delete("/reload/1"), 10)
+    answer = await asyncio.wait_for(harness.http.delete("/reload/1"), 300)
     assert answer.json()["aborted"]
     assert (await reload).json()["error"]["code"] == "reload_aborted"
     await wait_until_async(lambda: proxy.open == 0)

@@ -79,7 +79,7 @@ def logprobs(running: Running, adapter: str | None, ids: list[int] = PROMPT) -> 
     }
     if adapter is not None:
         body["lora_path"] = adapter
-    answer = httpx.post(f"{running.engine_url}/generate", json=body, timeout=60).json()
+    answer = httpx.post(f"{running.engine_url}/generate", json=body, timeout=300).json()
     return torch.tensor([each[0] for each in answer["meta_info"]["input_token_logprobs"][1:]])
 
 

@@ -68,14 +68,14 @@ def test_an_orchestrators_pause_holds_over_an_update_and_the_calls_go_on_with_th
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(running.generates, 1500) for _ in range(2)]
         wait_until(lambda: running.status()["running"] > 0)
-        pause = httpx.post(f"{running.url}/pause?mode=keep&clear_cache=false", timeout=60)
+        pause = httpx.post(f"{running.url}/pause?mode=keep&clear_cache=false", timeout=300)
         assert pause.status_code == 200, pause.text
         update = httpx.post(f"{running.url}/update_weights", json={"weight_dir": str(given)}, timeout=120)
         assert (update.status_code, update.json().get("version")) == (200, number), update.text
         assert (running.served(), running.checksum() != before) == (str(number), True)
         assert httpx.get(f"{running.engine_url}/ready", timeout=120).status_code == 503  # it is paused
         assert not any(call.done() for call in calls)
-        assert httpx.post(f"{running.url}/resume", timeout=60).status_code == 200
+        assert httpx.post(f"{running.url}/resume", timeout=300).status_code == 200
         assert [len(call.result()) for call in calls] == [1500] * 2
     assert len(running.generates()) == 4
 
@@ -174,7 +174,7 @@ def test_the_engine_dies_where_its_double_dies(running: Running, tmp_path: Path,
         for each in asked:
             path, body = PATHS[each]
             with suppress(httpx.TransportError):
-                httpx.post(f"{running.engine_url}{path}", json=body, timeout=60)
+                httpx.post(f"{running.engine_url}{path}", json=body, timeout=300)
             if each == "pause":
                 wait_until(running.flushes)
         if busy and survives:
@@ -207,7 +207,7 @@ def _double_survives(directory: Path, busy: bool, asked: list[str]) -> bool:
 def test_sigterm_ends_server_and_engine_with_exit_code_0(running: Running) -> None:
     pid = running.engine_pid()
     running.process.terminate()
-    assert running.process.wait(timeout=60) == 0
+    assert running.process.wait(timeout=300) == 0
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(httpx.ConnectError):
         httpx.get(running.engine_url, timeout=5)

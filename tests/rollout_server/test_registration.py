@@ -222,7 +222,7 @@ async def test_a_drained_server_says_so_and_can_resume(tmp_path: Path) -> None:
     assert (drained["state"], drained["running"], drained["waiting"]) == ("draining", 2, 1)
     assert (await harness.http.get("/ready")).status_code == 503
     assert (await harness.http.post("/resume")).json()["state"] == "ready"
-    await asyncio.wait_for(harness.server.close(), 5)
+    await asyncio.wait_for(harness.server.close(), 300)
 
 
 async def test_a_server_that_is_told_to_end_tells_the_gateway_and_lets_its_calls_end(tmp_path: Path) -> None:

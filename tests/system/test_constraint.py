@@ -121,7 +121,7 @@ def test_recorded_logprobs_are_of_the_masked_distribution(
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=60).json()
+    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=300).json()
     prompt_len = len(turn["context_ids"])
     free = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]][prompt_len:]
     pairs = list(zip(turn["logprobs"], free, strict=True))

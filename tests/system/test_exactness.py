@@ -54,7 +54,7 @@ class Tee:
     async def _lines(self, body: bytes, answer: list[dict[str, Any]]) -> AsyncIterator[bytes]:
         headers = {"content-type": "application/json"}
         async with (
-            httpx.AsyncClient(timeout=60) as client,
+            httpx.AsyncClient(timeout=300) as client,
             client.stream("POST", f"{self.engine_url}/generate", content=body, headers=headers) as reply,
         ):
             async for line in reply.aiter_lines():
@@ -156,7 +156,7 @@ def test_the_engine_scores_the_recorded_tokens_as_recorded(watched: Watched, sys
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=60).json()
+    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=300).json()
     rescored = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]][
         len(turn["context_ids"]) :
     ]
@@ -224,11 +224,11 @@ def test_the_fake_engine_gives_up_as_the_real_one(system: System, tokenizer: Any
 def events_of(url: str, body: dict[str, Any], *, abort: bool = False) -> list[dict[str, Any]]:
     """The streamed events; with `abort`, the engine is told to stop after the first event."""
     events: list[dict[str, Any]] = []
-    with httpx.stream("POST", f"{url}/generate", json=body, timeout=60) as reply:
+    with httpx.stream("POST", f"{url}/generate", json=body, timeout=300) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 if abort and not events:
-                    httpx.post(f"{url}/abort_request", json={"rid": body["rid"]}, timeout=60)
+                    httpx.post(f"{url}/abort_request", json={"rid": body["rid"]}, timeout=300)
                 events.append(json.loads(line[6:]))
     return events
 

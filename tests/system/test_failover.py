@@ -92,7 +92,7 @@ def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
     with ThreadPoolExecutor(streams) as pool:
         agents = [pool.submit(agent, ticket) for ticket in tickets]
         for _ in range(streams // 2):  # these have just begun, and the others have not, or just so
-            assert begun.acquire(timeout=60)
+            assert begun.acquire(timeout=300)
         for process in engine:
             process.send_signal(signal.SIGKILL)
         results = [agent.result() for agent in agents]
@@ -114,7 +114,7 @@ def scored(system: System, turn: dict[str, Any]) -> list[float]:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=60).json()
+    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=300).json()
     found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]]
     return found[len(turn["context_ids"]) :]
 

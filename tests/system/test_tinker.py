@@ -34,7 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
 
 @pytest.fixture
 def loop(running: TinkerStack) -> Iterator[SamplingLoop]:
-    with httpx.Client(timeout=60) as http, Redis.from_url(running.stack.redis_url) as redis:
+    with httpx.Client(timeout=300) as http, Redis.from_url(running.stack.redis_url) as redis:
         gateway = RunningGateway(running.stack.gateway_url, engine=None, redis=redis, http=http)  # type: ignore[arg-type]
         yield SamplingLoop(gateway, str(running.model), f"tml-{CLIENT_KEY}")
 
@@ -66,7 +66,7 @@ def test_a_loop_trains_and_samples_and_survives_the_trainer(running: TinkerStack
 
     process = psutil.Process(running.stack.processes["trainer_service"].pid)
     process.send_signal(signal.SIGKILL)  # with a gradient that no checkpoint contains
-    process.wait(30)
+    process.wait(300)
     waits = loop.command("optim_step", 5, adam_params=ADAM).json()
     running.stack.restart("trainer_service")
     wait_until(lambda: not running.stack.waiting_for(), READY_WITHIN_S)

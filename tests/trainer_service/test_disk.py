@@ -72,7 +72,7 @@ class Disk:
             publication = self.harness.trainer.publisher.waits_for
             self.said.append(publication or self.harness.shared_state.snapshot.waiting_for)
             self.pauses_s.append(seconds)
-            self.gate.wait(60)
+            self.gate.wait(300)
             self.room = len(self.pauses_s) == pauses
 
         self.harness.clock.pass_by(0)

@@ -51,7 +51,7 @@ def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_released(redis: Redis
     with keep_lease(lease, SharedState(), RETRY_S) as held:
         assert held
         for _ in range(4):  # so many renewals take longer than one lease lasts
-            assert lease.renewals.acquire(timeout=60)
+            assert lease.renewals.acquire(timeout=300)
         assert redis.exists(keys.LEASE)
     assert not redis.exists(keys.LEASE)
 
@@ -100,7 +100,7 @@ def test_of_two_trainers_that_wait_for_a_lease_one_ends(redis: Redis) -> None:
                 keep_lease(Lease(own, 3.0), SharedState(), RETRY_S) as held,
             ):
                 ends.append(held)
-                assert refused.wait(60)
+                assert refused.wait(300)
             return
         ends.append("refused")
         refused.set()

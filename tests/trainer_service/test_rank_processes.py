@@ -52,7 +52,7 @@ def test_two_rank_processes_publish_in_shares_and_end_when_told(
                 wait_until(lambda: gateway.announced or process.poll() is not None, STARTS_WITHIN_S)
                 assert [body["version"] for body in gateway.announced] == [1]
                 process.send_signal(signal.SIGTERM)
-                process.wait(60)
+                process.wait(300)
             finally:
                 if process.poll() is None:
                     for worker in psutil.Process(process.pid).children(recursive=True):

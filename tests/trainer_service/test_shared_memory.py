@@ -439,7 +439,7 @@ def test_a_trainer_process_loads_its_model_only_once_it_has_the_memory(
         wait_until(lambda: f"http://127.0.0.1:{away}" in waits_for() and "Connect" in waits_for())
         assert _status(rollout_server)["released"]
         trainer.terminate()
-        assert trainer.wait(60) == 0, log.read_text()
+        assert trainer.wait(300) == 0, log.read_text()
         assert "stopped before the model was loaded" in log.read_text()
     finally:
         trainer.kill()

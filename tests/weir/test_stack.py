@@ -147,7 +147,7 @@ def test_a_signal_to_the_parent_stops_the_services_in_order(
     pids = [int(word) for word in parent.stdout.readline().split()]
     parent.send_signal(number)
     try:
-        parent.wait(20)
+        parent.wait(300)
     finally:
         parent.terminate()  # ends the services if the tested signal had no effect
         parent.stdout.close()

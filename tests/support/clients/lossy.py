@@ -25,7 +25,7 @@ class LossyProxy:
 
     async def forward(self, request: Request) -> Response:
         headers = {name: value for name, value in request.headers.items() if name not in HOP}
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=300) as client:
             reply = await client.request(
                 request.method, self.url + request.url.path, content=await request.body(), headers=headers
             )

@@ -83,7 +83,7 @@ class TinkerStack:
             name = draw.choice(victims)
             process = psutil.Process(self.stack.processes[name].pid)
             process.send_signal(signal.SIGKILL)
-            process.wait(30)
+            process.wait(300)
             self.kills.append(name)
             self.stack.restart(name)
             wait_until(lambda: not self.stack.waiting_for(), READY_WITHIN_S)

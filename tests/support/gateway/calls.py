@@ -24,7 +24,7 @@ class Call:
             f"content-length: {len(said)}\r\n" + (f"{RETRY}: {attempt}\r\n" if attempt else "") + "\r\n"
         )
         self.line = socket.create_connection((address.hostname, address.port or 80))
-        self.line.settimeout(10)
+        self.line.settimeout(300)
         self.line.sendall(head.encode() + said)
 
     def hang_up(self) -> None:

@@ -133,7 +133,7 @@ def traffic(*gateways: RunningGateway, per_s: float = CALLS_PER_S, name: str = "
         return 0
 
     def send() -> None:
-        with httpx.Client(timeout=60) as http, ThreadPoolExecutor(64) as pool:
+        with httpx.Client(timeout=300) as http, ThreadPoolExecutor(64) as pool:
             sent: list[Future[int]] = []
             began_at = time.monotonic()
             while not over.is_set():

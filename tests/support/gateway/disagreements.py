@@ -17,11 +17,15 @@ class Disagreements:
 
     longest_s: dict[str, float] = field(default_factory=dict)
     agreed_at: dict[str, float] = field(default_factory=dict)
+    longest_look_s: float = 0.0
+    """How long it took to ask all gateways and servers, at most. Their polls take about as long."""
 
     def look(self, system: PushSystem) -> None:
+        began = time.monotonic()
         said = {f"r{index}": server.status()["version"] for index, server in enumerate(system.servers)}
         believed = [gateway.server_versions() for gateway in system.gateways]
         now = time.monotonic()
+        self.longest_look_s = max(self.longest_look_s, now - began)
         for name, version in said.items():
             if all(each[name] == version for each in believed):
                 self.agreed_at[name] = now

@@ -1,6 +1,7 @@
 """`GET /sessions`: a page of the caller's sessions; a deleted session has its id, times and verdict.
 
-filter ──group, user: an index──▶ positions ──spec──▶ summaries without turns ──reward, verdict, …──▶ rows
+filter ──group, user, trained version: an index──▶ positions ──spec──▶ summaries without turns
+summaries ──reward, verdict, …──▶ rows
 
 No request looks at more than `MOST_LOOKED_AT` sessions: it then returns those it found, and a cursor.
 """
@@ -116,7 +117,7 @@ async def list_sessions(
     gateway, caller = client_of(request)
     named = (state, group_id, user, verdict, task_id, id_part)
     wanted = SessionFilter(*named, min_reward, max_reward, version, trained_version)
-    scope = ListScope(order == "newest", group_id, user, turns=False)
+    scope = ListScope(order == "newest", group_id, user, trained_version, turns=False)
     search = _Search(gateway, caller, wanted, limit)
     position, done, count = _position(cursor, scope), False, min(limit, LOOKED_AT_ONCE)
     while not (done or search.full):

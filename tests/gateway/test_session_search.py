@@ -4,11 +4,13 @@ import pytest
 
 from gateway.rest import listing
 from rollout_queue.contract.codec import encode
-from rollout_queue.contract.records import Span
+from rollout_queue.contract.records import Span, Turn, Verdict
+from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
+from tests.support.claimed import claimed_reader
 from tests.support.gateway.redis_traffic import TURN_BYTES, sent_by_redis
-from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.queue.records import turn
 
 TOKENS = 2**18
@@ -62,6 +64,24 @@ def test_sessions_are_found_by_the_version_that_sampled_or_that_their_step_made(
     assert found(gateway, f"version={sampled + 1}") == []
     assert found(gateway, "trained_version=7") == ["first"]
     assert (row["turn_count"], row["output_len"] > 0, sampled) == (1, True, row["versions"]["last"])
+
+
+def test_a_search_for_what_a_step_has_trained_looks_at_no_other_session(
+    gateway: RunningGateway, backends: Backends
+) -> None:
+    rewarded(gateway, "taught", 1.0, task_id="t")
+    trainer = claimed_reader(backends.redis)
+    entries = trainer.read(100, 0.01)
+    verdict = Verdict(code="trained", step=3, version=7)
+    turns = {("taught", each.record.turn_id): verdict for each in entries if isinstance(each.record, Turn)}
+    trainer.acknowledge([each.entry_id for each in entries], Verdicts({"taught": verdict}, turns))
+    for number in range(5):
+        gateway.session(session_id=f"other-{number}")
+    page = gateway.get("/sessions?trained_version=7&order=newest").json()
+    assert ([row["session_id"] for row in page["data"]], page["looked_at"]) == (["taught"], 1)
+    assert found(gateway, "trained_version=7&task_id=t") == ["taught"]
+    assert found(gateway, "trained_version=7&task_id=u") == []
+    assert found(gateway, "trained_version=6") == []
 
 
 def test_a_client_key_finds_only_its_own_sessions(gateway: RunningGateway) -> None:

@@ -9,8 +9,9 @@ from redis.asyncio import Redis as AsyncRedis
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.commands.submission import CommandSubmissions
+from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
+from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import Ends
 

@@ -18,9 +18,10 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.client.address import read_address, without_password
 from rollout_queue.redis.client.opening import open_async_redis, open_redis
 from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
+from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.certificates import Authority
 from tests.support.queue.programs import KINDS, UNPACKED, program_of
 from tests.support.queue.records import outcome, spec, turn

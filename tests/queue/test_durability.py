@@ -17,9 +17,10 @@ from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, T
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
+from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
+from rollout_queue.redis.writer import RedisWriter
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
 from weir.audit.audit import audit

@@ -13,8 +13,9 @@ from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Sampling, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.heads.cache import HeadCache
-from rollout_queue.redis.writer import CONNECTIONS, RedisWriter
+from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.records import reward, spec, turn
 
 CONTEXT, OUTPUT = 4000, 100

@@ -22,11 +22,14 @@ LIST_END = ListPosition(float("inf"), "")
 
 
 class ListScope(NamedTuple):
-    """Which sessions a list looks at, and in which order. A group or a user spares it looking at others."""
+    """Which sessions a list looks at, and in which order. A group, a user or a version spares it looking at
+    others."""
 
     newest_first: bool = False
     group_id: str | None = None
     user: str | None = None
+    trained_version: int | None = None
+    """The version that the step which trained the sessions has made."""
     turns: bool = True
     """Whether the sessions are read with their turns."""
 

@@ -1,7 +1,7 @@
 """Reads the list of all sessions page by page, whole or without their turns.
 
 positions after a position ──▶ specs ──the caller wants──▶ whole heads, or summaries without turns and tokens
-   of all sessions, or of one group or user
+   of all sessions, or of one group, one user, or the step that made a version
 """
 
 import logging
@@ -26,7 +26,7 @@ FIELDS_AT_ONCE = 100
 SUMMARIES_AT_ONCE = 100
 """Redis serves nobody else while a script runs, so no script looks at more sessions than this."""
 MOST_MEMBERS = 5000
-"""If a group or a user has more sessions, their list looks at all sessions."""
+"""If a group, a user or a step has more sessions, their list looks at all sessions."""
 
 
 async def positions_after(
@@ -42,18 +42,27 @@ async def positions_after(
 async def positions_in(
     redis: Redis, position: ListPosition, count: int, scope: ListScope
 ) -> list[ListPosition]:
-    """As `positions_after`; if the scope names a group or a user, only positions of their sessions."""
+    """As `positions_after`; if the scope names a group, a user or a version, only of their sessions."""
     for key in _indexes(scope):
         if await stored(redis.scard(key)) <= MOST_MEMBERS:
-            names: list[Any] = list(await stored(redis.smembers(key)))
-            ages = await stored(redis.zmscore(keys.SESSIONS, names)) if names else []
-            members = [
-                ListPosition(float(at), name.decode())
-                for name, at in zip(names, ages, strict=True)
-                if at is not None
-            ]
-            return after_position(members, position, newest_first=scope.newest_first)[:count]
+            return await _positions_of(redis, list(await stored(redis.smembers(key))), position, count, scope)
+    version = scope.trained_version
+    trained = 0 if version is None else await stored(redis.zcount(keys.TRAINED, version, version))
+    if 0 < trained <= MOST_MEMBERS:  # there is none of a step of an older release
+        names: Any = await stored(redis.zrange(keys.TRAINED, version, version, byscore=True))
+        return await _positions_of(redis, names, position, count, scope)
     return await positions_after(redis, position, count, newest_first=scope.newest_first)
+
+
+async def _positions_of(
+    redis: Redis, names: Sequence[Any], position: ListPosition, count: int, scope: ListScope
+) -> list[ListPosition]:
+    """The next positions after `position` among the sessions with these ids, in bytes."""
+    ages = await stored(redis.zmscore(keys.SESSIONS, list(names))) if names else []
+    members = [
+        ListPosition(float(at), name.decode()) for name, at in zip(names, ages, strict=True) if at is not None
+    ]
+    return after_position(members, position, newest_first=scope.newest_first)[:count]
 
 
 def _indexes(scope: ListScope) -> list[str]:

@@ -180,8 +180,12 @@ def test_the_lag_of_the_event_loop_is_measured(fresh: RunningGateway) -> None:
 def test_the_document_names_every_metric_and_every_label(fresh: RunningGateway) -> None:
     fresh.chat()
     _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition("\n## Of the gateway\n")
-    rows = re.findall(r"^\| `(weir_\w+)` \|([^|]*)\|", rest.split("\n## ")[0], re.M)
-    named = {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
+    rows = re.findall(r"^\| (`weir_\w+`(?:, `weir_\w+`)*) \|([^|]*)\|", rest.split("\n## ")[0], re.M)
+    named = {
+        name: set(re.findall(r"`(\w+)`", labels))
+        for names, labels in rows
+        for name in re.findall(r"\w+", names)
+    }
     families = text_string_to_metric_families(fresh.get("/metrics", key=None).text)
     measured: dict[str, set[str]] = {}
     for family in families:

@@ -21,7 +21,7 @@ reload has no use by then."""
 def main() -> None:
     settings = start("rollout_server", "Runs one SGLang engine.", RolloutServerSettings)
     begin_tracing(settings.otel, "weir-rollout-server")
-    keyring = Keyring(admin_keys=settings.admin_keys)
+    keyring = Keyring(admin_keys=settings.admin_keys, rollout_server_key=settings.rollout_server_key)
     refuse_open_binding(settings.host, keyring)
     _refuse_what_cannot_work(settings)
     try:

@@ -40,7 +40,7 @@ def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:
     app.include_router(_health(server))
     guarded = (_reloading, _adapters, _memory, _rotation, _orchestrated)
     for router in [of(server) for of in guarded]:
-        app.include_router(router, dependencies=[Depends(keyring.require_admin)], tags=["rollout server"])
+        app.include_router(router, dependencies=[Depends(keyring.require_server)], tags=["rollout server"])
     return app
 
 

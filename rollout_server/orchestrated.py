@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.adapters import AdapterBody, AdapterPushed
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.policies import PolicyBody
@@ -156,7 +157,7 @@ class OrchestratedEngine:
     async def _publish(self, path: str, body: dict[str, Any]) -> bytes:
         """Have the gateway publish a version, and wait until its push has ended."""
         settings = self._settings
-        headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
+        headers = bearer(next(iter(settings.admin_keys), None))  # that of rollout servers publishes nothing
         url, timeout_s = f"{settings.gateway_url}{path}", settings.load_timeout_s
         try:
             answer = await self._http.post(url, json=body, headers=headers, timeout=timeout_s)

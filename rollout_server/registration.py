@@ -10,6 +10,7 @@ import logging
 import httpx
 from pydantic import ValidationError
 
+from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.adapters import WantedAdapters
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.message import MalformedMessage, first_fault
@@ -82,7 +83,7 @@ class RegistrationClient:
             process=self._process,
             forget_after_s=FORGET_AFTER_S if settings.id is None else None,
         )
-        headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
+        headers = bearer(settings.presented_key)
         response = await self._client.post(url, json=body.model_dump(), headers=headers, timeout=TIMEOUT_S)
         if response.status_code == httpx.codes.CONFLICT:
             raise RegistrationRefused(error_message(response.content))

@@ -8,6 +8,7 @@ POST /memory/… ─▶ memory ─┘
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,9 +16,10 @@ from pathlib import Path
 import httpx
 
 from rollout_queue.contract.ids import new_id
+from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.engine_load import EngineLoads
 from rollout_server.adapters import COMPARE_EVERY_S, NamedAdapters
-from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
+from rollout_server.engine.command import engine_command, engine_config, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
 from rollout_server.engine.engine_log import POLL_S as LOG_POLL_S
@@ -68,15 +70,15 @@ class RolloutServer:
         self.engine = Engine(settings, client, self._initial, start)
         self.metrics = RolloutMetrics(self.engine)
         self.store = WeightsStore(weights_dir, self._initial.directory, settings.lora)
-        admin_key = next(iter(settings.admin_keys), None)
+        own_key = settings.presented_key
         fetcher = Fetcher(
-            http, settings.trainer_url, admin_key, settings.object_store, settings.fetch_timeout_s
+            http, settings.trainer_url, own_key, settings.object_store, settings.fetch_timeout_s
         )
         receiver = TensorReceiver(
             http,
             client,
             settings.trainer_url,
-            admin_key,
+            own_key,
             timeout_s=settings.collective_timeout_s,
             rest_s=settings.collective_rest_s,
         )
@@ -184,6 +186,8 @@ def build_server(settings: RolloutServerSettings, device: Device, weights_dir: P
     async def start(policy: LocalPolicy) -> EngineProcess:
         if port_in_use(settings.engine_host, settings.engine_port):
             raise EngineFailed(port_message(settings.engine_host, settings.engine_port, "engine_port"))
+        if settings.engine_key is not None:
+            _write_private(settings.engine_config_path, engine_config(settings))
         command = engine_command(settings, device, policy.directory, policy.version)
         environment = engine_environment(settings, device)
         try:
@@ -194,12 +198,22 @@ def build_server(settings: RolloutServerSettings, device: Device, weights_dir: P
     return RolloutServer(
         settings,
         # The engine is on this machine, so the environment's proxy settings do not apply.
-        httpx.AsyncClient(base_url=settings.engine_control_url, trust_env=False),
+        httpx.AsyncClient(
+            base_url=settings.engine_control_url, headers=bearer(settings.engine_key), trust_env=False
+        ),
         httpx.AsyncClient(timeout=settings.fetch_timeout_s),
         start,
         weights_dir,
         float32_engine=engine_dtype(settings, device) == "float32",
     )
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def port_message(host: str, port: int, field: str) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_queue.http.addresses import http_url
-from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceSettings
+from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceKey, ServiceSettings
 from rollout_queue.signals.tracing.settings import OtelSettings
 
 Device = Literal["cpu", "cuda"]
@@ -62,6 +62,11 @@ class RolloutServerSettings(ServiceSettings):
     """Where the gateway reaches this server; null means http://host:port. If `host` is 0.0.0.0, the
     URL has the address from which this machine reaches the gateway."""
     admin_keys: CommaSeparated = []
+    rollout_server_key: ServiceKey = None
+    """The key of all rollout servers: they present it to the gateway and the trainer, and take it from both.
+    Null means the first admin key."""
+    engine_key: ServiceKey = None
+    """The key that the engine asks for; null: it asks for none."""
     gateway_url: str | None = None
     """Where to register; null for a server without a gateway."""
     register_every_s: float = 5.0
@@ -86,7 +91,7 @@ class RolloutServerSettings(ServiceSettings):
     engine_python: str = sys.executable
     """The Python interpreter of the environment that has SGLang."""
     engine_host: str = "127.0.0.1"
-    """SGLang asks for no key here, so bind another address only in a closed network."""
+    """Bind another address only with an `engine_key`, or in a closed network."""
     engine_port: int = 30000
     engine_public_url: str | None = None
     """Where the gateway reaches the engine; null means http://engine_host:engine_port. For 0.0.0.0 see
@@ -136,6 +141,14 @@ class RolloutServerSettings(ServiceSettings):
     """`POST /pause` pauses the engine for so long at most: whoever paused it may be gone."""
 
     @model_validator(mode="after")
+    def _one_engine_key(self) -> "RolloutServerSettings":
+        given = {each.split("=")[0] for each in self.engine_args}
+        own = {"--api-key", "--admin-api-key", "--config"} & given
+        if self.engine_key is not None and own:
+            raise ValueError("rollout_server.engine_args: with an engine_key, give no --api-key or --config")
+        return self
+
+    @model_validator(mode="after")
     def _adapters_keep_their_memory(self) -> "RolloutServerSettings":
         if self.lora is not None and self.memory == "shared":
             raise ValueError("rollout_server.lora: adapters in the engine are lost with memory shared")
@@ -150,6 +163,16 @@ class RolloutServerSettings(ServiceSettings):
     def name(self) -> str:
         """The id in the fleet."""
         return self.id or f"{UNNAMEABLE.sub('-', socket.gethostname())[:120]}-{self.port}"
+
+    @property
+    def presented_key(self) -> str | None:
+        """What the gateway and the trainer know this server by."""
+        return self.rollout_server_key or next(iter(self.admin_keys), None)
+
+    @property
+    def engine_config_path(self) -> Path:
+        """The file from which the engine reads its key. All users of the machine see command lines."""
+        return self.log_path.with_suffix(".yaml")
 
     @property
     def engine_control_url(self) -> str:

@@ -23,7 +23,7 @@ from redis.retry import Retry
 
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.http.addresses import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
-from rollout_queue.http.keys import Keyring, refuse_open_binding
+from rollout_queue.http.keys import Keyring, bearer, refuse_open_binding
 from rollout_queue.redis.client.address import read_address
 from rollout_queue.redis.client.opening import open_redis
 from rollout_queue.redis.client.settings import RedisSettings
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             follow_models(policy) if isinstance(policy, Models) else follow(policy)
         return
     begin_tracing(settings.otel, "weir-trainer", sample_ratio=1)  # steps are few
-    keyring = Keyring(settings.client_keys, settings.admin_keys)
+    keyring = Keyring(settings.client_keys, settings.admin_keys, settings.rollout_server_key)
     refuse_open_binding(settings.host, keyring)
     shared_state = SharedState()
 
@@ -122,8 +122,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     # The lease has its own connection: when a call on it times out, the lease is still valid for a retry.
     lease_redis = connect(settings, settings.lease_s / 3)
     lease = Lease(lease_redis, settings.lease_s)
-    headers = {"authorization": f"Bearer {settings.admin_keys[0]}"} if settings.admin_keys else {}
-    client = httpx.Client(base_url=settings.gateway_url, headers=headers)
+    client = httpx.Client(base_url=settings.gateway_url, headers=bearer(settings.key_for_gateway))
     with (
         lock_directory(settings.checkpoint_dir),
         HttpThread(AccessLog(app) if settings.access_log else app, settings.host, settings.port),
@@ -152,14 +151,13 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             if settings.source == "commands":
                 train_by_commands(settings, RedisCommandReader(redis, lease.token), *parts)
             else:
-                train_by_turns(settings, headers, sender, *parts)
+                train_by_turns(settings, sender, *parts)
             metrics.close()
     logger.info("ended")
 
 
 def train_by_turns(
     settings: TrainerSettings,
-    headers: dict[str, str],
     sender: TensorSender | None,
     stream: RedisReader,
     gateway: GatewayClient,
@@ -170,7 +168,7 @@ def train_by_turns(
     heartbeat: Heartbeat,
 ) -> None:
     """Train on the turns of agents until told to stop."""
-    with device_memory(settings, headers, heartbeat) as memory:
+    with device_memory(settings, heartbeat) as memory:
         policy = DistributedPolicy(DeepSpeedPolicy(settings), _shared_directory(settings))
         policy.require_shared(settings.checkpoint_dir)
         width = policy.replayed_width
@@ -206,10 +204,9 @@ def marked_if_out_of_memory(checkpoint_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def device_memory(
-    settings: TrainerSettings, headers: dict[str, str], heartbeat: Heartbeat
-) -> Iterator[DeviceMemory]:
+def device_memory(settings: TrainerSettings, heartbeat: Heartbeat) -> Iterator[DeviceMemory]:
     """The memory of the device, taken from the engines so that the model can be loaded. May raise Stopped."""
+    headers = bearer(settings.key_for_servers)
     with (
         httpx.Client(headers=headers, trust_env=False) as client,  # the engines are on this machine
         DeviceMemory([RolloutMemory(client, url) for url in settings.shared_with], heartbeat) as memory,

@@ -76,9 +76,10 @@ def create_app(
     app.include_router(_ledger(ledger), dependencies=guarded)
     app.include_router(_tasks(shared_state), dependencies=guarded)
     app.include_router(_learning(curves or Curves(None)), dependencies=guarded)
-    app.include_router(_weights(store), dependencies=guarded)
+    for_servers = [Depends(keyring.require_server)]
+    app.include_router(_weights(store), dependencies=for_servers)
     if sender is not None:
-        app.include_router(_collective(sender), dependencies=guarded)
+        app.include_router(_collective(sender), dependencies=for_servers)
     return app
 
 

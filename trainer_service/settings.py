@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceSettings
+from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceKey, ServiceSettings
 from rollout_queue.signals.tracing.settings import OtelSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.model.settings import ModelSettings
@@ -109,6 +109,11 @@ class TrainerSettings(ServiceSettings, RedisSettings, ModelSettings):
     client_keys: CommaSeparated = []
     """The clients' keys. The trainer answers them with 403, and unknown keys with 401."""
     admin_keys: CommaSeparated = []
+    trainer_key: ServiceKey = None
+    """What the trainer presents to the gateway; null means the first admin key."""
+    rollout_server_key: ServiceKey = None
+    """The key of rollout servers: they read weights with it, and the trainer presents it to them. Null means
+    the first admin key."""
     model_name: str = "policy"
     checkpoint_dir: Path = Path("run/checkpoints")
     policies_dir: Path = Path("run/policies")
@@ -163,6 +168,14 @@ class TrainerSettings(ServiceSettings, RedisSettings, ModelSettings):
     retry_s: float = Field(1.0, gt=0)
     """The first pause before a failed call is repeated: to Redis, the gateway, the teacher or the disk. Later
     pauses double up to 30 s."""
+
+    @property
+    def key_for_gateway(self) -> str | None:
+        return self.trainer_key or next(iter(self.admin_keys), None)
+
+    @property
+    def key_for_servers(self) -> str | None:
+        return self.rollout_server_key or next(iter(self.admin_keys), None)
 
     @property
     def learns_entropy(self) -> bool:

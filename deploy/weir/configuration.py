@@ -9,7 +9,9 @@ from pydantic import ValidationError
 from rollout_queue.settings import ServiceSettings, file_document
 from weir.stack.settings import StackSettings
 
-MASKED_FIELDS = frozenset({"client_keys", "admin_keys", "api_key", "headers"})
+MASKED_FIELDS = frozenset(
+    {"client_keys", "admin_keys", "api_key", "rollout_server_key", "trainer_key", "engine_key", "headers"}
+)
 CREDENTIALS = re.compile(r"://[^/@\s]*@")
 """The part of a URL that may hold Redis' password."""
 SECRET_OPTIONS = re.compile(r"([?&]\w*password=)[^&\s]*")

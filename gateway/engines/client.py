@@ -18,6 +18,7 @@ from gateway.engines.transports.aiohttp_transport import AiohttpTransport, engin
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.engines.transports.transport import (
     IDLE_LIMIT_S,
+    NO_HEADERS,
     ConnectFailed,
     ConnectionLost,
     EngineResponse,
@@ -39,16 +40,20 @@ ERROR_LIMIT_BYTES = 64 * 2**10
 EngineHttpName = Literal["httptools", "aiohttp"]
 
 
-def transport_of(name: EngineHttpName, read_timeout_s: float) -> EngineTransport:
-    """The HTTP client that the setting `engine_http` names."""
-    return AiohttpTransport(read_timeout_s) if name == "aiohttp" else HttptoolsTransport(read_timeout_s)
+def transport_of(
+    name: EngineHttpName, read_timeout_s: float, headers: Mapping[str, str] = NO_HEADERS
+) -> EngineTransport:
+    """The HTTP client that the setting `engine_http` names. Each request has `headers`."""
+    kind = AiohttpTransport if name == "aiohttp" else HttptoolsTransport
+    return kind(read_timeout_s, headers=headers)
 
 
 class EngineClient:
     """Speaks to every server of the fleet: generations over the transport, everything else over aiohttp."""
 
-    def __init__(self, transport: EngineTransport) -> None:
-        self._transport = transport
+    def __init__(self, transport: EngineTransport, headers: Mapping[str, str] = NO_HEADERS) -> None:
+        """`headers`: what engines get with each request, as the transport gives them itself."""
+        self._transport, self._headers = transport, headers
         self._control = aiohttp.ClientSession(connector=engine_connector(IDLE_LIMIT_S))
 
     async def close(self) -> None:
@@ -105,23 +110,29 @@ class EngineClient:
         """Ask the engine to stop a generation. If this fails, the closed connection stops it."""
         timeout = aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S)
         try:
-            async with self._control.post(f"{engine_url}/abort_request", json={"rid": rid}, timeout=timeout):
+            url, body = f"{engine_url}/abort_request", {"rid": rid}
+            async with self._control.post(url, json=body, timeout=timeout, headers=self._headers):
                 pass
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.warning("generation %s could not be aborted: %s", rid, error)
 
     async def responds(self, url: str, timeout_s: float) -> bool:
-        """Whether the server responds to a GET. A 502 or 504 comes from a proxy that does not reach it."""
+        """Whether the engine responds to a GET. A 502 or 504 comes from a proxy that does not reach it."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._control.get(url, timeout=timeout, allow_redirects=False) as response:
+            headers = self._headers
+            async with self._control.get(
+                url, timeout=timeout, headers=headers, allow_redirects=False
+            ) as response:
                 return response.status not in (502, 504)
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
     async def get(self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> bytes:
-        """The body of a GET. Raises aiohttp.ClientError or TimeoutError."""
+        """The body of a GET; without `headers`, it goes to an engine. Raises aiohttp.ClientError or
+        TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = self._headers if headers is None else headers
         async with self._control.get(url, timeout=timeout, headers=headers) as response:
             response.raise_for_status()
             return await response.read()

@@ -42,6 +42,7 @@ from gateway.metrics.fleet_figures import FleetFigures
 from gateway.settings.groups import ConcurrencySettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.serving import ServingPlan, plan_of
+from rollout_queue.http.keys import bearer
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -57,7 +58,7 @@ class Fleet:
 
     redis: Redis
     engine: EngineClient
-    admin_key: str | None
+    server_key: str | None
     bare_engines: list[str] = field(default_factory=list)
     servers: dict[str, FleetServer] = field(default_factory=dict)
     concurrency: ConcurrencySettings = field(default_factory=ConcurrencySettings)
@@ -88,7 +89,7 @@ class Fleet:
     @property
     def headers(self) -> dict[str, str]:
         """The authorization that rollout servers expect."""
-        return {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
+        return bearer(self.server_key)
 
     @property
     def answering(self) -> list[FleetServer]:

@@ -13,7 +13,7 @@ from rollout_queue.http.keys import Role, digest
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """A name is shorter than a digest, so that no name is the owner of another key's sessions."""
 Source = Literal["settings", "file", "admin"]
-"""`settings`: `client_keys` and `admin_keys`; `file`: `keys_file`; `admin`: `POST /admin/keys`."""
+"""`settings`: a key of the section `gateway`; `file`: `keys_file`; `admin`: `POST /admin/keys`."""
 Limit = Annotated[int, msgspec.Meta(ge=1)]
 
 

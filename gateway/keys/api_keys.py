@@ -16,17 +16,22 @@ from gateway.keys.key_file import WrongKeyFile, keys_of_file
 from gateway.keys.key_store import KeyStore, KeyUse
 from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.http.keys import DEFAULT_KEYS, digest
+from rollout_queue.http.keys import DEFAULT_KEYS, ServiceRole, digest
 
 logger = logging.getLogger(__name__)
 
 NO_LIMITS = KeyLimits()
 
 
+def service_keys(settings: GatewaySettings) -> Mapping[ServiceRole, str | None]:
+    return {"rollout_server": settings.rollout_server_key, "trainer": settings.trainer_key}
+
+
 def configured_keys(settings: GatewaySettings) -> tuple[ApiKey, ...]:
     """The keys of the settings and of the file that they name. Raises WrongKeyFile."""
     plain = [plain_key(each, "client") for each in settings.client_keys]
     plain += [plain_key(each, "admin") for each in settings.admin_keys]
+    plain += [plain_key(each, role) for role, each in service_keys(settings).items() if each is not None]
     return (*plain, *(keys_of_file(settings.keys_file) if settings.keys_file else ()))
 
 

@@ -1,5 +1,8 @@
 """Checks that a caller's key, or the session of the page that a cookie names, allows a REST route."""
 
+import re
+from collections.abc import Mapping
+
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -7,18 +10,43 @@ from gateway.edge.request import headers_of
 from gateway.errors import NotPermitted
 from gateway.sessions.identity import Caller, Identities, names, no_session_key
 from gateway.wiring.parts import GatewayParts, parts_of
+from rollout_queue.http.keys import ServiceRole
 
 SIGNED_IN = "signed_in"
 """Where the scope's state has the caller that the page's cookie names; only on paths that a cookie opens."""
 
 
+PERMITTED: Mapping[ServiceRole, re.Pattern[str]] = {
+    "rollout_server": re.compile("POST /admin/rollout_servers"),
+    "trainer": re.compile(
+        r"(GET|POST) /admin/policies|GET /admin/policies/serving|(GET|DELETE) /admin/policies/\d+"
+        r"|POST /admin/policies/rollback|POST /admin/adapters|DELETE /admin/adapters/[^/]+/\d+"
+    ),
+}
+"""The requests that the key of a service permits: method and path. It permits no others."""
+
+
 def caller_in(scope: Scope) -> Caller:
-    """Who sent the request: by the page's cookie, else by its key. Raises UnknownCaller."""
+    """Who sent the request: by the page's cookie, else by its key. Raises UnknownCaller; NotPermitted for the
+    key of a service."""
     signed_in: Caller | None = scope.get("state", {}).get(SIGNED_IN)
     if signed_in is not None:
         return signed_in
     identities: Identities = scope["app"].state.parts.identities
     return identities.caller(headers_of(scope))
+
+
+def operator_in(scope: Scope) -> Caller:
+    """The operator, or the service, that sent a request to a path of operators. Raises UnknownCaller and
+    NotPermitted."""
+    identities: Identities = scope["app"].state.parts.identities
+    service = identities.service(headers_of(scope))
+    if service is not None and PERMITTED[service].fullmatch(f"{scope['method']} {scope['path']}"):
+        return Caller(service, "", key=service)
+    caller = caller_in(scope)
+    if caller.role != "admin":
+        raise NotPermitted("this path needs an admin key")
+    return caller
 
 
 def agent_of(request: Request) -> tuple[GatewayParts, Caller]:
@@ -37,7 +65,7 @@ def client_of(request: Request) -> tuple[GatewayParts, Caller]:
 
 
 def admins_only(request: Request) -> GatewayParts:
-    """The gateway's parts. Raises NotPermitted for a caller without an admin key, UnknownCaller."""
-    if caller_in(request.scope).role != "admin":
-        raise NotPermitted("this path needs an admin key")
+    """The gateway's parts. Raises UnknownCaller, and NotPermitted for whoever is no operator, and no service
+    that needs this request."""
+    operator_in(request.scope)
     return parts_of(request)

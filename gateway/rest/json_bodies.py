@@ -7,8 +7,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.edge.errors import api_error
 from gateway.edge.request import JSON, BodyBudget, ClientDisconnected, headers_of, read_body
-from gateway.errors import GatewayError, NotPermitted
-from gateway.rest.access import caller_in
+from gateway.errors import GatewayError
+from gateway.rest.access import caller_in, operator_in
 from rollout_queue.http.errors import ApiError
 
 WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -39,9 +39,7 @@ class JsonBodies:
             return
         headers = headers_of(scope)
         try:
-            caller = caller_in(scope)
-            if scope["path"].startswith("/admin/") and caller.role != "admin":
-                raise NotPermitted("this path needs an admin key")
+            caller = operator_in(scope) if scope["path"].startswith("/admin/") else caller_in(scope)
         except GatewayError as error:
             await api_error(error).response()(scope, receive, send)
             return

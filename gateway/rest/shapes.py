@@ -7,6 +7,7 @@ from typing_extensions import TypedDict
 from gateway.rest.turns.shapes import Drift, TurnShape, TurnVerdictShape, VersionRange
 from rollout_queue.contract.head import SessionState
 from rollout_queue.contract.records import PastThoughts, ReasoningEffort, Status
+from rollout_queue.http.keys import Role
 
 
 class NewSession(TypedDict):
@@ -205,7 +206,7 @@ class KeyShape(TypedDict):
     """An API key without its secrets. `tokens_used` are those of prompts and answers, in all."""
 
     name: str
-    role: Literal["client", "admin"]
+    role: Role
     source: Literal["settings", "file", "admin"]
     secrets: list[KeySecret]
     requests_per_minute: int | None
@@ -225,7 +226,7 @@ class NewKeySecret(TypedDict):
     """A new secret of a key, for `Authorization: Bearer` or `x-api-key`. No other reply has it."""
 
     name: str
-    role: Literal["client", "admin"]
+    role: Role
     api_key: str
 
 

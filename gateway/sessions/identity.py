@@ -7,16 +7,17 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, get_args
 
 import msgspec
 
 from gateway.errors import NotPermitted, UnknownCaller
 from gateway.keys.api_keys import ApiKeys
 from rollout_queue.contract.records import SessionSpec
-from rollout_queue.http.keys import Role, digest, presented_key
+from rollout_queue.http.keys import Role, ServiceRole, digest, presented_key
 from rollout_queue.signals.log_ids import log_ids
 
+SERVICE_ROLES: frozenset[Role] = frozenset(get_args(ServiceRole))
 PREFIX = "sess-"
 TINKER_PREFIX = "tml-"
 """The Tinker SDK takes only keys that begin so: any key of Weir may be given to it with this before it."""
@@ -112,7 +113,8 @@ class Identities:
         return hmac.digest(self._secret, b"file\0" + signed, "sha256").hex()
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """The caller of a request. Raises UnknownCaller if the key is missing or not known."""
+        """The caller of a request. Raises UnknownCaller if the key is missing or not known, and NotPermitted
+        for the key of a service."""
         key = presented_key(headers)
         if key is not None and key.startswith(PREFIX):
             session_id = self._session_of(key)
@@ -122,7 +124,10 @@ class Identities:
             return Caller("client", "", session_id)
         if self.keys.open:
             return Caller("admin", "")
-        caller = None if key is None else self.with_digest(self.accepted_digest(key))
+        presented = None if key is None else self.accepted_digest(key)
+        caller = self.with_digest(presented)
+        if caller is None and self._service(presented) is not None:
+            raise NotPermitted("the key of a service permits only what the service needs")
         if caller is None:
             raise UnknownCaller("no API key was given" if key is None else "the API key is not known")
         return caller
@@ -135,14 +140,28 @@ class Identities:
         return None
 
     def with_digest(self, presented: str | None) -> Caller | None:
-        """The caller whose API key has this digest; None if no such key is accepted."""
-        if (known := self.keys.find(presented)) is None:
+        """The client or operator whose API key has this digest; None if no such key is accepted."""
+        known = self.keys.find(presented)
+        if known is None or known.role in SERVICE_ROLES:
             return None
         self.keys.note_use(known)
         log_ids().key = known.name
         if known.role == "admin":
             return Caller("admin", "", key=known.name)
         return Caller("client", known.owner, key=known.name, former=presented)
+
+    def service(self, headers: Mapping[str, str]) -> ServiceRole | None:
+        """The service that presents its key with a request; None if the key is no service's."""
+        key = presented_key(headers)
+        return None if key is None else self._service(digest(key))
+
+    def _service(self, presented: str | None) -> ServiceRole | None:
+        known = self.keys.find(presented)
+        if known is None or known.role == "client" or known.role == "admin":
+            return None
+        self.keys.note_use(known)
+        log_ids().key = known.name
+        return known.role
 
     def check_opener(self, caller: Caller, spec: SessionSpec) -> None:
         """Raises UnknownCaller for a session key if the client key that opened the session was revoked."""

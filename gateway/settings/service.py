@@ -18,7 +18,7 @@ from rollout_queue.contract.records import ReasoningEffort, SamplingMode
 from rollout_queue.http.connections import ConnectionBounds
 from rollout_queue.redis.client.settings import WriterRedisSettings
 from rollout_queue.redis.heads.cache import CACHE_BYTES
-from rollout_queue.settings import CommaSeparated, ServiceSettings
+from rollout_queue.settings import CommaSeparated, ServiceKey, ServiceSettings
 from rollout_queue.signals.tracing.settings import OtelSettings
 
 
@@ -167,7 +167,13 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     client_keys: CommaSeparated = []
     """API keys of clients, who open and reward sessions."""
     admin_keys: CommaSeparated = []
-    """API keys of operators; the services use the first one to call each other."""
+    """API keys of operators. Services without keys of their own call each other with the first one."""
+    rollout_server_key: ServiceKey = None
+    """The key of rollout servers: it lets them register, and the gateway calls them with it."""
+    trainer_key: ServiceKey = None
+    """The key of the trainer: it lets it publish and remove versions and adapters."""
+    engine_key: ServiceKey = None
+    """The key that engines ask for (`rollout_server.engine_key`); null: they ask for none."""
     keys_file: Path | None = None
     """A YAML file with more keys, each with a name, several secrets and limits of its own
     (`keys/key_file.py`). SIGHUP reads it, `client_keys` and `admin_keys` again."""
@@ -235,6 +241,15 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     """How long calls in flight may continue after `leave_s`. Then each client gets an error."""
     poll_every_s: float = 0.5
     """Interval of the background tasks: they read the fleet's state, expire sessions, refresh limits, …"""
+
+    @model_validator(mode="after")
+    def _keys_have_one_role(self) -> "GatewaySettings":
+        services = [each for each in (self.rollout_server_key, self.trainer_key) if each is not None]
+        if len(set(services)) < len(services) or {*self.client_keys, *self.admin_keys} & set(services):
+            raise ValueError(
+                "gateway: rollout_server_key, trainer_key, client_keys and admin_keys must differ"
+            )
+        return self
 
     @model_validator(mode="after")
     def _trainable(self) -> "GatewaySettings":

@@ -46,6 +46,7 @@ from gateway.sessions.service import SessionService
 from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamDeleter, StreamWriter
+from rollout_queue.http.keys import bearer
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis
 from rollout_queue.redis.connection.kinds import CONNECTIONS
@@ -134,13 +135,15 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         head_cache_bytes=settings.session_cache_bytes,
         replication=Replication(settings.redis_wait_replicas, settings.redis_wait_timeout_s),
     )
-    engine = EngineClient(transport_of(settings.engine_http, settings.engine_timeout_s))
+    engine_headers = bearer(settings.engine_key)
+    transport = transport_of(settings.engine_http, settings.engine_timeout_s, engine_headers)
+    engine = EngineClient(transport, engine_headers)
     key_store = KeyStore(redis)
     api_keys = ApiKeys(configured_keys(settings), key_store)
     identities = Identities(api_keys, await _secret(redis))
     await _read_keys(api_keys)
-    admin_key = settings.admin_keys[0] if settings.admin_keys else None
-    fleet = Fleet(redis, engine, admin_key, settings.engines, concurrency=settings.concurrency)
+    server_key = settings.rollout_server_key or next(iter(settings.admin_keys), None)
+    fleet = Fleet(redis, engine, server_key, settings.engines, concurrency=settings.concurrency)
     metrics.fleet.read = fleet.figures
     push_driver = PushDriver(redis, fleet, _push_bounds(settings))
     admission = Admission(settings.limits, api_keys, redis, fleet, metrics, settings.poll_every_s)

@@ -12,7 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -30,13 +37,16 @@ SHORT_NAMES = frozenset(
         *("redis_url", "redis_password_file", "redis_sentinel_password_file", "redis_key_prefix"),
         *("redis_ca_file", "redis_certificate_file", "redis_key_file", "redis_check_hostname"),
         *("gateway_url", "client_keys", "admin_keys"),
+        *("rollout_server_key", "trainer_key", "engine_key"),
         *("model_path", "model_name", "engines", "router_replay"),
         *("log_format", "access_log", "otel"),
     }
 )
 """Fields that deployments set for several services at once, by variables such as WEIR_REDIS_URL."""
 
-SECRETS = frozenset({"client_keys", "admin_keys", "redis_url"})
+SECRETS = frozenset(
+    {"client_keys", "admin_keys", "rollout_server_key", "trainer_key", "engine_key", "redis_url"}
+)
 """Fields whose short variable may name a file in place of the value: WEIR_ADMIN_KEYS_FILE."""
 MOST_SECRET_BYTES = 65536
 
@@ -51,6 +61,10 @@ def _split(value: object) -> object:
 
 CommaSeparated = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 """A list that an environment variable may give as `a,b,c`."""
+
+
+ServiceKey = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,512}$")] | None
+"""A key that services present to each other: visible ASCII, which a header can carry."""
 
 
 class ObjectStoreSettings(BaseModel):

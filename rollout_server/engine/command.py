@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from rollout_server.settings import Device, RolloutServerSettings
 
 SHIM = Path(__file__).parent / "shim"
@@ -36,6 +38,8 @@ def engine_command(
     """SGLang's command line. It starts with the weights of `version`, so a restart needs no reload."""
     command = [settings.engine_python, "-m", "sglang.launch_server"]
     command += ["--model-path", str(model_path), "--weight-version", str(version)]
+    if settings.engine_key is not None:
+        command += ["--config", str(settings.engine_config_path)]
     command += ["--host", settings.engine_host, "--port", str(settings.engine_port)]
     command += ["--random-seed", str(settings.random_seed)]
     # Each chunk of a stream has only the new tokens, so an answer costs O(tokens) bytes, not O(tokens²).
@@ -47,6 +51,11 @@ def engine_command(
     if settings.context_length is not None:
         command += ["--context-length", str(settings.context_length)]
     return command + settings.engine_args
+
+
+def engine_config(settings: RolloutServerSettings) -> str:
+    """The file at `engine_config_path`: what of the command line nobody else may see, in YAML."""
+    return yaml.safe_dump({"api_key": settings.engine_key})
 
 
 def engine_dtype(settings: RolloutServerSettings, device: Device) -> str:

@@ -14,6 +14,7 @@ import httpx
 from pydantic import ValidationError
 
 from rollout_queue.contract.policies.policy import Manifest
+from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.collective import Device, JoinBody, Joining, SentTensor
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.message import MalformedMessage
@@ -40,14 +41,14 @@ class TensorReceiver:
         client: httpx.AsyncClient,
         engine: EngineControl,
         trainer_url: str,
-        admin_key: str | None,
+        key: str | None,
         *,
         timeout_s: float,
         rest_s: float,
     ) -> None:
         self._client, self._engine = client, engine
         self._url = f"{trainer_url}/collective"
-        self._headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self._headers = bearer(key)
         self._timeout_s, self._rest_s = timeout_s, rest_s
         self._rests_until = 0.0
         self._joined: str | None = None

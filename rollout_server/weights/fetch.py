@@ -38,21 +38,20 @@ _Write = Callable[[bytes], object]
 
 
 class Fetcher:
-    """Reads published files, from a directory or over a network. Only the trainer and peers get the admin
-    key."""
+    """Reads published files, from a directory or over a network. Only the trainer and peers get the key."""
 
     def __init__(
         self,
         client: httpx.AsyncClient,
         trainer_url: str,
-        admin_key: str | None,
+        key: str | None,
         object_store: ObjectStoreSettings,
         silence_s: float,
     ) -> None:
         """A source that sends no byte for `silence_s` has failed."""
         self._client = client
         self._trainer_url = trainer_url
-        self._admin_key = admin_key
+        self._key = key
         self._object_store = object_store
         self._silence_s = silence_s
 
@@ -142,7 +141,7 @@ class Fetcher:
 
     def _http_source(self, location: HttpLocation) -> HttpSource:
         trusted = location.peer or is_under(location.url, self._trainer_url)
-        return HttpSource(self._client, location, self._admin_key if trusted else None)
+        return HttpSource(self._client, location, self._key if trusted else None)
 
     async def _download_file(
         self, source: Source, spec: FileSpec, target: Path, slots: asyncio.Semaphore, peer: Source | None

@@ -7,6 +7,7 @@ from typing import Protocol
 import httpx
 
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
+from rollout_queue.http.keys import bearer
 from rollout_queue.http.object_store import ObjectAbsent, ObjectStore, StoreUnavailable
 from rollout_server.errors import WeightsUnavailable
 from rollout_server.weights.locations import HttpLocation
@@ -27,13 +28,11 @@ class Source(Protocol):
 
 
 class HttpSource:
-    """An HTTP server. It gets the admin key, if it is given."""
+    """An HTTP server. It gets the key, if one is given."""
 
-    def __init__(self, client: httpx.AsyncClient, location: HttpLocation, admin_key: str | None) -> None:
+    def __init__(self, client: httpx.AsyncClient, location: HttpLocation, key: str | None) -> None:
         self._client, self._url = client, location.url
-        self._headers = {"accept-encoding": "identity"}
-        if admin_key is not None:
-            self._headers["authorization"] = f"Bearer {admin_key}"
+        self._headers = {"accept-encoding": "identity"} | bearer(key)
 
     async def chunks(self, name: str, start: int = 0) -> AsyncGenerator[bytes, None]:
         url = f"{self._url}/{name}"

@@ -117,7 +117,7 @@ def load(running: Running, trainer: SendingTrainer, version: int, **more: Any) -
 def logprobs(running: Running) -> list[list[float]]:
     sampling = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": [1, 2, 3], "sampling_params": sampling, "return_logprob": True}
-    answer = httpx.post(f"{running.engine_url}/generate", json=body, timeout=300).json()
+    answer = running.engine.post("/generate", json=body).json()
     return [row[:2] for row in answer["meta_info"]["output_token_logprobs"]]
 
 
@@ -150,9 +150,7 @@ def test_a_generation_goes_on_with_exact_spans_of_versions(running: Running, tra
     sampling = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": [1, 2, 3], "sampling_params": sampling}
     with ThreadPoolExecutor(1) as threads:
-        asked: Future[httpx.Response] = threads.submit(
-            httpx.post, f"{running.engine_url}/generate", json=body, timeout=120
-        )
+        asked: Future[httpx.Response] = threads.submit(running.engine.post, "/generate", json=body)
         wait_until(lambda: running.status()["running"] == 1)
         answer = load(running, trainer, 3)
         assert (answer["status"], answer["fallback"]) == (200, None), answer

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -125,6 +126,23 @@ async def test_all_but_the_probes_need_an_admin_key(harness: Harness) -> None:
     assert (await harness.http.get("/status")).status_code == 401
     for path in ("/reload", "/drain", "/resume"):
         assert (await harness.http.post(path, json={})).status_code == 401
+
+
+async def test_with_a_key_of_their_own_rollout_servers_present_it_and_take_it(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"admin_keys": ["admin"], "rollout_server_key": "server"}
+    harness = make_harness(tmp_path, locations=[TRAINER], gateway_url="http://gateway", **keys)
+    await harness.server.open()
+    await harness.until_ready()
+    for key, status in (("server", 200), ("admin", 200), ("other", 401)):
+        headers = {"authorization": f"Bearer {key}"}
+        assert (await harness.http.get("/status", headers=headers)).status_code == status
+    harness.http.headers["authorization"] = "Bearer server"
+    offer(harness, f"{TRAINER}/weights/1", harness.policy(1))
+    assert (await harness.reload(1, f"{TRAINER}/weights/1")).status_code == 200
+    sent = {(r.url.host, r.headers.get("authorization")) for r in harness.network.requests}
+    assert sent == {("gateway", "Bearer server"), ("127.0.0.1", "Bearer server")}
+    await harness.http.aclose()
+    await harness.server.close()
 
 
 PEER = "http://r7:8100"

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -79,7 +78,7 @@ def logprobs(running: Running, adapter: str | None, ids: list[int] = PROMPT) -> 
     }
     if adapter is not None:
         body["lora_path"] = adapter
-    answer = httpx.post(f"{running.engine_url}/generate", json=body, timeout=300).json()
+    answer = running.engine.post("/generate", json=body).json()
     return torch.tensor([each[0] for each in answer["meta_info"]["input_token_logprobs"][1:]])
 
 
@@ -111,7 +110,7 @@ def test_a_call_that_runs_keeps_its_adapter_while_a_newer_one_is_loaded(
     def call() -> None:
         sampling = {"max_new_tokens": 400, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "lora_path": former}
-        answers.append(httpx.post(f"{running.engine_url}/generate", json=body, timeout=120).json())
+        answers.append(running.engine.post("/generate", json=body).json())
 
     thread = threading.Thread(target=call)
     thread.start()
@@ -138,7 +137,7 @@ def test_calls_of_one_batch_each_have_their_adapter(running: Running, tiny_model
         sampling = {"max_new_tokens": 2, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": prompts, "lora_path": callers, "sampling_params": sampling}
         body |= {"return_logprob": True, "logprob_start_len": start}
-        answers = httpx.post(f"{running.engine_url}/generate", json=body, timeout=120).json()
+        answers = running.engine.post("/generate", json=body).json()
         for ids, caller, answer in zip(prompts, callers, answers, strict=True):
             told = answer["meta_info"]
             seen = [*(told["input_token_logprobs"] if start == 0 else [])[1:], *told["output_token_logprobs"]]

@@ -11,21 +11,42 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from rollout_server.weights.policy import LocalPolicy
 from tests.support.rollout_server.fakes import FakeEngine
-from tests.support.rollout_server.real_server import REAL_ENGINE, Running, real_server
+from tests.support.rollout_server.real_server import PATIENCE_S, REAL_ENGINE, Running, real_server
 from tests.support.rollout_server.weights import WEIGHTS, publish
 from tests.support.waiting import wait_until
 
 pytestmark = REAL_ENGINE
 
+ENGINE_KEY = "a-key-of-the-engine"
+
 
 @pytest.fixture(scope="module")
 def running(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with real_server(tmp_path_factory.mktemp("rollout"), tiny_model, memory="shared") as server:
+    with real_server(
+        tmp_path_factory.mktemp("rollout"), tiny_model, memory="shared", engine_key=ENGINE_KEY
+    ) as server:
         yield server
+
+
+def test_the_engine_answers_only_those_who_have_its_key_and_nothing_shows_it(running: Running) -> None:
+    for path in ("/generate", "/update_weights_from_disk", "/abort_request", "/pause_generation"):
+        assert httpx.post(running.engine_url + path, json={}, timeout=PATIENCE_S).status_code == 401, path
+    for path in ("/model_info", "/server_info", "/v1/models"):
+        assert httpx.get(running.engine_url + path, timeout=PATIENCE_S).status_code == 401, path
+    assert len(running.generates()) == 4
+    shown = [running.engine_log, running.directory / "server.log"]
+    engine = psutil.Process(running.engine_pid())
+    processes = [engine, *engine.children(recursive=True)]
+    shown += [Path(f"/proc/{each.pid}/{file}") for each in processes for file in ("cmdline", "environ")]
+    for each in shown:
+        assert ENGINE_KEY not in each.read_bytes().decode(errors="replace"), each
+    (config,) = (running.directory / "run" / "logs").glob("*-engine.yaml")
+    assert config.stat().st_mode & 0o077 == 0
 
 
 def test_a_push_is_served_and_a_rollback_brings_the_same_weights_back(running: Running) -> None:
@@ -46,7 +67,7 @@ def test_no_cached_prefix_of_an_older_version_is_reused(running: Running) -> Non
     def cached(salt: str) -> int:
         sampling = {"max_new_tokens": 1, "temperature": 0}
         body = {"input_ids": [1, *range(20, 120)], "sampling_params": sampling, "cache_salt": salt}
-        answer = httpx.post(f"{running.engine_url}/generate", json=body, timeout=120).json()
+        answer = running.engine.post("/generate", json=body).json()
         return int(answer["meta_info"]["cached_tokens"])
 
     number = int(running.served()) + 1
@@ -73,7 +94,7 @@ def test_an_orchestrators_pause_holds_over_an_update_and_the_calls_go_on_with_th
         update = httpx.post(f"{running.url}/update_weights", json={"weight_dir": str(given)}, timeout=120)
         assert (update.status_code, update.json().get("version")) == (200, number), update.text
         assert (running.served(), running.checksum() != before) == (str(number), True)
-        assert httpx.get(f"{running.engine_url}/ready", timeout=120).status_code == 503  # it is paused
+        assert running.engine.get("/ready").status_code == 503  # it is paused
         assert not any(call.done() for call in calls)
         assert httpx.post(f"{running.url}/resume", timeout=300).status_code == 200
         assert [len(call.result()) for call in calls] == [1500] * 2
@@ -174,7 +195,7 @@ def test_the_engine_dies_where_its_double_dies(running: Running, tmp_path: Path,
         for each in asked:
             path, body = PATHS[each]
             with suppress(httpx.TransportError):
-                httpx.post(f"{running.engine_url}{path}", json=body, timeout=300)
+                running.engine.post(path, json=body)
             if each == "pause":
                 wait_until(running.flushes)
         if busy and survives:

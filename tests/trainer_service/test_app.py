@@ -39,7 +39,7 @@ def client(tmp_path: Path, shared_state: SharedState) -> TestClient:
         return [row for row in rows if row.step > since][:limit]
 
     return TestClient(
-        create_app(shared_state, ledger, store, Keyring(["client"], ["admin"]), CollectorRegistry())
+        create_app(shared_state, ledger, store, Keyring(["client"], ["admin"], "server"), CollectorRegistry())
     )
 
 
@@ -51,6 +51,16 @@ def test_every_path_but_the_probes_needs_the_admin_key(client: TestClient, path:
     assert client.get("/live").status_code == client.get("/metrics").status_code == 200
     for name in ("pause", "resume", "checkpoint"):
         assert client.post(f"/{name}").status_code == 401
+
+
+def test_the_key_of_rollout_servers_reads_weights_and_nothing_else(client: TestClient) -> None:
+    key = {"authorization": "Bearer server"}
+    for path in ("/weights", "/weights/1/manifest.json"):
+        assert client.get(path, headers=key).status_code == 200
+    for path in ("/status", "/ledger", "/tasks"):
+        assert client.get(path, headers=key).status_code == 403
+    for name in ("pause", "resume", "checkpoint", "rollback"):
+        assert client.post(f"/{name}", headers=key).status_code == 403
 
 
 def test_the_disk_use_of_versions_is_shown(client: TestClient) -> None:

@@ -148,6 +148,9 @@ def test_what_listens_beyond_this_machine_without_keys_is_found(system: Examined
     told = [each.sentence for each in system.examined() if each.check == "listens_without_keys"]
     assert told[0].startswith("gateway.host is 0.0.0.0, and gateway has no keys")
     assert told[1].startswith("the engine listens on 0.0.0.0 and asks for no key")
+    system.settings["rollout_server"] |= {"engine_key": "a-key"}
+    told = [each.sentence for each in system.examined() if each.check == "listens_without_keys"]
+    assert len(told) == 1
 
 
 def test_a_public_address_that_nobody_reaches_is_found(system: ExaminedSystem) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -132,8 +133,10 @@ def _clear(run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def _new_keys() -> dict[str, list[str]]:
-    return {"client_keys": [secrets.token_urlsafe(16)], "admin_keys": [secrets.token_urlsafe(16)]}
+def _new_keys() -> dict[str, Any]:
+    several = {name: [secrets.token_urlsafe(16)] for name in ("client_keys", "admin_keys")}
+    single = ("rollout_server_key", "trainer_key", "engine_key")
+    return several | {name: secrets.token_urlsafe(16) for name in single}
 
 
 @contextmanager

@@ -131,6 +131,9 @@ def environment_of(
     }
     keys = {"WEIR_CLIENT_KEYS": settings.client_keys, "WEIR_ADMIN_KEYS": settings.admin_keys}
     environment |= {name: ",".join(values) for name, values in keys.items() if values}
+    for name in ("rollout_server_key", "trainer_key", "engine_key"):
+        if (key := getattr(settings, name)) is not None:
+            environment[f"WEIR_{name.upper()}"] = key
     # DeepSpeed looks for ninja on PATH; it is beside the interpreter, even when no venv is activated.
     path = os.pathsep.join([str(Path(PYTHON).parent), os.environ.get("PATH", os.defpath)])
     return environment | {

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.settings import SHORT_NAMES, CommaSeparated, ServiceSettings, file_document
+from rollout_queue.settings import SHORT_NAMES, CommaSeparated, ServiceKey, ServiceSettings, file_document
 
 OWNERS = {
     "gateway_port": ("gateway", "port"),
@@ -56,6 +56,9 @@ class StackSettings(ServiceSettings):
     are GPUs."""
     client_keys: CommaSeparated = []
     admin_keys: CommaSeparated = []
+    rollout_server_key: ServiceKey = None
+    trainer_key: ServiceKey = None
+    engine_key: ServiceKey = None
     services: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Fields of the services' sections, by section; they win over weir.yaml and the environment."""
     start_timeout_s: float = 600.0

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import aiohttp
@@ -11,6 +11,7 @@ from gateway.engines.transports.transport import (
     CONNECT_TIMEOUT_S,
     IDLE_LIMIT_S,
     LAST_BYTES_S,
+    NO_HEADERS,
     ConnectFailed,
     ConnectionLost,
     ReadTimedOut,
@@ -39,12 +40,13 @@ class AiohttpTransport:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         idle_limit_s: float = IDLE_LIMIT_S,
         last_bytes_s: float = LAST_BYTES_S,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> None:
         self._session = aiohttp.ClientSession(
             connector=engine_connector(idle_limit_s),
             timeout=aiohttp.ClientTimeout(sock_connect=connect_timeout_s, sock_read=read_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers=HEADERS,
+            headers={**HEADERS, **headers},
         )
         self._last_bytes_s = last_bytes_s
         self._leaving: set[asyncio.Task[None]] = set()

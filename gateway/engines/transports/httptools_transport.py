@@ -7,7 +7,7 @@ parser is httptools, which the gateway's server uses as well.
 import asyncio
 import ssl
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from typing import cast
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from gateway.engines.transports.transport import (
     CONNECT_TIMEOUT_S,
     IDLE_LIMIT_S,
     LAST_BYTES_S,
+    NO_HEADERS,
     ConnectFailed,
     ConnectionLost,
     ReadTimedOut,
@@ -38,7 +39,9 @@ class HttptoolsTransport:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         idle_limit_s: float = IDLE_LIMIT_S,
         last_bytes_s: float = LAST_BYTES_S,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> None:
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
         self._read_timeout_s = read_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._idle_limit_s = idle_limit_s
@@ -49,7 +52,7 @@ class HttptoolsTransport:
         """As `EngineTransport.post`."""
         connection = self._pooled(url) or await self._connect(url)
         try:
-            await connection.send(_head(url, path, len(body), trace), body)
+            await connection.send(_head(url, path, len(body), self._headers, trace), body)
         except BaseException:
             connection.drop()
             raise
@@ -277,6 +280,6 @@ def _prefix(url: str, path: str) -> bytes:
     ).encode()
 
 
-def _head(url: str, path: str, length: int, trace: str | None) -> bytes:
-    more = b"" if trace is None else b"traceparent: %b\r\n" % trace.encode()
+def _head(url: str, path: str, length: int, more: bytes, trace: str | None) -> bytes:
+    more += b"" if trace is None else b"traceparent: %b\r\n" % trace.encode()
     return b"%b%d\r\n%b\r\n" % (_prefix(url, path), length, more)

@@ -6,6 +6,8 @@ EngineTransport ──post──▶ EngineResponse ──read, read, …──�
 """
 
 import socket
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, Protocol
 
 CONNECT_TIMEOUT_S = 5.0
@@ -14,6 +16,8 @@ IDLE_LIMIT_S = 3.0
 connection that the engine is closing."""
 LAST_BYTES_S = 2.0
 """How long the end of an answer may take after `leave`; then the connection is closed."""
+
+NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 KEEP_ALIVE: Final = {
     "TCP_KEEPIDLE": 5,

@@ -1,8 +1,9 @@
-"""Logs each request with an admin key that may change something; `GET /admin/actions` reads the log.
+"""Logs each request of operators and the trainer that may change something. `GET /admin/actions` reads it.
 
 The other workers of the gateway read changed keys before the reply is sent.
 """
 
+from collections.abc import Set
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -13,9 +14,12 @@ from gateway.rest.shapes import ActionPage, ActionShape
 from gateway.rest.workers import CHANGED_PATH
 from gateway.sessions.identity import Caller
 from gateway.wiring.parts import parts_of
+from rollout_queue.http.keys import Role
 
 router = APIRouter(prefix="/actions")
 
+LOGGED: Set[Role] = {"admin", "trainer"}
+"""Rollout servers register again and again."""
 ENTRY_ID = r"^[0-9]{1,20}(-[0-9]{1,20})?$"
 
 
@@ -27,7 +31,7 @@ class LogAdminActions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller | None = scope.get("state", {}).get("caller")
-        if scope["type"] != "http" or scope["method"] in READS or caller is None or caller.role != "admin":
+        if scope["type"] != "http" or scope["method"] in READS or caller is None or caller.role not in LOGGED:
             await self._app(scope, receive, send)
             return
         status = 500  # if the route raises

@@ -1,9 +1,9 @@
-"""Client keys and admin keys. They are compared in constant time, and never logged or stored in the clear."""
+"""Keys of clients, operators and services: compared in constant time, never logged or stored in the clear."""
 
 import hashlib
 import hmac
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Literal, Protocol
 
 from starlette.requests import Request
@@ -13,7 +13,9 @@ from rollout_queue.signals.log_ids import log_ids
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["client", "admin"]
+ServiceRole = Literal["rollout_server", "trainer"]
+"""Services that have a key of their own, which opens only what that service needs."""
+Role = Literal["client", "admin", ServiceRole]
 DEFAULT_KEYS = ("dev-client-key", "dev-admin-key")
 """Keys of examples, which everybody knows."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -21,6 +23,11 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 def digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that presents a key; no header without one."""
+    return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
 def presented_key(headers: Mapping[str, str]) -> str | None:
@@ -35,8 +42,15 @@ class Keyring:
     """The keys of a service and their roles. Without any key the service is open, and may bind loopback
     only."""
 
-    def __init__(self, client_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        client_keys: Iterable[str] = (),
+        admin_keys: Iterable[str] = (),
+        rollout_server_key: str | None = None,
+    ) -> None:
         self._roles: dict[str, Role] = {digest(key): "client" for key in client_keys}
+        if rollout_server_key is not None:
+            self._roles[digest(rollout_server_key)] = "rollout_server"
         self._roles |= {digest(key): "admin" for key in admin_keys}
 
     @property
@@ -65,13 +79,20 @@ class Keyring:
         return found
 
     def require_admin(self, request: Request) -> None:
-        """Raises ApiError: 401 for no key or an unknown one, 403 for a client key."""
+        """Raises ApiError: 401 for no key or an unknown one, 403 for another one than an admin key."""
+        self._require(request, {"admin"})
+
+    def require_server(self, request: Request) -> None:
+        """As `require_admin`, but the key of rollout servers is sufficient."""
+        self._require(request, {"admin", "rollout_server"})
+
+    def _require(self, request: Request, roles: Set[Role]) -> None:
         key = presented_key(request.headers)
         role = self.role_of(key)
         log_ids().key = role
         if role is None:
             raise ApiError(401, "no API key was given" if key is None else "the API key is not known")
-        if role != "admin":
+        if role not in roles:
             raise ApiError(403, "this path needs an admin key")
 
 

@@ -10,7 +10,9 @@ from typing import Any
 from rollout_queue.settings import ServiceSettings
 from rollout_queue.signals.log_format import JsonFormatter, SecretFilter, TextFormatter
 
-SECRET_FIELDS = frozenset({"client_keys", "admin_keys", "api_key"})
+SECRET_FIELDS = frozenset(
+    {"client_keys", "admin_keys", "api_key", "rollout_server_key", "trainer_key", "engine_key"}
+)
 logger = logging.getLogger("weir")
 
 

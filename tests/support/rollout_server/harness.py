@@ -75,7 +75,7 @@ class Harness:
         await wait_until_async(lambda: engine.restarts > before)
 
     async def until_ready(self) -> None:
-        await self.server.engine.wait_until_serving(5.0)
+        await self.server.engine.wait_until_serving(300.0)
 
 
 def make_harness(directory: Path, **settings: Any) -> Harness:
@@ -103,6 +103,7 @@ def make_harness(directory: Path, **settings: Any) -> Harness:
         configured.weights_dir / "own",
         float32_engine=True,
     )
-    app = create_app(server, Keyring(admin_keys=configured.admin_keys))
+    own_key = configured.rollout_server_key
+    app = create_app(server, Keyring(admin_keys=configured.admin_keys, rollout_server_key=own_key))
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
     return Harness(server, engine, network, http, directory)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout_queue.http.keys import bearer
 from tests.support.rollout_server.weights import publish
 from tests.support.serving import free_port
 from tests.support.tiny_model import make_tiny_model
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 ENGINE_PYTHON = Path(
     os.environ.get("WEIR_ROLLOUT_SERVER__ENGINE_PYTHON", ROOT / ".venv-engine" / "bin" / "python")
 )
+PATIENCE_S = 600.0
 REAL_ENGINE = [
     pytest.mark.system,
     pytest.mark.timeout(1200),
@@ -40,6 +42,8 @@ class Running:
     directory: Path
     url: str
     engine_url: str
+    engine: httpx.Client
+    """Calls the engine, with its key."""
     collective: bool = False
     """Whether manifests say that the trainer sends the tensors."""
 
@@ -48,30 +52,30 @@ class Running:
         return next((self.directory / "run" / "logs").glob("*-engine.log"))
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=120).json()
+        answer: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=PATIENCE_S).json()
         return answer
 
     def reload(self, version: int, directory: Path, **more: Any) -> httpx.Response:
         body = {"version": version, "location": directory.as_uri(), **more}
-        return httpx.post(f"{self.url}/reload", json=body, timeout=120)
+        return httpx.post(f"{self.url}/reload", json=body, timeout=PATIENCE_S)
 
     def served(self) -> str:
-        return str(httpx.get(f"{self.engine_url}/model_info", timeout=120).json()["weight_version"])
+        return str(self.engine.get("/model_info").json()["weight_version"])
 
     def checksum(self) -> str:
-        answer = httpx.post(f"{self.engine_url}/weights_checker", json={"action": "checksum"}, timeout=120)
+        answer = self.engine.post("/weights_checker", json={"action": "checksum"})
         return str(answer.json()["per_engine_checksum"])
 
     def flushes(self) -> bool:
-        return httpx.post(f"{self.engine_url}/flush_cache", timeout=120).status_code == 200
+        return self.engine.post("/flush_cache").status_code == 200
 
     def memory(self, action: str, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/memory/{action}", json=body, timeout=120)
+        return httpx.post(f"{self.url}/memory/{action}", json=body, timeout=PATIENCE_S)
 
     def generates(self, tokens: int = 4) -> list[int]:
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": [1, 2, 3], "sampling_params": sampling}
-        answer = httpx.post(f"{self.engine_url}/generate", json=body, timeout=120).json()
+        answer = self.engine.post("/generate", json=body).json()
         ids: list[int] = answer["output_ids"]
         return ids
 
@@ -126,11 +130,13 @@ def real_server(
             [sys.executable, "-m", "rollout_server"], cwd=directory, env=environment, stdout=log, stderr=log
         )
     url, engine_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine_port}"
-    running = Running(process, directory, url, engine_url, collective)
+    headers = bearer(settings.get("engine_key"))
     try:
-        running.until_ready()
-        yield running
+        with httpx.Client(base_url=engine_url, headers=headers, timeout=PATIENCE_S) as engine:
+            running = Running(process, directory, url, engine_url, engine, collective)
+            running.until_ready()
+            yield running
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(timeout=120)
+            process.wait(timeout=PATIENCE_S)

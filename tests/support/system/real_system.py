@@ -30,6 +30,8 @@ def system_settings(run_dir: Path, model: Path, **rollout_server: Any) -> StackS
         engine_python=ENGINE_PYTHON,
         client_keys=[CLIENT_KEY],
         admin_keys=[ADMIN_KEY],
+        rollout_server_key="system-rollout-server",
+        trainer_key="system-trainer",
         services={
             "gateway": {"engine_wait_s": 300},
             "rollout_server": {"max_running_requests": 16, "max_total_tokens": 32768, **rollout_server},

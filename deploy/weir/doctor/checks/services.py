@@ -97,11 +97,12 @@ def default_keys(facts: DeploymentFacts) -> Found:
 
 
 def listens_without_keys(facts: DeploymentFacts) -> Found:
-    if facts.setting("rollout_server", "engine_host") not in (None, *LOOPBACK):
+    open_engine = facts.setting("rollout_server", "engine_key") is None
+    if open_engine and facts.setting("rollout_server", "engine_host") not in (None, *LOOPBACK):
         yield (
             "warning",
             f"the engine listens on {facts.setting('rollout_server', 'engine_host')} and asks for no key",
-            "bind it to an address in a closed network (rollout_server.engine_host)",
+            "set rollout_server.engine_key and gateway.engine_key (WEIR_ENGINE_KEY)",
         )
     for section in SECTIONS:
         host, keys = facts.setting(section, "host"), facts.setting(section, "admin_keys")

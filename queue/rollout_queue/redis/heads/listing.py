@@ -46,11 +46,12 @@ async def positions_in(
     for key in _indexes(scope):
         if await stored(redis.scard(key)) <= MOST_MEMBERS:
             return await _positions_of(redis, list(await stored(redis.smembers(key))), position, count, scope)
-    version = scope.trained_version
-    trained = 0 if version is None else await stored(redis.zcount(keys.TRAINED, version, version))
-    if 0 < trained <= MOST_MEMBERS:  # there is none of a step of an older release
-        names: Any = await stored(redis.zrange(keys.TRAINED, version, version, byscore=True))
-        return await _positions_of(redis, names, position, count, scope)
+    if (version := scope.trained_version) is not None:
+        trained: Any = await stored(
+            redis.zrange(keys.TRAINED, version, version, byscore=True, offset=0, num=MOST_MEMBERS + 1)
+        )
+        if 0 < len(trained) <= MOST_MEMBERS:  # there is none of a step of an older release
+            return await _positions_of(redis, trained, position, count, scope)
     return await positions_after(redis, position, count, newest_first=scope.newest_first)
 
 

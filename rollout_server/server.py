@@ -19,7 +19,7 @@ from rollout_queue.contract.ids import new_id
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.engine_load import EngineLoads
 from rollout_server.adapters import COMPARE_EVERY_S, NamedAdapters
-from rollout_server.engine.command import engine_command, engine_config, engine_dtype, engine_environment
+from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
 from rollout_server.engine.engine_log import POLL_S as LOG_POLL_S
@@ -187,7 +187,7 @@ def build_server(settings: RolloutServerSettings, device: Device, weights_dir: P
         if port_in_use(settings.engine_host, settings.engine_port):
             raise EngineFailed(port_message(settings.engine_host, settings.engine_port, "engine_port"))
         if settings.engine_key is not None:
-            _write_private(settings.engine_config_path, engine_config(settings))
+            _write_private(settings.engine_key_path, settings.engine_key)
         command = engine_command(settings, device, policy.directory, policy.version)
         environment = engine_environment(settings, device)
         try:

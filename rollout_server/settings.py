@@ -143,9 +143,8 @@ class RolloutServerSettings(ServiceSettings):
     @model_validator(mode="after")
     def _one_engine_key(self) -> "RolloutServerSettings":
         given = {each.split("=")[0] for each in self.engine_args}
-        own = {"--api-key", "--admin-api-key", "--config"} & given
-        if self.engine_key is not None and own:
-            raise ValueError("rollout_server.engine_args: with an engine_key, give no --api-key or --config")
+        if self.engine_key is not None and {"--api-key", "--admin-api-key"} & given:
+            raise ValueError("rollout_server.engine_args: with an engine_key, give no --api-key")
         return self
 
     @model_validator(mode="after")
@@ -170,9 +169,9 @@ class RolloutServerSettings(ServiceSettings):
         return self.rollout_server_key or next(iter(self.admin_keys), None)
 
     @property
-    def engine_config_path(self) -> Path:
+    def engine_key_path(self) -> Path:
         """The file from which the engine reads its key. All users of the machine see command lines."""
-        return self.log_path.with_suffix(".yaml")
+        return self.log_path.with_suffix(".key")
 
     @property
     def engine_control_url(self) -> str:

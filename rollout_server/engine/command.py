@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from rollout_server.settings import Device, RolloutServerSettings
 
+KEYED = Path(__file__).with_name("keyed.py")
+"""Starts an engine that asks for a key."""
 SHIM = Path(__file__).parent / "shim"
 """Stand-ins for modules that need CUDA. Only an engine on CPU has them on its path."""
 NO_PINNED_MEMORY = "ENGINE_WITHOUT_PINNED_MEMORY"
@@ -36,10 +36,12 @@ def engine_command(
     settings: RolloutServerSettings, device: Device, model_path: Path, version: int
 ) -> list[str]:
     """SGLang's command line. It starts with the weights of `version`, so a restart needs no reload."""
-    command = [settings.engine_python, "-m", "sglang.launch_server"]
+    keyed = [str(KEYED), str(settings.engine_key_path)]
+    command = [
+        settings.engine_python,
+        *(["-m", "sglang.launch_server"] if settings.engine_key is None else keyed),
+    ]
     command += ["--model-path", str(model_path), "--weight-version", str(version)]
-    if settings.engine_key is not None:
-        command += ["--config", str(settings.engine_config_path)]
     command += ["--host", settings.engine_host, "--port", str(settings.engine_port)]
     command += ["--random-seed", str(settings.random_seed)]
     # Each chunk of a stream has only the new tokens, so an answer costs O(tokens) bytes, not O(tokens²).
@@ -51,11 +53,6 @@ def engine_command(
     if settings.context_length is not None:
         command += ["--context-length", str(settings.context_length)]
     return command + settings.engine_args
-
-
-def engine_config(settings: RolloutServerSettings) -> str:
-    """The file at `engine_config_path`: what of the command line nobody else may see, in YAML."""
-    return yaml.safe_dump({"api_key": settings.engine_key})
 
 
 def engine_dtype(settings: RolloutServerSettings, device: Device) -> str:

@@ -31,7 +31,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     services = [service for service in services_of(settings) if service.name != "trainer_service"]
     headers = {"authorization": f"Bearer {CLIENT_KEY}"}
     with Stack(settings, services) as running:
-        running.wait_ready(timeout_s=300)
+        running.wait_ready(timeout_s=1200)
         with httpx.Client(base_url=running.gateway_url, headers=headers, timeout=30) as http:
             client_side = RunningStack(running.gateway_url, http)
             request.config.stash[FIGURES] = client_side.figures

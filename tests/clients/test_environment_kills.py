@@ -85,7 +85,7 @@ class Part:
 def system(tiny_model: Path, tmp_path: Path) -> Iterator[System]:
     settings = system_settings(tmp_path / "run", tiny_model)
     with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=300)
+        stack.wait_ready(timeout_s=1200)
         yield System(stack, settings)
 
 

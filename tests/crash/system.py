@@ -278,6 +278,6 @@ def crash_system(
     )
     held = nullcontext() if cluster is None else closing(cluster)
     with held, Stack(settings, _with_second_ones(settings)) as stack:
-        stack.wait_ready(timeout_s=300)
+        stack.wait_ready(timeout_s=1200)
         url = cluster.url if cluster is not None else settings.redis_url
         yield CrashSystem(stack, settings, open_redis(RedisSettings(redis_url=url), 30), url, cluster)

@@ -14,7 +14,6 @@ KILLS, SEED = len(WINDOWS), 1
 
 @pytest.mark.system
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_whatever_dies_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, tiny_model: Path) -> None:
     run = crash(tmp_path, tiny_model, Path(".venv-engine/bin/python"), plan(KILLS, SEED), SEED)
     print(table([run.result]))
@@ -26,7 +25,6 @@ def test_whatever_dies_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Pa
 
 @pytest.mark.system
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_the_windows_of_redis_with_a_cluster_of_six_nodes(tmp_path: Path, tiny_model: Path) -> None:
     windows = plan(4, SEED, "redis:")
     run = crash(tmp_path, tiny_model, Path(".venv-engine/bin/python"), windows, SEED, redis="cluster")

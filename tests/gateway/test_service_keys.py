@@ -41,7 +41,7 @@ def requests_of(gateway: RunningGateway) -> list[str]:
 
 def sent(gateway: RunningGateway, request: str, key: str) -> int:
     method, path = re.sub(r"\{\w+\}", "1", request).split()
-    body = {} if method in ("POST", "PUT") else None
+    body: Any = {} if method in ("POST", "PUT") else None
     return int(gateway.call(method, path, body, key=key).status_code)
 
 

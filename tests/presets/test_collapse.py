@@ -26,7 +26,7 @@ from weir.stack.services import merged
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.system
 
 SEEDS = [0, 1, 2, 3, 4]
 LAG = 4
@@ -90,7 +90,7 @@ def test_without_guards_it_collapses(tmp_path: Path) -> None:
     for seed in SEEDS:
         settings = settings_with(dict.fromkeys(GUARDS), seed, tmp_path / f"seed{seed}")
         with Stack(settings) as stack:
-            stack.wait_ready(timeout_s=300)
+            stack.wait_ready(timeout_s=1200)
             course = asyncio.run(played(stack, settings, seed, may_collapse=True))
         assert max(step["staleness/total_max"] for step in course.snapshot.steps) >= 2
         if course.collapsed:
@@ -102,7 +102,7 @@ def test_without_guards_it_collapses(tmp_path: Path) -> None:
 def test_with_guards_it_ends_well_and_still_trains(tmp_path: Path, seed: int) -> None:
     settings = settings_with({}, seed, tmp_path)
     with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=300)
+        stack.wait_ready(timeout_s=1200)
         warm = asyncio.run(evaluated(stack, settings, TASKS["tool"]))
         course = asyncio.run(played(stack, settings, seed))
         served = asyncio.run(evaluated(stack, settings, TASKS["tool"]))

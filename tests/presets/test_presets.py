@@ -42,7 +42,7 @@ def test_a_preset_trains_the_demo(preset: str, tmp_path: Path) -> None:
         return made >= STEPS or len(so_far.episodes) > 2000
 
     with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=300)
+        stack.wait_ready(timeout_s=1200)
         playing = EpisodeRunner(
             stack.gateway_url, settings.client_keys[0], group_size=8, groups_in_flight=8, seed=0
         )

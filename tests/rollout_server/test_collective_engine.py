@@ -19,7 +19,7 @@ from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 from trainer_service.storage.policy_store import manifest_sha256
 
-pytestmark = REAL_ENGINE
+pytestmark = [*REAL_ENGINE, pytest.mark.long]
 TIMEOUT_S = 8.0
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.rollout_server.real_server import REAL_ENGINE, Running, real_server
 from tests.support.rollout_server.weights import WEIGHTS, publish
 
-pytestmark = REAL_ENGINE
+pytestmark = [*REAL_ENGINE, pytest.mark.long]
 
 RANK, ALPHA = 4, 8.0
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")

@@ -45,8 +45,8 @@ def test_the_engine_answers_only_those_who_have_its_key_and_nothing_shows_it(run
     shown += [Path(f"/proc/{each.pid}/{file}") for each in processes for file in ("cmdline", "environ")]
     for each in shown:
         assert ENGINE_KEY not in each.read_bytes().decode(errors="replace"), each
-    (config,) = (running.directory / "run" / "logs").glob("*-engine.yaml")
-    assert config.stat().st_mode & 0o077 == 0
+    (file,) = (running.directory / "run" / "logs").glob("*-engine.key")
+    assert file.stat().st_mode & 0o077 == 0
 
 
 def test_a_push_is_served_and_a_rollback_brings_the_same_weights_back(running: Running) -> None:

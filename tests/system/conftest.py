@@ -19,5 +19,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def system(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     settings = system_settings(tmp_path_factory.mktemp("system"), tiny_model)
     with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=300)
+        stack.wait_ready(timeout_s=1200)
         yield System(stack, settings)

@@ -23,7 +23,7 @@ def adapted(tiny_model: Path, tmp_path: Path) -> Iterator[System]:
     trained = {"lora": {"rank": 8}, "transport": "adapter", "optimizer": {"lr": 1e-2, "warmup_steps": 0}}
     settings.services["trainer"] |= trained
     with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=300)
+        stack.wait_ready(timeout_s=1200)
         yield System(stack, settings)
 
 

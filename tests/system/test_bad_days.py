@@ -36,10 +36,10 @@ from weir.audit.audit import audit
 from weir.audit.facts import ClientAnswer
 from weir.audit.sources import Sources
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.long]
 
 HOUR_S = 3600.0
-BOOTS_WITHIN_S = 300.0
+BOOTS_WITHIN_S = 1200.0
 """How long an engine may take to start on a busy machine."""
 HI = [{"role": "user", "content": "hi"}]
 LONG = "tell me more about this and that, " * 30
@@ -75,7 +75,6 @@ def verdict_codes(gateway: RunningGateway, sessions: list[dict[str, Any]]) -> li
 # A full Redis
 
 
-@pytest.mark.long
 def test_a_redis_that_fills_up_turns_newcomers_away_first_and_the_trainer_empties_it(
     make_local_system: Callable[..., LocalSystem],
 ) -> None:
@@ -246,8 +245,6 @@ class Stream:
         return raw.headers["x-weir-turn-id"]
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.long
 def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_seam(
     system: System, tmp_path: Path
 ) -> None:
@@ -380,7 +377,6 @@ def test_clocks_that_jump_lose_nothing_and_keep_nobody_waiting(
     assert local.audit([]).findings == ()
 
 
-@pytest.mark.long
 def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing_else(
     make_local_system: Callable[..., LocalSystem],
 ) -> None:
@@ -465,7 +461,6 @@ async def an_hour_of_traffic(redis_url: str, groups: int) -> None:
     await connection.aclose()
 
 
-@pytest.mark.long
 def test_a_trainer_that_was_away_takes_all_that_came_and_ends_well_when_told_in_a_step(
     make_local_system: Callable[..., LocalSystem],
 ) -> None:

@@ -19,7 +19,7 @@ def sending_system(tiny_model: Path, tmp_path: Path) -> Iterator[System]:
     trainer = {**settings.services["trainer"], "transport": "collective"}
     settings = settings.model_copy(update={"services": {**settings.services, "trainer": trainer}})
     with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=600)
+        stack.wait_ready(timeout_s=1200)
         yield System(stack, settings)
 
 

@@ -20,7 +20,7 @@ def bare(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         tmp_path_factory.mktemp("bare"), tiny_model, engine_args=["--skip-tokenizer-init"]
     )
     with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=300)
+        stack.wait_ready(timeout_s=1200)
         yield System(stack, settings)
 
 

@@ -26,7 +26,7 @@ from trainer_service.model.images import ImageInputs
 from trainer_service.rows.rows import Row, micro_batches, planned_rows
 from weir.stack.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.long]
 
 SESSIONS, TOKENS = 4, 12
 CLOSE = 1e-4
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seeing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     settings = system_settings(tmp_path_factory.mktemp("system"), model)
     with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=300)
+        stack.wait_ready(timeout_s=1200)
         yield System(stack, settings)
 
 

@@ -26,7 +26,7 @@ from trainer_service.model.routers import Routers
 from trainer_service.rows.rows import Row, micro_batches, planned_rows
 from weir.stack.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.long]
 
 SESSIONS, TURNS, TOKENS = 6, 3, 24
 
@@ -42,7 +42,7 @@ def replaying(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     services = {name: {**given, "router_replay": True} for name, given in settings.services.items()}
     settings = settings.model_copy(update={"services": services})
     with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=300)
+        stack.wait_ready(timeout_s=1200)
         yield System(stack, settings)
 
 

@@ -18,7 +18,7 @@ from tests.support.gateway.running import RunningGateway
 from tests.support.gateway.tinker_loop import ADAM, SamplingLoop, datum, passed
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.long]
 
 IDS, TARGETS = [5, 6, 7, 8], [6, 7, 8, 9]
 PASS = datum(IDS, TARGETS, weights=[0.5, 1.0, -1.0, 2.0])

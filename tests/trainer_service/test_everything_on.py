@@ -82,7 +82,7 @@ def learned(
     assert differs_by(*ends) == 0
 
 
-@pytest.mark.parametrize("sliced", [1, 2])
+@pytest.mark.parametrize("sliced", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_two_ranks_that_restart_learn_what_one_learns(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path, sliced: int
 ) -> None:
@@ -90,6 +90,7 @@ def test_two_ranks_that_restart_learn_what_one_learns(
     learned(pair, make_learner, tmp_path, {"share_prefixes": True, "sequence_parallel": sliced}, steps)
 
 
+@pytest.mark.long
 def test_a_mixture_of_experts_as_well(pair: RankPair, make_learner: MakeLearner, tmp_path: Path) -> None:
     made_experts("Qwen3Moe", tmp_path / "base")
     steps = [with_experts(groups(step)) for step in range(STEPS)]

@@ -18,6 +18,7 @@ from trainer_service.step.communication.rank_watch import FAREWELL_S
 
 REASON = why_not()
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(REASON is not None, reason=f"two hosts on one machine: {REASON}"),
 ]
 PYTHON = sys.executable

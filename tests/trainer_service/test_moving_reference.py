@@ -88,7 +88,7 @@ def test_a_checkpoint_brings_back_the_reference_at_any_stage(
     assert torch.equal(of_reference(after), base)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_two_ranks_move_the_reference_as_one_does_and_continue_with_it(
     pair: RankPair, make_learner: MakeLearner, untrained: Weights, tmp_path: Path, stage: int
 ) -> None:

@@ -96,19 +96,19 @@ def long(harness: Harness, group_id: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
     ("stage", "dtype", "lora"),
     [
         (0, "float32", None),
         (1, "float32", None),
-        (1, "bfloat16", None),
-        (2, "float32", None),
+        pytest.param(1, "bfloat16", None, marks=pytest.mark.long),
+        pytest.param(2, "float32", None, marks=pytest.mark.long),
         (2, "bfloat16", None),
         (3, "float32", None),
-        (3, "bfloat16", None),
+        pytest.param(3, "bfloat16", None, marks=pytest.mark.long),
         (1, "float32", {}),
-        (3, "float32", {}),
+        pytest.param(3, "float32", {}, marks=pytest.mark.long),
     ],
 )
 def test_the_step_is_made_with_half_as_many_tokens_and_nothing_of_the_failed_pass_is_left(

@@ -72,7 +72,8 @@ def sizes_of(model: Path) -> tuple[int, int]:
     return whole, layer
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_no_rank_holds_a_model(models: list[Path], ranks: int, tmp_path: Path) -> None:
     """The files are bfloat16 and the ranks train float32, so that whole weights would be anonymous memory."""
     command = [sys.executable, *launcher(ranks), "-m", "tests.support.trainer_service.loading_peaks"]

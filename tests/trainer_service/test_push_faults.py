@@ -28,6 +28,8 @@ from tests.support.rollout_server.weights_sampler import logprob_of_weights
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 STARTS_WITHIN_S = 400.0
 SHORT = 16_384
 """A limit in bytes: less than the size of any shard or export."""

@@ -56,7 +56,7 @@ def test_each_rank_makes_its_own_shards_durable(
     assert own <= set((task.run / SYNCED).read_text(encoding="utf-8").splitlines())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
 def test_two_ranks_learn_in_parts_what_one_learns_at_once(
     pair: RankPair, make_learner: MakeLearner, untrained: Weights, tmp_path: Path, stage: int
 ) -> None:
@@ -95,7 +95,7 @@ def test_two_ranks_learn_from_shared_prefixes_what_one_learns_from_separate_rows
     assert_moved_alike(weights_of(tmp_path / "two"), one.exported(), untrained)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_two_ranks_replay_and_balance_experts_as_one_does(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path, stage: int
 ) -> None:
@@ -116,6 +116,7 @@ def test_two_ranks_replay_and_balance_experts_as_one_does(
     assert_moved_alike(weights_of(tmp_path / "two"), one.exported(), untrained)
 
 
+@pytest.mark.long
 def test_two_ranks_that_share_their_devices_learn_the_same(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_two_ranks_that_share_their_devices_learn_the_same(
     assert differs_by(weights_of(tmp_path / "shared"), weights_of(tmp_path / "own")) == 0
 
 
+@pytest.mark.long
 def test_the_launcher_of_deepspeed_starts_the_same_ranks(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:

@@ -62,7 +62,9 @@ def saved_step(run: Path) -> int:
     return int(current.read_text().rpartition("-")[2]) if current.exists() else 0
 
 
-@pytest.mark.parametrize(("stage", "lora"), [(1, None), (2, None), (3, None), (3, {"rank": 2})])
+@pytest.mark.parametrize(
+    ("stage", "lora"), [(1, None), pytest.param(2, None, marks=pytest.mark.long), (3, None), (3, {"rank": 2})]
+)
 def test_two_ranks_publish_the_tensors_of_one_and_each_holds_half(
     pair: RankPair, make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int, lora: object
 ) -> None:

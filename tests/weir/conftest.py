@@ -46,4 +46,4 @@ def fake_service(notes: Path) -> FakeService:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> StackSettings:
-    return StackSettings(run_dir=tmp_path / "run", start_timeout_s=20, stop_timeout_s=5)
+    return StackSettings(run_dir=tmp_path / "run", start_timeout_s=60, stop_timeout_s=5)

@@ -23,7 +23,7 @@ from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
 ADMIN_KEY = "tinker-admin"
-READY_WITHIN_S = 300.0
+READY_WITHIN_S = 1200.0
 MOST_KILLS = int(os.environ.get("TINKER_KILLS", "8"))
 LOOP_WITHIN_S = max(900.0, 60.0 * MOST_KILLS)
 PARTS = ("trainer_service", "gateway", "rollout_server", "redis")

@@ -29,7 +29,6 @@ ENGINE_PYTHON = Path(
 PATIENCE_S = 600.0
 REAL_ENGINE = [
     pytest.mark.system,
-    pytest.mark.timeout(1200),
     pytest.mark.skipif(not ENGINE_PYTHON.exists(), reason="no Python with SGLang"),
 ]
 

@@ -21,7 +21,9 @@ from weir.stack.services import Sections, merged, write_private
 MODEL_DIR = Path("/model")
 CONFIG_PATH = Path("/etc/weir/weir.yaml")
 SECRETS_DIR = Path("/run/weir")
-"""What Weir's own services read."""
+"""What gateways, the trainer and Redis read."""
+ENGINE_SECRETS_DIR = Path("/run/weir-engines")
+"""What rollout servers read: their own key and that of engines."""
 CLIENT_SECRETS_DIR, REWARDS_SECRETS_DIR = Path("/run/weir-clients"), Path("/run/weir-rewards")
 """What the demo's agent and the reward service read: the client keys; the keys, and nothing of Redis."""
 SEED = 0
@@ -47,6 +49,11 @@ def write_keys() -> None:
     write_private(SECRETS_DIR / "redis_password", password)
     write_private(SECRETS_DIR / "redis_password.conf", f"requirepass {password}\n")
     write_private(SECRETS_DIR / "redis_url", f"redis://:{password}@redis:6379/0")
+    for name in ("rollout_server_key", "trainer_key", "engine_key"):
+        value = kept(SECRETS_DIR / name) or secrets.token_urlsafe(32)
+        write_private(SECRETS_DIR / name, value)
+        if name != "trainer_key":
+            write_private(ENGINE_SECRETS_DIR / name, value)
     for role, value in keys.items():
         write_private(SECRETS_DIR / f"{role}_keys", value)
         write_private(REWARDS_SECRETS_DIR / f"{role}_keys", value)

@@ -72,7 +72,7 @@ def test_no_service_takes_a_secret_from_its_environment(services: dict[str, dict
     """Whoever may inspect a container would read it there. `model` writes them into files."""
     for name in services.keys() - {"model"}:
         variables = services[name].get("environment", {})
-        secrets = [each for each in variables if re.search("KEYS|PASSWORD|REDIS_URL", each)]
+        secrets = [each for each in variables if re.search("KEY|PASSWORD|REDIS_URL", each)]
         assert all(each.endswith("_FILE") for each in secrets), name
 
 
@@ -210,12 +210,18 @@ def test_the_first_start_makes_keys_and_the_next_ones_keep_them(
 ) -> None:
     prepare(tmp_path, monkeypatch, model_dir="")
     made = {path.name: path.read_text() for path in (tmp_path / "all").iterdir()}
-    assert set(made) == {"redis_password", "redis_password.conf", "redis_url", "client_keys", "admin_keys"}
+    service_keys = {"rollout_server_key", "trainer_key", "engine_key"}
+    others = {"redis_password", "redis_password.conf", "redis_url", "client_keys", "admin_keys"}
+    assert set(made) == others | service_keys
+    assert len({made[each] for each in service_keys}) == 3
     printed = capsys.readouterr().out
+    assert not any(made[each] in printed for each in service_keys)
     assert all(f"a new {role} key: {made[f'{role}_keys']}\n" in printed for role in ("client", "admin"))
     assert made["redis_password"] not in printed
     assert made["redis_url"] == f"redis://:{made['redis_password']}@redis:6379/0"
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "all").iterdir())
+    for_engines = {path.name: path.read_text() for path in (tmp_path / "engines").iterdir()}
+    assert for_engines == {each: made[each] for each in ("rollout_server_key", "engine_key")}
     prepare(tmp_path, monkeypatch, model_dir="")
     assert made == {path.name: path.read_text() for path in (tmp_path / "all").iterdir()}
     assert "a new" not in capsys.readouterr().out
@@ -240,6 +246,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: str) -> 
     script = runpy.run_path(str(ROOT / "deploy" / "docker" / "prepare.py"))
     names = script["main"].__globals__
     names |= {"MODEL_DIR": tmp_path, "CONFIG_PATH": config, "SECRETS_DIR": tmp_path / "all"}
+    names["ENGINE_SECRETS_DIR"] = tmp_path / "engines"
     names |= {"CLIENT_SECRETS_DIR": tmp_path / "clients", "REWARDS_SECRETS_DIR": tmp_path / "rewards"}
     names["model_for"] = lambda cache, seed, on_progress: (cache / "tool", True)
     script["main"]()

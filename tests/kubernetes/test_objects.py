@@ -142,7 +142,9 @@ def test_keys_are_made_once_and_printed_once(tmp_path: Path) -> None:
     first = made(tmp_path)
     files = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     keys, password = {"admin_keys", "client_keys"}, {"redis_password", "redis_password.conf", "redis_url"}
-    assert files.keys() == keys | password
+    services = {"rollout_server_key", "trainer_key", "engine_key"}
+    assert files.keys() == keys | password | services
+    assert not any(files[each].strip() in first for each in services)
     assert all(f"a new {role} key: {files[f'{role}_keys']}" in first for role in ("client", "admin"))
     assert files["redis_password"] not in first
     assert len(files["redis_password"]) == 64

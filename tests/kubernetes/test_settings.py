@@ -45,7 +45,10 @@ def test_every_service_accepts_what_it_is_given(
     given = settings.model_dump()
     assert str(given["model_path"]) == "/model/policy"
     assert given["host"] == "0.0.0.0"
-    assert given["admin_keys"]
+    assert given["rollout_server_key"]
+    if name != "rollout-server":
+        assert given["trainer_key"] not in (None, given["rollout_server_key"])
+        assert given["admin_keys"]
     assert all(key.startswith("weir-admin-") for key in given["admin_keys"])
     if "redis_url" in given:
         assert urlsplit(given["redis_url"]).password
@@ -64,11 +67,14 @@ def settings_files(objects: list[Object]) -> list[dict[str, object]]:
 
 def test_no_pod_gets_more_secrets_than_it_needs(pods: dict[str, Pod], objects: list[Object]) -> None:
     redis, keys = "weir-redis/redis_url", {"weir-keys/client_keys", "weir-keys/admin_keys"}
+    server, trainer, engine = (
+        f"weir-service-keys/{each}_key" for each in ("rollout_server", "trainer", "engine")
+    )
     expected = {
         "redis": {"weir-redis/redis_password", "weir-redis/redis_password.conf"},
-        "gateway": {redis, *keys},
-        "trainer": {redis, *keys},
-        "rollout-server": {"weir-keys/admin_keys"},
+        "gateway": {redis, *keys, server, trainer, engine},
+        "trainer": {redis, *keys, server, trainer},
+        "rollout-server": {server, engine},
         "agent": {"weir-keys/client_keys"},
         "model": set(),
     }
@@ -76,7 +82,7 @@ def test_no_pod_gets_more_secrets_than_it_needs(pods: dict[str, Pod], objects: l
         files = secret_files(pod, objects).values()
         assert {source for each in files for source in each.values()} == expected[name], name
         for variable, value in environment(pod.main).items():
-            assert not any(word in variable for word in ("KEYS", "REDIS_URL")) or value.startswith(
+            assert not any(word in variable for word in ("KEY", "REDIS_URL")) or value.startswith(
                 "/run/weir/"
             )
 

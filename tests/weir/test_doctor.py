@@ -153,6 +153,12 @@ def test_what_listens_beyond_this_machine_without_keys_is_found(system: Examined
     assert len(told) == 1
 
 
+def test_rollout_servers_are_asked_with_a_key_of_their_own_if_they_have_one(system: ExaminedSystem) -> None:
+    system.server.keys.clear()
+    assert system.problems(server_key="of-servers") == {}
+    assert "Bearer of-servers" in system.server.keys
+
+
 def test_a_public_address_that_nobody_reaches_is_found(system: ExaminedSystem) -> None:
     system.settings = {"gateway": {"public_url": NOBODY}}
     assert NOBODY in system.problems()["public_url_unreachable"]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,7 @@ GATEWAY = "http://10.77.0.1:8000"
 STARTS_WITHIN_S = 400.0
 REASON = why_not()
 
-pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=f"two hosts on one machine: {REASON}"),
-]
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"two hosts on one machine: {REASON}")
 
 
 def adapted(block: str, folder: Path, model: Path) -> str:
@@ -65,10 +64,13 @@ def test_one_machine_trains_and_the_other_samples(tmp_path: Path, tiny_model: Pa
         two_hosts(tmp_path) as (a, b),
         launched([a.enter("bash", "-c", scripts[0])], [own], log),
     ):
-        wait_until((first / "run" / "admin_keys").exists)
+        wait_until((first / "run" / "engine_key").exists)
         keys = {role: (first / "run" / f"{role}_keys").read_text().strip() for role in ("client", "admin")}
+        keys["rollout_server"] = (first / "run" / "rollout_server_key").read_text().strip()
         (second / "run").mkdir()
-        (second / "run" / "admin_keys").write_text(keys["admin"])
+        for name in ("rollout_server_key", "engine_key"):
+            wait_until((first / "run" / name).read_text)
+            shutil.copy(first / "run" / name, second / "run" / name)
         with launched([b.enter("bash", "-c", scripts[1])], [own], log):
             wait_until(lambda: answer(a, f"{GATEWAY}/ready")[0] == 200, STARTS_WITHIN_S)
             check_calls(a, b, keys)
@@ -86,7 +88,8 @@ def check_calls(a: Host, b: Host, keys: dict[str, str]) -> None:
     wait_until(lambda: answer(b, "http://10.77.0.1:8200/ready")[0] == 200, STARTS_WITHIN_S)
     admin = ("-H", f"authorization: Bearer {keys['admin']}")
     assert answer(b, "http://10.77.0.1:8200/weights", *admin)[0] == 200
-    status, text = answer(a, "http://10.77.0.2:8100/status", *admin)
+    of_servers = ("-H", f"authorization: Bearer {keys['rollout_server']}")
+    status, text = answer(a, "http://10.77.0.2:8100/status", *of_servers)
     assert (status, json.loads(text)["engine_url"]) == (200, "http://10.77.0.2:30000")
     # Redis is the first machine's own.
     refused = subprocess.run(

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 
 from rollout_queue.contract.policies.policy import Manifest
+from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import ServerStatus, SystemStatus
 from weir.doctor.facts import DeploymentFacts, Kind, MachineFacts, ServiceFacts
@@ -43,11 +44,13 @@ T = TypeVar("T")
 async def gather(targets: Targets) -> DeploymentFacts:
     """Everything that the checks look at. Takes at most about eight seconds, whatever hangs."""
     machine = asyncio.ensure_future(_examined(targets))
-    headers = {"authorization": f"Bearer {targets.admin_key}"} if targets.admin_key else {}
+    headers = bearer(targets.admin_key)
+    of_servers = headers if targets.server_key is None else bearer(targets.server_key)
     limits = httpx.Limits(max_connections=2 * MOST_AT_ONCE)
     async with httpx.AsyncClient(headers=headers, timeout=ASK_S, limits=limits) as http:
         gateway, redis = await asyncio.gather(
-            _asked(http, "gateway", "gateway", targets.gateway_url), read_redis(targets.redis_url, ASK_S)
+            _asked(http, "gateway", "gateway", targets.gateway_url, headers),
+            read_redis(targets.redis_url, ASK_S),
         )
         gateway, system = _system(gateway)
         report = redis.trainer if system is None else system.trainer
@@ -60,7 +63,11 @@ async def gather(targets: Targets) -> DeploymentFacts:
         if public:
             wanted.append(("gateway", "gateway", str(public).rstrip("/")))
         manifest = asyncio.ensure_future(_manifest(http, trainer_url))
-        found = await asyncio.gather(*(_asked(http, kind, name, url) for kind, name, url in wanted))
+        asked = (
+            _asked(http, kind, name, url, of_servers if kind == "rollout_server" else headers)
+            for kind, name, url in wanted
+        )
+        found = await asyncio.gather(*asked)
         newest = await manifest
     return DeploymentFacts(
         gateway=gateway,
@@ -94,7 +101,9 @@ def _others(targets: Targets) -> list[tuple[Kind, str, str]]:
     return [("rewards", "reward_service", own.url)] if own is not None else []
 
 
-async def _asked(http: httpx.AsyncClient, kind: Kind, name: str, url: str) -> ServiceFacts:
+async def _asked(
+    http: httpx.AsyncClient, kind: Kind, name: str, url: str, headers: dict[str, str]
+) -> ServiceFacts:
     """What one service answers to `/ready` and to the request for its report."""
     facts = ServiceFacts(kind=kind, name=name, url=url)
     try:
@@ -102,7 +111,7 @@ async def _asked(http: httpx.AsyncClient, kind: Kind, name: str, url: str) -> Se
             before = time.time()
             ready = await http.get(f"{url}/ready")
             after = time.time()
-            report = await http.get(url + REPORTS[kind])
+            report = await http.get(url + REPORTS[kind], headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
         why = f"no answer within {ASK_S:g} s" if _is_timeout(error) else str(error) or type(error).__name__
         return replace(facts, silent=why)

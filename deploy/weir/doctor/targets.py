@@ -27,6 +27,8 @@ class Targets:
     trainer_url: str | None = None
     """Asked if the trainer has not reported its address."""
     admin_key: str | None = None
+    server_key: str | None = None
+    """The key of rollout servers; None: they take the admin key."""
     run_dir: Path | None = None
     """The directory of `weir up`; None if nothing was started there."""
     stack: StackState | None = None
@@ -50,6 +52,7 @@ def targets_of(
         redis_url=redis_url or redis_of(settings),
         trainer_url=running.get("trainer_service"),
         admin_key=next(iter(settings.admin_keys), None),
+        server_key=settings.rollout_server_key,
         run_dir=settings.run_dir if found is not None else None,
         stack=found,
         settings=settings_known(settings.run_dir / "weir.yaml" if found is not None else None),

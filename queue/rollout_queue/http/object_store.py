@@ -2,6 +2,9 @@
 
 Its credentials are those of AWS's own tools: AWS_ACCESS_KEY_ID and the like, ~/.aws, or a role. Nothing is
 repeated here, because the callers know whether a repetition brings anything.
+
+The libraries are imported when a store is opened: they take a third of a rollout server's start, and few
+deployments have a store.
 """
 
 import asyncio
@@ -9,16 +12,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-from aiobotocore.session import AioSession
-from aiohttp import ClientError as ConnectionFault
-from botocore.exceptions import BotoCoreError, ClientError
-from fsspec.callbacks import Callback
-from s3fs import S3FileSystem
+from typing import TYPE_CHECKING, Any
 
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_queue.settings import ObjectStoreSettings
+
+if TYPE_CHECKING:
+    from botocore.exceptions import ClientError
+    from s3fs import S3FileSystem
 
 CHUNK_BYTES = 2**18
 PART_BYTES = 8 * 2**20
@@ -39,7 +40,7 @@ class ObjectAbsent(Exception):
 class ObjectStore:
     """Every method raises StoreUnavailable."""
 
-    def __init__(self, files: S3FileSystem, client: Any, timeout_s: float) -> None:
+    def __init__(self, files: "S3FileSystem", client: Any, timeout_s: float) -> None:
         self._files, self._client, self._timeout_s = files, client, timeout_s
 
     async def read(self, place: ObjectPrefix, start: int = 0) -> AsyncGenerator[bytes, None]:
@@ -54,6 +55,8 @@ class ObjectStore:
     async def write(self, place: ObjectPrefix, file: Path) -> None:
         """Upload a file. If no part of it ends within the timeout, this has failed. Raises OSError if the
         file cannot be read."""
+        from fsspec.callbacks import Callback
+
         now = asyncio.get_running_loop().time
         try:
             with _faults():
@@ -94,6 +97,9 @@ class ObjectStore:
 @asynccontextmanager
 async def opened(settings: ObjectStoreSettings, timeout_s: float) -> AsyncIterator[ObjectStore]:
     """A client for the store. `timeout_s` bounds connecting, and how long the store may be silent."""
+    from aiobotocore.session import AioSession
+    from s3fs import S3FileSystem
+
     session = AioSession()  # a new one, so that credentials that were mended are read
     session.register_component("data_loader", _loader())
     files = S3FileSystem(
@@ -124,11 +130,16 @@ async def opened(settings: ObjectStoreSettings, timeout_s: float) -> AsyncIterat
 @cache
 def _loader() -> Any:
     """Keeps the descriptions of AWS's services: the next client then takes 40 ms in place of 150."""
+    from aiobotocore.session import AioSession
+
     return AioSession().get_component("data_loader")
 
 
 @contextmanager
 def _faults() -> Iterator[None]:
+    from aiohttp import ClientError as ConnectionFault
+    from botocore.exceptions import BotoCoreError, ClientError
+
     try:
         yield
     except (BotoCoreError, ConnectionFault) as error:
@@ -141,6 +152,6 @@ def _faults() -> Iterator[None]:
         raise _fault(error.__cause__) from error
 
 
-def _fault(answer: ClientError) -> Exception:
+def _fault(answer: "ClientError") -> Exception:
     absent = answer.response.get("Error", {}).get("Code") in ABSENT
     return ObjectAbsent(str(answer)) if absent else StoreUnavailable(f"the object store: {answer}")

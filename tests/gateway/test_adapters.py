@@ -91,7 +91,10 @@ def test_servers_that_take_no_adapters_refuse_the_version_and_its_number_is_free
     assert deployment.announce(1, deployment.write(7).as_uri())["version"] == 1
 
 
-@pytest.mark.parametrize(("scores", "ends"), [({}, "promoted"), ({"0": -4.0, "1": -1.0}, "rolled_back")])
+@pytest.mark.parametrize(
+    ("scores", "ends"),
+    [pytest.param({}, "promoted", marks=pytest.mark.long), ({"0": -4.0, "1": -1.0}, "rolled_back")],
+)
 def test_an_adapter_may_be_a_canary(deploy: Deploy, scores: dict[str, float], ends: str) -> None:
     gates = {"share": 0.5, "min_groups": 3, "max_length_change": None, "max_reward_drop": None}
     deployment = deploy(2, lora=LORA, canary=gates)

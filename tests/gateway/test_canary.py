@@ -122,6 +122,7 @@ def test_a_version_far_from_the_served_one_is_rolled_back_and_the_fleet_is_held(
     assert deployment.versions() == [2, 2, 2]
 
 
+@pytest.mark.long
 def test_a_version_that_a_canary_rolled_back_is_not_released(deploy: Deploy) -> None:
     deployment = deploy(2, canary=EVEN_ODDS)
     begin(deployment, 1)
@@ -134,6 +135,7 @@ def test_a_version_that_a_canary_rolled_back_is_not_released(deploy: Deploy) -> 
 
 
 @pytest.mark.parametrize("why", ["an operator rolls back", "its servers refuse it"])
+@pytest.mark.long
 def test_a_version_whose_canary_ended_by_itself_is_not_released(deploy: Deploy, why: str) -> None:
     deployment = deploy(2)
     if why == "an operator rolls back":
@@ -150,6 +152,7 @@ def test_a_version_whose_canary_ended_by_itself_is_not_released(deploy: Deploy, 
     assert (deployment.plan()["target"], deployment.versions()) == (0, [0, 0])
 
 
+@pytest.mark.long
 def test_the_number_of_a_version_that_had_a_canary_stays_taken(deploy: Deploy) -> None:
     """Every server refuses its push, but a server of the canary may have sampled with it."""
     deployment = deploy(2)
@@ -161,6 +164,7 @@ def test_the_number_of_a_version_that_had_a_canary_stays_taken(deploy: Deploy) -
     assert [each["state"] for each in admin(deployment, "GET", "").json()["data"]] == ["serving", "failed"]
 
 
+@pytest.mark.long
 def test_a_version_that_earns_less_is_rolled_back(deploy: Deploy) -> None:
     deployment = deploy(2, canary=EVEN_ODDS | {"min_groups": 50})
     begin(deployment, 1)
@@ -170,6 +174,7 @@ def test_a_version_that_earns_less_is_rolled_back(deploy: Deploy) -> None:
     assert reward["low"] <= reward["value"] <= reward["high"] < -0.1
 
 
+@pytest.mark.long
 def test_a_version_without_rewards_is_rolled_back_when_its_time_is_over(deploy: Deploy) -> None:
     deployment = deploy(2, canary=EVEN_ODDS)
     begin(deployment, 1, {"gates": {"deadline_s": 4.0}})
@@ -181,6 +186,7 @@ def test_a_version_without_rewards_is_rolled_back_when_its_time_is_over(deploy: 
     assert "reward is missing" in canary["reason"]
 
 
+@pytest.mark.long
 def test_a_gate_that_is_not_set_is_not_asked(deploy: Deploy) -> None:
     deployment = deploy(2, canary=EVEN_ODDS)
     begin(deployment, 1, {"gates": {"max_reward_drop": None}})
@@ -189,6 +195,7 @@ def test_a_gate_that_is_not_set_is_not_asked(deploy: Deploy) -> None:
     assert (canary["state"], [each["gate"] for each in canary["gates"]]) == ("promoted", ["kl", "errors"])
 
 
+@pytest.mark.long
 def test_a_group_that_was_opened_before_the_canary_stays_with_the_served_version(deploy: Deploy) -> None:
     deployment = deploy(2, canary=EVEN_ODDS | {"share": 0.99, "min_groups": 1000})
     gateway = deployment.gateway
@@ -218,6 +225,7 @@ def test_no_call_fails_when_the_only_server_of_a_canary_or_of_its_baseline_is_ki
     assert other.process.poll() is None
 
 
+@pytest.mark.long
 def test_calls_of_a_canary_that_other_versions_have_to_answer_count_as_errors(deploy: Deploy) -> None:
     deployment = deploy(2, canary=EVEN_ODDS | {"min_groups": 1000})
     begin(deployment, 1)
@@ -230,6 +238,7 @@ def test_calls_of_a_canary_that_other_versions_have_to_answer_count_as_errors(de
     assert deployment.versions() == [0]
 
 
+@pytest.mark.long
 def test_an_operator_ends_a_canary_and_versions_that_waited_are_served(deploy: Deploy) -> None:
     deployment = deploy(3, canary=EVEN_ODDS | {"min_groups": 1000})
     begin(deployment, 1)
@@ -258,6 +267,7 @@ def test_a_fleet_that_cannot_be_divided_has_no_canary(deploy: Deploy) -> None:
     assert admin(deployment, "POST", "/0/canary", {}).status_code == 409
 
 
+@pytest.mark.long
 def test_every_version_of_a_trainer_passes_through_a_canary(deploy: Deploy) -> None:
     deployment = deploy(2, canary=EVEN_ODDS, auto_canary=True)
     assert deployment.announce(1)["state"] == "canary"
@@ -277,6 +287,7 @@ def test_every_version_of_a_trainer_passes_through_a_canary(deploy: Deploy) -> N
     wait_until(lambda: state_of(deployment, 3) in ("opening", "open"))
 
 
+@pytest.mark.long
 def test_a_version_that_is_released_passes_through_a_canary_if_every_one_does(deploy: Deploy) -> None:
     deployment = deploy(2, canary=EVEN_ODDS, auto_canary=True)
     admin(deployment, "POST", "/hold", {})
@@ -293,6 +304,7 @@ def test_a_version_that_is_released_passes_through_a_canary_if_every_one_does(de
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves the fleet", "stays dead"])
+@pytest.mark.long
 def test_a_canary_whose_server_goes_away_before_it_opens_is_rolled_back(deploy: Deploy, leaves: bool) -> None:
     """Without a server of the canary, nothing is left to wait for. A dead one may come back until the
     canary's time is over."""
@@ -313,6 +325,7 @@ def test_a_canary_whose_server_goes_away_before_it_opens_is_rolled_back(deploy: 
     wait_until(lambda: deployment.versions() == [2])
 
 
+@pytest.mark.long
 def test_a_version_for_a_single_server_is_pushed_without_a_canary(deploy: Deploy) -> None:
     deployment = deploy(1, auto_canary=True)
     assert deployment.announce(1)["state"] == "canary"
@@ -367,6 +380,7 @@ def test_a_pinned_server_keeps_its_version_for_calls_that_name_it(deploy: Deploy
     assert admin(deployment, "DELETE", "/0/pin").status_code == 404
 
 
+@pytest.mark.long
 def test_a_pin_brings_a_server_to_an_older_version_and_leaves_one_for_the_fleet(deploy: Deploy) -> None:
     deployment = deploy(2)
     deployment.announce(1)

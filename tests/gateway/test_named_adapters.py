@@ -5,6 +5,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.gateway.deployment import Deploy, Deployment
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.waiting import wait_until
@@ -98,12 +100,14 @@ def test_an_adapter_that_no_server_takes_is_not_there(deploy: Deploy) -> None:
     assert asked(deployment, "policy:math")[0] == 404
 
 
+@pytest.mark.long
 def test_there_are_at_most_max_adapters(deploy: Deploy) -> None:
     deployment = deploy(1, lora=LORA, max_adapters=1)
     assert publish(deployment, "math", 1).status_code == 200
     assert publish(deployment, "code", 1).status_code == 409
 
 
+@pytest.mark.long
 def test_adapters_come_back_with_an_engine_that_was_killed(deploy: Deploy) -> None:
     deployment = deploy(1, lora=LORA)
     assert publish(deployment, "math", 1).status_code == 200
@@ -125,6 +129,7 @@ def test_adapters_come_back_with_a_server_that_was_killed(deploy: Deploy) -> Non
     assert asked(deployment, "policy:math@1")[0] == 200
 
 
+@pytest.mark.long
 def test_a_server_that_joins_later_gets_the_adapters(deploy: Deploy) -> None:
     deployment = deploy(1, lora=LORA)
     assert publish(deployment, "math", 1).status_code == 200
@@ -132,6 +137,7 @@ def test_a_server_that_joins_later_gets_the_adapters(deploy: Deploy) -> None:
     wait_until(lambda: has(deployment, "math") == [["r0", "r1"]])
 
 
+@pytest.mark.long
 def test_an_adapter_that_is_published_again_stays_if_no_server_answers(deploy: Deploy) -> None:
     deployment = deploy(1, lora=LORA, push_timeout_s=10.0)
     assert publish(deployment, "math", 1).status_code == 200

@@ -111,7 +111,7 @@ def test_pushes_and_rollbacks_through_two_gateways_end_on_one_version(system: Pu
 # Rollout servers
 
 
-@pytest.mark.parametrize("moment", ["fetch", "load", "proof"])
+@pytest.mark.parametrize("moment", [pytest.param("fetch", marks=pytest.mark.long), "load", "proof"])
 def test_a_server_that_dies_takes_the_version_when_it_is_back(system: PushSystem, moment: str) -> None:
     if moment == "fetch":
         system.source.flowing.clear()
@@ -182,6 +182,7 @@ def test_gateways_know_what_a_server_serves_when_a_push_times_out(system: PushSy
 
 
 @pytest.mark.parametrize("fault", ["server dies", "numbers are missing"])
+@pytest.mark.long
 def test_a_canary_that_cannot_be_judged_well_is_rolled_back(system: PushSystem, fault: str) -> None:
     """No session ends, so there is no reward to compare; the server's death makes its calls errors."""
     served = system.publish(wait=True)
@@ -222,6 +223,7 @@ def test_a_fetch_that_is_cut_off_goes_on_where_it_broke(system: PushSystem) -> N
     system.check(seen)
 
 
+@pytest.mark.long
 def test_a_chunk_that_arrives_broken_is_fetched_again(system: PushSystem) -> None:
     system.source.spoiled = 1  # a file that arrives broken twice is refused
     with system.traffic() as seen:
@@ -246,7 +248,9 @@ def test_files_that_are_broken_are_refused_and_the_next_version_is_served(system
     system.check(seen)
 
 
-@pytest.mark.parametrize("fault", ["another base", "base removed meanwhile"])
+@pytest.mark.parametrize(
+    "fault", ["another base", pytest.param("base removed meanwhile", marks=pytest.mark.long)]
+)
 def test_a_server_whose_base_does_not_fit_fetches_the_whole_version(system: PushSystem, fault: str) -> None:
     system.publish(wait=True)
     (base,) = (system.directory / "weights" / "r1").glob(f"v{system.newest:08d}-*")
@@ -265,6 +269,7 @@ def test_a_server_whose_base_does_not_fit_fetches_the_whole_version(system: Push
     system.check(seen)
 
 
+@pytest.mark.long
 def test_a_server_whose_disk_is_full_takes_the_version_when_there_is_room(system: PushSystem) -> None:
     server = system.servers[1]
     limit_files(server.process, SHORT)

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.gateway.deployment import Deploy, ready, traffic
 from tests.support.gateway.running import ADMIN_KEY
@@ -47,6 +48,7 @@ def test_calls_to_the_only_server_wait_for_its_memory(deploy: Deploy) -> None:
     assert "start 2 follows" not in server.log.read_text(), "its engine has not died"
 
 
+@pytest.mark.long
 def test_calls_go_to_the_other_server_meanwhile(deploy: Deploy) -> None:
     deployment = deploy(2, memory="shared")
     released, other = deployment.servers
@@ -61,6 +63,7 @@ def test_calls_go_to_the_other_server_meanwhile(deploy: Deploy) -> None:
     assert "engine is dead" not in released.log.read_text() + other.log.read_text()
 
 
+@pytest.mark.long
 def test_a_push_reaches_a_server_without_its_memory_when_that_is_back(deploy: Deploy) -> None:
     deployment = deploy(2, memory="shared", max_unavailable=1.0)
     release(deployment.servers[0])

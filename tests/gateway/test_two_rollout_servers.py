@@ -93,6 +93,7 @@ def test_two_servers_with_the_defaults_are_two_and_keep_their_own_files(
         assert kept == ["v00000002", "v00000003"]
 
 
+@pytest.mark.long
 def test_a_server_takes_the_directory_that_a_former_one_has_left(start: Start, tmp_path: Path) -> None:
     start().kill()
     third = start()
@@ -116,6 +117,7 @@ def test_a_second_server_with_one_id_is_refused_until_the_first_has_ended(
     wait_until(lambda: is_ready(two))
 
 
+@pytest.mark.long
 def test_a_second_server_at_one_url_is_refused(fleet: RunningGateway, start: Start) -> None:
     one = start()
     wait_until(lambda: ready(fleet) == {one.url})

@@ -39,11 +39,11 @@ tinker-demo: install run/clients/cookbook_newest/installed  ## a loop of tinker-
 	@$(BIN)/python -m tests.support.clients.tinker_demo
 
 # The tests of the page that need axe-core are skipped without npm.
-test: check $(if $(shell command -v npm),run/page/axe/installed)  ## the checks, then all tests but the long ones, the real engine included
-	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not long" --ignore=tests/house  # `check` ran these
+test: check $(if $(shell command -v npm),run/page/axe/installed)  ## the checks, then all tests but the long ones and those in a browser, the real engine included
+	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not long and not browser" --ignore=tests/house  # `check` ran these
 
 test-fast: .venv/installed  ## the short tests that need no engine
-	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not system and not long"
+	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not system and not long and not browser"
 
 test-long: install $(LONG:%=test-%)  ## the long tests (minutes to hours): the crash matrix and the parts in LONG="numerics …"
 	@$(BIN)/pytest -m long

@@ -61,6 +61,7 @@ def test_a_board_asks_the_chosen_data_source(name: str) -> None:
     assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])
 
 
+@pytest.mark.long
 @needs_prometheus
 def test_each_expression_has_data_on_a_prometheus_that_reads_real_services(
     observed: Observed, tmp_path: Path
@@ -72,6 +73,7 @@ def test_each_expression_has_data_on_a_prometheus_that_reads_real_services(
             server.ask(expr)
 
 
+@pytest.mark.long
 def test_each_metric_of_boards_and_alerts_is_one_of_a_service(observed: Observed) -> None:
     shown = set(OF_PROMETHEUS)
     for url in (url for urls in observed.urls.values() for url in urls):

@@ -1,8 +1,12 @@
 """Traces of real services: from the agent's call to the push of the version that it taught."""
 
+import pytest
+
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.observe.observed import AGENT_SPAN, AGENT_TRACE, COLLECTOR_KEY, SECRET_WORDS, Observed
 from tests.support.rollout_server.weights import published_copy
+
+pytestmark = pytest.mark.long
 
 SERVER, CLIENT, PRODUCER = 2, 3, 4
 """Kinds of spans in OTLP."""

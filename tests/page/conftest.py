@@ -29,6 +29,13 @@ from tests.support.page.deployment import ShownDeployment, shown_deployment
 from tests.support.serving import serving
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a browser."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     if chromium_executable() is None:

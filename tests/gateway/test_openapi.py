@@ -47,7 +47,7 @@ def test_every_endpoint_for_agents_is_published(backends: Backends) -> None:
     ("paths", "key"),
     [
         ("^/(v1|inference|sessions|groups|live|ready|metrics)", CLIENT_KEY),
-        ("^/api", CLIENT_KEY),
+        pytest.param("^/api", CLIENT_KEY, marks=pytest.mark.long),
         ("^/admin", ADMIN_KEY),
     ],
     ids=["agent", "tinker", "operator"],

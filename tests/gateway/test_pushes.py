@@ -42,7 +42,7 @@ def test_calls_spread_over_all_other_servers_while_each_one_loads(deploy: Deploy
     assert seen.versions() == {0, 1}
 
 
-@pytest.mark.parametrize("slow", ["load_s", "checksum_s"])
+@pytest.mark.parametrize("slow", ["load_s", pytest.param("checksum_s", marks=pytest.mark.long)])
 def test_servers_slower_than_the_timeout_are_waited_for_and_stay_in_rotation(
     deploy: Deploy, slow: str
 ) -> None:
@@ -56,6 +56,7 @@ def test_servers_slower_than_the_timeout_are_waited_for_and_stay_in_rotation(
     assert deployment.versions() == [1, 1]
 
 
+@pytest.mark.long
 def test_a_fetch_slower_than_the_timeout_is_ended_and_the_next_version_is_served(
     deploy: Deploy, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_fetch_slower_than_the_timeout_is_ended_and_the_next_version_is_served
         assert deployment.versions() == [2, 2]
 
 
+@pytest.mark.long
 def test_servers_fetch_from_each_other_so_that_few_read_from_the_trainer(
     deploy: Deploy, tmp_path: Path
 ) -> None:
@@ -115,6 +117,7 @@ def test_servers_fetch_from_each_other_so_that_few_read_from_the_trainer(
         }
 
 
+@pytest.mark.long
 def test_all_servers_read_from_an_object_store_at_once(
     deploy: Deploy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

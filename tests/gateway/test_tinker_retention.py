@@ -128,10 +128,10 @@ def test_a_record_that_cannot_be_read_stops_no_other_end(
 ) -> None:
     redis, model = gateway.redis, str(backends.model_path)
     with scripted_trainer(redis):
-        first, second = (trained(gateway, model) for _ in range(2))
+        first, *others = (trained(gateway, model) for _ in range(3))
         redis.hset(keys.kept(first.model_id), "weights/best", packed)
         with backends.gateway(tinker={"session_timeout_s": 0.2, "session_retention_s": 0.1}):
-            for loop in (second, trained(gateway, model)):
+            for loop in others:
                 wait_until(lambda: not lasting(gateway, loop.session_id))  # noqa: B023
             wait_until(lambda: redis.zscore(keys.CLIENT_SESSIONS_LIVE, first.session_id) is None)
         assert redis.hget(keys.model(first.model_id), "ended"), "its memory is free"

@@ -71,7 +71,7 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
         ) -> Deployment:
             if gateway is None:
                 gateway = started.enter_context(
-                    own_backends.gateway(engines=[], engine_wait_s=5.0, **settings)
+                    own_backends.gateway(**{"engines": [], "engine_wait_s": 5.0} | settings)
                 )
             made = Deployment(gateway, tmp_path, own_backends.redis_url)
             for index in range(first, first + count):

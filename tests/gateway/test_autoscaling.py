@@ -6,7 +6,7 @@ from tests.support.waiting import wait_until
 
 
 def test_servers_join_and_leave_by_themselves_while_calls_go_on(deploy: Deploy) -> None:
-    deployment = deploy(2)
+    deployment = deploy(2, engine_wait_s=120.0)  # the machine may be busy
     deployment.announce(1)
     deployment.until("serving")
     gateway = deployment.gateway

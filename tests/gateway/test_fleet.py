@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
@@ -236,11 +236,12 @@ class CountingRedis(Redis):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         self.sent[str(args[0])] += 1
-        return await super().execute_command(*args, **options)
+        return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
 
 
 async def test_registrations_are_read_after_a_change_and_a_renewal_reads_its_own(redis_url: str) -> None:
-    redis, engine = CountingRedis.from_url(redis_url), EngineClient(HttptoolsTransport(1.0))
+    redis = cast(CountingRedis, CountingRedis.from_url(redis_url))
+    engine = EngineClient(HttptoolsTransport(1.0))
     here, there = (Fleet(redis, engine, None) for _ in range(2))
     url = "http://127.0.0.1:1"
     registration = Registration(id="r0", url=url, engine_url=url, process="p0")

@@ -173,6 +173,7 @@ def test_an_answer_whose_gateway_was_killed_is_reported_as_failed(
         engine.open = True
 
 
+@pytest.mark.long
 def test_a_gateway_that_leaves_finishes_its_answers_or_stores_that_they_failed(processes: Processes) -> None:
     engine = GatedEngine(processes.backends.tokenizer, stall_after=3, mind=[5] * 100)
     processes.backends.clear(None)

@@ -397,6 +397,7 @@ def remembered(mark: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(
     processes: Processes,
 ) -> None:

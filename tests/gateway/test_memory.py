@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+import pytest
 
 from gateway.edge.disconnect import WATCH_AFTER_S
 from gateway.settings.service import LimitSettings
@@ -87,6 +88,7 @@ def test_ten_thousand_idle_sessions_take_no_memory_of_the_gateway(
     assert gateway.redis.zcard(keys.SESSIONS) == 10_000
 
 
+@pytest.mark.long
 def test_the_gateway_remembers_so_many_sessions_and_no_more(
     gateway: RunningGateway, backends: Backends
 ) -> None:

@@ -5,7 +5,7 @@ import os
 from hypothesis import HealthCheck, settings
 
 QUICK, LONG = "weir", "long"
-QUICK_EXAMPLES = 100
+QUICK_EXAMPLES = 30
 LONG_EXAMPLES = int(os.environ.get("WEIR_TEST_EXAMPLES", "1000"))
 
 
@@ -24,6 +24,6 @@ def long() -> bool:
     return settings.get_current_profile_name() == LONG
 
 
-def examples(quick: int) -> int:
-    """How many examples a test draws; `quick` is its number in the default profile."""
-    return quick * LONG_EXAMPLES // QUICK_EXAMPLES if long() else quick
+def examples(share: int) -> int:
+    """How many examples a test draws; `share` is in percent of what a test draws by default."""
+    return max(1, share * (LONG_EXAMPLES if long() else QUICK_EXAMPLES) // 100)

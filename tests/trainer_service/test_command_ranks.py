@@ -84,7 +84,7 @@ def same_result(one: Result, other: Result) -> None:
         assert one.metrics == pytest.approx(other.metrics, rel=ulps(512))
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1)), 2])
 def test_two_ranks_carry_out_commands_as_one_does_also_after_a_restart(
     pair: RankPair, make_command_harness: MakeCommandHarness, tmp_path: Path, stage: int
 ) -> None:

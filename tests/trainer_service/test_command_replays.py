@@ -126,7 +126,7 @@ def test_a_kill_before_any_answer_changes_nothing(
 
 
 @pytest.mark.parametrize("first", [10, 15, 20, 25, 29])
-@pytest.mark.parametrize("second", [1, 2, 3, 5])
+@pytest.mark.parametrize("second", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3)), 5])
 def test_a_second_kill_while_commands_are_carried_out_again_changes_nothing(
     make_command_harness: MakeCommandHarness, uninterrupted: dict[str, Outcome], first: int, second: int
 ) -> None:

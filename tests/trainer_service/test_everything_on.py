@@ -82,7 +82,8 @@ def learned(
     assert differs_by(*ends) == 0
 
 
-@pytest.mark.parametrize("sliced", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("sliced", [1, 2])
 def test_two_ranks_that_restart_learn_what_one_learns(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path, sliced: int
 ) -> None:

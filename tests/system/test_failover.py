@@ -74,6 +74,7 @@ def test_no_stream_fails_while_weights_change_and_each_token_knows_its_version(s
     assert any(len(set(versions)) > 1 for versions in answers), "no answer was under way during a push"
 
 
+@pytest.mark.long
 def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
     streams, begun, faults = 8, threading.Semaphore(0), retried(system)
     engine = engine_processes(system)

@@ -71,6 +71,7 @@ def test_broken_weights_never_reach_the_engine(system: System, tmp_path: Path, d
     system.say(system.post("/sessions", {}), "still here")
 
 
+@pytest.mark.long
 def test_a_killed_engine_comes_back_with_the_current_policy(system: System) -> None:
     before = system.serving()
     system.train_one_group()

@@ -33,7 +33,7 @@ def system_settings(run_dir: Path, model: Path, **rollout_server: Any) -> StackS
         rollout_server_key="system-rollout-server",
         trainer_key="system-trainer",
         services={
-            "gateway": {"engine_wait_s": 300},
+            "gateway": {"engine_wait_s": 1200, "failover_patience_s": 1200},
             "rollout_server": {"max_running_requests": 16, "max_total_tokens": 32768, **rollout_server},
             "trainer": {
                 "checkpoint_every_steps": 1,  # verdicts of trained sessions come with the next checkpoint

@@ -53,8 +53,6 @@ class HeadCache:
 
     def put(self, fields: int, head: SessionHead) -> None:
         self.drop(head.spec.session_id)
-        if head.trained_tokens:  # no call needs them
-            head = msgspec.structs.replace(head, trained_tokens={})
         if any(turn.experts is not None for turn in head.turns):
             head = msgspec.structs.replace(head, turns=tuple(map(_without_experts, head.turns)))
         size = SESSION_BYTES + len(encode(head.spec)) + sum(map(_size, head.turns))

@@ -60,7 +60,7 @@ class SessionHeads:
         listed = await stored(self._connection.command("HGETALL", key))
         found = listed if isinstance(listed, dict) else dict(zip(listed[::2], listed[1::2], strict=True))
         with reading(session_id):
-            head = read_head(found)
+            head = read_head({name: value for name, value in found.items() if name[:2] != b"n:"})
         return None if head is None else KnownHead(len(found), head)
 
     async def _completed(self, key: str, old: SessionHead) -> KnownHead | None:

@@ -2,6 +2,8 @@
 
 import urllib.error
 import urllib.request
+from contextlib import suppress
+from http.client import HTTPException
 from typing import Any
 
 import msgspec
@@ -29,13 +31,13 @@ def http_ready(url: str) -> Readiness:
     """A probe by GET /ready: 200 means ready; any other answer says why not."""
 
     def ready() -> str | None:
-        try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=PROBE_TIMEOUT_S):  # noqa: S310 - http only
-                return None
-        except urllib.error.HTTPError as refusal:
-            return refusal_of(refusal.read(), refusal.code)
-        except OSError:
-            return "it does not answer yet"
+        with suppress(OSError, HTTPException):  # on a busy machine, a body may come later than its head
+            try:
+                with urllib.request.urlopen(f"{url}/ready", timeout=PROBE_TIMEOUT_S):  # noqa: S310 - http only
+                    return None
+            except urllib.error.HTTPError as refusal:
+                return refusal_of(refusal.read(), refusal.code)
+        return "it does not answer yet"
 
     return ready
 

@@ -37,9 +37,7 @@ def test_what_ranks_exchange_does_not_grow_with_the_tokens(
     exchanged: list[int] = []
 
     def gather(values: list[Any]) -> list[Any]:
-        if any(
-            isinstance(each, Sums) for each in values
-        ):  # the records of turns have a number for each token
+        if any(isinstance(each, Sums) for each in values):  # records of turns have a number for each token
             exchanged.append(len(pickle.dumps(values)))
         return values
 

@@ -31,7 +31,11 @@ def hide(key: str) -> None:
 
     def without_key(*args: Any, **more: Any) -> logging.LogRecord:
         record = make_record(*args, **more)
-        if key in (said := record.getMessage()):
+        try:
+            said = record.getMessage()
+        except Exception:  # its arguments do not fit: the handler reports that, and the caller goes on
+            return record
+        if key in said:
             record.msg, record.args = said.replace(key, "***"), ()
         return record
 

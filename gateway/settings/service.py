@@ -249,6 +249,8 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
             raise ValueError(
                 "gateway: rollout_server_key, trainer_key, client_keys and admin_keys must differ"
             )
+        if services and not self.admin_keys and self.keys_file is None:
+            raise ValueError("gateway: with keys of services, set admin_keys or a keys_file for operators")
         return self
 
     @model_validator(mode="after")

@@ -103,7 +103,7 @@ def test_the_pipeline_says_what_waits_for_what(backends: Backends) -> None:
     assert re.search(r"2 sessions wait .*; the oldest has waited for \d+ s, and expires in (59|60) min", said)
     assert "2 sessions have ended with a reward, and wait for the rest of the group" in said
     assert "1 session is finished and rewarded, and so is the whole group: the trainer can train on" in said
-    assert "the longest wait is that of g, since 0 s: 2 of 4 have ended, 1 goes on, 1 waits" in said
+    assert re.search(r"wait is that of g, since \d+ s: 2 of 4 have ended, 1 goes on, 1 waits", said)
     assert "the trainer, at step 3 and version 4, is waiting and waits for 16 rows with an advantage" in said
 
 
@@ -121,9 +121,9 @@ def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(backends: Ba
     )
 
 
-MANY = """
+A_THOUSAND = """
 local spec = redis.call('HGET', KEYS[1], 'spec')
-for number = 0, 99999 do
+for number = ARGV[5], ARGV[5] + 999 do
     local id = 's-' .. number
     redis.call('HSET', ARGV[3] .. id, 'spec', spec)
     redis.call('ZADD', ARGV[1], ARGV[4], id)
@@ -155,9 +155,9 @@ def test_a_look_at_a_hundred_thousand_sessions_is_a_look_at_two_thousand(
         now = time.time()
         spec = SessionSpec(session_id="s-0", created_at=now)
         restore(backends.redis, Episode(spec=spec))
-        backends.redis.eval(
-            MANY, 1, keys.session("s-0"), keys.SESSIONS, keys.DEADLINES, keys.session(""), now
-        )
+        spec_of, others = keys.session("s-0"), (keys.SESSIONS, keys.DEADLINES, keys.session(""), now)
+        for number in range(0, 100_000, 1000):  # a script of all would block Redis for seconds
+            backends.redis.eval(A_THOUSAND, 1, spec_of, *others, number)
         report = pipeline(gateway)
         first = list(looks)
         again = [pipeline(gateway) for _ in range(5)]

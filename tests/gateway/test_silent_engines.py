@@ -267,15 +267,23 @@ def test_a_hung_engine_keeps_its_answers_while_there_is_no_other(
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_an_engine_that_works_in_silence_keeps_its_answers(
-    gated: RunningGateway, backends: Backends, engines: list[EngineProcess], tokens: int
+    gated: RunningGateway,
+    backends: Backends,
+    engines: list[EngineProcess],
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A long prefill delays the answer's begin, and the next tokens of every other answer."""
+    silence_s = 15.0
+    monkeypatch.setattr("gateway.engines.silence.SILENCE_S", silence_s)
+    monkeypatch.setattr("gateway.engines.silence.PROBE_TIMEOUT_S", silence_s * 2 / 3)
     gated.engine.stall_after = tokens
     with gateway_over(backends, [backends.engine_url, engines[1].url]) as gateway:
         backends.engine = gated.engine
         streams = [Stream(gateway, f"s{n}") for n in range(8)]
         wait_until(lambda: gated.engine.stalled)
-        time.sleep(LONGER_THAN_SILENCE_S)  # longer than a hung engine may be silent
+        # Longer than a hung engine may be silent. This one's probes have 10 s on a busy machine.
+        time.sleep(silence_s + 2)
         let_on(gated)
         for stream in streams:
             stream.whole()

@@ -26,7 +26,7 @@ from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.serving import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import HttpThread, create_app
 from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
@@ -329,8 +329,8 @@ class Live:
         asyncio.run(self._episodes())
 
     async def _episodes(self) -> None:
-        redis = AsyncRedis.from_url(self._url)
-        writer, number = RedisWriter(redis), 0
+        redis = AsyncRedis.from_url(self._url, socket_timeout=PATIENCE_S)
+        writer, number = RedisWriter(redis, append_within_s=PATIENCE_S), 0
         while not self._ending.is_set():
             name, number = f"live-{number}", number + 1
             await writer.open_session(SessionSpec(session_id=name, created_at=100.0))

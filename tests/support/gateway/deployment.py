@@ -101,8 +101,9 @@ class Traffic:
     """What the clients were told is stored."""
 
     def turns(self) -> Iterator[dict[str, Any]]:
-        for session in self.sessions:
-            yield from self.gateway.turns({"session_id": session})
+        """The turns of the sessions whose answers the clients have."""
+        for answer in list(self.heard):
+            yield from self.gateway.turns({"session_id": answer.session_id})
 
     def engines(self) -> Counter[str]:
         """How many calls each server answered."""

@@ -1,4 +1,5 @@
-"""A process that takes SGLang's command line and answers as `FakeEngine` does. It samples, too.
+"""A process that takes SGLang's command line and answers as `FakeEngine` does. It samples, too, and it asks
+for the key of `keyed.py`.
 
 In the directory of the variable ENGINE_DOUBLE_DIR, `engine-{port}.json` says how long a load (`load_s`), a
 checksum (`checksum_s`) and a token (`pace_s`) take, and the log-probability that a version gives every token
@@ -42,10 +43,13 @@ def stub_interpreter(directory: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int)
     parser.add_argument("--model-path", type=Path)
     parser.add_argument("--weight-version", type=int)
-    given, _ = parser.parse_known_args([word for word in sys.argv[1:] if word not in ("-m", "-c")])
+    given, others = parser.parse_known_args([word for word in sys.argv[1:] if word not in ("-m", "-c")])
+    keyed = others and others[0].endswith("keyed.py")
+    key = Path(others[1]).read_text() if keyed else None
     engine = FakeEngine()
     engine.running = 0
     asyncio.run(engine.start(LocalPolicy(given.weight_version, given.model_path)))
@@ -67,6 +71,9 @@ def main() -> None:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         content = await request.body()
+        if key is not None and request.headers.get("authorization") != f"Bearer {key}":
+            await Response("Unauthorized", 401)(scope, receive, send)
+            return
         if sampler is not None and request.url.path == "/generate":
             await _generate(engine, sampler, json.loads(content), controls())(scope, receive, send)
             return
@@ -82,7 +89,7 @@ def main() -> None:
             sampler.note_weights()
         await Response(answered.content, answered.status_code)(scope, receive, send)
 
-    uvicorn.run(answer, host="127.0.0.1", port=given.port, log_level="warning", lifespan="off")
+    uvicorn.run(answer, host=given.host, port=given.port, log_level="warning", lifespan="off")
 
 
 def _generate(

@@ -22,6 +22,7 @@ from tests.support.trainer_service.device import DEVICE, ON_DEVICE
 from tests.support.trainer_service.harness import FakeGateway, Harness, MakeHarness
 from tests.support.trainer_service.publications import InlineExecutor
 from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, OneRankLearner, random_rows
+from tests.support.trainer_service.rank_pair import RankPair, rank_pair
 from tests.support.trainer_service.same_training import Weights
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.settings import TrainerSettings
@@ -39,6 +40,14 @@ def freed_memory() -> Iterator[None]:
     if DEVICE.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
+    """Two ranks, started once for all tests of this process."""
+    with rank_pair(tmp_path_factory.mktemp("pair")) as ranks:
+        yield ranks
+        assert ranks.close() == 0
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Two real ranks carry out commands as one does."""
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from tests.support.trainer_service.command_harness import (
     step,
 )
 from tests.support.trainer_service.command_log import MemoryCommandLog
-from tests.support.trainer_service.rank_pair import RankPair, rank_pair
+from tests.support.trainer_service.rank_pair import RankPair
 from tests.support.trainer_service.rank_tasks import LOG, Task
 from tests.support.trainer_service.same_training import Weights, assert_moved_alike
 
@@ -49,13 +49,6 @@ SECOND: Sequence[tuple[str, Command]] = [
     ("a", LoadWeights("a", "x", True)),
     *((model_id, command) for model_id in "abc" for command in (learn(7, 8), GENTLE)),
 ]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
-    with rank_pair(tmp_path_factory.mktemp("pair")) as ranks:
-        yield ranks
-        assert ranks.close() == 0
 
 
 def log_of(run: Path) -> MemoryCommandLog:

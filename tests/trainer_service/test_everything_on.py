@@ -1,6 +1,5 @@
 """With everything on that large models need, ranks and restarts change what is learned by rounding only."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.support.trainer_service.expert_models import made_experts
 from tests.support.trainer_service.random_rows import MakeLearner, with_experts
-from tests.support.trainer_service.rank_pair import RankPair, rank_pair
+from tests.support.trainer_service.rank_pair import RankPair
 from tests.support.trainer_service.rank_tasks import Task
 from tests.support.trainer_service.related_rows import related_rows
 from tests.support.trainer_service.same_training import (
@@ -40,13 +39,6 @@ COMMON: dict[str, Any] = {
 ON: dict[str, Any] = {"zero_stage": 3, "activation_checkpointing": True}
 OFF: dict[str, Any] = {"zero_stage": 1, "activation_checkpointing": False, "share_prefixes": False}
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
-    with rank_pair(tmp_path_factory.mktemp("pair")) as ranks:
-        yield ranks
-        assert ranks.close() == 0
 
 
 def groups(step: int) -> list[Row]:

@@ -1,6 +1,5 @@
 """Several optimizer updates from the mini-batches of one step."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.support.trainer_service.harness import MakeHarness
 from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
-from tests.support.trainer_service.rank_pair import RankPair, rank_pair
+from tests.support.trainer_service.rank_pair import RankPair
 from tests.support.trainer_service.rank_tasks import Task
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
@@ -28,13 +27,6 @@ pytestmark = pytest.mark.numeric
 
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, CAP = 0.2, 0.28, 3.0, 2.0
 HALVES: dict[str, Any] = {"mini_batches": 2, "epochs": 2, "max_tokens": 64}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
-    with rank_pair(tmp_path_factory.mktemp("pair")) as ranks:
-        yield ranks
-        assert ranks.close() == 0
 
 
 def grouped(seed: int, sizes: list[int], temperature: float = 1.0) -> list[Row]:

@@ -1,6 +1,5 @@
 """The reference policy follows the policy every few steps, and lasts over a restart."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner, random_rows
-from tests.support.trainer_service.rank_pair import RankPair, rank_pair
+from tests.support.trainer_service.rank_pair import RankPair
 from tests.support.trainer_service.rank_tasks import Task
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
@@ -30,13 +29,6 @@ pytestmark = pytest.mark.numeric
 
 ALGORITHM: dict[str, Any] = {"kl": {"estimator": "k2", "coefficient": 0.1, "reference_every_steps": 2}}
 FAST = {"lr": 1e-2, "warmup_steps": 0}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
-    with rank_pair(tmp_path_factory.mktemp("pair")) as ranks:
-        yield ranks
-        assert ranks.close() == 0
 
 
 def of_reference(learner: OneRankLearner) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,6 @@ from trainer_service.step.communication.rank_watch import FAREWELL_S
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
-    with rank_pair(tmp_path_factory.mktemp("pair")) as ranks:
-        yield ranks
-        assert ranks.close() == 0
 
 
 def weights_of(run: Path) -> Weights:

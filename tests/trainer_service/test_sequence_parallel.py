@@ -1,6 +1,5 @@
 """Two ranks that compute each micro-batch together learn what one rank learns alone."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
-from tests.support.trainer_service.rank_pair import RankPair, rank_pair
+from tests.support.trainer_service.rank_pair import RankPair
 from tests.support.trainer_service.rank_tasks import Task
 from tests.support.trainer_service.recorded import assert_same_records
 from tests.support.trainer_service.related_rows import related_rows
@@ -39,13 +38,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole step": {"algorithm": {"max_tokens": 200, "loss": {"name": "gspo"}, "epochs": 2}},
 }
 WINDOWS_AND_CAPS = next(family for family in FAMILIES if family.name == "Gemma2")
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
-    with rank_pair(tmp_path_factory.mktemp("pair")) as ranks:
-        yield ranks
-        assert ranks.close() == 0
 
 
 def learned_alike(pair: RankPair, make_learner: MakeLearner, run: Path, options: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,13 +24,6 @@ from tests.support.waiting import wait_until
 from trainer_service.model.snapshot import shares_of
 
 TWO_FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
-    with rank_pair(tmp_path_factory.mktemp("pair")) as ranks:
-        yield ranks
-        assert ranks.close() == 0
 
 
 def version_of(policies: Path, version: int) -> Path:

@@ -1,6 +1,5 @@
 """Distillation from a teacher's most probable tokens: what is asked, kept and learned."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.support.trainer_service.harness import MakeHarness
 from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, random_rows
-from tests.support.trainer_service.rank_pair import RankPair, rank_pair
+from tests.support.trainer_service.rank_pair import RankPair
 from tests.support.trainer_service.rank_tasks import Task
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
@@ -31,13 +30,6 @@ pytestmark = pytest.mark.numeric
 TOP_K = 3
 ALGORITHM: dict[str, Any] = {"loss": {"name": "forward_kl", "top_k": TOP_K}, "max_tokens": 64}
 TEACHER = {"url": "http://teacher"}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
-    with rank_pair(tmp_path_factory.mktemp("pair")) as ranks:
-        yield ranks
-        assert ranks.close() == 0
 
 
 def taught(seed: int, count: int) -> list[Row]:

@@ -28,7 +28,7 @@ from reward_service.judging.models import GatewayModel, OpenAiModel
 from reward_service.rest.body_limit import BodyLimit
 from reward_service.sandbox.process import PythonProcesses
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
-from rollout_queue.http.keys import Keyring
+from rollout_queue.http.keys import Keyring, bearer
 from rollout_queue.http.probes import probes, text_of
 
 FORM_BYTES = 64 * 2**10
@@ -41,7 +41,7 @@ def create_app(settings: FineTuningSettings) -> FastAPI:
     """Raises DirectoryInUse, OSError."""
     lock = _taken(settings.directory)
     key = settings.gateway_key
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = bearer(key)
     gateway = httpx.AsyncClient(base_url=settings.gateway_url, headers=headers, trust_env=False)
     outside = httpx.AsyncClient()
     own = settings.judge.base_url is None

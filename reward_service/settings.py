@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from reward_service.dispatch.rules import AnyRule, DispatchSettings
 from reward_service.judging.settings import JudgeSettings
 from reward_service.sandbox.settings import PythonSettings
+from rollout_queue.http.keys import bearer
 from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 
@@ -61,4 +62,4 @@ class RewardSettings(ServiceSettings):
     def gateway_headers(self) -> dict[str, str]:
         """What authorises a call to the gateway; empty without keys."""
         key = next(iter([*self.admin_keys, *self.client_keys]), None)
-        return {"authorization": f"Bearer {key}"} if key else {}
+        return bearer(key)

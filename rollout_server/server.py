@@ -8,7 +8,6 @@ POST /memory/… ─▶ memory ─┘
 import asyncio
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import httpx
 
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.keys import bearer
+from rollout_queue.private_file import write_private
 from rollout_queue.protocol.engine_load import EngineLoads
 from rollout_server.adapters import COMPARE_EVERY_S, NamedAdapters
 from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
@@ -187,7 +187,7 @@ def build_server(settings: RolloutServerSettings, device: Device, weights_dir: P
         if port_in_use(settings.engine_host, settings.engine_port):
             raise EngineFailed(port_message(settings.engine_host, settings.engine_port, "engine_port"))
         if settings.engine_key is not None:
-            _write_private(settings.engine_key_path, settings.engine_key)
+            write_private(settings.engine_key_path, settings.engine_key)
         command = engine_command(settings, device, policy.directory, policy.version)
         environment = engine_environment(settings, device)
         try:
@@ -206,14 +206,6 @@ def build_server(settings: RolloutServerSettings, device: Device, weights_dir: P
         weights_dir,
         float32_engine=engine_dtype(settings, device) == "float32",
     )
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def port_message(host: str, port: int, field: str) -> str:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import yaml
 
+from rollout_queue.private_file import write_private
 from weir.demo.make_model import model_for
 from weir.demo.settings import services_of_demo
 from weir.errors import StackError
-from weir.stack.services import Sections, merged, write_private
+from weir.stack.services import Sections, merged
 
 MODEL_DIR = Path("/model")
 CONFIG_PATH = Path("/etc/weir/weir.yaml")

@@ -22,6 +22,7 @@ from reward_service.bounded import AnswerTooLarge, read_bounded
 from reward_service.graders.grade import TokenUsage
 from reward_service.judging.settings import JudgeSettings
 from rollout_queue.contract.ids import new_id
+from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.errors import error_message
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class OpenAiModel:
         self._settings, self._client = settings, client
 
     async def ask(self, call: JudgeCall) -> JudgeAnswer:
-        key = {"authorization": f"Bearer {self._settings.api_key}"} if self._settings.api_key else {}
+        key = bearer(self._settings.api_key)
         return await completion(
             self._client, f"{self._settings.base_url}", call, key, self._settings.timeout_s
         )

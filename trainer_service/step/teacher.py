@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
+from rollout_queue.http.keys import bearer
 from trainer_service.rows.rows import Row
 from trainer_service.rows.top_tokens import TopTokens
 from trainer_service.settings import TeacherSettings
@@ -50,7 +51,7 @@ class TeacherClient:
         """The teacher also tells its `top_k` most probable tokens at each place, of the `vocab_size` tokens
         of the policy."""
         self._vocab_size, self._top_k = vocab_size, top_k
-        headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+        headers = bearer(settings.api_key)
         self._client = httpx.Client(
             base_url=settings.url, headers=headers, timeout=settings.timeout_s, transport=transport
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from rollout_queue.http.keys import bearer
 from weir.audit.facts import Ledger, LedgerRow
 from weir.errors import StackError
 
@@ -49,7 +50,7 @@ def read_ledger(trainer_url: str | None, admin_key: str | None, directory: Path 
 
 
 def _served(url: str, admin_key: str | None) -> Iterator[LedgerRow]:
-    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    headers = bearer(admin_key)
     with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
         # Until it has restored its checkpoint, a trainer returns an empty ledger.
         client.get("/ready").raise_for_status()

@@ -34,6 +34,7 @@ import msgspec
 from redis import Redis
 from redis.exceptions import RedisError
 
+from rollout_queue.http.keys import bearer
 from rollout_queue.http.release import release
 from rollout_queue.redis.client.opening import open_redis
 from trainer_service.storage.checkpoint import LEDGER, STATE
@@ -223,7 +224,7 @@ def _check_room(redis: Redis, directory: Path) -> None:
 
 def _ask_for_checkpoint(sources: Sources, say: Say) -> None:
     """Have the trainer write a checkpoint; without an answer, the last one is taken."""
-    headers = {"authorization": f"Bearer {sources.admin_key}"} if sources.admin_key else {}
+    headers = bearer(sources.admin_key)
     began_at = time.monotonic()
     try:
         answer = httpx.post(f"{sources.trainer_url}/checkpoint", headers=headers, timeout=FRESH_TIMEOUT_S)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI, OpenAIError
 
+from rollout_queue.http.keys import bearer
 from weir.demo.game import Game, ToolGame
 from weir.errors import StackError
 
@@ -102,7 +103,7 @@ class EpisodeRunner:
     async def _play(self, enough: Callable[[EpisodeLog], bool]) -> None:
         self.record.started_at = time.monotonic()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        headers = {"authorization": f"Bearer {self._client_key}"}
+        headers = bearer(self._client_key)
         async with (
             httpx.AsyncClient(
                 base_url=self._gateway_url, headers=headers, limits=limits, timeout=120

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
 from rollout_queue.protocol.trainer import TrainerReport
@@ -47,7 +48,7 @@ class Observer:
     def __init__(self, gateway_url: str, admin_key: str, metrics_path: Path) -> None:
         self.snapshot = Observation()
         self._gateway_url = gateway_url
-        self._headers = {"authorization": f"Bearer {admin_key}"}
+        self._headers = bearer(admin_key)
         self._metrics_path = metrics_path
         self._read_bytes = 0
 

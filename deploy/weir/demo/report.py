@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 
+from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.policies import PolicyPage, PushPage
 from weir.demo.episodes import WINDOW, EpisodeLog
 from weir.demo.observer import Observation
@@ -34,7 +35,7 @@ def account(gateway_url: str, client_key: str) -> dict[str, int]:
     """The number of sessions by verdict, from the gateway's list."""
     verdicts: Counter[str] = Counter()
     cursor: str | None = "0"
-    headers = {"authorization": f"Bearer {client_key}"}
+    headers = bearer(client_key)
     with httpx.Client(base_url=gateway_url, headers=headers, timeout=60) as rest:
         while cursor is not None:
             page = rest.get("/sessions", params={"limit": 1000, "cursor": cursor}).raise_for_status().json()
@@ -46,7 +47,7 @@ def account(gateway_url: str, client_key: str) -> dict[str, int]:
 def served_versions(gateway_url: str, admin_key: str) -> set[int]:
     """The pushed versions that an engine has served, as far as the gateway knows them still: those whose push
     has ended well, and those that have files and are `serving` or `retired`."""
-    headers = {"authorization": f"Bearer {admin_key}"}
+    headers = bearer(admin_key)
     with httpx.Client(base_url=gateway_url, headers=headers, timeout=30) as gateway:
         pushes = PushPage.read(gateway.get("/admin/policies/pushes").raise_for_status().content)
         policies = PolicyPage.read(gateway.get("/admin/policies").raise_for_status().content)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
+from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.errors import ErrorReply
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
@@ -59,7 +60,7 @@ def redis_ready(settings: RedisSettings) -> Readiness:
 def system_status(gateway_url: str, admin_key: str | None) -> SystemStatus:
     """The gateway's report of the system. Raises OSError if the gateway gives none, MalformedMessage if this
     build cannot read it."""
-    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    headers = bearer(admin_key)
     request = urllib.request.Request(f"{gateway_url}/admin/status", headers=headers)  # noqa: S310 - http only
     with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:  # noqa: S310
         return SystemStatus.read(answer.read())
@@ -67,7 +68,7 @@ def system_status(gateway_url: str, admin_key: str | None) -> SystemStatus:
 
 def reward_status(url: str, admin_key: str | None) -> RewardStatus:
     """The reward service's report. Raises OSError if it gives none, msgspec.DecodeError for another one."""
-    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    headers = bearer(admin_key)
     request = urllib.request.Request(f"{url}/status", headers=headers)  # noqa: S310 - http only
     with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:  # noqa: S310
         return msgspec.json.decode(answer.read(), type=RewardStatus)

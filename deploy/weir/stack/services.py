@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from rollout_queue.private_file import write_private
 from rollout_queue.settings import (
     CONFIG_VARIABLE,
     SHORT_NAMES,
@@ -159,12 +160,3 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(below, Mapping)
         result[name] = merged(below, value) if both else value  # type: ignore[arg-type]
     return result
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write the file atomically, and readable by its owner alone, because it may have keys of the user."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.touch(mode=0o600)
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

@@ -6,8 +6,8 @@ from typing import Literal, Self
 import psutil
 from pydantic import BaseModel
 
+from rollout_queue.private_file import write_private
 from weir.errors import StackError
-from weir.stack.services import write_private
 
 Phase = Literal["starting", "up", "failed"]
 START_TIME_SLACK_S = 1.0

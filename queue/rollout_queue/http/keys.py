@@ -27,7 +27,7 @@ def digest(key: str) -> str:
 
 def bearer(key: str | None) -> dict[str, str]:
     """The header that presents a key; no header without one."""
-    return {} if key is None else {"authorization": f"Bearer {key}"}
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def presented_key(headers: Mapping[str, str]) -> str | None:

@@ -43,15 +43,16 @@ def kill_containers(
             name = order.pop()
             time.sleep(draw.uniform(1, 5))  # kills come at any time
             heard = agents.heard
-            next(each for each in system.containers() if each.name == name).kill()
+            victim = next(each for each in system.containers() if each.name == name)
+            victim.kill()
             killed[name] = killed.get(name, 0) + 1
-            healed_s = system.heal(count)
+            healed_s = system.heal(count, victim)
             told(
                 f"killed {name}; well again after {healed_s:.0f} s, {agents.heard - heard} answers meanwhile"
             )
     settle(system)
     system.compose("cp", str(answers), "trainer_service:/var/lib/weir/checkpoints/answers.jsonl")
-    script = "weir audit --answers /var/lib/weir/checkpoints/answers.jsonl; echo exit code $?"
+    script = "weir audit --answers /var/lib/weir/checkpoints/answers.jsonl 2>&1; echo exit code $?"
     report = system.compose("exec", "-T", "trainer_service", "sh", "-c", script)
     return ComposeRun(killed, agents.counts, report, report.rstrip().endswith("exit code 0"))
 

@@ -68,10 +68,11 @@ class ComposeSystem:
         reply = httpx.get(f"{self.url}{path}", headers=headers, timeout=30)
         return reply.raise_for_status().json()
 
-    def heal(self, count: int) -> float:
-        """Wait until so many containers are healthy, and every rollout server is ready. Returns the seconds
-        it took."""
+    def heal(self, count: int, killed: Container) -> float:
+        """Wait until the killed container runs again, so many are healthy, and every rollout server is ready.
+        Returns the seconds it took."""
         began = time.monotonic()
+        within(HEALS_WITHIN_S, lambda: killed.pid not in {each.pid for each in self.containers()})
         within(HEALS_WITHIN_S, lambda: self._well(count))
         return time.monotonic() - began
 

@@ -80,6 +80,8 @@ def test_paths_are_templates_without_a_query(logging: tuple[RunningGateway, Path
     gateway.chat(path=f"/sessions/{name}/v1/chat/completions", key=session["api_key"])
     entry = served(log, "/sessions/{session_id}/v1/chat/completions")
     assert (entry["session_id"], entry["key"]) == (name, "session")
+    gateway.get("/admin/policies/7?wait=true", key=ADMIN_KEY)
+    assert served(log, "/admin/policies/{version}")["status"] == 404
     gateway.get(f"/no/such/{WRONG_KEY}%0AFAKE")
     assert served(log, "-")["status"] == 404
     assert "tokens=true" not in log.read_text()

@@ -126,6 +126,20 @@ def test_a_person_reads_lines_and_the_exit_code_says_the_rest(sources: Sources, 
     assert "found 1 lost; each was found in 3 readings" in said
 
 
+def test_in_a_container_the_address_of_redis_stands_in_a_file(
+    sources: Sources, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(redis, "s1")
+    file = tmp_path / "redis_url"
+    file.write_text(f"{sources.redis_url}\n")
+    monkeypatch.setenv("WEIR_REDIS_URL_FILE", str(file))
+    result = CliRunner().invoke(app, ["audit", "--checkpoint-dir", str(sources.checkpoint_dir)])
+    assert (result.exit_code, "waiting: 1 sessions" in result.output) == (0, True), result.output
+    file.write_text("\n")
+    result = CliRunner().invoke(app, ["audit", "--checkpoint-dir", str(sources.checkpoint_dir)])
+    assert (result.exit_code, f"WEIR_REDIS_URL_FILE: {file} is empty" in result.output) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

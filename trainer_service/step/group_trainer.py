@@ -178,7 +178,7 @@ class GroupTrainer:
             self.trace = traced.traceparent
             values = self._step(scored, version, algorithm)
             if traced.recording:
-                traced.set(step_attributes(scored.rows, version, values))
+                traced.set(step_attributes(scored.groups, scored.rows, version, values))
             return values
 
     def _step(

@@ -6,7 +6,7 @@ from rollout_queue.signals.tracing.spans import Value
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.rows.rows import Row
 
-SHOWN = ("reward_mean", "loss", "grad_norm", "entropy", "mismatch/abs_logp", "mismatch/kl")
+SHOWN = ("loss", "grad_norm", "entropy", "mismatch/abs_logp", "mismatch/kl")
 """The metrics that are attributes."""
 
 
@@ -19,8 +19,12 @@ def traces_of(groups: Sequence[ScreenedGroup]) -> Iterator[str]:
                     yield turn.trace
 
 
-def step_attributes(rows: Sequence[Row], version: int, values: object) -> dict[str, Value | None]:
-    """`values` are the step's metrics, if it was made."""
+def step_attributes(
+    groups: Sequence[ScreenedGroup], rows: Sequence[Row], version: int, values: object
+) -> dict[str, Value | None]:
+    """`values` are the step's metrics, if it was made. The rewards are those of the sessions in `groups`."""
+    members = [member for screened in groups for member in screened.group.members]
+    rewards = [member.reward for member in members if member.rewarded and member.reward is not None]
     metrics = values if isinstance(values, dict) else {}
     shown = {f"rl.{name.replace('/', '.')}": metrics.get(name) for name in SHOWN}
     return {
@@ -29,5 +33,6 @@ def step_attributes(rows: Sequence[Row], version: int, values: object) -> dict[s
         "rl.step.rows": len(rows),
         "rl.step.turns": sum(len(row.turn_ids) for row in rows),
         "rl.step.tokens": sum(row.trained_tokens for row in rows),
+        "rl.reward_mean": sum(rewards) / len(rewards) if rewards else None,
         **shown,
     }

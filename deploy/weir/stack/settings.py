@@ -14,7 +14,15 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.settings import SHORT_NAMES, CommaSeparated, ServiceKey, ServiceSettings, file_document
+from rollout_queue.settings import (
+    SECRETS,
+    SHORT_NAMES,
+    CommaSeparated,
+    ServiceKey,
+    ServiceSettings,
+    file_document,
+    secret,
+)
 
 OWNERS = {
     "gateway_port": ("gateway", "port"),
@@ -103,8 +111,10 @@ def variable(section: str, name: str) -> str:
 
 
 def service_field(section: str, name: str) -> str | None:
-    """A field of a service as the service reads it, from the environment and weir.yaml; None if unset."""
-    short = os.environ.get(f"WEIR_{name}".upper()) if name in SHORT_NAMES else None
+    """A field of a service as the service reads it: from the environment, a secret's file, and weir.yaml. None
+    if unset. Raises MalformedSettings."""
+    named = f"WEIR_{name}".upper()
+    short = secret(named) if name in SECRETS else os.environ.get(named) if name in SHORT_NAMES else None
     found = os.environ.get(variable(section, name)) or short or file_document().get(section, {}).get(name)
     return str(found) if found else None
 

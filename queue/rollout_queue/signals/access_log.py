@@ -74,5 +74,7 @@ def _write(scope: Scope, status: int, size: int, seconds: float) -> None:
 def path_template(scope: Scope) -> str:
     """The path of the route that served a request."""
     own = scope.get("state", {}).get("path_template")  # of an application that has routes of its own
-    found = own or getattr(scope.get("route"), "path_format", None)
+    # FastAPI notes a route of an included router with the whole path here; the route itself has a part of it.
+    included = scope.get("fastapi", {}).get("effective_route_context")
+    found = own or getattr(included or scope.get("route"), "path_format", None)
     return str(found) if found else NO_ROUTE

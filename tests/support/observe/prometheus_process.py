@@ -65,6 +65,7 @@ def prometheus(root: Path, urls: Mapping[str, Sequence[str]]) -> Iterator[Promet
 
 def _read_often(started: PrometheusProcess) -> int:
     try:
-        return len(started.ask("count_over_time((up == 1)[5m:1s]) > 4"))
+        ready = started.http.get(f"{started.url}/-/ready").status_code == 200
     except httpx.TransportError:
         return 0
+    return len(started.ask("count_over_time((up == 1)[5m:1s]) > 4")) if ready else 0

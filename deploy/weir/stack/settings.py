@@ -111,7 +111,7 @@ def variable(section: str, name: str) -> str:
 
 
 def service_field(section: str, name: str) -> str | None:
-    """A field of a service as the service reads it: from the environment, the file of a secret, and weir.yaml.
+    """A field of a service as the service reads it: from the environment, a file of a secret, and weir.yaml.
     None if unset. Raises MalformedSettings."""
     named = f"WEIR_{name}".upper()
     short = secret(named) if name in SECRETS else os.environ.get(named) if name in SHORT_NAMES else None

@@ -209,7 +209,7 @@ def test_a_killed_worker_is_started_again_and_the_other_goes_on(
     session = gateway.session()
     for victim in workers_of(process):
         victim.kill()
-        wait_until(lambda: up(gateway) == [1.0] * WORKERS and len(workers_of(process)) == WORKERS, 60)
+        wait_until(lambda: up(gateway) == [1.0] * WORKERS and len(workers_of(process)) == WORKERS)
         assert victim.pid not in {each.pid for each in workers_of(process)}
     Call(gateway, session).completion()
 
@@ -225,7 +225,7 @@ def test_a_retry_samples_again_if_the_worker_of_its_call_was_killed(
     for victim in workers_of(process):
         victim.kill()
     wait_until(lambda: not first & {each.pid for each in workers_of(process)})
-    wait_until(lambda: up(gateway) == [1.0] * WORKERS, 60)
+    wait_until(lambda: up(gateway) == [1.0] * WORKERS)
     let_on(gateway)
     assert Call(gateway, session, attempt=1).answer()[0] == 200
     interrupted.hang_up()
@@ -238,8 +238,8 @@ def test_a_hung_worker_is_killed_and_started_again(
     process, _ = started
     hung = workers_of(process)[0]
     hung.suspend()
-    wait_until(lambda: not runs(hung), 60)
-    wait_until(lambda: len(workers_of(process)) == WORKERS, 60)
+    wait_until(lambda: not runs(hung))
+    wait_until(lambda: len(workers_of(process)) == WORKERS)
 
 
 def test_metrics_say_which_worker_hangs(started: tuple[subprocess.Popen[bytes], RunningGateway]) -> None:

@@ -103,7 +103,8 @@ def test_the_pipeline_says_what_waits_for_what(backends: Backends) -> None:
     assert re.search(r"2 sessions wait .*; the oldest has waited for \d+ s, and expires in (59|60) min", said)
     assert "2 sessions have ended with a reward, and wait for the rest of the group" in said
     assert "1 session is finished and rewarded, and so is the whole group: the trainer can train on" in said
-    assert re.search(r"wait is that of g, since \d+ s: 2 of 4 have ended, 1 goes on, 1 waits", said)
+    longest = r"the longest wait is that of g, since \d+ s: 2 of 4 have ended, 1 goes on, 1 waits"
+    assert re.search(longest, said)
     assert "the trainer, at step 3 and version 4, is waiting and waits for 16 rows with an advantage" in said
 
 

@@ -13,6 +13,8 @@ from typing import Any, Literal, TextIO
 
 import uvicorn
 
+from rollout_queue.http.server import KEEP_ALIVE_S
+
 CLAIMS = Path(tempfile.gettempdir()) / f"weir-test-ports-{os.getuid()}"
 PORTS = range(10_000, 32_000)
 """These ports lie below the range from which Linux takes the ports of outgoing connections."""
@@ -73,6 +75,7 @@ def serving(
         loop=loop,
         log_level="warning",
         timeout_graceful_shutdown=2,
+        timeout_keep_alive=KEEP_ALIVE_S,
         proxy_headers=False,
     )
     server = _Server(config)

@@ -66,12 +66,12 @@ test-clients:  ## SDKs against the real engine, whole agents against a scripted 
 test-presets: install  ## each preset of the trainer on the demo's task, five steps, on the real stack
 	@$(BIN)/pytest tests/presets
 
-test-page: .venv/installed run/page/axe/installed  ## the operators' page in a real browser: Chromium, which apt or WEIR_TEST_CHROMIUM provides
+test-page: install run/page/axe/installed  ## the operators' page in a real browser: Chromium, which apt or WEIR_TEST_CHROMIUM provides
 	@command -v "$${WEIR_TEST_CHROMIUM:-chromium}" >/dev/null \
 		|| { echo "no Chromium: apt-get install --no-install-recommends chromium, or name one in WEIR_TEST_CHROMIUM" >&2; exit 1; }
 	@WEIR_TEST_BROWSER=required $(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder tests/page
 
-page-shots: .venv/installed  ## the screenshots in docs/page, of a deployment of doubles
+page-shots: install  ## the screenshots in docs/page, of a run of the demo
 	@$(BIN)/python -m tests.support.page.screenshots
 
 page-vendor: .venv/installed  ## renew the page's libraries from the npm registry, in the versions of vendor.json

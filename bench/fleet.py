@@ -1,6 +1,6 @@
 """A large fleet, simulated: what the choice of a server costs, how even the load is, what prefixes save.
 
-python -m bench.fleet                  the table of servers: 10, 100, 1000
+python -m bench.fleet                  the table of servers, by their number and the choice
 python -m bench.fleet events           a push, deaths, joins, a session with 1,000 forks
 python -m bench.fleet concurrency      limits of calls against none, with more calls than the caches hold
 python -m bench.fleet redis            what a turn costs Redis, with the gateways' writer on a real server
@@ -160,6 +160,8 @@ def main() -> None:
     choices = ("servers", "events", "concurrency", "redis", "push")
     parser.add_argument("what", nargs="?", default="servers", choices=choices)
     parser.add_argument("--share", type=float, default=1.0)
+    parser.add_argument("--servers", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--choices", nargs="+", default=list(KINDS), choices=KINDS)
     asked = parser.parse_args()
     match asked.what:
         case "push":
@@ -186,11 +188,11 @@ def main() -> None:
             found = {name: simulated_calls(fleet, events=events) for name, events in EVENTS.items()}
             table(EVENT_COLUMNS, [event_row(name, run) for name, run in found.items()])
         case _:
-            sizes = [max(10, int(each * asked.share)) for each in (10, 100, 1000)]
+            sizes = [max(10, int(each * asked.share)) for each in asked.servers]
             rows = [
-                servers_row(name, simulated_calls(fleet_of(size), kind))
+                servers_row(name, simulated_calls(fleet_of(size), KINDS[name]))
                 for size in dict.fromkeys(sizes)
-                for name, kind in KINDS.items()
+                for name in asked.choices
             ]
             table(COLUMNS, rows)
 

@@ -40,8 +40,9 @@ def why_turn(head: SessionHead, turn: Turn, verdict: Verdict, session: str | Non
     says."""
     if verdict.code == "trained":
         return None if turn.output_ids else EMPTY_ROOT
-    inherited = turn.turn_id not in head.turn_verdicts and session is not None
-    if inherited and verdict.code not in ("orphan_retry", "aborted", "not_for_training"):
+    own, whole = head.turn_verdicts.get(turn.turn_id), head.verdict
+    shared = own is None or (whole is not None and (own.code, own.detail) == (whole.code, whole.detail))
+    if shared and session is not None and verdict.code not in ("orphan_retry", "aborted", "not_for_training"):
         return session
     return _sentence(head, verdict)
 
@@ -94,6 +95,8 @@ def _sentence(head: SessionHead, verdict: Verdict) -> str:
             return f"Its session was abandoned: {detail}."
         case "expired":
             return f"Its session expired: {detail}."
+        case "zero_advantage":
+            return f"Its advantage is 0: {detail}."
         case "orphan_retry":
             return f"A retry has replaced it: {detail}."
         case "aborted":
@@ -115,4 +118,4 @@ def _no_advantage(head: SessionHead, verdict: Verdict, rewards: Sequence[float])
         return "No other session of its group has a reward to compare it with, so its advantage is 0."
     if len(rewards) > 1 and len(set(rewards)) == 1:
         return f"All {len(rewards)} rewards of its group are {rewards[0]:g}, so its advantage is 0."
-    return f"Its advantage is 0: {verdict.detail}."
+    return _sentence(head, verdict)

@@ -134,6 +134,23 @@ def test_a_version_that_a_canary_rolled_back_is_not_released(deploy: Deploy) -> 
     assert deployment.versions() == [1, 1]
 
 
+def test_a_version_that_was_served_before_its_canary_is_not_released_either(deploy: Deploy) -> None:
+    deployment = deploy(2, canary=EVEN_ODDS)
+    deployment.announce(1)
+    wait_until(lambda: deployment.plan()["serving"] == 1)
+    assert admin(deployment, "POST", "/rollback", {"to": 0, "hold": True}).status_code == 200
+    wait_until(lambda: deployment.plan()["serving"] == 0)
+    assert admin(deployment, "POST", "/1/canary", {}).status_code == 200
+    wait_until(lambda: state_of(deployment, 1) == "open")
+    assert admin(deployment, "DELETE", "/1/canary").status_code == 200
+    deployment.until("serving")
+    assert admin(deployment, "GET", "/1").json()["state"] == "failed"
+    assert admin(deployment, "POST", "/release").json()["serving"] == 0
+    assert deployment.versions() == [0, 0]
+    assert admin(deployment, "POST", "/1/promote").status_code == 200
+    assert admin(deployment, "GET", "/1").json()["state"] == "serving"
+
+
 @pytest.mark.parametrize("why", ["an operator rolls back", "its servers refuse it"])
 @pytest.mark.long
 def test_a_version_whose_canary_ended_by_itself_is_not_released(deploy: Deploy, why: str) -> None:

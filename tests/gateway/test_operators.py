@@ -66,6 +66,16 @@ def test_an_operator_pauses_and_resumes_the_trainer_over_the_gateway(
     assert not trainer.paused
 
 
+def test_the_key_of_rollout_servers_is_not_the_gateways_key_for_the_trainer(
+    backends: Backends, trainer: SharedState, gateway: RunningGateway
+) -> None:
+    """It opens the files of versions at the trainer, and does not pause it."""
+    with backends.gateway(rollout_server_key="of-rollout-servers", trainer_key="of-the-trainer") as keyed:
+        reply = keyed.post("/admin/trainer/pause", key=ADMIN_KEY)
+        assert (reply.status_code, reply.json()) == (200, {"paused": True})
+        assert trainer.paused
+
+
 def test_an_operator_asks_for_a_checkpoint_over_the_gateway(
     gateway: RunningGateway, trainer: SharedState
 ) -> None:

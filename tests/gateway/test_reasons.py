@@ -90,6 +90,18 @@ def test_no_advantage_is_explained_by_the_rewards(
     assert expected in why
 
 
+def test_a_turn_has_the_reason_of_its_session_unless_it_has_a_verdict_of_its_own() -> None:
+    verdict = Verdict(code="zero_advantage", detail="all 2 rewards of the group are 1")
+    of = head(spec(group_id="g"), verdict=verdict, turn_verdicts={"t1": verdict})
+    session = why_session(of, verdict, [1.0, 1.0])
+    assert session == "All 2 rewards of its group are 1, so its advantage is 0."
+    assert why_turn(of, of.turns[0], verdict, session) == session
+    own = Verdict(code="zero_advantage", detail="its return is that of all other turns")
+    of = head(spec(group_id="g"), verdict=verdict, turn_verdicts={"t1": own})
+    why = "Its advantage is 0: its return is that of all other turns."
+    assert why_turn(of, of.turns[0], own, session) == why
+
+
 def test_a_trained_turn_needs_no_reason_and_its_context_has_one() -> None:
     verdict = Verdict(code="trained", step=1, version=2)
     of = head(verdict=verdict, turn_verdicts={"t1": verdict})

@@ -2,10 +2,11 @@
 
 import re
 
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import expect
 
 from tests.support.page.browser import Tab, Watched
 from tests.support.page.deployment import ShownDeployment
+from tests.support.page.dialogs import act, version_row
 from tests.support.waiting import wait_until
 
 
@@ -13,20 +14,6 @@ def open_policies(shown: ShownDeployment, tab: Tab) -> Watched:
     watched = tab(f"{shown.gateway.url}/#/policies")
     expect(watched.tab.get_by_role("heading", name="Last pushes")).to_be_visible()
     return watched
-
-
-def version(page: Page, number: int) -> Locator:
-    table = page.get_by_role("table", name="Versions, the newest first")
-    return table.get_by_role("row").filter(has=page.get_by_role("cell", name=str(number), exact=True))
-
-
-def act(page: Page, button: str, confirm: str, says: str) -> None:
-    """Press a button, read the question, and confirm it."""
-    page.get_by_role("button", name=button, exact=True).click()
-    dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text(says)
-    dialog.get_by_role("button", name=confirm, exact=True).click()
-    expect(dialog).to_be_hidden()
 
 
 def plan(shown: ShownDeployment) -> dict[str, object]:
@@ -39,20 +26,20 @@ def test_versions_are_promoted_rolled_back_held_and_released(shown: ShownDeploym
         shown.publish(number)
     wait_until(lambda: plan(shown)["serving"] == 2)
     page = open_policies(shown, tab).tab
-    expect(version(page, 2)).to_contain_text("serving")
+    expect(version_row(page, 2)).to_contain_text("serving")
     act(
         page,
         "Roll back to version 1",
         "Roll back to 1",
         "Every server loads version 1 again, in place of version 2.",
     )
-    expect(version(page, 1)).to_contain_text("serving")
+    expect(version_row(page, 1)).to_contain_text("serving")
     expect(page.get_by_text("held", exact=True)).to_be_visible()
     assert plan(shown)["hold"]
     shown.publish(3)
-    expect(version(page, 3)).to_contain_text("published")
+    expect(version_row(page, 3)).to_contain_text("published")
     act(page, "Promote version 3", "Promote 3", "3 servers load version 3, a few at a time")
-    expect(version(page, 3)).to_contain_text("serving")
+    expect(version_row(page, 3)).to_contain_text("serving")
     expect(page.get_by_text("New versions are pushed by themselves.")).to_be_visible()
     page.get_by_role("button", name="Hold…").click()
     page.get_by_label("Reason").fill("a look at version 3")
@@ -75,12 +62,12 @@ def test_a_canary_is_begun_and_rolled_back(shown: ShownDeployment, tab: Tab) -> 
     canary = page.get_by_role("region", name="Canary of version 1")
     expect(canary).to_contain_text("KL divergence from the served version")
     expect(canary).to_contain_text("at most 0.1 nats a token")
-    expect(version(page, 1)).to_contain_text("canary")
+    expect(version_row(page, 1)).to_contain_text("canary")
     canary.get_by_role("button", name="Roll back…").click()
     page.get_by_role("button", name="Roll it back", exact=True).click()
     expect(canary).to_be_hidden()
     expect(page.get_by_role("region", name="Last canaries")).to_contain_text("rolled back")
-    expect(version(page, 1)).to_contain_text("failed")
+    expect(version_row(page, 1)).to_contain_text("failed")
 
 
 def test_versions_are_pinned_and_servers_drained(shown: ShownDeployment, tab: Tab) -> None:
@@ -125,5 +112,5 @@ def test_the_number_that_the_trainer_reserved_is_shown(shown: ShownDeployment, t
     shown.publish(1)
     shown.gateway.redis.hset("weir:policy_reserved", mapping={"version": 2, "location": "file:///v2"})
     page = open_policies(shown, tab).tab
-    expect(version(page, 2)).to_contain_text(re.compile("reserved"))
-    expect(version(page, 2).get_by_role("button")).to_have_count(0)
+    expect(version_row(page, 2)).to_contain_text(re.compile("reserved"))
+    expect(version_row(page, 2).get_by_role("button")).to_have_count(0)

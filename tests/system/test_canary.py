@@ -29,6 +29,7 @@ def two_servers(system: System, tmp_path: Path) -> Iterator[System]:
     run_dir, name = system.settings.run_dir.absolute(), "rollout-second"
     settings = {
         "id": name,
+        "rollout_server_key": system.settings.rollout_server_key,
         "port": free_port(),
         "engine_port": free_port(),
         "engine_python": ENGINE_PYTHON.absolute(),

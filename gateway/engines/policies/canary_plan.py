@@ -67,16 +67,18 @@ def newest_policy(records: Iterable[PolicyRecord]) -> PolicyRecord | None:
 
 
 async def known_policies(register: PolicyRegister, serving: ServingRegister) -> list[PolicyRecord]:
-    """Every registered version, ascending. One that was not served is `failed` if its last canary was rolled
-    back."""
+    """Every registered version, ascending. One that was never served, or is newer than what the servers are
+    to serve, is `failed` if its last canary was rolled back."""
     records = await register.records()
+    plan = await serving.read()
     failed = _rolled_back(await serving.last_canaries())  # read last, so that no end is missed
-    return [_judged(records[version], failed) for version in sorted(records)]
+    target = -1 if plan.target is None else plan.target
+    return [_judged(records[version], failed, target) for version in sorted(records)]
 
 
-def _judged(record: PolicyRecord, failed: Collection[int]) -> PolicyRecord:
-    lost = record.state == "published" and record.version in failed
-    return replace(record, state="failed") if lost else record
+def _judged(record: PolicyRecord, failed: Collection[int], target: int) -> PolicyRecord:
+    judged = record.state == "published" or record.version > target
+    return replace(record, state="failed") if judged and record.version in failed else record
 
 
 def _rolled_back(canaries: Sequence[Canary]) -> set[int]:

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 
 from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.trainer import RestoreBody, TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -59,7 +60,7 @@ async def roll_trainer_back(body: RestoreBody, request: Request) -> Response:
     gateway = parts_of(request)
 
     def ask(url: str) -> Answer:
-        return gateway.engine.post(f"{url}/rollback", body, CHECKPOINT_TIMEOUT_S, gateway.fleet.headers)
+        return gateway.engine.post(f"{url}/rollback", body, CHECKPOINT_TIMEOUT_S, _admin(gateway))
 
     return await _answered(gateway, ask)
 
@@ -97,7 +98,7 @@ async def asked_of_trainer(
     """The trainer's answer to a request without a body. Raises ApiError if it cannot be reached."""
     return await _answered(
         gateway,
-        lambda url: gateway.engine.request(method, f"{url}{path}", timeout_s, gateway.fleet.headers),
+        lambda url: gateway.engine.request(method, f"{url}{path}", timeout_s, _admin(gateway)),
     )
 
 
@@ -110,6 +111,11 @@ async def _answered(gateway: GatewayParts, ask: Callable[[str], Answer]) -> Resp
         why = str(error) or type(error).__name__
         raise _unavailable(f"the trainer at {url} does not answer: {why}") from error
     return Response(body, status, media_type="application/json")
+
+
+def _admin(gateway: GatewayParts) -> dict[str, str]:
+    """The authorization that the trainer expects of operators."""
+    return bearer(next(iter(gateway.settings.admin_keys), None))
 
 
 async def _trainer_url(gateway: GatewayParts) -> str:

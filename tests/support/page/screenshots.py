@@ -1,48 +1,68 @@
-"""Takes the screenshots of docs/page: `make page-shots`."""
+"""Takes the screenshots of docs/page, of a real run of the demo: `make page-shots`."""
 
-import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Browser, Page
-from tokenizers import Tokenizer
 
-from tests.support.gateway.fake_engine import FakeEngine
-from tests.support.gateway.running import ADMIN_KEY, Backends
 from tests.support.page.browser import PHONE, WIDE, chromium, context_of, watched_tab
-from tests.support.page.deployment import ShownDeployment, shown_deployment
-from tests.support.page.scene import fill, live
-from tests.support.redis_process import RedisProcess
-from tests.support.serving import serving
-from tests.support.tiny_model import make_tiny_model
+from tests.support.page.demo_run import ADMIN_KEY, DemoRun, demo_run
 
 COLOURS = 96
 OUT = Path(__file__).parents[3] / "docs/page"
+LOOKS_MS = 30_000
+"""How long the view Now is open before its picture, so that its small curves have points."""
 
 
-def shoot(browser: Browser, shown: ShownDeployment, out: Path) -> None:
-    """Each view in both themes, wide and on a phone."""
-    for theme, size in (("light", WIDE), ("dark", WIDE), ("light", PHONE), ("dark", PHONE)):
-        name = f"{theme}.png" if size == WIDE else f"{theme}-phone.png"
-        context = context_of(browser, size, theme == "dark")
-        tab = watched_tab(context).tab
-        tab.goto(shown.gateway.url)
-        tab.get_by_label("API key").fill(ADMIN_KEY)
-        save(tab, out / f"sign-in-{name}")
-        tab.get_by_role("button", name="Sign in").click()
-        tab.get_by_role("heading", name="Fleet").wait_for()
-        live(shown)
-        save(tab, out / f"now-{name}", whole=size == WIDE)
-        tab.get_by_role("link", name="Policies", exact=True).click()
-        tab.get_by_role("heading", name="Last pushes").wait_for()
-        save(tab, out / f"policies-{name}", whole=size == WIDE)
-        tab.get_by_role("button", name="Roll back to version 11").click()
-        tab.get_by_role("dialog").wait_for()
-        save(tab, out / f"dialog-{name}")
-        context.close()
+def shoot(browser: Browser, run: DemoRun, out: Path) -> None:
+    """Each view: in the light theme, in the dark one, or on a phone."""
+    light, dark, phone = (
+        signed_in(browser, run, *look) for look in ((WIDE, False), (WIDE, True), (PHONE, False))
+    )
+    light.wait_for_timeout(LOOKS_MS)
+    save(light, out / "now-light.png", whole=True)
+    save(phone, out / "now-phone.png")
+    show(dark, "#/policies", "table")
+    save(dark, out / "policies-dark.png", whole=True)
+    session, other = mixed_group(run)
+    show(light, f"#/sessions/{session}?colour=advantage&with={other}", ".tokens")
+    light.locator(".tok").last.hover()
+    save(light, out / "tokens-light.png", whole=True)
+    verdict = run.ask(f"/sessions/{session}")["verdict"]
+    show(light, f"#/lineage/groups/{run.ask(f'/sessions/{session}')['group_id']}", ".bars")
+    save(light, out / "group-light.png", whole=True)
+    show(light, f"#/lineage/{verdict['version']}", "table")
+    save(light, out / "lineage-light.png")
+    show(dark, "#/learning?m=reward_mean,entropy,mismatch/kl,staleness/total_mean", ".u-over")
+    save(dark, out / "learning-dark.png", whole=True)
+
+
+def signed_in(browser: Browser, run: DemoRun, size: tuple[int, int], dark: bool = False) -> Page:
+    tab = watched_tab(context_of(browser, size, dark)).tab
+    tab.goto(run.url)
+    tab.get_by_label("API key").fill(ADMIN_KEY)
+    tab.get_by_role("button", name="Sign in").click()
+    tab.get_by_role("heading", name="Fleet").wait_for()
+    return tab
+
+
+def show(tab: Page, place: str, drawn: str) -> None:
+    tab.evaluate("place => { location.hash = place }", place)
+    tab.locator(f"main {drawn}").first.wait_for()
+
+
+def mixed_group(run: DemoRun) -> tuple[str, str]:
+    """Two trained sessions of one group: one with the best reward, one with the worst."""
+    session = run.ask("/sessions?order=newest&verdict=trained&limit=1")["data"][0]
+    members = run.ask(f"/admin/groups/{session['group_id']}")["members"]
+    ordered = sorted(members, key=lambda each: float(each["reward"]))
+    return ordered[-1]["session_id"], ordered[0]["session_id"]
 
 
 def save(tab: Page, path: Path, whole: bool = False) -> None:
@@ -51,22 +71,29 @@ def save(tab: Page, path: Path, whole: bool = False) -> None:
     picture.convert("RGB").quantize(COLOURS).save(path, optimize=True)
 
 
+@contextmanager
+def agents(run: DemoRun) -> Iterator[None]:
+    """The demo's agents play while the block runs."""
+    over = threading.Event()
+    playing = threading.Thread(target=run.play, args=(lambda _: over.is_set(),))
+    playing.start()
+    try:
+        yield
+    finally:
+        over.set()
+        playing.join()
+
+
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
     out.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        redis = RedisProcess(Path(folder) / "redis").start(maxmemory="256mb")
-        model = make_tiny_model(Path(folder) / "model")
-        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        backends = Backends(redis.url, model, tokenizer, redis.client, FakeEngine(tokenizer))
-        try:
-            with serving(backends) as backends.engine_url, shown_deployment(backends) as shown:
-                fill(shown)
-                with chromium() as browser:
-                    shoot(browser, shown, out)
-        finally:
-            redis.kill()
-    subprocess.run(["ls", "-l", str(out)], check=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        demo_run(Path(folder)) as run,
+        chromium() as browser,
+        agents(run),
+    ):
+        shoot(browser, run, out)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("browser")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """One for each module: while it runs, its thread has an event loop, and asynchronous tests need their
+    own."""
     if chromium_executable() is None:
         missing(WHY_NOT)
     with chromium() as browser:

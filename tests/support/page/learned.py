@@ -63,7 +63,7 @@ def keep_step(shown: ShownDeployment, trained: Verdict) -> None:
     assert trained.version is not None
     step = TrainedStep(trained.step, trained.version, trained.version - 1, turns=12, sessions=4, tokens=284)
     shown.gateway.redis.zadd(keys.STEPS, {msgspec.json.encode(step): trained.version})
-    shown.publish(trained.version)
+    shown.publish(trained.version, force=True)
 
 
 def note_trained(

@@ -17,10 +17,11 @@ export function Curve({ metric, runs, limit, onZoom }) {
   useEffect(addSheet, []);
   useEffect(() => {
     if (!known.length) return undefined;
-    const made = drawn(box.current, known, limit, onZoom);
+    const place = box.current; // the ref is empty before this effect ends
+    const made = drawn(place, known, limit, onZoom);
     plot.current = made;
-    const size = new ResizeObserver(() => made.setSize({ width: box.current.clientWidth, height: HEIGHT }));
-    size.observe(box.current);
+    const size = new ResizeObserver(() => made.setSize({ width: place.clientWidth, height: HEIGHT }));
+    size.observe(place);
     const theme = new MutationObserver(() => made.redraw());
     theme.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
     return () => {

@@ -52,6 +52,7 @@ def fill(redis: RedisProcess, sessions: int, began: float) -> None:
     started, last = time.perf_counter(), keys.session(session_name(sessions - 1))
     asyncio.run(_write(redis.url, began))
     copy_templates(redis.client, sessions, began)
+    note_trained(redis.client, sessions)
     redis.client.delete(keys.STREAM, keys.DEADLINES)
     facts: Any = redis.client.info("memory")
     made = f"{sessions} sessions, {sessions * TURNS} turns in {time.perf_counter() - started:.0f} s"
@@ -84,6 +85,15 @@ def spec_of(number: int, began: float) -> SessionSpec:
     )
 
 
+def trained(number: int) -> bool:
+    return number % 4 > 0
+
+
+def version_of(number: int) -> int:
+    """The version that a step made of the session, or of the one that it copies."""
+    return number % (TASKS * GROUP)
+
+
 async def write_templates(redis: AsyncRedis, began: float) -> None:
     """The sessions of one group of each task, through the real writer."""
     writer = RedisWriter(redis)
@@ -96,10 +106,9 @@ async def write_templates(redis: AsyncRedis, began: float) -> None:
             session_id=spec.session_id, value=number % 5 / 4, key="finish", created_at=spec.created_at
         )
         outcome = Outcome(session_id=spec.session_id, status="completed", created_at=spec.created_at)
-        code: Any = "trained" if number % 4 else "zero_advantage"
-        verdict = Verdict(
-            code=code, detail="all rewards are equal", step=number % 1000, version=number % 1000
-        )
+        code: Any = "trained" if trained(number) else "zero_advantage"
+        version = version_of(number)
+        verdict = Verdict(code=code, detail="all rewards are equal", step=version, version=version)
         await writer.append_outcome(outcome, reward, verdict)
         turns = {
             f"v:{turn_name(spec.session_id, place)}": msgspec.json.encode(verdict) for place in range(TURNS)
@@ -142,6 +151,13 @@ def copy_templates(redis: Redis, sessions: int, began: float) -> None:
                 arguments += [session_name(number), group_name(number), began + number]
                 arguments.append(encode(spec_of(number, began)))
             script([keys.session(old[0]), keys.SESSIONS, keys.SETTLED], arguments)
+
+
+def note_trained(redis: Redis, sessions: int) -> None:
+    """What the trainer notes with its verdicts: which step's version each trained session is in."""
+    for start in range(0, sessions, 1000):
+        found = filter(trained, range(start, min(sessions, start + 1000)))
+        redis.zadd(keys.TRAINED, {session_name(number): version_of(number) for number in found})
 
 
 async def _write(url: str, began: float) -> None:

@@ -88,8 +88,8 @@ def test_members_of_a_group_are_side_by_side_and_lead_to_what_they_taught(demo: 
     taught.get_by_role("link", name=group).first.click()
     expect(page.get_by_role("heading", level=1)).to_have_text(f"Group {group}")
     compared = demo.ask(f"/admin/groups/{group}")
-    expect(page.locator(".bars li")).to_have_count(len(compared["members"]))
-    expect(page.locator(".bars li").first).to_contain_text("advantage")
+    expect(page.locator(".advantages li")).to_have_count(len(compared["members"]))
+    expect(page.locator(".advantages li").first).to_contain_text("advantage")
 
 
 def test_a_session_says_why_it_is_not_trained(demo: DemoRun, tab: Tab) -> None:

@@ -21,7 +21,7 @@ VIEWS = {
     f"#/sessions/{SESSION}?colour=advantage&with=train-times-1": ".tokens",
     "#/sessions/hostile": ".tokens",
     "#/lineage": "table",
-    f"#/lineage/groups/{GROUP}": ".bars",
+    f"#/lineage/groups/{GROUP}": ".advantages",
     "#/lineage/12": "table",
     "#/learning": ".u-over",
 }
@@ -57,7 +57,7 @@ def test_a_reward_leads_to_a_version_and_back(learned: ShownDeployment, tab: Tab
     page = at(learned, tab, f"#/lineage/groups/{GROUP}")
     members = learned.admin("GET", f"/admin/groups/{GROUP}")["members"]
     advantage = next(each["advantage"] for each in members if each["session_id"] == SESSION)
-    expect(page.locator(".bars")).to_contain_text(f"0.625 = 0.375, advantage {advantage:.3g}")
+    expect(page.locator(".advantages")).to_contain_text(f"0.625 = 0.375, advantage {advantage:.3g}")
     page.get_by_role("link", name="version 12").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Version 12")
     taught = page.get_by_role("table", name="Turns that taught the version")

@@ -34,11 +34,8 @@ def shoot(browser: Browser, run: DemoRun, out: Path) -> None:
     show(light, f"#/sessions/{session}?colour=advantage&with={other}", ".tokens")
     light.locator(".tok").last.hover()
     save(light, out / "tokens-light.png", whole=True)
-    verdict = run.ask(f"/sessions/{session}")["verdict"]
-    show(light, f"#/lineage/groups/{run.ask(f'/sessions/{session}')['group_id']}", ".bars")
+    show(light, f"#/lineage/groups/{run.ask(f'/sessions/{session}')['group_id']}", ".advantages")
     save(light, out / "group-light.png", whole=True)
-    show(light, f"#/lineage/{verdict['version']}", "table")
-    save(light, out / "lineage-light.png")
     show(dark, "#/learning?m=reward_mean,entropy,mismatch/kl,staleness/total_mean", ".u-over")
     save(dark, out / "learning-dark.png", whole=True)
 
@@ -67,6 +64,7 @@ def mixed_group(run: DemoRun) -> tuple[str, str]:
 
 def save(tab: Page, path: Path, whole: bool = False) -> None:
     """Write a picture of the tab, of few colours, so that it is small."""
+    tab.evaluate("scrollTo(0, 0)")
     picture = Image.open(BytesIO(tab.screenshot(full_page=whole)))
     picture.convert("RGB").quantize(COLOURS).save(path, optimize=True)
 
@@ -88,7 +86,7 @@ def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
     out.mkdir(exist_ok=True)
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(prefix="weir-demo-") as folder,
         demo_run(Path(folder)) as run,
         chromium() as browser,
         agents(run),

@@ -65,7 +65,7 @@ function GroupView({ id, me }) {
       <${Stat} label="Taught" value=${versions.length ? versions.map((each, i) => html`${i > 0 && ", "}<a href=${link("lineage", [String(each)])}>version ${each}</a>`) : "nothing yet"} />
     </dl>
     ${rewards.length > 1 && group.mean !== null && html`<${Card} title="From rewards to advantages" note="Each bar is a reward less the mean of the group; the trainer's advantage, once the group is trained, is beside it.">
-      <ul class="bars">
+      <ul class="advantages">
         ${rewards.map((each) => html`<li key=${each.session_id}>
           <a class="mono" href=${link("sessions", [each.session_id])}>${visible(each.session_id)}</a>
           <${Bar} value=${(each.reward - group.mean) / most} />

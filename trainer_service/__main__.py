@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             follow_models(policy) if isinstance(policy, Models) else follow(policy)
         return
     begin_tracing(settings.otel, "weir-trainer", sample_ratio=1)  # steps are few
-    keyring = Keyring(settings.client_keys, settings.admin_keys, settings.rollout_server_key)
+    keyring = Keyring(settings.client_keys, settings.operators_keys, settings.rollout_server_key)
     refuse_open_binding(settings.host, keyring)
     shared_state = SharedState()
 

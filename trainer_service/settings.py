@@ -110,7 +110,8 @@ class TrainerSettings(ServiceSettings, RedisSettings, ModelSettings):
     """The clients' keys. The trainer answers them with 403, and unknown keys with 401."""
     admin_keys: CommaSeparated = []
     trainer_key: ServiceKey = None
-    """What the trainer presents to the gateway; null means the first admin key."""
+    """What the trainer presents to the gateway, and the gateway to it with an operator's request; null means
+    the first admin key."""
     rollout_server_key: ServiceKey = None
     """The key of rollout servers: they read weights with it, and the trainer presents it to them. Null means
     the first admin key."""
@@ -168,6 +169,11 @@ class TrainerSettings(ServiceSettings, RedisSettings, ModelSettings):
     retry_s: float = Field(1.0, gt=0)
     """The first pause before a failed call is repeated: to Redis, the gateway, the teacher or the disk. Later
     pauses double up to 30 s."""
+
+    @property
+    def operators_keys(self) -> list[str]:
+        """The keys that open everything: those of operators, and the gateway's, which asks for them."""
+        return [*self.admin_keys, *([] if self.trainer_key is None else [self.trainer_key])]
 
     @property
     def key_for_gateway(self) -> str | None:

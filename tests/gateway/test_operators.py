@@ -23,6 +23,7 @@ from trainer_service.status.shared_state import NotRestorable, SharedState, Stat
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 
+SERVER_KEY, TRAINER_KEY = "of-rollout-servers", "of-the-trainer"
 ROWS = [
     LedgerStep(step=n, version=n, durable=True, turns=[f"t{n}"], sessions=["s"], tokens=n) for n in (1, 2, 3)
 ]
@@ -38,7 +39,7 @@ def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[SharedState]:
         state,
         lambda since, limit: [row for row in ROWS if row.step > since][:limit],
         store,
-        Keyring([CLIENT_KEY], [ADMIN_KEY]),
+        Keyring([CLIENT_KEY], [ADMIN_KEY, TRAINER_KEY], SERVER_KEY),
         CollectorRegistry(),
     )
     reported: Any = state.snapshot.report().fields()
@@ -66,11 +67,14 @@ def test_an_operator_pauses_and_resumes_the_trainer_over_the_gateway(
     assert not trainer.paused
 
 
-def test_the_key_of_rollout_servers_is_not_the_gateways_key_for_the_trainer(
-    backends: Backends, trainer: SharedState, gateway: RunningGateway
+@pytest.mark.parametrize("service_keys", [{}, {"trainer_key": TRAINER_KEY}])
+def test_the_gateway_does_not_ask_the_trainer_with_the_key_of_rollout_servers(
+    backends: Backends, gateway: RunningGateway, trainer: SharedState, service_keys: dict[str, str]
 ) -> None:
-    """It opens the files of versions at the trainer, and does not pause it."""
-    with backends.gateway(rollout_server_key="of-rollout-servers", trainer_key="of-the-trainer") as keyed:
+    """At the trainer, that key opens the files of versions, and no more. The trainer's own opens all, as
+    an admin key does."""
+    assert gateway.post("/admin/trainer/resume", key=ADMIN_KEY).status_code == 200
+    with backends.gateway(rollout_server_key=SERVER_KEY, **service_keys) as keyed:
         reply = keyed.post("/admin/trainer/pause", key=ADMIN_KEY)
         assert (reply.status_code, reply.json()) == (200, {"paused": True})
         assert trainer.paused

@@ -60,7 +60,7 @@ async def roll_trainer_back(body: RestoreBody, request: Request) -> Response:
     gateway = parts_of(request)
 
     def ask(url: str) -> Answer:
-        return gateway.engine.post(f"{url}/rollback", body, CHECKPOINT_TIMEOUT_S, _admin(gateway))
+        return gateway.engine.post(f"{url}/rollback", body, CHECKPOINT_TIMEOUT_S, _headers(gateway))
 
     return await _answered(gateway, ask)
 
@@ -98,7 +98,7 @@ async def asked_of_trainer(
     """The trainer's answer to a request without a body. Raises ApiError if it cannot be reached."""
     return await _answered(
         gateway,
-        lambda url: gateway.engine.request(method, f"{url}{path}", timeout_s, _admin(gateway)),
+        lambda url: gateway.engine.request(method, f"{url}{path}", timeout_s, _headers(gateway)),
     )
 
 
@@ -113,9 +113,10 @@ async def _answered(gateway: GatewayParts, ask: Callable[[str], Answer]) -> Resp
     return Response(body, status, media_type="application/json")
 
 
-def _admin(gateway: GatewayParts) -> dict[str, str]:
-    """The authorization that the trainer expects of operators."""
-    return bearer(next(iter(gateway.settings.admin_keys), None))
+def _headers(gateway: GatewayParts) -> dict[str, str]:
+    """The authorization that the trainer expects of a gateway."""
+    settings = gateway.settings
+    return bearer(settings.trainer_key or next(iter(settings.admin_keys), None))
 
 
 async def _trainer_url(gateway: GatewayParts) -> str:

@@ -30,12 +30,12 @@ SECOND = "rollout-1"
 VERSIONS = 8
 """So many are served before the page is looked at. The demo's model learns within about ten."""
 BOOTS_WITHIN_S = 1800.0
-"""Two engines start at once, on few and busy cores."""
+"""An engine starts on few and busy cores."""
 
 
 @dataclass(frozen=True)
 class DemoRun:
-    """A run whose agents have stopped. Its services are there."""
+    """The services of a run. Its agents play only while `play` does."""
 
     url: str
     metrics: Path
@@ -66,8 +66,8 @@ class DemoRun:
 
 @contextmanager
 def demo_run(folder: Path) -> Iterator[DemoRun]:
-    """Play the demo's episodes until some versions were served; then wait until nothing is trained any
-    more."""
+    """Start the services, and play the demo's episodes until VERSIONS were served and nothing is trained any
+    more. Raises AssertionError if the second server ends, or MAX_EPISODES are too few."""
     settings = _settings(folder)
     with Stack(settings) as stack:
         stack.wait_ready(timeout_s=BOOTS_WITHIN_S)

@@ -22,9 +22,8 @@ LOOKS_MS = 30_000
 
 def shoot(browser: Browser, run: DemoRun, out: Path) -> None:
     """Each view: in the light theme, in the dark one, or on a phone."""
-    light, dark, phone = (
-        signed_in(browser, run, *look) for look in ((WIDE, False), (WIDE, True), (PHONE, False))
-    )
+    light, dark = signed_in(browser, run, WIDE), signed_in(browser, run, WIDE, dark=True)
+    phone = signed_in(browser, run, PHONE)
     light.wait_for_timeout(LOOKS_MS)
     save(light, out / "now-light.png", whole=True)
     save(phone, out / "now-phone.png")

@@ -37,16 +37,19 @@ def doctor(
     run_dir: RunDir = None,
     gateway_url: GatewayUrl = None,
     redis_url: RedisUrl = None,
+    patience_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, max=600, help="seconds that one service may take")
+    ] = 3.0,
     as_json: AsJson = False,
 ) -> None:
     """Say what is wrong with this deployment, and what to do. Changes nothing; exits with 1 if something is.
 
-    Asks every service at once, and takes at most ten seconds, whatever hangs.
+    Asks every service at once, and those whose clock seems wrong a second time. What hangs costs the timeout.
     """
     from weir.doctor.doctor import examine, show
     from weir.doctor.targets import targets_of
 
-    found = examine(targets_of(settings_from(config, run_dir=run_dir), gateway_url, redis_url))
+    found = examine(targets_of(settings_from(config, run_dir=run_dir), gateway_url, redis_url, patience_s))
     if as_json:
         typer.echo(msgspec.json.encode(found))
     else:

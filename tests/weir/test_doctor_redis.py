@@ -15,7 +15,7 @@ from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from weir.doctor.doctor import examine, examined
 from weir.doctor.facts import DeploymentFacts, DiskFacts, MachineFacts, RedisFacts, ServiceFacts
 from weir.doctor.machine import cgroup_memory
@@ -34,7 +34,7 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 def told(redis: RedisProcess, **targets: Any) -> dict[str, str]:
     """The problems, except that no gateway answers."""
-    given: dict[str, Any] = {"gateway_url": NOBODY, "redis_url": redis.url}
+    given: dict[str, Any] = {"gateway_url": NOBODY, "redis_url": redis.url, "patience_s": PATIENCE_S}
     found = examine(Targets(**given | targets)).problems
     left = {"service_silent", "trainer_silent", "memory_short"}
     return {each.check: each.sentence for each in found if each.check not in left}
@@ -112,7 +112,7 @@ def test_redis_that_hides_its_configuration_is_found(redis: RedisProcess) -> Non
 
 def test_a_trainer_that_is_silent_or_paused_is_told_without_a_gateway(redis: RedisProcess) -> None:
     def sentences() -> dict[str, str]:
-        found = examine(Targets(gateway_url=NOBODY, redis_url=redis.url)).problems
+        found = examine(Targets(gateway_url=NOBODY, redis_url=redis.url, patience_s=PATIENCE_S)).problems
         return {each.check: each.sentence for each in found}
 
     assert sentences()["trainer_silent"] == "no trainer has ever reported to this Redis"
@@ -169,7 +169,13 @@ def test_recent_errors_in_logs_and_ended_processes_are_found(redis: RedisProcess
         parent=gone, services={"redis": gone, "gateway": ProcessState.of(redis.process.pid, restarts=3)}
     )
     found = examine(
-        Targets(gateway_url=NOBODY, redis_url=redis.url, run_dir=tmp_path / "run", stack=stack)
+        Targets(
+            gateway_url=NOBODY,
+            redis_url=redis.url,
+            run_dir=tmp_path / "run",
+            stack=stack,
+            patience_s=PATIENCE_S,
+        )
     ).problems
     told = [each.sentence for each in found if each.check in ("log_has_error", "process_ended")]
     assert told == [

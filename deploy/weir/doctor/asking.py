@@ -1,7 +1,7 @@
 """Asks the services of a deployment, all at once, each for a bounded time.
 
-gateway, Redis ─ 3 s ─▶ where the servers and the trainer are ─▶ servers, trainer ─ 3 s ─▶ facts
-this machine ───────────────────────── 8 s ──────────────────────────────────────────────▶
+gateway, Redis ─▶ where the servers and the trainer are ─▶ servers, trainer ─▶ facts
+this machine ────────────────────────────────────────────────────────────────▶
 """
 
 import asyncio
@@ -19,16 +19,17 @@ from rollout_queue.contract.policies.policy import Manifest
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import ServerStatus, SystemStatus
-from weir.doctor.facts import DeploymentFacts, Kind, MachineFacts, ServiceFacts
+from weir.doctor.facts import MOST_APART_S, DeploymentFacts, Kind, MachineFacts, ServiceFacts
 from weir.doctor.machine import examine
 from weir.doctor.redis_facts import read_redis
 from weir.doctor.targets import Targets
 from weir.stack.probes import refusal_of
 
-ASK_S = 3.0
-"""How long one service may take for all that it is asked."""
-MACHINE_S = 8.0
-"""How long the disks of this machine may take."""
+MACHINE_MORE_S = 5.0
+"""How much longer than a service the disks of this machine may take."""
+DATE_AGES_S = 1.5
+"""uvicorn makes the header `Date` once a second, so a service that was busy for some seconds sends an old one
+for as long."""
 MOST_AT_ONCE = 64
 """How many services are asked at once."""
 REPORTS: dict[Kind, str] = {
@@ -42,30 +43,29 @@ T = TypeVar("T")
 
 
 async def gather(targets: Targets) -> DeploymentFacts:
-    """Everything that the checks look at. Takes at most about eight seconds, whatever hangs."""
+    """Everything that the checks look at. Each service may hang twice, each time for `patience_s`."""
+    patience_s = targets.patience_s
     machine = asyncio.ensure_future(_examined(targets))
     headers = bearer(targets.admin_key)
     of_servers = headers if targets.server_key is None else bearer(targets.server_key)
     limits = httpx.Limits(max_connections=2 * MOST_AT_ONCE)
-    async with httpx.AsyncClient(headers=headers, timeout=ASK_S, limits=limits) as http:
+    async with httpx.AsyncClient(headers=headers, timeout=patience_s, limits=limits) as http:
         gateway, redis = await asyncio.gather(
-            _asked(http, "gateway", "gateway", targets.gateway_url, headers),
-            read_redis(targets.redis_url, ASK_S),
+            _asked(http, _gateway(targets.gateway_url), headers, patience_s),
+            read_redis(targets.redis_url, patience_s),
         )
         gateway, system = _system(gateway)
         report = redis.trainer if system is None else system.trainer
         trainer_url = report.url or targets.trainer_url
-        servers, others = _servers(system, targets), _others(targets)
-        public = targets.settings.get("gateway", {}).get("public_url")
-        wanted = [*servers, *others]
+        wanted = [*_servers(system, targets), *_others(targets)]
         if trainer_url:
-            wanted.append(("trainer", "trainer", trainer_url))
-        if public:
-            wanted.append(("gateway", "gateway", str(public).rstrip("/")))
-        manifest = asyncio.ensure_future(_manifest(http, trainer_url))
+            wanted.append(ServiceFacts(kind="trainer", name="trainer", url=trainer_url))
+        if public := targets.settings.get("gateway", {}).get("public_url"):
+            wanted.append(_gateway(str(public).rstrip("/")))
+        manifest = asyncio.ensure_future(_manifest(http, trainer_url, patience_s))
         asked = (
-            _asked(http, kind, name, url, of_servers if kind == "rollout_server" else headers)
-            for kind, name, url in wanted
+            _asked(http, each, of_servers if each.kind == "rollout_server" else headers, patience_s)
+            for each in wanted
         )
         found = await asyncio.gather(*asked)
         newest = await manifest
@@ -84,39 +84,56 @@ async def gather(targets: Targets) -> DeploymentFacts:
     )
 
 
-def _servers(system: SystemStatus | None, targets: Targets) -> list[tuple[Kind, str, str]]:
+def _gateway(url: str) -> ServiceFacts:
+    return ServiceFacts(kind="gateway", name="gateway", url=url)
+
+
+def _servers(system: SystemStatus | None, targets: Targets) -> list[ServiceFacts]:
     """The rollout servers that the gateway knows, and the one that `weir up` has started."""
     known = system.rollout_servers if system is not None else ()
-    found: list[tuple[Kind, str, str]] = [
-        ("rollout_server", each.id, each.url) for each in known if each.url is not None
+    found = [
+        ServiceFacts(kind="rollout_server", name=each.id, url=each.url)
+        for each in known
+        if each.url is not None
     ]
     own = targets.stack.services.get("rollout_server") if targets.stack is not None else None
-    if own is not None and own.url not in {url for _, _, url in found}:
-        found.append(("rollout_server", "rollout_server", own.url))
+    if own is not None and own.url not in {each.url for each in found}:
+        found.append(ServiceFacts(kind="rollout_server", name="rollout_server", url=own.url))
     return found
 
 
-def _others(targets: Targets) -> list[tuple[Kind, str, str]]:
+def _others(targets: Targets) -> list[ServiceFacts]:
     own = targets.stack.services.get("reward_service") if targets.stack is not None else None
-    return [("rewards", "reward_service", own.url)] if own is not None else []
+    return [] if own is None else [ServiceFacts(kind="rewards", name="reward_service", url=own.url)]
 
 
 async def _asked(
-    http: httpx.AsyncClient, kind: Kind, name: str, url: str, headers: dict[str, str]
+    http: httpx.AsyncClient, service: ServiceFacts, headers: dict[str, str], patience_s: float
+) -> ServiceFacts:
+    """What one service answers. A clock that seems wrong is read a second time, later."""
+    first = await _asked_once(http, service, headers, patience_s)
+    if first.clock_ahead_s is None or abs(first.clock_ahead_s) <= MOST_APART_S:
+        return first
+    await asyncio.sleep(DATE_AGES_S)  # until the server has made the header anew
+    second = await _asked_once(http, service, headers, patience_s)
+    return first if second.silent is not None else second
+
+
+async def _asked_once(
+    http: httpx.AsyncClient, service: ServiceFacts, headers: dict[str, str], patience_s: float
 ) -> ServiceFacts:
     """What one service answers to `/ready` and to the request for its report."""
-    facts = ServiceFacts(kind=kind, name=name, url=url)
     try:
-        async with asyncio.timeout(ASK_S):
+        async with asyncio.timeout(patience_s):
             before = time.time()
-            ready = await http.get(f"{url}/ready")
+            ready = await http.get(f"{service.url}/ready")
             after = time.time()
-            report = await http.get(url + REPORTS[kind], headers=headers)
+            report = await http.get(service.url + REPORTS[service.kind], headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-        why = f"no answer within {ASK_S:g} s" if _is_timeout(error) else str(error) or type(error).__name__
-        return replace(facts, silent=why)
+        late = f"no answer within {patience_s:g} s"
+        return replace(service, silent=late if _is_timeout(error) else str(error) or type(error).__name__)
     return replace(
-        facts,
+        service,
         unready=None if ready.status_code == 200 else refusal_of(ready.content, ready.status_code),
         key_refused=report.status_code in (401, 403),
         report_failed=(None if report.status_code == 200 else refusal_of(report.content, report.status_code)),
@@ -159,12 +176,12 @@ def _server(service: ServiceFacts) -> tuple[ServiceFacts, ServerStatus | None]:
         return replace(service, report_failed=str(error)), None
 
 
-async def _manifest(http: httpx.AsyncClient, trainer_url: str | None) -> Manifest | None:
+async def _manifest(http: httpx.AsyncClient, trainer_url: str | None, patience_s: float) -> Manifest | None:
     """The manifest of the newest version that the trainer has; None if there is none, or no answer."""
     if trainer_url is None:
         return None
     try:
-        async with asyncio.timeout(ASK_S):
+        async with asyncio.timeout(patience_s):
             page = await http.get(f"{trainer_url}/weights")
             versions = msgspec.json.decode(page.content, type=_Versions).data
             if page.status_code != 200 or not versions:
@@ -186,10 +203,11 @@ class _Versions(msgspec.Struct, frozen=True):
 
 async def _examined(targets: Targets) -> MachineFacts:
     """What this machine has. A thread reads it, and is left behind if a disk hangs."""
+    patience_s = targets.patience_s + MACHINE_MORE_S
     try:
-        return await _in_thread(lambda: examine(targets), MACHINE_S)
+        return await _in_thread(lambda: examine(targets), patience_s)
     except TimeoutError:
-        return MachineFacts(failed=f"its disks did not answer within {MACHINE_S:g} s")
+        return MachineFacts(failed=f"its disks did not answer within {patience_s:g} s")
     except OSError as error:
         return MachineFacts(failed=str(error))
 

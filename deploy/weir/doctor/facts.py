@@ -8,6 +8,8 @@ from rollout_queue.contract.policies.policy import Manifest
 from rollout_queue.protocol.status import ServerStatus, SystemStatus
 from rollout_queue.protocol.trainer import TrainerReport
 
+MOST_APART_S = 2.0
+"""Clocks may differ by this much; docs/reliability.md says what a larger difference changes."""
 Kind = Literal["gateway", "rollout_server", "trainer", "rewards"]
 
 

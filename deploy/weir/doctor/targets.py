@@ -16,6 +16,7 @@ from weir.stack.settings import StackSettings, service_field
 from weir.stack.state import StackState
 
 logger = logging.getLogger(__name__)
+PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,15 @@ class Targets:
     """The directory of `weir up`; None if nothing was started there."""
     stack: StackState | None = None
     settings: Settings = field(default_factory=dict)
+    patience_s: float = PATIENCE_S
+    """How long one service may take for all that it is asked."""
 
 
 def targets_of(
-    settings: StackSettings, gateway_url: str | None = None, redis_url: str | None = None
+    settings: StackSettings,
+    gateway_url: str | None = None,
+    redis_url: str | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> Targets:
     """Each address comes from the first of these that has it: the arguments; the services that run in the
     run directory; the services' own settings; the settings that `weir up` would use."""
@@ -56,6 +62,7 @@ def targets_of(
         run_dir=settings.run_dir if found is not None else None,
         stack=found,
         settings=settings_known(settings.run_dir / "weir.yaml" if found is not None else None),
+        patience_s=patience_s,
     )
 
 

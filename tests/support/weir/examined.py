@@ -18,7 +18,7 @@ from tests.support.gateway.fake_rollout_server import FakeRolloutServer
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import serving
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import create_app as create_trainer
 from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
@@ -52,6 +52,7 @@ class ExaminedSystem:
             "redis_url": self.redis.url,
             "admin_key": ADMIN_KEY,
             "settings": self.settings,
+            "patience_s": PATIENCE_S,
         }
         found = examine(Targets(**given | targets)).problems
         return [each for each in found if each.check not in DEPENDS_ON_THE_MACHINE]

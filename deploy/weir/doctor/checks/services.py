@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 
 from rollout_queue.http.keys import LOOPBACK
-from weir.doctor.facts import DeploymentFacts, ServiceFacts
+from weir.doctor.facts import MOST_APART_S, DeploymentFacts, ServiceFacts
 from weir.doctor.problem import Found
 
-MOST_APART_S = 2.0
-"""Clocks may differ by this much; docs/reliability.md says what a larger difference changes."""
 SECTIONS = ("gateway", "rollout_server", "trainer")
 
 

@@ -10,7 +10,7 @@ import pytest
 from environments.errors import EnvironmentFault, HostDied
 from environments.hosts.libraries import PROGRAMS
 from environments.hosts.pool import HostedLibrary
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 TOYS = Path(__file__).parents[1] / "support" / "environments"
 
@@ -21,15 +21,19 @@ def notes(tmp_path: Path) -> Path:
     return tmp_path / "notes"
 
 
+def hosted(notes: Path, step_s: float = PATIENCE_S) -> HostedLibrary:
+    command = [sys.executable, str(PROGRAMS / "play.py"), "toy_library", str(notes)]
+    return HostedLibrary(command, TOYS, 1, step_s=step_s)
+
+
 @pytest.fixture
 async def library(notes: Path) -> AsyncIterator[HostedLibrary]:
-    command = [sys.executable, str(PROGRAMS / "play.py"), "toy_library", str(notes)]
-    async with HostedLibrary(command, TOYS, 1, step_s=1.0) as library:
+    async with hosted(notes) as library:
         yield library
 
 
 async def noted(notes: Path, what: str) -> None:
-    await asyncio.to_thread(wait_until, lambda: what in notes.read_text().split(), 30)
+    await asyncio.to_thread(wait_until, lambda: what in notes.read_text().split())
 
 
 async def test_episodes_are_played_side_by_side(library: HostedLibrary) -> None:
@@ -56,22 +60,23 @@ async def test_who_is_cancelled_cancels_the_episode_in_the_library(
     assert await library.play(how="right") == "right", "the host lives"
 
 
-async def test_a_host_that_hangs_is_killed_and_its_episodes_have_failed(library: HostedLibrary) -> None:
-    with pytest.raises(HostDied, match="did not answer 'ping' within 1 s"):
-        await library.play(how="hang")
-    assert await library.play(how="right") == "right", "in a new host"
+async def test_a_host_that_hangs_is_killed_and_its_episodes_have_failed(notes: Path) -> None:
+    async with hosted(notes, step_s=1.0) as library:
+        with pytest.raises(HostDied, match="did not answer 'ping' within 1 s"):
+            await library.play(how="hang")
+        assert await library.play(how="right") == "right", "in a new host"
 
 
-async def test_a_long_episode_is_no_hung_host(library: HostedLibrary, notes: Path) -> None:
-    playing = asyncio.create_task(library.play(how="wait"))
-    await noted(notes, "waits")
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(playing, 3.0)  # three questions whether the host lives
+async def test_a_long_episode_is_no_hung_host(notes: Path) -> None:
+    async with hosted(notes, step_s=1.0) as library:
+        playing = asyncio.create_task(library.play(how="wait"))
+        await noted(notes, "waits")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(playing, 3.0)  # three questions whether the host lives
 
 
 async def test_a_library_is_stopped_with_its_episodes_when_the_run_ends(notes: Path) -> None:
-    command = [sys.executable, str(PROGRAMS / "play.py"), "toy_library", str(notes)]
-    async with HostedLibrary(command, TOYS, 1, step_s=20.0) as library:
+    async with hosted(notes) as library:
         playing = asyncio.create_task(library.play(how="wait"))
         await noted(notes, "waits")
     with pytest.raises(HostDied):

@@ -26,6 +26,7 @@ from tests.support.queue.certificates import Authority
 from tests.support.queue.programs import KINDS, UNPACKED, program_of
 from tests.support.queue.records import outcome, spec, turn
 from tests.support.queue.servers import RedisServer
+from tests.support.waiting import PATIENCE_S
 
 PASSWORD = "s3cret@/:%"
 ENCODED = "s3cret%40%2F%3A%25"
@@ -42,7 +43,7 @@ def guarded(tmp_path: Path) -> Iterator[RedisServer]:
 
 async def recorded(settings: RedisSettings, connection: str, session_id: str = "s") -> None:
     """Write a session as a gateway does, over the writer's own connection and over the pool."""
-    redis = open_async_redis(settings, timeout_s=5)
+    redis = open_async_redis(settings, timeout_s=PATIENCE_S)
     writer = RedisWriter(redis, CONNECTIONS[connection])
     try:
         await writer.open_session(spec(session_id))
@@ -55,7 +56,7 @@ async def recorded(settings: RedisSettings, connection: str, session_id: str = "
 
 def delivered(settings: RedisSettings) -> list[str]:
     """Read and acknowledge as a trainer does; the sessions of all records."""
-    with closing(open_redis(settings, timeout_s=5)) as redis:
+    with closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis:
         lease = Lease(redis, 10)
         assert lease.claim() is None
         reader = RedisReader(redis, lease.token)
@@ -83,7 +84,7 @@ def test_a_password_file_is_read_whenever_a_connection_is_opened(
     settings = RedisSettings(redis_url=f"redis://:old@{guarded.address}/0", redis_password_file=file)
 
     async def gateway() -> None:
-        redis = open_async_redis(settings, timeout_s=5)
+        redis = open_async_redis(settings, timeout_s=PATIENCE_S)
         writer = RedisWriter(redis, CONNECTIONS[connection])
         await writer.open_session(spec("one"))
         guarded.client.config_set("requirepass", "another")
@@ -105,7 +106,10 @@ def test_a_password_file_is_read_whenever_a_connection_is_opened(
 
 def test_a_wrong_password_is_in_no_error(guarded: RedisServer) -> None:
     settings = RedisSettings(redis_url=f"redis://:not-{ENCODED}@{guarded.address}/0")
-    with closing(open_redis(settings, timeout_s=5)) as redis, pytest.raises(StorageUnavailable) as refused:
+    with (
+        closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis,
+        pytest.raises(StorageUnavailable) as refused,
+    ):
         Lease(redis, 10).claim()
     assert "s3cret" not in f"{refused.value!r} {refused.value.__cause__!r} {redis!r}"
 
@@ -216,7 +220,7 @@ def test_a_user_with_the_documented_rights_can_do_what_services_do(tmp_path: Pat
         assert set(delivered(settings)) == set(CONNECTIONS)
         # redis-py tries to give its name, and goes on without.
         assert {each["object"] for each in server.client.acl_log()} <= {"client", "client|setinfo"}
-        with closing(open_redis(settings, timeout_s=5)) as redis, pytest.raises(NoPermissionError):
+        with closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis, pytest.raises(NoPermissionError):
             redis.get("another:key")
     finally:
         server.close()

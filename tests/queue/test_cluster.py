@@ -15,6 +15,7 @@ from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.connection.replicas import Replication
 from tests.support.queue.cluster import Cluster
 from tests.support.queue.load import Load
+from tests.support.waiting import PATIENCE_S
 
 ITS_REPLICA = Replication(1, 3.0)
 
@@ -42,7 +43,7 @@ def test_a_killed_master_loses_nothing_that_its_replica_has_confirmed(
 def settings_of(cluster: Cluster) -> RedisSettings:
     """Empties the deployment."""
     settings = RedisSettings(redis_url=cluster.url)
-    with closing(open_redis(settings, timeout_s=5)) as redis:
+    with closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis:
         redis.flushdb()
         redis.hset(keys.POLICIES, "0", "{}")
     return settings

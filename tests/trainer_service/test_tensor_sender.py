@@ -216,7 +216,9 @@ def test_a_rollout_server_that_went_away_takes_no_sender(sender: TensorSender, t
     group = join(first)
     with serving(app) as url:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/collective/1", json=WISH.model_dump(), timeout=0.5)
+            httpx.post(
+                f"{url}/collective/1", json=WISH.model_dump(), timeout=httpx.Timeout(PATIENCE_S, read=0.5)
+            )
         waiting = sender.join(1, WISH)
         with pytest.raises(TimeoutError):
             waiting.result(2 * DISCONNECT_POLL_S)

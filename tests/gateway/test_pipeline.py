@@ -111,7 +111,7 @@ def test_the_pipeline_says_what_waits_for_what(backends: Backends) -> None:
 def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(backends: Backends) -> None:
     backends.clear(None)
     with backends.gateway() as gateway:
-        session = gateway.session(group_id="g", group_size=2, ttl_s=5)
+        session = gateway.session(group_id="g", group_size=2, ttl_s=12)
         end(gateway, session, reward=1.0)
         wait_until(lambda: backends.redis.zcard(keys.DEADLINES) == 0)
         report = pipeline(gateway)

@@ -142,7 +142,7 @@ def test_what_was_deleted_stays_deleted(gateway: RunningGateway, tmp_path: Path)
 def test_an_expired_session_that_was_rewarded_late_counts_in_a_replay(
     gateway: RunningGateway, tmp_path: Path
 ) -> None:
-    session = gateway.session(session_id="slow", ttl_s=5)
+    session = gateway.session(session_id="slow", ttl_s=12)
     gateway.chat(path="/sessions/slow/v1/chat/completions")
     gateway.post("/sessions/slow/finish", {"status": "completed"})
     wait_until(lambda: gateway.get("/sessions/slow").json()["verdict"]["code"] == "expired")

@@ -339,7 +339,7 @@ def test_the_largest_reward_may_be_said_twice(gateway: RunningGateway) -> None:
 
 
 def test_a_finished_and_rewarded_session_does_not_expire(gateway: RunningGateway) -> None:
-    rewarded, bystander = gateway.session(ttl_s=5), gateway.session(ttl_s=5)
+    rewarded, bystander = gateway.session(ttl_s=12), gateway.session(ttl_s=12)
     path = f"/sessions/{rewarded['session_id']}"
     gateway.post(f"{path}/finish", {"status": "completed", "reward": 1.0})
     other = f"/sessions/{bystander['session_id']}"

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis import Redis
 from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 from xdist.remote import Producer
@@ -16,6 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.hypothesis_profiles import register
 from tests.support.memory_files import keep_files_in_memory
+from tests.support.redis_clients import redis_at
 from tests.support.redis_process import redis_executable
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
@@ -61,7 +61,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [redis_executable(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory)]
     server = subprocess.Popen([*command, "--save", ""], stdout=subprocess.DEVNULL)
     url = f"redis://127.0.0.1:{port}/0"
-    client = Redis.from_url(url)
+    client = redis_at(url)
 
     def answers() -> bool:
         try:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from redis import Redis
 from tokenizers import Tokenizer
 
 from rollout_queue.redis import keys
@@ -14,6 +13,7 @@ from tests.support.agents.running import RunningAgents
 from tests.support.gateway.families_models import make_model
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, Backends
+from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
 
 CONTEXT_LENGTH = 2**18
@@ -24,7 +24,7 @@ CONTEXT_LENGTH = 2**18
 def processes(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     model = make_model(tmp_path_factory.mktemp("model"), FAMILY)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    backends = Backends(redis_url, model, tokenizer, Redis.from_url(redis_url), ActingEngine(tokenizer))
+    backends = Backends(redis_url, model, tokenizer, redis_at(redis_url), ActingEngine(tokenizer))
     with serving(backends) as backends.engine_url:
         yield Processes(backends, tmp_path_factory.mktemp("logs"))
     backends.redis.close()

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
 from tokenizers import Tokenizer
 
 from tests.support.clients.stack import ENVIRONMENTS, HERMETIC, ROOT
 from tests.support.gateway.exports import export
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
@@ -27,7 +27,7 @@ PLAY_TIMEOUT_S = 500.0
 @pytest.fixture(scope="module")
 def recorded(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[RunningGateway]:
     """A gateway with two finished groups. Each session has two calls."""
-    backends = Backends(redis_url, tiny_model, tokenizer, Redis.from_url(redis_url), FakeEngine(tokenizer))
+    backends = Backends(redis_url, tiny_model, tokenizer, redis_at(redis_url), FakeEngine(tokenizer))
     with serving(backends) as backends.engine_url, backends.gateway() as gateway:
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         for name, reward in REWARDS.items():

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from redis import Redis
 from tokenizers import Tokenizer
 
 from gateway.edge.disconnect import DisconnectWatch
@@ -22,6 +21,7 @@ from tests.support.gateway.processes import Processes
 from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
+from tests.support.redis_clients import redis_at
 from tests.support.rollout_server.processes import running
 from tests.support.rollout_server.stub_engine import stub_interpreter
 from tests.support.rollout_server.weights import write_model
@@ -34,7 +34,7 @@ from tests.support.waiting import wait_until
 def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
     # These gateways outlive a test. In their own database, they cannot expire the sessions of other tests.
     own = redis_url.removesuffix("0") + "1"
-    backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    backends = Backends(own, tiny_model, tokenizer, redis_at(own), FakeEngine(tokenizer))
     with serving(backends) as backends.engine_url:
         yield backends
     backends.redis.close()
@@ -44,7 +44,7 @@ def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator
 def own_backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
     """The same in a database where no gateway of another module drives pushes."""
     own = redis_url.removesuffix("0") + "3"
-    backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    backends = Backends(own, tiny_model, tokenizer, redis_at(own), FakeEngine(tokenizer))
     with serving(backends) as backends.engine_url:
         yield backends
     backends.redis.close()
@@ -179,7 +179,7 @@ def processes(
     redis_url: str, tiny_model: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Processes]:
     own = redis_url.removesuffix("0") + "4"
-    backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    backends = Backends(own, tiny_model, tokenizer, redis_at(own), FakeEngine(tokenizer))
     with serving(backends) as backends.engine_url:
         yield Processes(backends, tmp_path_factory.mktemp("gateways"))
     backends.redis.close()

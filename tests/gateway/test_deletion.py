@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from gateway.dialects.responses.stored.store import ResponseStore
 from rollout_queue.contract.codec import decode, encode
@@ -24,6 +23,7 @@ from tests.support.gateway.calls import Call
 from tests.support.gateway.gated_engine import asked, let_on
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.redis_clients import async_redis_at
 from tests.support.waiting import wait_until
 
 MARK = "zebrafinch"
@@ -241,7 +241,7 @@ def test_a_response_leaves_no_words_in_a_session_that_was_deleted_as_they_came(
 
     async def too_late(store: ResponseStore, *given: Any) -> None:
         session_id = given[2].head.spec.session_id
-        async with AsyncRedis.from_url(backends.redis_url) as redis:
+        async with async_redis_at(backends.redis_url) as redis:
             assert await RedisDeleter(redis).delete_session(session_id) is not None
         await keep(store, *given)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from msgspec import msgpack, structs
-from redis.asyncio import Redis
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tokenizers import Tokenizer
 
@@ -24,6 +23,7 @@ from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from rollout_queue.contract.records import Span
 from tests.support.gateway.fake_engine import FakeEngine, Interruption, logprob_of
+from tests.support.redis_clients import async_redis_at
 from tests.support.serving import free_port, serving
 from tests.support.waiting import wait_until_async
 
@@ -127,7 +127,7 @@ class staged:  # noqa: N801 - is called like a function
     ) -> None:
         for actor in endpoints:
             actor.part = FakeEngine(tokenizer, mind=list(ANSWER))
-        self.redis = Redis.from_url(redis_url)
+        self.redis = async_redis_at(redis_url)
         self.engine = EngineClient(transport_of(http, silence_s))
         fleet = Fleet(self.redis, self.engine, None, [actor.url for actor in endpoints])
         metrics = Metrics()

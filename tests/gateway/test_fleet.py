@@ -22,6 +22,7 @@ from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.errors import NoServer
 from rollout_queue.contract.policies.serving import plan_of
 from rollout_queue.redis import keys
+from tests.support.redis_clients import async_redis_at
 from tests.support.waiting import PATIENCE_S
 
 
@@ -99,7 +100,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
 
 @pytest.fixture
 async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
-    redis, engine = Redis.from_url(redis_url), EngineClient(HttptoolsTransport(5.0))
+    redis, engine = async_redis_at(redis_url), EngineClient(HttptoolsTransport(5.0))
     fleet = Fleet(redis, engine, None)
     for name in ("r0", "r1"):
         add(fleet, name)
@@ -200,7 +201,7 @@ async def test_a_server_that_hangs_does_not_delay_the_state_of_the_others(fleet:
 async def test_what_is_served_or_drained_meanwhile_is_not_undone_by_an_older_reading(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    redis, engine = Redis.from_url(redis_url), EngineClient(HttptoolsTransport(1.0))
+    redis, engine = async_redis_at(redis_url), EngineClient(HttptoolsTransport(1.0))
     fleet = Fleet(redis, engine, None, ["http://127.0.0.1:1", "http://127.0.0.1:2"])
     first, second = fleet.servers
     read, go_on, execute = asyncio.Event(), asyncio.Event(), Pipeline.execute

@@ -9,6 +9,7 @@ from gateway.keys.api_key import ApiKey, KeyLimits, Secret
 from gateway.keys.api_keys import ApiKeys
 from gateway.keys.key_store import KeyStore, KeyUse
 from rollout_queue.http.keys import digest
+from tests.support.redis_clients import async_redis_at
 
 TEAM = ApiKey("team-of-a-slow-redis", "client", (Secret(digest("secret")),), KeyLimits(token_budget=10))
 
@@ -28,7 +29,7 @@ class SlowStore(KeyStore):
 
 
 async def test_tokens_count_while_redis_is_told_of_them(redis_url: str) -> None:
-    redis = Redis.from_url(redis_url)
+    redis = async_redis_at(redis_url)
     store = SlowStore(redis)
     known = ApiKeys((TEAM,), store)
     known.spend(TEAM.owner, 7)

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from redis import Redis
 from tokenizers import Tokenizer
 
 from gateway.language.own.sandbox import RENDER_S
@@ -18,6 +17,7 @@ from gateway.language.render import ChatRenderer
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.own_templates import CHATML, MODELS, THOUGHTFUL, OwnModel
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
@@ -61,7 +61,7 @@ def running(model: OwnModel, directory: Path, redis_url: str) -> Iterator[Runnin
     model.make(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     own = redis_url.removesuffix("0") + "5"
-    backends = Backends(own, directory, tokenizer, Redis.from_url(own), FakeEngine(tokenizer, end=model.end))
+    backends = Backends(own, directory, tokenizer, redis_at(own), FakeEngine(tokenizer, end=model.end))
     with serving(backends) as backends.engine_url, backends.gateway() as gateway:
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         yield gateway

@@ -131,6 +131,7 @@ def test_one_failure_is_207_and_the_failed_server_goes_on_with_the_version_befor
     assert reply.status_code == 207
     assert reply.json()["results"][0]["error"] == "a tensor is missing"
     assert status_of(gateway)["policy"]["admissible"] == [3, 0]
+    wait_until(lambda: [s["state"] for s in status_of(gateway)["rollout_servers"]] == ["ready", "ready"])
     assert set(engines_of_sessions(gateway, 12)) == {"r0", "r1"}
 
 

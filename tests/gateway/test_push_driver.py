@@ -17,6 +17,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.policies.register import PolicyRegister
 from rollout_queue.redis.policies.serving import ServingRegister
 from tests.support.gateway.running import Backends
+from tests.support.redis_clients import async_redis_at
 from tests.support.serving import free_port
 
 BOUNDS = PushBounds(timeout_s=5, lease_s=5, max_unavailable=0.25, fetch_fan_out=4, max_version_lag=4)
@@ -26,7 +27,7 @@ BOUNDS = PushBounds(timeout_s=5, lease_s=5, max_unavailable=0.25, fetch_fan_out=
 async def fleet(own_backends: Backends) -> AsyncIterator[Fleet]:
     """The fleet of a gateway that knows no server yet."""
     own_backends.clear(None)
-    redis, engine = Redis.from_url(own_backends.redis_url), EngineClient(HttptoolsTransport(5.0))
+    redis, engine = async_redis_at(own_backends.redis_url), EngineClient(HttptoolsTransport(5.0))
     fleet = Fleet(redis, engine, None)
     yield fleet
     await fleet.close()

@@ -4,7 +4,6 @@ import logging
 from typing import Any
 
 import pytest
-from redis import Redis
 
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
@@ -12,6 +11,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.reader import RedisReader
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.redis_clients import redis_at
 from tests.support.waiting import wait_until
 
 TRAINED = Verdict(code="trained", step=1, version=1)
@@ -209,7 +209,7 @@ def _pressed_again(gateway: RunningGateway, most: int) -> bool:
 def test_what_is_kept_for_ever_is_kept_however_full_redis_is(backends: Backends, roomy: None) -> None:
     """This test uses its own database, because the gateways of other tests forget sessions."""
     url = backends.redis_url.removesuffix("1") + "2"
-    with Redis.from_url(url) as redis, backends.gateway(redis_url=url, retention_s=None) as gateway:
+    with redis_at(url) as redis, backends.gateway(redis_url=url, retention_s=None) as gateway:
         redis.flushdb()
         gateway.redis = redis
         session = ended(gateway)

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis as AsyncRedis
 from starlette.responses import PlainTextResponse
 
 from gateway.rest.json_bodies import PROTOBUF
@@ -19,6 +18,7 @@ from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.gated_engine import let_on
 from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
 from tests.support.gateway.tinker_loop import SamplingLoop, sampled
+from tests.support.redis_clients import async_redis_at
 from tests.support.waiting import wait_until
 
 
@@ -313,7 +313,7 @@ def test_what_the_polls_of_a_promise_were_told_stays(backends: Backends, gateway
     promise = PromiseId("s", "run-1:sample:0", 0)
 
     async def cancelled() -> tuple[bool, bytes | None]:
-        redis = AsyncRedis.from_url(backends.redis_url)
+        redis = async_redis_at(backends.redis_url)
         promises = SamplePromises(redis)
         assert await promises.begin(promise, "0" * 32)
         assert await promises.renew(promise)

@@ -7,7 +7,6 @@ from pathlib import Path
 import httpx
 import pytest
 from playwright.sync_api import Browser
-from redis import Redis
 from tokenizers import Tokenizer
 
 from rollout_queue.redis import keys
@@ -26,6 +25,7 @@ from tests.support.page.browser import (
 )
 from tests.support.page.client import PageClient
 from tests.support.page.deployment import ShownDeployment, shown_deployment
+from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
 
 
@@ -49,7 +49,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
     own = redis_url.removesuffix("0") + "6"
-    backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    backends = Backends(own, tiny_model, tokenizer, redis_at(own), FakeEngine(tokenizer))
     with serving(backends) as backends.engine_url:
         yield backends
     backends.redis.close()

@@ -14,7 +14,6 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from gateway.admission.backpressure import TrainerBacklog, read_backpressure
 from gateway.app import create_app as gateway_app
@@ -33,6 +32,7 @@ from rollout_server.server import RolloutServer
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import WantedPolicy
 from tests.support.claimed import claimed_reader
+from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.rollout_server.weights import (
     float32_tensors,
@@ -104,7 +104,7 @@ def services(
     gateway_settings = GatewaySettings(
         redis_url=own, model_path=tiny_model, engines=[], admin_keys=[KEY], poll_every_s=0.02
     )
-    with Redis.from_url(own) as redis, serving(gateway_app(gateway_settings)) as gateway_url:
+    with redis_at(own) as redis, serving(gateway_app(gateway_settings)) as gateway_url:
         settings = RolloutServerSettings(
             model_path=write_model(directory / "model"),
             weights_dir=directory / "weights",
@@ -290,7 +290,7 @@ def shared_state(services: Services) -> SharedState:
 async def test_the_trainers_report_reaches_those_who_decide_on_sessions(
     services: Services, shared_state: SharedState
 ) -> None:
-    async with AsyncRedis.from_url(services.redis_url) as redis:
+    async with async_redis_at(services.redis_url) as redis:
         pressure = await read_backpressure(redis)
     assert pressure.trainer == TrainerBacklog(
         version=4,

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis.commands.reader import RedisCommandReader
@@ -14,11 +13,12 @@ from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import Ends
+from tests.support.redis_clients import async_redis_at, redis_at
 
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
-    client = Redis.from_url(redis_url)
+    client = redis_at(redis_url)
     client.flushdb()
     yield client
     client.close()
@@ -26,7 +26,7 @@ def redis(redis_url: str) -> Iterator[Redis]:
 
 @pytest.fixture
 async def log(redis: Redis, redis_url: str) -> AsyncIterator[CommandSubmissions]:
-    client = AsyncRedis.from_url(redis_url)
+    client = async_redis_at(redis_url)
     yield CommandSubmissions(client, lambda: 100_000)
     await client.aclose()
 
@@ -45,7 +45,7 @@ async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
         yield Ends(memory, memory)
         return
     url = request.getfixturevalue("redis_url")
-    redis, sync = AsyncRedis.from_url(url), Redis.from_url(url)
+    redis, sync = async_redis_at(url), redis_at(url)
     sync.flushdb()
     writer = RedisWriter(redis, CONNECTIONS[request.param])
     yield Ends(writer, claimed_reader(sync), sync)

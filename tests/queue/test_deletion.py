@@ -24,6 +24,7 @@ from rollout_queue.redis.scripts import deletion as deletion_scripts
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.redis_faults import break_script
 
 
@@ -61,7 +62,7 @@ async def stream(request: pytest.FixtureRequest) -> AsyncIterator[Stream]:
         yield Stream(memory, memory, memory)
         return
     url = request.getfixturevalue("redis_url")
-    redis, sync = AsyncRedis.from_url(url), Redis.from_url(url)
+    redis, sync = async_redis_at(url), redis_at(url)
     sync.flushdb()
     writer = RedisWriter(redis)
     yield Stream(writer, claimed_reader(sync), RedisDeleter(redis), sync)
@@ -218,7 +219,7 @@ async def test_all_sessions_of_a_deleted_user_go_and_new_ones_are_refused(stream
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
-    client = Redis.from_url(redis_url)
+    client = redis_at(redis_url)
     client.flushdb()
     yield client
     client.close()
@@ -226,7 +227,7 @@ def redis(redis_url: str) -> Iterator[Redis]:
 
 @pytest.fixture
 async def connection(redis: Redis, redis_url: str) -> AsyncIterator[AsyncRedis]:
-    connection = AsyncRedis.from_url(redis_url)
+    connection = async_redis_at(redis_url)
     yield connection
     await connection.aclose()
 
@@ -328,7 +329,7 @@ async def test_a_full_redis_can_be_relieved(redis: Redis, connection: AsyncRedis
 async def test_turns_that_come_while_their_session_is_deleted_are_refused_or_deleted(
     redis: Redis, connection: AsyncRedis, redis_url: str
 ) -> None:
-    connections = [AsyncRedis.from_url(redis_url) for _ in range(4)]
+    connections = [async_redis_at(redis_url) for _ in range(4)]
     writers = [RedisWriter(each) for each in connections]
     for round_ in range(20):
         name = f"s{round_}"

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.errors import StorageUnavailable
@@ -21,6 +20,7 @@ from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
+from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
 from weir.audit.audit import audit
@@ -73,7 +73,7 @@ class Heard(NamedTuple):
 
 async def talk(redis: RedisProcess, sessions: int) -> list[Heard]:
     """Write sessions one after another, as a gateway does; return the answers that its clients would get."""
-    connection = AsyncRedis.from_url(redis.url)
+    connection = async_redis_at(redis.url)
     writer, heard = RedisWriter(connection), list[Heard]()
 
     def told(session_id: str, **what: Any) -> None:
@@ -176,7 +176,7 @@ def test_after_a_power_cut_both_ends_go_on_by_themselves(
     turn must not extend that turn."""
 
     async def gateway() -> None:
-        client = AsyncRedis.from_url(redis.url)
+        client = async_redis_at(redis.url)
         writer = RedisWriter(client, CONNECTIONS[connection])
         await writer.open_session(spec("s"))
         await writer.append_turn(turn("s", 0), expires_at=1e12)
@@ -198,7 +198,7 @@ def test_after_a_power_cut_both_ends_go_on_by_themselves(
         await writer.close()
         await client.aclose()
 
-    with Redis.from_url(redis.url) as client:
+    with redis_at(redis.url) as client:
         lease = Lease(client, 1000.0)
         assert lease.claim() is None
         reader = RedisReader(client, lease.token)
@@ -214,7 +214,7 @@ def test_after_a_power_cut_both_ends_go_on_by_themselves(
 
 async def fill(url: str) -> int:
     """Append turns until Redis refuses one; return how many it has stored."""
-    connection = AsyncRedis.from_url(url)
+    connection = async_redis_at(url)
     writer, taken = RedisWriter(connection), 0
     await writer.open_session(spec("s"))
     try:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.head import SessionHead
@@ -17,6 +16,7 @@ from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.heads.cache import HeadCache
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.records import reward, spec, turn
+from tests.support.redis_clients import async_redis_at, redis_at
 
 CONTEXT, OUTPUT = 4000, 100
 FIELD_BYTES = 64
@@ -57,7 +57,7 @@ class Writers:
 
 @pytest.fixture(params=CONNECTIONS)
 async def writers(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[Writers]:
-    redis, sync = AsyncRedis.from_url(redis_url), Redis.from_url(redis_url)
+    redis, sync = async_redis_at(redis_url), redis_at(redis_url)
     sync.flushdb()
     one, other = (RedisWriter(redis, CONNECTIONS[request.param]) for _ in range(2))
     yield Writers(one, other, sync)

@@ -22,6 +22,7 @@ from rollout_queue.redis.retention import RedisForgetter
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.ends import Ends
 from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_clients import async_redis_at
 
 ONE, TWO = "1" * 64, "2" * 64
 PNGS = {ONE: b"one \x00\xff", TWO: b"two"}
@@ -44,7 +45,7 @@ async def write(ends: Ends, session_id: str, *hashes: str, user: str | None = No
 
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[AsyncRedis]:
-    client = AsyncRedis.from_url(redis_url)
+    client = async_redis_at(redis_url)
     yield client
     await client.aclose()
 

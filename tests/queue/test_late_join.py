@@ -18,6 +18,7 @@ from rollout_queue.redis.scripts import sessions as session_scripts
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.ends import Ends
 from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_clients import async_redis_at
 from tests.support.redis_faults import before_script, break_script
 
 GROUP: dict[str, Any] = {"group_id": "g", "group_size": 2, "task_id": "k"}
@@ -25,7 +26,7 @@ GROUP: dict[str, Any] = {"group_id": "g", "group_size": 2, "task_id": "k"}
 
 @pytest.fixture
 async def connection(redis: Redis, redis_url: str) -> AsyncIterator[AsyncRedis]:
-    async with AsyncRedis.from_url(redis_url) as connection:
+    async with async_redis_at(redis_url) as connection:
         yield connection
 
 
@@ -136,7 +137,7 @@ async def test_a_shorter_time_to_live_ends_no_session_under_a_call(ends: Ends) -
 
 
 async def test_another_gateway_sees_the_group_at_its_next_call(ends: Ends, redis_url: str) -> None:
-    async with AsyncRedis.from_url(redis_url) as redis:
+    async with async_redis_at(redis_url) as redis:
         other = ends.writer if isinstance(ends.writer, MemoryStream) else RedisWriter(redis)
         await called(ends)
         for writer in (ends.writer, other):

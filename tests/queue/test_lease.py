@@ -25,6 +25,7 @@ from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import PAGE, RedisReader
 from rollout_queue.redis.scripts import consumer as consumer_scripts
 from tests.support.claimed import claimed_reader
+from tests.support.redis_clients import redis_at
 from tests.support.redis_faults import break_script
 from tests.support.waiting import wait_until
 
@@ -34,7 +35,7 @@ TRAINED = Verdict(code="trained", step=1, version=1)
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
-    client = Redis.from_url(redis_url)
+    client = redis_at(redis_url)
     client.flushdb()
     yield client
     client.close()
@@ -268,7 +269,7 @@ def test_news_is_heard_while_waiting(redis: Redis) -> None:
     append(redis, "a")
     assert names(reader) == ["a"]
     assert names(reader) == []
-    with Redis.from_url("redis://{host}:{port}/{db}".format(**redis.get_connection_kwargs())) as other:
+    with redis_at("redis://{host}:{port}/{db}".format(**redis.get_connection_kwargs())) as other:
         xread = redis.xread
 
         def waits(*given: Any, **named: Any) -> Any:

@@ -46,6 +46,7 @@ from rollout_queue.redis.scripts.functions import FENCED
 from tests.support.hypothesis_profiles import LONG_EXAMPLES, long
 from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
 from tests.support.queue.records import turn as made_turn
+from tests.support.redis_clients import redis_at
 from tests.support.redis_faults import break_script
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.intake.acknowledger import Acknowledger
@@ -465,7 +466,7 @@ def machine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Pr
         knife.at(path.name)
         durable.write_atomically(path, content)
 
-    redis = Redis.from_url(redis_url)
+    redis = redis_at(redis_url)
     redis.config_set("hz", 500)  # how often Redis checks whether a blocking read has timed out
     monkeypatch.setattr(checkpoint, "write_atomically", cut)
     monkeypatch.setattr(run_files, "write_atomically", cut)

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.episodes import Episode
 from rollout_queue.contract.errors import Conflict, SessionClosed, SessionForgotten, SessionUnknown
@@ -24,6 +22,7 @@ from rollout_queue.redis.scripts import retention as retention_scripts
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.redis_faults import before_script
 
 TRAINED = Verdict(code="trained", step=3, version=3)
@@ -34,7 +33,7 @@ class Stream:
     """Both ends of one stream, and its forgetter. Gateway and trainer have different Redis clients."""
 
     def __init__(self, url: str) -> None:
-        self.redis, self.sync = AsyncRedis.from_url(url), Redis.from_url(url)
+        self.redis, self.sync = async_redis_at(url), redis_at(url)
         self.sync.flushdb()
         self.writer, self.forgetter = RedisWriter(self.redis), RedisForgetter(self.redis)
         self.reader: RedisReader = claimed_reader(self.sync)

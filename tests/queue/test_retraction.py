@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
@@ -18,6 +17,7 @@ from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_clients import async_redis_at
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import PATIENCE_S
 from trainer_service.rows.turns import exclusions
@@ -37,7 +37,7 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 @asynccontextmanager
 async def writing(url: str, connection: Connection) -> AsyncIterator[RedisWriter]:
-    client = AsyncRedis.from_url(url)
+    client = async_redis_at(url)
     writer = RedisWriter(client, partial(connection, timeout_s=WITHIN_S), WITHIN_S)
     yield writer
     await writer.close()

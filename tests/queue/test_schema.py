@@ -2,7 +2,6 @@
 
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import SCHEMA
 from rollout_queue.redis import keys
@@ -13,6 +12,7 @@ from rollout_queue.redis.connection.schema import (
     claim_schema_async,
     write_schema,
 )
+from tests.support.redis_clients import async_redis_at
 
 
 def test_a_release_notes_its_schema_and_accepts_older_ones(redis: Redis) -> None:
@@ -40,7 +40,7 @@ async def test_data_of_a_newer_release_or_half_a_backup_is_refused(
     redis.set(keys.SCHEMA, stored)
     with pytest.raises(SchemaTooNew, match=sentence):
         claim_schema(redis)
-    async with AsyncRedis.from_url(redis_url) as client:
+    async with async_redis_at(redis_url) as client:
         with pytest.raises(SchemaTooNew, match=sentence):
             await claim_schema_async(client)
     assert redis.get(keys.SCHEMA) == stored.encode()

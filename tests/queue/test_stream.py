@@ -34,6 +34,7 @@ from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import Ends
 from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.redis_faults import before_script
 
 NOTHING = Verdicts(sessions={}, turns={})
@@ -399,7 +400,7 @@ async def test_a_session_that_waits_for_the_trainer_alone_does_not_expire(ends: 
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
-    client = Redis.from_url(redis_url)
+    client = redis_at(redis_url)
     client.flushdb()
     yield client
     client.close()
@@ -437,7 +438,7 @@ def test_a_second_reader_takes_up_what_the_first_left(redis: Redis) -> None:
 
 
 async def test_a_redis_that_is_gone_is_storage_unavailable(tmp_path: Path) -> None:
-    nowhere = AsyncRedis.from_url(f"unix://{tmp_path}/nobody")
+    nowhere = async_redis_at(f"unix://{tmp_path}/nobody")
     with pytest.raises(StorageUnavailable):
         await RedisWriter(nowhere).append_turn(turn(), 200.0)
     with pytest.raises(StorageUnavailable):
@@ -447,7 +448,7 @@ async def test_a_redis_that_is_gone_is_storage_unavailable(tmp_path: Path) -> No
 async def test_a_call_in_time_wins_over_a_gateway_that_saw_the_old_deadline(
     redis: Redis, redis_url: str
 ) -> None:
-    connection = AsyncRedis.from_url(redis_url)
+    connection = async_redis_at(redis_url)
     writer = RedisWriter(connection)
     await writer.open_session(spec(ttl_s=10.0))
     with pytest.MonkeyPatch.context() as patch:
@@ -459,7 +460,7 @@ async def test_a_call_in_time_wins_over_a_gateway_that_saw_the_old_deadline(
 
 
 async def test_of_attempts_that_are_appended_at_once_one_stays(redis: Redis, redis_url: str) -> None:
-    connections = [AsyncRedis.from_url(redis_url) for _ in range(6)]
+    connections = [async_redis_at(redis_url) for _ in range(6)]
     writers = [RedisWriter(connection) for connection in connections]
     for round_ in range(20):
         name = f"s{round_}"
@@ -484,7 +485,7 @@ async def test_of_attempts_that_are_appended_at_once_one_stays(redis: Redis, red
 
 
 async def test_a_full_redis_takes_a_record_whole_or_not_at_all(redis: Redis, redis_url: str) -> None:
-    connection = AsyncRedis.from_url(redis_url)
+    connection = async_redis_at(redis_url)
     writer = RedisWriter(connection)
     await writer.open_session(spec())
     redis.config_set("maxmemory", 1)
@@ -504,7 +505,7 @@ async def test_a_full_redis_takes_a_record_whole_or_not_at_all(redis: Redis, red
 
 async def test_sessions_expire_on_a_full_redis(redis: Redis, redis_url: str) -> None:
     """An open session keeps memory from being freed until it expires."""
-    async with AsyncRedis.from_url(redis_url) as connection:
+    async with async_redis_at(redis_url) as connection:
         writer = RedisWriter(connection)
         await writer.open_session(spec(ttl_s=10.0))
         redis.config_set("maxmemory", 1)
@@ -523,7 +524,7 @@ def test_replacing_a_field_keeps_a_record_valid() -> None:
 async def test_a_call_sees_what_other_gateways_wrote(ends: Ends, redis_url: str) -> None:
     """Heads are cached between calls, and an outdated head is never used."""
     other = ends.writer
-    redis = AsyncRedis.from_url(redis_url)
+    redis = async_redis_at(redis_url)
     if isinstance(ends.writer, RedisWriter):
         other = RedisWriter(redis)
     await ends.writer.open_session(spec())
@@ -586,7 +587,7 @@ def connect(request: pytest.FixtureRequest) -> Connect:
 async def test_an_answer_that_was_lost_with_its_connection_is_asked_for_again(
     connect: Connect, redis_url: str
 ) -> None:
-    redis = AsyncRedis.from_url(redis_url)
+    redis = async_redis_at(redis_url)
     connection = connect(redis)
     answers = await asyncio.gather(*(connection.command("ECHO", number) for number in range(300)))
     assert answers == [str(number).encode() for number in range(300)]
@@ -599,7 +600,7 @@ async def test_an_answer_that_was_lost_with_its_connection_is_asked_for_again(
 
 
 async def test_a_redis_that_is_silent_is_given_up(connect: Connect, redis_url: str) -> None:
-    redis = AsyncRedis.from_url(redis_url)
+    redis = async_redis_at(redis_url)
     connection = connect(redis, timeout_s=0.2)
     with pytest.raises(RedisTimeoutError):
         await connection.command("BLPOP", "nothing-comes-here", 60)
@@ -610,7 +611,7 @@ async def test_a_redis_that_is_silent_is_given_up(connect: Connect, redis_url: s
 
 async def test_one_caller_who_leaves_disturbs_no_other(connect: Connect, redis_url: str) -> None:
     """A caller is cancelled while its large command waits for a slow socket. Others get their own answers."""
-    redis = AsyncRedis.from_url(redis_url)
+    redis = async_redis_at(redis_url)
     connection = connect(redis)
     await connection.command("PING")
     for number in range(5):

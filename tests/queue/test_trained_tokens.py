@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 from rollout_queue.contract.policies.policy import PolicyRecord
@@ -24,6 +22,7 @@ from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import Ends
 from tests.support.queue.records import outcome, reward, spec, turn
+from tests.support.redis_clients import async_redis_at, redis_at
 
 
 def packed(advantages: list[float] | None, ratios: list[float] | None, tokens: int = 2) -> bytes:
@@ -50,7 +49,7 @@ class Stream:
     """Both ends of one stream, and the gateways' clients that remove sessions and read lineages."""
 
     def __init__(self, url: str) -> None:
-        self.redis, self.sync = AsyncRedis.from_url(url), Redis.from_url(url)
+        self.redis, self.sync = async_redis_at(url), redis_at(url)
         self.sync.flushdb()
         self.writer, self.reader = RedisWriter(self.redis), claimed_reader(self.sync)
         self.deleter, self.forgetter = RedisDeleter(self.redis), RedisForgetter(self.redis)

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis import Redis
 from tokenizers import Tokenizer
 
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 @pytest.fixture(scope="session")
 def reward_backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
     own = redis_url.removesuffix("0") + "6"
-    backends = Backends(own, tiny_model, tokenizer, Redis.from_url(own), FakeEngine(tokenizer))
+    backends = Backends(own, tiny_model, tokenizer, redis_at(own), FakeEngine(tokenizer))
     with serving(backends) as backends.engine_url:
         yield backends
     backends.redis.close()

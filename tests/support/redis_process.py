@@ -5,9 +5,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from redis import Redis
 from redis.exceptions import RedisError
 
+from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
@@ -32,7 +32,7 @@ class RedisProcess:
         directory.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.client = Redis.from_url(self.url)
+        self.client = redis_at(self.url)
 
     def start(self, **flags: str) -> "RedisProcess":
         """Raises AssertionError when Redis does not start."""

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from redis.asyncio import Redis as AsyncRedis
 from tokenizers import Tokenizer
 
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn
@@ -25,6 +24,7 @@ from tests.support.gateway.conversation import answered, path_of, say, trainable
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import asked, let_on
 from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.redis_clients import async_redis_at
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
 from tests.support.system.local_system import Clock, LocalSystem, Service, open_local_system
@@ -431,7 +431,7 @@ def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing
 
 async def an_hour_of_traffic(redis_url: str, groups: int) -> None:
     """Writes groups of two sessions, as gateways do; one member earns 1 and the other 0."""
-    connection = AsyncRedis.from_url(redis_url)
+    connection = async_redis_at(redis_url)
     writer, now = RedisWriter(connection), time.time()
 
     async def episode(group: int, member: int) -> None:

@@ -16,6 +16,7 @@ from rollout_queue.contract.codec import decode
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis import keys
 from tests.support.images import asking, data_url, encoded, image_of, noise_url
+from tests.support.redis_clients import redis_at
 from tests.support.system.real_system import ADMIN_KEY, System, system_settings
 from tests.support.tiny_vision_model import make_tiny_vision_model
 from tests.support.waiting import wait_until
@@ -48,7 +49,7 @@ def seeing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sy
 
 @pytest.fixture(scope="module")
 def redis(seeing: System) -> Iterator[Redis]:
-    with Redis.from_url(f"redis://127.0.0.1:{seeing.settings.redis_port}/0") as redis:
+    with redis_at(f"redis://127.0.0.1:{seeing.settings.redis_port}/0") as redis:
         yield redis
 
 

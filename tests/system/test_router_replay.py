@@ -16,6 +16,7 @@ from torch import Tensor
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis import keys
+from tests.support.redis_clients import redis_at
 from tests.support.system.real_system import System, system_settings
 from tests.support.tiny_model import make_tiny_experts
 from tests.support.waiting import wait_until
@@ -89,7 +90,7 @@ def difference(model: Any, routers: Routers, rows: list[Row]) -> Tensor:
 def test_with_the_engines_experts_the_trainers_logprobs_are_closer_to_the_engines(
     replaying: System, model: Path
 ) -> None:
-    with Redis.from_url(f"redis://127.0.0.1:{replaying.settings.redis_port}/0") as redis:
+    with redis_at(f"redis://127.0.0.1:{replaying.settings.redis_port}/0") as redis:
         rows = [row for session_id in trained_group(replaying) for row in rows_of(redis, session_id)]
     for row in rows:
         assert row.experts_LW is not None

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from redis import Redis
 
 from tests.support.clients.stack import CLIENT_KEY
 from tests.support.clients.tinker_stack import READY_WITHIN_S, TinkerStack, tinker_stack
 from tests.support.gateway.running import RunningGateway
 from tests.support.gateway.tinker_loop import ADAM, SamplingLoop, datum, passed
+from tests.support.redis_clients import redis_at
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.long]
@@ -34,7 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
 
 @pytest.fixture
 def loop(running: TinkerStack) -> Iterator[SamplingLoop]:
-    with httpx.Client(timeout=300) as http, Redis.from_url(running.stack.redis_url) as redis:
+    with httpx.Client(timeout=300) as http, redis_at(running.stack.redis_url) as redis:
         gateway = RunningGateway(running.stack.gateway_url, engine=None, redis=redis, http=http)  # type: ignore[arg-type]
         yield SamplingLoop(gateway, str(running.model), f"tml-{CLIENT_KEY}")
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 from typer.testing import CliRunner
 
 from rollout_queue.contract.codec import decode, encode
@@ -18,6 +17,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.retention import RedisForgetter
+from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.trainer_service.crash import Crash, crash
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
@@ -26,7 +26,7 @@ from weir.__main__ import app
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
+    with redis_at(redis_url) as client:
         client.flushdb()
         client.hset(keys.POLICIES, "0", "{}")
         yield client
@@ -150,7 +150,7 @@ def test_an_audit_counts_forgotten_sessions(
 
 async def forget(redis_url: str) -> Mapping[str, int]:
     """Forget settled sessions, as a gateway does after their retention."""
-    async with AsyncRedis.from_url(redis_url) as redis:
+    async with async_redis_at(redis_url) as redis:
         return (await RedisForgetter(redis).forget(0, 100)).verdicts
 
 

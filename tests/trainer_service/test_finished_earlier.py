@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Verdict
@@ -20,6 +19,7 @@ from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.retention import RedisForgetter
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
+from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.trainer_service.crash import Crash
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
@@ -51,17 +51,17 @@ class Agents(RedisAgents):
         asyncio.run(self._forget())
 
     async def _open(self, spec: SessionSpec) -> None:
-        async with AsyncRedis.from_url(self._url) as redis:
+        async with async_redis_at(self._url) as redis:
             writer = RedisWriter(redis)
             await writer.open_session(spec)
             await writer.close()
 
     async def _forget(self) -> None:
-        async with AsyncRedis.from_url(self._url) as redis:
+        async with async_redis_at(self._url) as redis:
             assert (await RedisForgetter(redis).forget(0.0, 100)).due
 
     async def _late(self, reward: Reward, outcome: Outcome | None = None) -> None:
-        async with AsyncRedis.from_url(self._url) as redis:
+        async with async_redis_at(self._url) as redis:
             writer = RedisWriter(redis)
             if outcome is None:
                 await writer.append_reward(reward)
@@ -70,7 +70,7 @@ class Agents(RedisAgents):
             await writer.close()
 
     async def _delete(self, session_id: str) -> None:
-        async with AsyncRedis.from_url(self._url) as redis:
+        async with async_redis_at(self._url) as redis:
             assert await RedisDeleter(redis).delete_session(session_id) is not None
 
 
@@ -114,7 +114,7 @@ class System:
 
 @pytest.fixture
 def system(make_harness: MakeHarness, redis_url: str) -> Iterator[System]:
-    with Redis.from_url(redis_url) as redis:
+    with redis_at(redis_url) as redis:
         redis.flushdb()
         redis.hset(keys.POLICIES, "0", "{}")
         yield System(make_harness, redis, redis_url)

@@ -14,6 +14,7 @@ from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.redis import keys
 from rollout_queue.redis.lease.holder import Holder
 from rollout_queue.redis.lease.lease import Lease
+from tests.support.redis_clients import redis_at
 from tests.support.trainer_service.harness import MakeHarness
 from trainer_service.status.lease_holder import keep_lease
 from trainer_service.status.shared_state import SharedState
@@ -23,7 +24,7 @@ RETRY_S = 0.01
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
+    with redis_at(redis_url) as client:
         client.flushdb()
         yield client
 
@@ -96,7 +97,7 @@ def test_of_two_trainers_that_wait_for_a_lease_one_ends(redis: Redis) -> None:
     def begin() -> None:
         with suppress(SystemExit):
             with (
-                Redis.from_url(redis_url) as own,
+                redis_at(redis_url) as own,
                 keep_lease(Lease(own, 3.0), SharedState(), RETRY_S) as held,
             ):
                 ends.append(held)

@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 import yaml
-from redis import Redis
 
 from rollout_queue.contract.policies.policy import STABLE
+from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port, serving
 from tests.support.trainer_service.harness import FakeGateway
 from tests.support.trainer_service.over_http import over_http
@@ -26,7 +26,7 @@ def test_two_rank_processes_publish_in_shares_and_end_when_told(
     tmp_path: Path, model_path: Path, redis_url: str
 ) -> None:
     gateway, policies = FakeGateway(), tmp_path / "policies"
-    with Redis.from_url(redis_url) as redis, serving(over_http(gateway)) as url:
+    with redis_at(redis_url) as redis, serving(over_http(gateway)) as url:
         redis.flushdb()
         trainer: dict[str, Any] = {
             "model_path": str(model_path),

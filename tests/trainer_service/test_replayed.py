@@ -16,6 +16,7 @@ from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.heads.reading import read_head
 from tests.support.claimed import claimed_reader
+from tests.support.redis_clients import redis_at
 from tests.support.trainer_service.harness import MakeHarness, turn
 from weir.importing.run import ImportReport, import_files
 
@@ -24,7 +25,7 @@ READY = Verdict(code="ready", detail="waits for a step of the trainer")
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
+    with redis_at(redis_url) as client:
         client.flushdb()
         yield client
 

@@ -16,10 +16,10 @@ import httpx
 import pytest
 import torch
 from pydantic import ValidationError
-from redis import Redis
 
 from rollout_queue.memory import MemoryStream
 from tests.support.gateway.running import ADMIN_KEY
+from tests.support.redis_clients import redis_at
 from tests.support.rollout_server.processes import ServerProcess, running
 from tests.support.rollout_server.stub_engine import stub_interpreter
 from tests.support.rollout_server.weights import write_model
@@ -408,7 +408,7 @@ def test_a_trainer_process_loads_its_model_only_once_it_has_the_memory(
     rollout_server: ServerProcess, model_path: Path, redis_url: str, tmp_path: Path
 ) -> None:
     """It is told to stop while it waits for a second server. The first one has its memory back at once."""
-    with Redis.from_url(redis_url) as redis:
+    with redis_at(redis_url) as redis:
         redis.flushdb()
     port, away = free_port(), free_port()
     settings = {

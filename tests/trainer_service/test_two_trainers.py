@@ -18,6 +18,7 @@ from rollout_queue.contract.records import Outcome
 from rollout_queue.redis import keys
 from rollout_queue.redis.lease.holder import Holder
 from rollout_queue.redis.lease.lease import LOST
+from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
@@ -73,7 +74,7 @@ class Process:
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
+    with redis_at(redis_url) as client:
         client.flushdb()
         yield client
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.records import Outcome, SessionSpec, Verdict
 from rollout_queue.redis import keys
@@ -14,6 +13,7 @@ from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.records import turn
+from tests.support.redis_clients import async_redis_at, redis_at
 from trainer_service.commands.untrained_turns import NOT_BY_TURNS, UntrainedTurns
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
@@ -21,14 +21,14 @@ from trainer_service.status.shared_state import SharedState
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
-    client = Redis.from_url(redis_url)
+    client = redis_at(redis_url)
     client.flushdb()
     yield client
     client.close()
 
 
 async def test_sessions_end_untrained_and_leave_the_stream(redis: Redis, redis_url: str) -> None:
-    client = AsyncRedis.from_url(redis_url)
+    client = async_redis_at(redis_url)
     writer = RedisWriter(client)
     lease = Lease(redis, 30)
     assert lease.claim() is None

@@ -25,6 +25,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
+from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import HttpThread, create_app
@@ -42,7 +43,7 @@ NOBODY = f"http://127.0.0.1:{free_port()}"
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
+    with redis_at(redis_url) as client:
         client.flushdb()
         client.hset(keys.POLICIES, "0", "{}")
         yield client

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from redis import Redis
 from typer.testing import CliRunner
 
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, PolicyRecord
 from rollout_queue.contract.policies.serving import Admissible, ServingPlan
 from rollout_queue.redis import keys
+from tests.support.redis_clients import redis_at
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
 from tests.support.weir.small_trainer import SmallTrainer, answer
@@ -178,13 +178,13 @@ def test_backups_under_load_are_all_consistent(
     over, told = threading.Event(), list[str]()
 
     def agents() -> None:
-        with Redis.from_url(run.redis.url) as redis:
+        with redis_at(run.redis.url) as redis:
             while not over.is_set():
                 answer(redis, f"s{len(told)}")
                 told.append(f"s{len(told)}")
 
     def train() -> None:
-        with Redis.from_url(run.redis.url) as redis:
+        with redis_at(run.redis.url) as redis:
             trainer = SmallTrainer(redis, run.checkpoints)
             while not over.is_set():
                 for _ in range(20):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from tests.support.redis_clients import redis_at
 from tests.support.redis_process import RedisProcess
 from weir.backup.point import MARK
 from weir.backup.rdb import RdbReader, RdbUnreadable, decompressed
@@ -62,7 +63,7 @@ def test_every_type_of_value_is_copied_as_dump_returns_it(
 ) -> None:
     fill(process.client)
     process.client.set("foreign", "left out")
-    with Redis.from_url(process.url.removesuffix("0") + "5") as other:
+    with redis_at(process.url.removesuffix("0") + "5") as other:
         fill(other)
         other.set("weir:of_another_database", "left out")
     copied = copy_redis(process.url, tmp_path, lambda: None)

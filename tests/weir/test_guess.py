@@ -9,7 +9,6 @@ from random import Random
 
 import httpx
 import pytest
-from redis import Redis
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer
 from gateway.app import create_app
 from gateway.settings.service import GatewaySettings
 from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
 from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.guess import GUESSES, NUMBERS, GuessGame, SecretNumber, blind, halving
@@ -39,7 +39,7 @@ def engine(plan: Path) -> FakeEngine:
 
 @pytest.fixture
 def gateway_url(plan: Path, engine: FakeEngine, redis_url: str) -> Iterator[str]:
-    with Redis.from_url(redis_url) as redis:
+    with redis_at(redis_url) as redis:
         redis.flushdb()  # the tests look at the newest sessions only
     with serving(engine.app()) as engine_url:
         settings = GatewaySettings(redis_url=redis_url, model_path=plan, engines=[engine_url], thinking="all")

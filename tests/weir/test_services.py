@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from redis import Redis
 
 from rollout_queue.settings import MalformedSettings
+from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from weir.errors import StackError
 from weir.stack.preflight import check_machine
@@ -32,7 +32,7 @@ def test_redis_keeps_what_the_queue_promises(settings: StackSettings) -> None:
     mine = settings.model_copy(update={"redis_port": free_port()})
     with Stack(mine, [redis_service(mine)]) as stack:
         stack.wait_ready()
-        with Redis.from_url(stack.redis_url, decode_responses=True) as client:
+        with redis_at(stack.redis_url, decode_responses=True) as client:
             for name, value in {
                 "appendonly": "yes",
                 "appendfsync": "always",
@@ -47,7 +47,7 @@ def test_redis_keeps_what_the_queue_promises(settings: StackSettings) -> None:
             client.set("kept", "yes")
     with Stack(mine, [redis_service(mine)]) as stack:
         stack.wait_ready()
-        with Redis.from_url(stack.redis_url, decode_responses=True) as client:
+        with redis_at(stack.redis_url, decode_responses=True) as client:
             assert client.get("kept") == "yes"
 
 

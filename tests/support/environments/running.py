@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from redis import Redis
 from tokenizers import Tokenizer
 
 from environments.settings import RunSettings
@@ -15,6 +14,7 @@ from environments.start import RunPlace, play_run
 from gateway.app import create_app
 from gateway.settings.service import GatewaySettings
 from tests.support.environments.answering_engine import AnsweringEngine
+from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
 
 TOYS = "python:tests.support.environments.toys"
@@ -61,7 +61,7 @@ def running_gateway(
 ) -> Iterator[RunTest]:
     """A gateway without keys, and an empty Redis."""
     own = redis_url.removesuffix("0") + "5"
-    with Redis.from_url(own) as redis:
+    with redis_at(own) as redis:
         redis.flushdb()
     engine = AnsweringEngine(Tokenizer.from_file(str(model / "tokenizer.json")))
     with serving(engine.app()) as engine_url:

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 from prometheus_client import CollectorRegistry
-from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.stream import Entry, Verdicts
 from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
@@ -26,6 +24,7 @@ from rollout_queue.redis.deletion import RedisDeleter
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
+from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.trainer_service.harness import FakeGateway
 from tests.support.trainer_service.publications import InlineExecutor, LateExecutor, OneTensor
 from trainer_service.algorithms.settings import AlgorithmSettings
@@ -198,10 +197,10 @@ class System:
         """A checkpoint is written when the trainer has looked for its end `looks` times."""
         self._looks = looks
         self.knife, self.folder = knife, folder
-        self.redis = Redis.from_url(url)
+        self.redis = redis_at(url)
         self.redis.flushdb()
         self._runner = asyncio.Runner()
-        self.async_redis = AsyncRedis.from_url(url)
+        self.async_redis = async_redis_at(url)
         self.writer = RedisWriter(self.async_redis)
         self.deleter = RedisDeleter(self.async_redis)
         self.fleet = FakeGateway()

@@ -112,10 +112,10 @@ class WatchedMaster:
 
     def fail_over(self, former: RedisServer) -> None:
         """Wait until the sentinels have promoted a replica; then start the former master again."""
-        wait_until(lambda: all(each.master_port() != former.port for each in self.sentinels), 120)
+        wait_until(lambda: all(each.master_port() != former.port for each in self.sentinels))
         former.start()
         # Sentinel makes a replica of it; a supervisor's configuration would have it start as one.
-        wait_until(lambda: self.complete(len(self.servers) - 1), 120)
+        wait_until(lambda: self.complete(len(self.servers) - 1))
 
     def close(self) -> None:
         for sentinel in self.sentinels:

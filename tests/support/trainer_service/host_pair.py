@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 import yaml
-from redis import Redis
 from redis.exceptions import RedisError
 
+from tests.support.redis_clients import redis_at
 from tests.support.redis_process import redis_executable
 from tests.support.serving import serving
 from tests.support.trainer_service.harness import FakeGateway
@@ -153,7 +153,7 @@ def answers(url: str) -> Callable[[], bool]:
 
     def ask() -> bool:
         try:
-            with Redis.from_url(url) as client:
+            with redis_at(url) as client:
                 return bool(client.ping())
         except RedisError:
             return False

@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from redis.asyncio import Redis as AsyncRedis
-
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn
 from rollout_queue.redis.writer import RedisWriter
+from tests.support.redis_clients import async_redis_at
 from tests.support.serving import free_port
 from tests.support.trainer_service.harness import turn
 
@@ -32,7 +31,7 @@ class RedisAgents:
     async def _episode(
         self, spec: SessionSpec, value: float | None, ending: dict[str, Any], where: dict[str, Any]
     ) -> None:
-        redis = AsyncRedis.from_url(self._url)
+        redis = async_redis_at(self._url)
         writer = RedisWriter(redis)
         verdict = ending.pop("verdict", None)
         await writer.open_session(spec)

@@ -76,6 +76,12 @@ class Scene:
     def whole(self) -> list[int]:
         return [*ANSWER, self.end]
 
+    async def read_versions(self) -> None:
+        """Refresh until the fleet knows the engines' versions: it asks servers in a steady state in turn."""
+        versions = [int(engine.version) for engine in self.engines]
+        while [server.version for server in self.fleet.servers.values()] != versions:
+            await self.fleet.refresh()
+
     def only(self, engine: FakeEngine) -> None:
         """Remove the other engine from the fleet."""
         del self.fleet.servers[f"engine-{1 - self.engines.index(engine)}"]
@@ -491,7 +497,7 @@ async def test_a_refusal_that_repeats_the_clients_words_does_not_tell_that_a_tok
 async def test_a_pinned_answer_goes_on_only_with_its_version(scene: Scene) -> None:
     first, second = scene.first, scene.second
     first.version, second.version = "12", "13"
-    await scene.fleet.refresh()
+    await scene.read_versions()
     first.interruptions.append(Interruption(5, "reset"))
     last = await scene.hear(structs.replace(scene.ask(), wish=Wish(12)))
     assert last.versions == (Span(12, 0, 13),)
@@ -506,7 +512,7 @@ async def test_tokens_of_another_version_are_no_part_of_a_pinned_answer(scene: S
     first = scene.first
     for engine in scene.engines:
         engine.version = "12"
-    await scene.fleet.refresh()
+    await scene.read_versions()
     first.version = "13"  # the fleet has not read this version yet
     last = await scene.hear(structs.replace(scene.ask(), wish=Wish(12)))
     assert last.versions == (Span(12, 0, 13),)

@@ -602,8 +602,10 @@ async def test_an_answer_that_was_lost_with_its_connection_is_asked_for_again(
 async def test_a_redis_that_is_silent_is_given_up(connect: Connect, redis_url: str) -> None:
     redis = async_redis_at(redis_url)
     connection = connect(redis, timeout_s=0.2)
+    started = asyncio.get_running_loop().time()
     with pytest.raises(RedisTimeoutError):
         await connection.command("BLPOP", "nothing-comes-here", 60)
+    assert asyncio.get_running_loop().time() - started < 30
     assert await connection.command("ECHO", "back") == b"back"
     await connection.close()
     await redis.aclose()
@@ -638,9 +640,11 @@ async def test_a_redis_that_takes_the_call_and_says_nothing_is_given_up_for_all(
     server = await asyncio.start_server(mute, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     redis = AsyncRedis(host=host, port=port)
-    connection = connect(redis, timeout_s=0.3)
+    connection = connect(redis, timeout_s=3.0)
+    started = asyncio.get_running_loop().time()
     heard = await asyncio.gather(*(connection.command("PING") for _ in range(8)), return_exceptions=True)
     assert all(isinstance(each, RedisTimeoutError) for each in heard), heard
+    assert asyncio.get_running_loop().time() - started < 8 * 3.0, "one after the other"
     await connection.close()
     silent.set()
     server.close()

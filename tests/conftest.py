@@ -14,6 +14,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.hypothesis_profiles import register
+from tests.support.layers import processes_of_layer
 from tests.support.memory_files import keep_files_in_memory
 from tests.support.redis_clients import redis_at
 from tests.support.redis_process import redis_executable
@@ -23,35 +24,45 @@ from tests.support.waiting import wait_until
 register()
 keep_files_in_memory()
 
-SLOW_ROOMS = ("system", "trainer_service", "rollout_server")
-"""Workers begin with these folders, so that no worker is still busy at the end while the others idle."""
-OWN_ENGINES = "tests/system/test_bad_days.py"
-"""A file whose tests start their own engines. All other files in tests/system share one engine."""
-OBSERVED = "tests/observe/"
-"""The files in this folder share the services that they look at."""
+LAYERS = ("engine", "process", "service", "unit")
+"""Workers begin with the slow layers, so that no worker is still busy at the end while the others idle."""
+OWN_ENGINES = "tests/engine/system/test_bad_days.py"
+"""A file whose tests start their own engines. All other files in tests/engine/system share one engine."""
+SHARED = ("tests/engine/system/", "tests/process/observe/")
+"""The files in each of these folders share their services."""
 
 
 class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
-    """Gives a worker whole files, so that fixtures are made once. Files that share an engine go together."""
+    """Gives a worker whole files, so that fixtures are made once. Files that share services go together."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
-        if file.startswith(OBSERVED):
-            return OBSERVED
-        shared = file.startswith("tests/system/") and file != OWN_ENGINES
-        return "tests/system" if shared else file
+        shared = [folder for folder in SHARED if file.startswith(folder) and file != OWN_ENGINES]
+        return shared[0] if shared else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
     return FileScheduling(config, log)
 
 
+def layer_of(item: pytest.Item) -> str:
+    """The first folder below `tests`."""
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
-        room = item.path.relative_to(Path(__file__).parent).parts[0]
-        return SLOW_ROOMS.index(room) if room in SLOW_ROOMS else len(SLOW_ROOMS)
+        layer = layer_of(item)
+        return LAYERS.index(layer) if layer in LAYERS else len(LAYERS)
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """While the test and its fixtures run, its layer decides which processes may start."""
+    with processes_of_layer(layer_of(item)):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,7 @@ from trainer_service.algorithms.losses.step_statistics import StepStatistics
 from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss
 from trainer_service.algorithms.tokens import Tokens
 
-GOLDEN = json.loads(
-    (Path(__file__).parents[2] / "trainer_service" / "algorithms_golden.json").read_text(encoding="utf-8")
-)
+GOLDEN = json.loads((Path(__file__).with_name("algorithms_golden.json")).read_text(encoding="utf-8"))
 CASES: dict[str, dict[str, Any]] = {case["id"]: case for case in GOLDEN["cases"]}
 INPUTS: dict[str, Any] = GOLDEN["inputs"]
 MASK = torch.tensor(INPUTS["mask"]) == 1

@@ -1,0 +1,142 @@
+"""A runner that is killed: another one goes on, and every episode ends once."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from environments.errors import RunStopped
+from environments.results.journal import EpisodeEnded, GroupBegun, Journal, entries_of
+from tests.support.environments.running import TOYS, RunTest
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+
+
+async def test_a_session_that_was_deleted_meanwhile_is_played_again(running: RunTest) -> None:
+    running.engine.answer = lambda prompt: "1"
+    await running.play("Count", group_size=2, episodes=4, max_turns=1)
+    journal = running.run_dir / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"group","' in line[:20] or '"kind":"group"' in line]
+    journal.write_text("".join(kept))
+    for session in running.sessions():
+        running.delete(session["session_id"])
+    await running.play("Count", group_size=2, episodes=4, max_turns=1, resume=True)
+    again = Counter((each.group, each.member) for each in ended(running.run_dir))
+    assert again == {(group, member): 1 for group in (0, 1) for member in (0, 1)}
+
+
+async def test_a_member_that_is_left_alone_counts_as_played(running: RunTest) -> None:
+    await running.play("Double", group_size=2, episodes=4, concurrency=1)
+    journal = running.run_dir / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    last = ended(running.run_dir)[-1]
+    running.delete(last.session_id)
+    journal.write_text("".join(lines[:-1]))
+    await running.play("Double", group_size=2, episodes=4, concurrency=1, resume=True)
+    assert len(ended(running.run_dir)) == 4, "no further group"
+    assert ended(running.run_dir)[-1].status == "abandoned"
+
+
+async def test_two_runners_do_not_play_one_run(running: RunTest) -> None:
+    await running.play("Double", group_size=2, episodes=4)
+    with Journal(running.run_dir), pytest.raises(RunStopped, match="another process plays"):
+        await running.play("Double", group_size=2, episodes=8, resume=True)
+
+
+def ended(run_dir: Path) -> list[EpisodeEnded]:
+    return [each for each in entries_of(run_dir) if isinstance(each, EpisodeEnded)]
+
+
+def command(running: RunTest, mode: str, *more: str) -> list[str]:
+    given = [
+        f"{TOYS}:Count",
+        "--run-dir",
+        str(running.run_dir),
+        "--gateway",
+        running.url,
+        "--concurrency",
+        "8",
+    ]
+    return [sys.executable, "-m", "weir", "env", mode, *given, *more]
+
+
+def answer(prompt: str) -> str:
+    return str(1 + len(re.findall("go on", prompt)))
+
+
+class Gate:
+    """Answers so many calls, and the others once it is opened: the runner is killed in the middle."""
+
+    def __init__(self, open_for: int) -> None:
+        self.left, self.opened = open_for, threading.Event()
+
+    def answer(self, prompt: str) -> str:
+        self.left -= 1
+        if self.left < 0:
+            self.opened.wait()
+        return answer(prompt)
+
+
+@pytest.mark.parametrize("mode", ["run", "eval"])
+def test_a_killed_runner_is_resumed_and_each_episode_ends_once(running: RunTest, mode: str) -> None:
+    gate = Gate(open_for=100)
+    running.engine.answer = gate.answer
+    sizes = ["--group-size", "4", "--episodes", "80"] if mode == "run" else ["--tasks", "20", "-n", "4"]
+    environment = os.environ | {"WEIR_CLIENT_KEYS": ""}
+    with subprocess.Popen(
+        command(running, mode, *sizes), env=environment, cwd=ROOT, start_new_session=True
+    ) as first:
+        wait_until(lambda: len(ended(running.run_dir)) >= 20, 120)  # 24 answers belong to others at most
+        os.killpg(first.pid, signal.SIGKILL)
+    gate.opened.set()
+    journal = running.run_dir / "journal.jsonl"
+    with journal.open("a", encoding="utf-8") as file:
+        file.write('{"kind":"episode","group":3,"mem')  # as a kill cuts a line
+    before = len(ended(running.run_dir))
+    assert before < 80
+    subprocess.run(
+        command(running, mode, *sizes, "--resume"), env=environment, cwd=ROOT, check=True, timeout=120
+    )
+    entries = ended(running.run_dir)
+    places = Counter((each.group, each.member) for each in entries)
+    assert set(places.values()) == {1}
+    # In training one episode alone is not played again: there is nothing to compare it with.
+    played = [each for each in entries if mode == "eval" or each.status != "abandoned"]
+    assert all(each.status == "completed" and each.reward == pytest.approx(1.2) for each in played)
+    begun = [each for each in entries_of(running.run_dir) if isinstance(each, GroupBegun)]
+    assert len(begun) > len({each.group for each in begun}), "a group was interrupted"
+    if mode == "eval":
+        assert len(entries) == 80
+    assert {each["state"] for each in running.sessions()} <= {"finished"} | {"waiting_reward"}
+    codes = Counter(each["verdict"]["code"] for each in running.sessions())
+    assert codes["abandoned"] > 0, "half-played sessions are abandoned"
+    assert codes["open"] == codes["waiting_reward"] == 0
+
+
+async def test_an_episode_that_ended_without_its_entry_is_not_played_again(running: RunTest) -> None:
+    running.engine.answer = answer
+    await running.play("Count", group_size=2, episodes=4)
+    journal = running.run_dir / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:-1]))  # killed between the verdict and its entry
+    asked = len(running.engine.requests)
+    summary = await running.play("Count", group_size=2, episodes=4, resume=True)
+    assert len(running.engine.requests) == asked
+    assert summary["by_status"] == {"completed": 4}
+    assert len(ended(running.run_dir)) == 4
+
+
+async def test_a_directory_holds_one_run(running: RunTest) -> None:
+    with pytest.raises(RunStopped, match="there is no run in"):
+        await running.play("Double", resume=True)
+    await running.play("Double", group_size=1, episodes=1)
+    with pytest.raises(RunStopped, match="holds a run"):
+        await running.play("Double", group_size=1, episodes=1)

@@ -1,0 +1,211 @@
+"""What the gateway measures of calls: the figures are right, documented, and have few labels."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.gateway.calls import Call
+from tests.support.gateway.gated_engine import asked, let_on
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.waiting import wait_until
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+HI = [{"role": "user", "content": "hi"}]
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": HI}),
+    "completions": ("/v1/completions", {"prompt": "hi"}),
+    "responses": ("/v1/responses", {"input": "hi"}),
+    "messages": ("/v1/messages", {"messages": HI, "max_tokens": 8}),
+}
+WHOLE = {"token_ids": ("/inference/v1/generate", {"token_ids": [5, 6, 7]})}
+"""Dialects without streams."""
+DIALECTS = {*CALLS, *WHOLE, "count_tokens", "rest"}
+PARTS = {"read", "session", "render", "tokenize", "wait", "sample", "parse", "record"}
+WITHOUT_SAMPLE = {"weir_engine_kv_usage", "weir_engine_limit"}
+"""They have no sample while no engine says its usage, and no server has a limit."""
+Figures = dict[tuple[str, ...], float]
+
+
+@pytest.fixture
+def fresh(backends: Backends) -> Any:
+    """A gateway that has served nothing."""
+    backends.clear(None)
+    with backends.gateway(heartbeat_s=0.05) as gateway:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
+
+
+def figures(gateway: RunningGateway) -> Figures:
+    """The value of every sample, by its name and the values of its labels."""
+    families = text_string_to_metric_families(gateway.get("/metrics", key=None).text)
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def streamed(gateway: RunningGateway, dialect: str) -> int:
+    """Make a streamed call; return how many parts of its body arrived."""
+    path, body = CALLS[dialect]
+    headers = {"authorization": "Bearer client-key"}
+    url = gateway.url + path
+    with httpx.stream("POST", url, json={**body, "stream": True}, headers=headers, timeout=300) as reply:
+        assert reply.status_code == 200, reply.read()
+        return sum(1 for _ in reply.iter_raw())
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+def test_a_call_counts_in_its_dialect(fresh: RunningGateway, dialect: str) -> None:
+    path, body = CALLS[dialect]
+    assert fresh.post(path, body).status_code == 200
+    streamed(fresh, dialect)
+    assert fresh.post(path, {**body, "temperature": "hot"}).status_code == 400
+    assert fresh.post(path, body, key="wrong").status_code == 401
+    found = figures(fresh)
+    counted = {
+        key[1:]: value
+        for key, value in found.items()
+        if key[0] == "weir_http_responses_total" and key[1] != "rest"
+    }
+    assert counted == {(dialect, "200"): 2, (dialect, "400"): 1, (dialect, "401"): 1}
+    assert found["weir_first_token_seconds_count", dialect] == 1
+    assert found["weir_engine_wait_seconds_count", dialect] == 2
+    for part in PARTS - {"render", "tokenize"}:
+        assert found["weir_part_seconds_count", dialect, part] >= 2, part
+    assert found["weir_part_seconds_sum", dialect, "sample"] > 0
+    others = DIALECTS - {dialect, "rest"}
+    assert not any(found["weir_part_seconds_count", other, part] for other in others for part in PARTS)
+
+
+@pytest.mark.parametrize("dialect", WHOLE)
+def test_a_call_without_a_stream_counts_in_its_dialect(fresh: RunningGateway, dialect: str) -> None:
+    path, body = WHOLE[dialect]
+    assert fresh.post(path, body).status_code == 200
+    assert fresh.post(path, {**body, "model": 5}).status_code == 400
+    found = figures(fresh)
+    assert found["weir_http_responses_total", dialect, "200"] == 1
+    assert found["weir_http_responses_total", dialect, "400"] == 1
+    assert found["weir_part_seconds_sum", dialect, "sample"] > 0
+
+
+def test_every_event_but_the_first_has_a_gap(fresh: RunningGateway) -> None:
+    fresh.engine.pace_s = 0.2  # longer than the heartbeats, which do not count
+    fresh.engine.script.append([300, 301, 302])
+    streamed(fresh, "chat")
+    found = figures(fresh)
+    gaps = found["weir_token_gap_seconds_count", "chat"]
+    assert 1 <= gaps <= 3
+    assert found["weir_token_gap_seconds_bucket", "chat", "0.1"] == 0
+    assert found["weir_token_gap_seconds_sum", "chat"] >= 0.2 * gaps * 0.9
+    assert found["weir_first_token_seconds_sum", "chat"] >= 0.2 * 0.9
+
+
+def test_a_prompts_time_is_divided_between_template_and_tokenizer(fresh: RunningGateway) -> None:
+    fresh.chat(" ".join(f"word{number}" for number in range(2000)), max_tokens=1)
+    count = {"messages": HI, "model": "policy"}
+    assert fresh.post("/v1/messages/count_tokens", count).status_code == 200
+    found = figures(fresh)
+    for dialect in ("chat", "count_tokens"):
+        for part in ("render", "tokenize"):
+            assert found["weir_part_seconds_count", dialect, part] == 1
+            assert found["weir_part_seconds_sum", dialect, part] > 0
+
+
+def test_a_call_is_in_flight_until_its_end(gated: RunningGateway) -> None:
+    call = Call(gated, gated.session())
+    asked(gated, 1)
+    assert figures(gated)["weir_calls_in_flight", "chat"] == 1
+    let_on(gated)
+    call.completion()
+    wait_until(lambda: figures(gated)["weir_calls_in_flight", "chat"] == 0)
+
+
+def test_a_call_whose_client_left_counts_as_499(gated: RunningGateway) -> None:
+    before = figures(gated).get(("weir_http_responses_total", "chat", "499"), 0)
+    call = Call(gated, gated.session())
+    asked(gated, 1)
+    call.hang_up()
+    wait_until(lambda: figures(gated).get(("weir_http_responses_total", "chat", "499"), 0) == before + 1)
+
+
+def test_a_call_that_no_engine_takes_has_waited(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway(engines=[], engine_wait_s=0.3) as gateway:
+        assert gateway.chat().status_code == 503
+        found = figures(gateway)
+    assert found["weir_engine_wait_seconds_count", "chat"] == 1
+    assert found["weir_engine_wait_seconds_sum", "chat"] >= 0.3 * 0.9
+    assert found["weir_part_seconds_count", "chat", "sample"] == 0
+
+
+def test_the_caches_count_their_hits(fresh: RunningGateway) -> None:
+    def lookups(cache: str) -> list[float]:
+        found = figures(fresh)
+        return [found["weir_cache_lookups_total", cache, result] for result in ("hit", "miss")]
+
+    before = {cache: lookups(cache) for cache in ("heads", "phrases", "first_prompts")}
+    for _ in range(2):
+        session = fresh.session()
+        for _ in range(2):
+            fresh.chat("a phrase that no other test uses", key=session["api_key"])
+    after = {cache: lookups(cache) for cache in before}
+    grown = {
+        cache: [now - then for now, then in zip(after[cache], before[cache], strict=True)] for cache in before
+    }
+    assert grown["first_prompts"] == [1, 1], "both sessions begin with the same prompt"
+    assert grown["heads"] == [2, 2], "a session is read at its first call"
+    assert grown["phrases"][0] > 0
+    assert grown["phrases"][1] > 0
+
+
+def test_the_status_names_the_slowest_parts(fresh: RunningGateway) -> None:
+    assert fresh.get("/admin/status", key=ADMIN_KEY).json()["slowest_parts"] == []
+    fresh.engine.pace_s = 0.3
+    fresh.chat(max_tokens=1)
+    parts = fresh.get("/admin/status", key=ADMIN_KEY).json()["slowest_parts"]
+    assert len(parts) == 5
+    assert (parts[0]["part"], parts[0]["runs"]) == ("sample", 1)
+    assert parts[0]["seconds"] >= 0.3 * 0.9
+    assert [part["seconds"] for part in parts] == sorted((p["seconds"] for p in parts), reverse=True)
+    assert {part["part"] for part in parts} <= PARTS
+
+
+def test_the_lag_of_the_event_loop_is_measured(fresh: RunningGateway) -> None:
+    wait_until(lambda: figures(fresh)["weir_loop_lag_seconds_count",] >= 2)
+
+
+def test_the_document_names_every_metric_and_every_label(fresh: RunningGateway) -> None:
+    fresh.chat()
+    _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition("\n## Of the gateway\n")
+    rows = re.findall(r"^\| (`weir_\w+`(?:, `weir_\w+`)*) \|([^|]*)\|", rest.split("\n## ")[0], re.M)
+    named = {
+        name: set(re.findall(r"`(\w+)`", labels))
+        for names, labels in rows
+        for name in re.findall(r"\w+", names)
+    }
+    families = text_string_to_metric_families(fresh.get("/metrics", key=None).text)
+    measured: dict[str, set[str]] = {}
+    for family in families:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        measured[name] = {label for sample in family.samples for label in sample.labels} - {"le"}
+    made_by_the_library = {name for name in measured if name.endswith("_created")}
+    assert set(measured) - made_by_the_library | WITHOUT_SAMPLE == set(named)
+    for name, labels in named.items():
+        assert measured.get(name, set()) in (set(), labels), name
+
+
+def test_clients_make_no_labels(fresh: RunningGateway) -> None:
+    def call(numbers: range) -> set[tuple[str, ...]]:
+        for number in numbers:
+            fresh.get(f"/no/such/{number}")
+            fresh.chat(model=f"model-{number}", user=f"user-{number}")
+            fresh.chat(path=f"/sessions/s-{number}/v1/chat/completions")
+            fresh.call(f"METHOD{number}", "/sessions")
+        return set(figures(fresh))
+
+    assert call(range(3)) == call(range(3, 20))

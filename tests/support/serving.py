@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -79,7 +80,9 @@ def serving(
         proxy_headers=False,
     )
     server = _Server(config)
-    thread = threading.Thread(target=server.run, args=([listener] if listener else None,), daemon=True)
+    listeners = [listener] if listener else None
+    # The thread has the clock of whoever calls.
+    thread = threading.Thread(target=copy_context().run, args=(server.run, listeners), daemon=True)
     thread.start()
     server.begun.wait()
     if not server.started:

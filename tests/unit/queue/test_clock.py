@@ -1,0 +1,89 @@
+"""Time that a test turns: what waits goes on when the clock is turned past its end, and not before."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from rollout_queue import clock
+from tests.support.turned_clock import TurnedClock
+
+HOUR_S = 3600.0
+
+
+async def test_a_sleep_ends_when_the_clock_is_turned_past_its_end() -> None:
+    turned = TurnedClock()
+    with clock.using(turned):
+        sleeping = asyncio.create_task(clock.sleep(HOUR_S))
+    await asyncio.sleep(0)  # the task begins to sleep
+    turned.turn(HOUR_S / 2)
+    await asyncio.sleep(0.01)  # an early end would show by now
+    assert not sleeping.done()
+    turned.turn(HOUR_S / 2)
+    await sleeping
+
+
+async def test_a_timeout_comes_when_the_clock_is_turned() -> None:
+    turned = TurnedClock()
+
+    async def limited() -> None:
+        async with clock.timeout(HOUR_S):
+            await asyncio.Event().wait()
+
+    with clock.using(turned):
+        waiting = asyncio.create_task(limited())
+    await asyncio.sleep(0)  # the task begins to wait
+    turned.turn(HOUR_S)
+    with pytest.raises(TimeoutError):
+        await waiting
+    assert not turned.timers
+
+
+async def test_what_ends_in_time_meets_no_timeout() -> None:
+    turned = TurnedClock()
+    with clock.using(turned):
+        async with clock.timeout(HOUR_S) as limit:
+            await asyncio.sleep(0)  # any other work
+    turned.turn(2 * HOUR_S)
+    assert not limit.expired()
+    assert not turned.timers
+
+
+async def test_a_cancelled_sleep_leaves_no_timer() -> None:
+    turned = TurnedClock()
+    with clock.using(turned):
+        sleeping = asyncio.create_task(clock.sleep(HOUR_S))
+    await asyncio.sleep(0)  # the task begins to sleep
+    sleeping.cancel()
+    await asyncio.wait([sleeping])
+    assert not turned.timers
+
+
+async def test_a_cancelled_timer_never_calls_back() -> None:
+    turned, called = TurnedClock(), []
+    with clock.using(turned):
+        clock.call_later(HOUR_S, lambda: called.append("kept"))
+        clock.call_later(HOUR_S, lambda: called.append("cancelled")).cancel()
+    turned.turn(HOUR_S)
+    await asyncio.sleep(0.01)  # both would have been called by now
+    assert called == ["kept"]
+
+
+def test_threads_and_readings_follow_the_turned_clock() -> None:
+    turned, event = TurnedClock(), threading.Event()
+    with clock.using(turned):
+        before = clock.now(), clock.monotonic()
+        threading.Timer(0.01, turned.turn, [HOUR_S]).start()
+        assert not clock.wait(event, HOUR_S)
+        assert clock.now() - before[0] >= HOUR_S
+        assert clock.monotonic() - before[1] >= HOUR_S
+        event.set()
+        assert clock.wait(event, HOUR_S)
+    assert abs(clock.now() - time.time()) < HOUR_S
+
+
+def test_outside_of_the_block_the_machines_clock_is_current() -> None:
+    with clock.using(TurnedClock()):
+        pass
+    assert clock.monotonic() <= time.monotonic()

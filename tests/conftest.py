@@ -69,8 +69,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_certificates() -> Iterator[None]:
-    """Each client of HTTP reads all certificates, for 35 ms of CPU, though tests speak without TLS. They share
-    one context."""
+    """Each client of HTTP reads all certificates, for 35 ms of CPU, though tests speak without TLS.
+
+    They share one context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.authorities import read_one_authority
 from tests.support.hypothesis_profiles import register
 from tests.support.layers import processes_of_layer
 from tests.support.memory_files import keep_files_in_memory
@@ -26,6 +27,7 @@ from tests.support.waiting import wait_until
 
 register()
 keep_files_in_memory()
+read_one_authority()
 
 LAYERS = ("engine", "process", "service", "unit")
 """Workers begin with the slow layers, so that no worker is still busy at the end while the others idle."""

@@ -3,8 +3,11 @@
 import fcntl
 import os
 import shutil
+import ssl
 import subprocess
+import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from rollout_queue import clock
+from tests.support.authorities import read_one_authority
 from tests.support.hypothesis_profiles import register
 from tests.support.layers import processes_of_layer
 from tests.support.memory_files import keep_files_in_memory
@@ -25,11 +29,14 @@ from tests.support.waiting import wait_until
 
 register()
 keep_files_in_memory()
+read_one_authority()
 
 LAYERS = ("engine", "process", "service", "unit")
 """Workers begin with the slow layers, so that no worker is still busy at the end while the others idle."""
 OWN_ENGINES = "tests/engine/system/test_bad_days.py"
 """A file whose tests start their own engines. All other files in tests/engine/system share one engine."""
+UNTIL = "WEIR_TEST_UNTIL"
+"""A variable that bounds a run: the seconds since 1970 after which no test begins."""
 SHARED = ("tests/engine/system/", "tests/process/observe/")
 """The files in each of these folders share their services."""
 
@@ -53,6 +60,11 @@ def layer_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its layer, and sort them."""
+    for item in items:
+        if layer_of(item) in LAYERS:
+            item.add_marker(layer_of(item))
+
     def rank(item: pytest.Item) -> int:
         layer = layer_of(item)
         return LAYERS.index(layer) if layer in LAYERS else len(LAYERS)
@@ -60,11 +72,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > float(os.environ.get(UNTIL, "inf")):
+        pytest.skip(f"no time is left ({UNTIL})")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """While the test and its fixtures run, its layer decides which processes may start."""
     with processes_of_layer(layer_of(item)):
         return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_certificates() -> Iterator[None]:
+    """Each client of HTTP reads all certificates, for 35 ms of CPU, though tests speak without TLS.
+
+    They share one context."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -93,9 +93,9 @@ class ChatRenderer:
             self.vision = vision_of(model_path) if self.family.name == "qwen3-vl" else None
             try:
                 self.template = self._made_template()
-            except AssertionError as error:  # the tokenizer lacks a control token
+            except AssertionError as why:  # the tokenizer lacks a control token
                 if family != "auto":
-                    raise SystemExit(f"gateway.renderer {family!r} does not fit the model: {error}") from error
+                    raise SystemExit(f"gateway.renderer {family!r} does not fit the model: {why}") from why
                 self.family, self.vision = Family(OWN_TEMPLATE), None
         if self.family.name == OWN_TEMPLATE:
             own = TemplateTokenizer(model_path, first_eos, own_template(model_path))

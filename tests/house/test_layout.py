@@ -7,7 +7,8 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -28,6 +29,12 @@ EXTRAS = {
 """The groups of optional dependencies that a package may import, besides the common dependencies."""
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_ENTRIES = 300, 60, 18
 TORCH_FAMILY = {"torch", "deepspeed", "transformers"}
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file, which several rules read."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -52,11 +59,13 @@ def test_the_standard_queue_is_found_from_the_repository_root() -> None:
     assert Path(found).parent == Path(sysconfig.get_path("stdlib"))
 
 
-@pytest.mark.parametrize("module", ["gateway.app", "gateway.settings", "weir.__main__", "weir.configuration"])
-def test_modules_that_load_quickly_import_no_heavy_library(module: str) -> None:
-    asked = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+def test_modules_that_load_quickly_import_no_heavy_library() -> None:
+    """One process imports all of them: a library that is loaded then was loaded by one of them."""
+    modules = "gateway.settings, gateway.app, weir.configuration, weir.__main__"
+    asked = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}})"
     command = [sys.executable, "-c", asked]
     loaded = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert {"gateway", "weir"} <= loaded
     assert not loaded & {*TORCH_FAMILY, "matplotlib", "pyarrow"}
 
 
@@ -65,7 +74,7 @@ def test_only_the_trainer_and_shims_import_torch(package: str) -> None:
     guests = {
         name: found
         for name, path in sources(package)
-        if (found := TORCH_FAMILY & set(imported(ast.parse(path.read_text(encoding="utf-8")))))
+        if (found := TORCH_FAMILY & set(imported(parsed(path))))
         and package != "trainer_service"
         and "shim" not in name.split(".")
     }
@@ -77,16 +86,21 @@ def named(pins: Iterable[str]) -> set[str]:
     return {re.split(r"[=<>\[]", pin)[0].lower().replace("_", "-") for pin in pins}
 
 
+@pytest.fixture(scope="module")
+def brought() -> Mapping[str, list[str]]:
+    """The distributions that bring each importable package."""
+    return packages_distributions()
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_a_package_imports_is_declared_for_it(package: str) -> None:
+def test_what_a_package_imports_is_declared_for_it(package: str, brought: Mapping[str, list[str]]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [pin for extra in EXTRAS.get(package, []) for pin in project["optional-dependencies"][extra]]
     declared = named([*project["dependencies"], *extras])
-    brought = packages_distributions()
     undeclared = {
         (name, module)
         for name, path in sources(package)
-        for module in imported(ast.parse(path.read_text(encoding="utf-8")))
+        for module in imported(parsed(path))
         if module in brought and module not in PACKAGES and not named(brought[module]) & declared
     }
     assert not undeclared
@@ -94,11 +108,7 @@ def test_what_a_package_imports_is_declared_for_it(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_module_says_what_it_is_for(package: str) -> None:
-    silent = [
-        name
-        for name, path in sources(package)
-        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    silent = [name for name, path in sources(package) if not ast.get_docstring(parsed(path))]
     assert not silent
 
 
@@ -109,7 +119,7 @@ def test_files_and_functions_are_short(package: str) -> None:
         text = path.read_text(encoding="utf-8")
         if len(text.splitlines()) > MOST_LINES:
             long.append(name)
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 if lines > MOST_LINES_OF_A_FUNCTION:
@@ -136,7 +146,7 @@ def test_no_two_classes_have_the_same_name() -> None:
     found: dict[str, list[str]] = {}
     for package in PACKAGES:
         for name, path in sources(package):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.ClassDef):
                     found.setdefault(node.name, []).append(name)
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}

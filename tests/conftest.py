@@ -3,11 +3,9 @@
 import fcntl
 import os
 import shutil
-import ssl
 import subprocess
 import time
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.authorities import read_one_authority
+from tests.support.costs import note_end, note_start, print_costs
 from tests.support.hypothesis_profiles import register
 from tests.support.layers import processes_of_layer
 from tests.support.memory_files import keep_files_in_memory
@@ -78,18 +77,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """While the test and its fixtures run, its layer decides which processes may start."""
+    note_start(item)
     with processes_of_layer(layer_of(item)):
         return (yield)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_certificates() -> Iterator[None]:
-    """Each client of HTTP reads all certificates, for 35 ms of CPU, though tests speak without TLS.
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "teardown":
+        note_end(item, report)
+    return report
 
-    They share one context."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
-        yield
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    print_costs(terminalreporter)
 
 
 @pytest.fixture(scope="session")

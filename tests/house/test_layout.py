@@ -14,17 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "environments": ROOT / "environments",
-    "gateway": ROOT / "gateway",
-    "rollout_server": ROOT / "rollout_server",
-    "trainer_service": ROOT / "trainer_service",
-    "reward_service": ROOT / "reward_service",
-    "fine_tuning": ROOT / "fine_tuning",
-    "rollout_queue": ROOT / "queue" / "rollout_queue",
-    "weir": ROOT / "deploy" / "weir",
-}
+from tests.support.packages import PACKAGES, ROOT, sources
+
 EXTRAS = {
     "environments": ["cli"],
     "gateway": ["gateway"],
@@ -38,14 +29,6 @@ EXTRAS = {
 """The groups of optional dependencies that a package may import, besides the common dependencies."""
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_ENTRIES = 300, 60, 18
 TORCH_FAMILY = {"torch", "deepspeed", "transformers"}
-
-
-def sources(package: str) -> Iterator[tuple[str, Path]]:
-    """Every module of a package, with its dotted name."""
-    root = PACKAGES[package]
-    for path in sorted(root.rglob("*.py")):
-        inside = path.relative_to(root).with_suffix("").parts
-        yield ".".join([package, *inside]), path
 
 
 @cache

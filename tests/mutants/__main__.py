@@ -1,10 +1,13 @@
 """python -m tests.mutants sample|cover|run|table: which small faults in the product `make test` finds.
 
-    sample  chooses mutants at random, and writes them into a file
-    cover   runs the tests with coverage, one context for each test: which test runs which line, and its cost
+    sample  chooses mutants at random, and writes them into mutants.json
+    cover   begins anew: runs the tests with coverage: which test runs which line, and what it costs
     run     tries each mutant on the tests that run its line, and writes what came of it; it goes on where it
             stopped
-    table   prints the share that was found, package by package, then what survived, then the coverage
+    table   prints the share that was found, package by package, then what survived, then the coverage; and
+            fails if a mutant survived that a former run has found
+
+before.jsonl and after.jsonl have the results before and after the suite got its layers.
 
 mutmut 3 and cosmic-ray 8 do not fit here. mutmut takes the name of a module from its path, and
 rollout_queue is in `queue/`, which is no package; it leaves out properties and other decorated functions;
@@ -57,6 +60,9 @@ def main() -> None:
         "--log", type=Path, default=Path(os.devnull), help="what pytest says about each mutant"
     )
     parser.add_argument("--marks", default=QUICK, metavar="EXPRESSION", help="which tests, as for pytest -m")
+    parser.add_argument(
+        "--former", type=Path, default=HERE / "after.jsonl", help="the results of a former run"
+    )
     asked = parser.parse_args()
     if asked.what == "sample":
         write(asked.mutants, sample(Path.cwd(), asked.count, asked.seed))
@@ -65,10 +71,7 @@ def main() -> None:
     elif asked.what == "run":
         run(asked)
     else:
-        print(table_of_mutants(read(asked.mutants), Results(asked.results)))
-        if asked.cover.is_dir():
-            with tempfile.TemporaryDirectory() as scratch:
-                print(table_of_coverage(Path.cwd(), asked.cover, Path(scratch)))
+        sys.exit(table(asked))
 
 
 def cover(asked: argparse.Namespace) -> None:
@@ -76,6 +79,7 @@ def cover(asked: argparse.Namespace) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for left in [*directory.glob("coverage.*"), *directory.glob("costs.*")]:
         left.unlink()
+    asked.results.unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",
@@ -126,6 +130,17 @@ def run(asked: argparse.Namespace) -> None:
     sys.exit(
         pytest.main([*files, "-m", asked.marks, "-p", "no:cacheprovider", "--capture=sys"], plugins=[server])
     )
+
+
+def table(asked: argparse.Namespace) -> str | None:
+    """Print the tables. Return what is wrong."""
+    results, former = Results(asked.results), Results(asked.former)
+    print(table_of_mutants(read(asked.mutants), results))
+    if asked.cover.is_dir():
+        with tempfile.TemporaryDirectory() as scratch:
+            print(table_of_coverage(Path.cwd(), asked.cover, Path(scratch)))
+    lost = results.lost_since(former)
+    return f"found by {asked.former.name}, and no longer: {', '.join(map(str, lost))}" if lost else None
 
 
 if __name__ == "__main__":

@@ -9,11 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 import uvicorn
 
+from rollout_queue.http.bounded_protocol import BoundedProtocol
+from rollout_queue.http.connections import ConnectionBounds, ConnectionCount
 from rollout_queue.http.server import KEEP_ALIVE_S
 
 CLAIMS = Path(tempfile.gettempdir()) / f"weir-test-ports-{os.getuid()}"
@@ -65,15 +68,18 @@ def serving(
     port: int | None = None,
     listener: socket.socket | None = None,
     loop: Literal["auto", "asyncio"] = "auto",
+    bounds: ConnectionBounds | None = None,
 ) -> Iterator[str]:
     """Serve `app` on loopback and give its URL. The application's lifespan starts and ends, too. With a
-    `listener`, calls come from there instead."""
+    `listener`, calls come from there instead. With `bounds`, connections are bounded as a service's are."""
     port = port or free_port()
+    bounded = partial(BoundedProtocol, ConnectionCount(bounds)) if bounds else "auto"
     config = uvicorn.Config(
         app,
         host="127.0.0.1",
         port=port,
         loop=loop,
+        http=cast(Any, bounded),
         log_level="warning",
         timeout_graceful_shutdown=2,
         timeout_keep_alive=KEEP_ALIVE_S,

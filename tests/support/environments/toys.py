@@ -182,7 +182,7 @@ class Longer(Race):
 
 
 class Faulty:
-    """Fails in the way that `how` names, in the first `fails` tasks. When it hangs, there is the file `mark`."""
+    """Fails as `how` says, in the first `fails` tasks. When it hangs, there is the file `mark`."""
 
     def __init__(self, how: str, fails: int = 1, mark: str = "") -> None:
         self.how, self.fails, self.mark = how, fails, mark

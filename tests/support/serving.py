@@ -10,12 +10,15 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Any, Literal, TextIO, TypeVar, cast
 
 import httpx
 import uvicorn
 
+from rollout_queue.http.bounded_protocol import BoundedProtocol
+from rollout_queue.http.connections import ConnectionBounds, ConnectionCount
 from rollout_queue.http.server import KEEP_ALIVE_S
 
 T = TypeVar("T")
@@ -93,16 +96,19 @@ class Served:
         port: int | None = None,
         listener: socket.socket | None = None,
         loop: Literal["auto", "asyncio"] = "auto",
+        bounds: ConnectionBounds | None = None,
         ended: Callable[[], object] = lambda: None,
     ) -> None:
-        """With a `listener`, calls come from there. `ended` is called at the end, in the thread."""
+        """`listener` and `bounds` as with `serving`. `ended` is called at the end, in the thread."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        bounded = partial(BoundedProtocol, ConnectionCount(bounds)) if bounds else "auto"
         config = uvicorn.Config(
             app,
             host="127.0.0.1",
             port=self.port,
             loop=loop,
+            http=cast(Any, bounded),
             log_level="warning",
             timeout_graceful_shutdown=2,
             timeout_keep_alive=KEEP_ALIVE_S,
@@ -176,10 +182,11 @@ def serving(
     port: int | None = None,
     listener: socket.socket | None = None,
     loop: Literal["auto", "asyncio"] = "auto",
+    bounds: ConnectionBounds | None = None,
 ) -> Iterator[str]:
     """Serve `app` on loopback and give its URL. The application's lifespan starts and ends, too. With a
-    `listener`, calls come from there instead."""
-    served = Served(app, port, listener, loop)
+    `listener`, calls come from there instead. With `bounds`, connections are bounded as a service's are."""
+    served = Served(app, port, listener, loop, bounds)
     try:
         yield served.url
     finally:

@@ -29,8 +29,8 @@ from starlette.routing import Route
 from rollout_queue.contract.policies.policy import FileSpec, TensorSpec, sha256_of
 from rollout_queue.redis import keys
 from tests.support.gateway.deployment import Fleet, Traffic, live, traffic
-from tests.support.gateway.engine_processes import Link, link
 from tests.support.gateway.four_ends import check_four_ends
+from tests.support.gateway.links import Link, link
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.redis_process import RedisProcess

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.support.gateway.processes import Processes
-from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.waiting import wait_until
 
 MIB = 2**20
@@ -28,16 +27,17 @@ READ_AHEAD = 2 * 2**18
 
 
 @pytest.fixture(scope="module")
-def bounded(processes: Processes) -> Iterator[tuple[psutil.Process, RunningGateway]]:
-    settings = {
-        "connections__head_timeout_s": TIMEOUT_S,
-        "connections__body_timeout_s": TIMEOUT_S,
-        "connections__write_timeout_s": TIMEOUT_S,
-        "connections__per_address": PER_ADDRESS,
-        "context_length": 10**6,
+def bounded(own_backends: Backends) -> Iterator[RunningGateway]:
+    bounds = {
+        "head_timeout_s": TIMEOUT_S,
+        "body_timeout_s": TIMEOUT_S,
+        "write_timeout_s": TIMEOUT_S,
+        "per_address": PER_ADDRESS,
     }
-    with processes.gateway(**settings) as (process, gateway):
-        yield psutil.Process(process.pid), gateway
+    own_backends.clear(None)
+    with own_backends.gateway(connections=bounds, context_length=10**6) as gateway:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
 
 
 @contextmanager
@@ -85,75 +85,67 @@ def closed(line: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/admin/policies"])
-def test_a_call_without_a_key_is_401_before_its_body_arrives(
-    bounded: tuple[psutil.Process, RunningGateway], path: str
-) -> None:
+def test_a_call_without_a_key_is_401_before_its_body_arrives(bounded: RunningGateway, path: str) -> None:
     for kind, size in (("application/json", 100), ("application/json", 10**12), ("text/xml", 100)):
-        with connected(bounded[1]) as line:
+        with connected(bounded) as line:
             line.sendall(head(path, size, None, kind))
             status, error = answer(line)
             assert (status, error["type"]) == (401, "authentication_error")
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_malformed_body_without_a_key_is_401(
-    bounded: tuple[psutil.Process, RunningGateway], path: str
-) -> None:
-    reply = bounded[1].call(
-        "POST", path, key=None, content=b"{", headers={"content-type": "application/json"}
-    )
+def test_a_malformed_body_without_a_key_is_401(bounded: RunningGateway, path: str) -> None:
+    reply = bounded.call("POST", path, key=None, content=b"{", headers={"content-type": "application/json"})
     assert reply.status_code == 401
 
 
 def test_a_malformed_body_with_a_clients_key_is_403_on_an_admin_path(
-    bounded: tuple[psutil.Process, RunningGateway],
+    bounded: RunningGateway,
 ) -> None:
     for key, status in ((CLIENT_KEY, 403), (ADMIN_KEY, 400)):
-        with connected(bounded[1]) as line:
+        with connected(bounded) as line:
             line.sendall(head("/admin/policies", 1, key) + b"{")
             assert answer(line)[0] == status
 
 
 def test_bodies_of_callers_without_a_key_take_no_memory(
-    bounded: tuple[psutil.Process, RunningGateway],
+    bounded: RunningGateway,
 ) -> None:
-    process, gateway = bounded
-    before, calls = process.memory_info().rss, 20
+    body = b"x" * (30 * MIB)
+    before, calls = psutil.Process().memory_info().rss, 20
     with ExitStack() as opened:
-        lines = [opened.enter_context(connected(gateway)) for _ in range(calls)]
+        lines = [opened.enter_context(connected(bounded)) for _ in range(calls)]
         for line in lines:
             line.sendall(head(CHAT_PATH, 31 * MIB, None))
         for line in lines:
             try:
-                line.sendall(bytes(30 * MIB))
+                line.sendall(body)
             except ConnectionError:  # the gateway closed the connection meanwhile
                 continue
-        grown = process.memory_info().rss - before
+        grown = psutil.Process().memory_info().rss - before
         assert grown < calls * READ_AHEAD + 16 * MIB
-        assert gateway.get("/live").status_code == 200
+        assert bounded.get("/live").status_code == 200
 
 
 # Time
 
 
-def test_a_connection_that_sends_nothing_is_closed(bounded: tuple[psutil.Process, RunningGateway]) -> None:
-    with connected(bounded[1]) as line:
+def test_a_connection_that_sends_nothing_is_closed(bounded: RunningGateway) -> None:
+    with connected(bounded) as line:
         assert closed(line)
 
 
 @pytest.mark.parametrize("sent", [b"POST / HT", head(CHAT_PATH, 9)[:-2], b"\r\n\r\n"])
-def test_a_head_that_does_not_end_is_closed(
-    bounded: tuple[psutil.Process, RunningGateway], sent: bytes
-) -> None:
-    with connected(bounded[1]) as line:
+def test_a_head_that_does_not_end_is_closed(bounded: RunningGateway, sent: bytes) -> None:
+    with connected(bounded) as line:
         line.sendall(sent)
         if sent.strip():
             assert answer(line)[0] == 408
         assert closed(line)
 
 
-def test_a_second_head_that_does_not_end_is_closed(bounded: tuple[psutil.Process, RunningGateway]) -> None:
-    with connected(bounded[1]) as line:
+def test_a_second_head_that_does_not_end_is_closed(bounded: RunningGateway) -> None:
+    with connected(bounded) as line:
         line.sendall(b"GET /sessions HTTP/1.1\r\nhost: x\r\n\r\n")
         assert answer(line)[0] == 401
         line.sendall(b"GET /sessions HT")
@@ -162,8 +154,8 @@ def test_a_second_head_that_does_not_end_is_closed(bounded: tuple[psutil.Process
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, "/sessions"])
-def test_a_body_that_stalls_is_408(bounded: tuple[psutil.Process, RunningGateway], path: str) -> None:
-    with connected(bounded[1]) as line:
+def test_a_body_that_stalls_is_408(bounded: RunningGateway, path: str) -> None:
+    with connected(bounded) as line:
         line.sendall(head(path, 10_000) + b"{")
         status, error = answer(line)
         assert (status, error["type"]) == (408, "timeout_error")
@@ -171,10 +163,10 @@ def test_a_body_that_stalls_is_408(bounded: tuple[psutil.Process, RunningGateway
 
 
 def test_a_slow_body_that_makes_progress_is_served(
-    bounded: tuple[psutil.Process, RunningGateway],
+    bounded: RunningGateway,
 ) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 60_000}]}).encode()
-    with connected(bounded[1]) as line:
+    with connected(bounded) as line:
         line.sendall(head(CHAT_PATH, len(body)))
         for start in range(0, len(body), 4096):  # 15 parts in twice the timeout
             line.sendall(body[start : start + 4096])
@@ -183,9 +175,9 @@ def test_a_slow_body_that_makes_progress_is_served(
 
 
 def test_the_rest_of_a_refused_body_is_not_read_for_ever(
-    bounded: tuple[psutil.Process, RunningGateway],
+    bounded: RunningGateway,
 ) -> None:
-    with connected(bounded[1]) as line:
+    with connected(bounded) as line:
         line.sendall(head(CHAT_PATH, 10**9, None))
         assert answer(line)[0] == 401
 
@@ -202,8 +194,7 @@ def test_the_rest_of_a_refused_body_is_not_read_for_ever(
 # Sizes and numbers
 
 
-def test_a_large_head_is_431(bounded: tuple[psutil.Process, RunningGateway]) -> None:
-    _, gateway = bounded
+def test_a_large_head_is_431(bounded: RunningGateway) -> None:
     long = b"x" * MIB
     for part in (
         b"GET /" + long,
@@ -211,7 +202,7 @@ def test_a_large_head_is_431(bounded: tuple[psutil.Process, RunningGateway]) -> 
         b"GET / HTTP/1.1\r\na: " + long,
         b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000,
     ):
-        with connected(gateway) as line:
+        with connected(bounded) as line:
             try:
                 line.sendall(part)
             except ConnectionError:  # the gateway closed the connection meanwhile
@@ -220,53 +211,49 @@ def test_a_large_head_is_431(bounded: tuple[psutil.Process, RunningGateway]) -> 
 
 
 @pytest.mark.parametrize("tail", [b"1;" + b"x" * MIB, b"1\r\nx\r\n0\r\na: " + b"x" * MIB])
-def test_a_body_without_content_is_cut(bounded: tuple[psutil.Process, RunningGateway], tail: bytes) -> None:
+def test_a_body_without_content_is_cut(bounded: RunningGateway, tail: bytes) -> None:
     """Chunk extensions and trailers are no content, but a client could send them without end."""
-    with connected(bounded[1]) as line:
+    with connected(bounded) as line:
         line.sendall(head(CHAT_PATH, 0).replace(b"content-length: 0", b"transfer-encoding: chunked"))
         with pytest.raises(ConnectionError):
             line.sendall(tail + bytes(64 * MIB))
 
 
 def test_an_address_gets_so_many_connections_and_no_more(
-    bounded: tuple[psutil.Process, RunningGateway],
+    bounded: RunningGateway,
 ) -> None:
-    _, gateway = bounded
     with ExitStack() as opened:
-        idle = [opened.enter_context(connected(gateway)) for _ in range(PER_ADDRESS)]
-        status, error = answer(opened.enter_context(connected(gateway)))
+        idle = [opened.enter_context(connected(bounded)) for _ in range(PER_ADDRESS)]
+        status, error = answer(opened.enter_context(connected(bounded)))
         assert (status, error["code"]) == (429, "connections_limit")
         idle[0].close()
-    wait_until(lambda: gateway.get("/live").status_code == 200)
+    wait_until(lambda: bounded.get("/live").status_code == 200)
 
 
 # Readers
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_reader_that_stops_is_disconnected(
-    bounded: tuple[psutil.Process, RunningGateway], stream: bool
-) -> None:
+def test_a_reader_that_stops_is_disconnected(bounded: RunningGateway, stream: bool) -> None:
     """A stream is recorded as aborted. A plain answer was recorded before it was sent.
 
     The gateway resets the connection, because the kernel would otherwise keep megabytes for the client.
     """
-    process, gateway = bounded
-    gateway.engine.script.append([300] * 60_000)
-    session = gateway.session()
+    bounded.engine.script.append([300] * 60_000)
+    session = bounded.session()
     call: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": stream}
     body = json.dumps(call | {"logprobs": True, "max_tokens": 50_000}).encode()
     line = socket.socket()
     with line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        address = urlsplit(gateway.url)
+        address = urlsplit(bounded.url)
         line.connect((address.hostname, address.port or 80))
         line.sendall(head(CHAT_PATH, len(body), session["api_key"]) + body)
         port = line.getsockname()[1]
-        wait_until(lambda: gateway.turns(session))
-        (turn,) = gateway.turns(session)
+        wait_until(lambda: bounded.turns(session))
+        (turn,) = bounded.turns(session)
         assert turn["finish_reason"] == ("abort" if stream else "length")
-        wait_until(lambda: port not in peers(process))
+        wait_until(lambda: port not in peers(psutil.Process()))
         wait_until(lambda: line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED)
 
 
@@ -274,15 +261,14 @@ def peers(process: psutil.Process) -> list[int]:
     return [each.raddr.port for each in process.net_connections("tcp4") if each.raddr]
 
 
-def test_a_slow_reader_gets_its_whole_stream(bounded: tuple[psutil.Process, RunningGateway]) -> None:
-    _, gateway = bounded
-    gateway.engine.script.append([300] * 5000)
-    session = gateway.session()
+def test_a_slow_reader_gets_its_whole_stream(bounded: RunningGateway) -> None:
+    bounded.engine.script.append([300] * 5000)
+    session = bounded.session()
     call = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True}
     body = json.dumps(call).encode()
     with socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        address = urlsplit(gateway.url)
+        address = urlsplit(bounded.url)
         line.connect((address.hostname, address.port or 80))
         line.sendall(head(CHAT_PATH, len(body), session["api_key"]) + body)
         heard, began = b"", time.monotonic()
@@ -290,5 +276,5 @@ def test_a_slow_reader_gets_its_whole_stream(bounded: tuple[psutil.Process, Runn
             heard = heard[-10:] + line.recv(65536)
             if time.monotonic() - began < 3 * TIMEOUT_S:
                 time.sleep(0.01)  # makes the reader slow
-    (turn,) = gateway.turns(session)
+    (turn,) = bounded.turns(session)
     assert turn["finish_reason"] == "stop"

@@ -1,12 +1,12 @@
 """Engines that hang, or that a partition cuts off: their answers move to another engine within seconds."""
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,9 +15,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+from tokenizers import Tokenizer
 
-from tests.support.gateway.engine_processes import EngineProcess, Link, engine_process, link
+from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import let_on
+from tests.support.gateway.links import Link, link
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
@@ -29,6 +32,42 @@ LONGER_THAN_SILENCE_S = 5.0
 SCHEDULER_SILENCE_S = 3.0
 POLL_AND_REPLY_S = 60.0
 """Time enough for the gateway's polls and its reply on a busy machine."""
+
+
+class PacedEngine(FakeEngine):
+    """Gives every call the same long answer. Its scheduler may hang: then the engine sends no tokens and
+    answers no `/server_info`, but still answers other requests."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, mind=[10 + n % 50 for n in range(TOKENS)], pace_s=PACE_S)
+        self.hangs = False
+        self._app = self.app()
+        self._app.router.routes.append(Route("/server_info", self._server_info))
+
+    async def _server_info(self, _: Request) -> Response:
+        return JSONResponse({"internal_states": []})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_when_it_works(message: Message) -> None:
+            while self.hangs:  # noqa: ASYNC110 - the test that ends it runs in another thread
+                await asyncio.sleep(0.005)  # until the scheduler works again
+            await send(message)
+
+        by_scheduler = scope.get("path") in ("/generate", "/server_info")
+        await self._app(scope, receive, send_when_it_works if by_scheduler else send)
+
+
+@dataclass
+class Reached:
+    """An engine, and the link over which gateways reach it. While the link is cut, the engine is as one whose
+    process hangs: the kernel still accepts connections and bytes for it."""
+
+    engine: PacedEngine
+    link: Link
+
+    @property
+    def url(self) -> str:
+        return self.link.url
 
 
 @dataclass
@@ -81,13 +120,11 @@ def slow_judgment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_model: Path) -> Iterator[list[EngineProcess]]:
-    tokenizer = tiny_model / "tokenizer.json"
-    with (
-        engine_process(tokenizer, PACE_S, TOKENS) as first,
-        engine_process(tokenizer, PACE_S, TOKENS) as second,
-    ):
-        yield [first, second]
+def engines(tokenizer: Tokenizer) -> Iterator[list[Reached]]:
+    with ExitStack() as stack:
+        made = [PacedEngine(tokenizer) for _ in range(2)]
+        links = [stack.enter_context(link(stack.enter_context(serving(each)))) for each in made]
+        yield [Reached(*each) for each in zip(made, links, strict=True)]
 
 
 @contextmanager
@@ -122,19 +159,15 @@ def spread(gateway: RunningGateway) -> list[Stream]:
 
 
 @pytest.mark.parametrize("http", ["httptools", "aiohttp"])
-@pytest.mark.parametrize("fault", ["hung", "cut off"])
 def test_the_answers_of_a_silent_engine_move_and_the_engine_comes_back(
-    backends: Backends, engines: list[EngineProcess], fault: str, http: str
+    backends: Backends, engines: list[Reached], http: str
 ) -> None:
-    with ExitStack() as stack:
-        links: list[Link] = [stack.enter_context(link(engine.url)) for engine in engines]
-        gateway = stack.enter_context(gateway_over(backends, [each.url for each in links], engine_http=http))
+    urls = [each.url for each in engines]
+    with gateway_over(backends, urls, engine_http=http) as gateway, ExitStack() as stack:
         streams = spread(gateway)
-        stop, resume = (
-            (engines[0].suspend, engines[0].resume) if fault == "hung" else (links[0].cut, links[0].mend)
-        )
-        stop()
-        stack.callback(resume)
+        engines[0].engine.aborted.clear()
+        engines[0].link.cut()
+        stack.callback(engines[0].link.mend)
         wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
         (whole,) = {tuple(each.whole()) for each in streams}
         assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
@@ -149,21 +182,21 @@ def test_the_answers_of_a_silent_engine_move_and_the_engine_comes_back(
         assert Stream(gateway, "meanwhile").whole() == list(whole)
         assert time.monotonic() - began < MOVED_WITHIN_S + TOKENS * PACE_S
 
-        resume()
-        wait_until(lambda: engines[0].aborted() if fault == "hung" else True)
+        engines[0].link.mend()
+        wait_until(lambda: engines[0].engine.aborted)
         wait_until(lambda: served_by_the_first(gateway))
         assert servers(gateway)[0]["breaker"] == "closed"
 
 
 def test_the_answers_of_an_engine_whose_scheduler_hangs_move_although_its_http_lives(
-    backends: Backends, engines: list[EngineProcess]
+    backends: Backends, engines: list[Reached]
 ) -> None:
     urls = [each.url for each in engines]
     with ExitStack() as stack:
         gateway = stack.enter_context(gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S))
         streams = spread(gateway)
-        engines[0].hang_scheduler()
-        stack.callback(engines[0].resume_scheduler)
+        engines[0].engine.hangs = True
+        stack.callback(setattr, engines[0].engine, "hangs", False)
         wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
         (whole,) = {tuple(each.whole()) for each in streams}
         assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
@@ -172,45 +205,45 @@ def test_the_answers_of_an_engine_whose_scheduler_hangs_move_although_its_http_l
         assert servers(gateway)[0]["error"] == "its engine gives no sign of life"
         for number in range(8):
             assert Stream(gateway, f"meanwhile-{number}").whole() == list(whole)
-        engines[0].resume_scheduler()
+        engines[0].engine.hangs = False
         wait_until(lambda: served_by_the_first(gateway))
         assert servers(gateway)[0]["error"] is None
 
 
 def test_answers_stay_while_no_scheduler_of_the_fleet_responds(
-    backends: Backends, engines: list[EngineProcess]
+    backends: Backends, engines: list[Reached]
 ) -> None:
     """On a slow machine a forward pass may take longer than the setting; then it does so on every engine."""
     urls = [each.url for each in engines]
     with gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S) as gateway:
         streams = spread(gateway)
-        for engine in engines:
-            engine.hang_scheduler()
+        for each in engines:
+            each.engine.hangs = True
         try:
             time.sleep(LONGER_THAN_SILENCE_S)  # longer than a scheduler may be silent where another works
         finally:
-            for engine in engines:
-                engine.resume_scheduler()
+            for each in engines:
+                each.engine.hangs = False
         assert len({tuple(each.whole()) for each in streams}) == 1
         assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
 
 
 def test_calls_of_a_hung_engine_get_a_503_if_there_is_no_other(
-    backends: Backends, engines: list[EngineProcess]
+    backends: Backends, engines: list[Reached]
 ) -> None:
     engine, wait_s = engines[0], 4.0
     path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
     with gateway_over(backends, [engine.url], engine_wait_s=wait_s) as gateway:
         stream = Stream(gateway, "s")
         wait_until(lambda: stream.events > 5)
-        engine.suspend()
+        engine.link.cut()
         try:
             refused = gateway.post(path, body, timeout=2 * wait_s + POLL_AND_REPLY_S)
             assert (refused.status_code, refused.json()["error"]["type"]) == (503, "engine_unavailable")
             again = gateway.post(path, body, timeout=wait_s + POLL_AND_REPLY_S)
             assert again.status_code == 503, "it is known to be silent"
         finally:
-            engine.resume()
+            engine.link.mend()
         assert len(stream.whole()) == TOKENS + 1, "the answer that had begun goes on"
 
 
@@ -225,7 +258,7 @@ def served_by_the_first(gateway: RunningGateway) -> bool:
 
 
 def test_the_answers_of_a_server_that_reports_its_engines_death_move_at_once(
-    gated: RunningGateway, backends: Backends, engines: list[EngineProcess]
+    gated: RunningGateway, backends: Backends, engines: list[Reached]
 ) -> None:
     """The connections of a killed engine may stay open, because its children hold them."""
     states = {"r0": "ready", "r1": "ready"}
@@ -249,17 +282,17 @@ def test_the_answers_of_a_server_that_reports_its_engines_death_move_at_once(
 
 
 def test_a_hung_engine_keeps_its_answers_while_there_is_no_other(
-    backends: Backends, engines: list[EngineProcess]
+    backends: Backends, engines: list[Reached]
 ) -> None:
     engine = engines[0]
     with gateway_over(backends, [engine.url]) as gateway:
         stream = Stream(gateway, "s")
         wait_until(lambda: stream.events > 5)
-        engine.suspend()
+        engine.link.cut()
         try:
             time.sleep(LONGER_THAN_SILENCE_S)  # longer than an engine may be silent where there is another
         finally:
-            engine.resume()
+            engine.link.mend()
         assert len(stream.whole()) == TOKENS + 1
         assert engines_of(gateway, stream) == ["engine-0"]
         assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
@@ -269,7 +302,7 @@ def test_a_hung_engine_keeps_its_answers_while_there_is_no_other(
 def test_an_engine_that_works_in_silence_keeps_its_answers(
     gated: RunningGateway,
     backends: Backends,
-    engines: list[EngineProcess],
+    engines: list[Reached],
     tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

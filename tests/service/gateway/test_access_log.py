@@ -1,36 +1,28 @@
-"""The log of a real gateway in JSON: the access log, the ids in its lines, and that no key gets into it."""
+"""The log of a gateway in JSON: the access log, the ids in its lines, and that no key gets into it."""
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from gateway.settings.service import GatewaySettings
 from tests.support.gateway.fake_engine import Interruption
-from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.service_log import log_of
 from tests.support.waiting import wait_until
 
 WRONG_KEY = "a-key-that-nobody-knows"
 
 
-@contextmanager
-def logging_gateway(
-    backends: Backends, logs: Path, **settings: object
-) -> Iterator[tuple[RunningGateway, Path]]:
-    logs.mkdir(exist_ok=True)
-    with Processes(backends, logs).gateway(log_format="json", **settings) as (_, gateway):
-        (log,) = logs.glob("gateway-*.log")
-        yield gateway, log
+def entries(log: StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.getvalue().splitlines()]
 
 
-def entries(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def served(log: Path, path: str) -> dict[str, Any]:
+def served(log: StringIO, path: str) -> dict[str, Any]:
     """The line of the one request of this path, once it is written."""
 
     def found() -> list[dict[str, Any]]:
@@ -42,17 +34,33 @@ def served(log: Path, path: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def logging(
-    own_backends: Backends, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[RunningGateway, Path]]:
-    with logging_gateway(own_backends, tmp_path_factory.mktemp("logs"), access_log=True) as started:
-        yield started
+def url(own_backends: Backends) -> Iterator[str]:
+    own_backends.clear(None)
+    with own_backends.gateway_url(access_log=True) as url:
+        yield url
+
+
+@pytest.fixture
+def log(tiny_model: Path) -> Iterator[StringIO]:
+    """In the form and with the secrets of the gateway's settings."""
+    settings = GatewaySettings(
+        model_path=tiny_model, client_keys=[CLIENT_KEY], admin_keys=[ADMIN_KEY], log_format="json"
+    )
+    with log_of(settings) as written:
+        yield written
+
+
+@pytest.fixture
+def gateway(url: str, own_backends: Backends) -> Iterator[RunningGateway]:
+    with httpx.Client(timeout=120) as http:
+        gateway = RunningGateway(url, own_backends.engine, own_backends.redis, http)
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
 
 
 def test_a_call_is_a_line_with_its_ids_and_the_name_of_the_key(
-    logging: tuple[RunningGateway, Path],
+    gateway: RunningGateway, log: StringIO
 ) -> None:
-    gateway, log = logging
     reply = gateway.chat(headers={"x-request-id": "my-request"})
     assert reply.status_code == 200
     entry = served(log, "/v1/chat/completions")
@@ -70,8 +78,7 @@ def test_a_call_is_a_line_with_its_ids_and_the_name_of_the_key(
     assert entry["seconds"] > 0
 
 
-def test_paths_are_templates_without_a_query(logging: tuple[RunningGateway, Path]) -> None:
-    gateway, log = logging
+def test_paths_are_templates_without_a_query(gateway: RunningGateway, log: StringIO) -> None:
     session = gateway.session()
     name = session["session_id"]
     gateway.get(f"/sessions/{name}?tokens=true&api_key={WRONG_KEY}")
@@ -84,11 +91,10 @@ def test_paths_are_templates_without_a_query(logging: tuple[RunningGateway, Path
     assert served(log, "/admin/policies/{version}")["status"] == 404
     gateway.get(f"/no/such/{WRONG_KEY}%0AFAKE")
     assert served(log, "-")["status"] == 404
-    assert "tokens=true" not in log.read_text()
+    assert "tokens=true" not in log.getvalue()
 
 
-def test_a_key_never_gets_into_the_log(logging: tuple[RunningGateway, Path]) -> None:
-    gateway, log = logging
+def test_a_key_never_gets_into_the_log(gateway: RunningGateway, log: StringIO) -> None:
     made = gateway.post("/admin/keys", {"name": "an-agent", "role": "client"}, key=ADMIN_KEY)
     assert made.status_code == 201, made.text
     secret = made.json()["api_key"]
@@ -105,20 +111,20 @@ def test_a_key_never_gets_into_the_log(logging: tuple[RunningGateway, Path]) -> 
         gateway.http.post(gateway.url + "/v1/messages", content=key, headers={"authorization": key})
     gateway.get("/v1/models", key=secret)
     assert served(log, "/v1/models")["key"] == "an-agent"
-    text = log.read_text()
+    text = log.getvalue()
     assert not [key for key in keys if key in text]
 
 
-def test_without_the_setting_no_request_is_logged(own_backends: Backends, tmp_path: Path) -> None:
-    with logging_gateway(own_backends, tmp_path / "quiet") as (gateway, log):
-        assert gateway.chat().status_code == 200
+def test_without_the_setting_no_request_is_logged(own_backends: Backends, log: StringIO) -> None:
+    with own_backends.gateway() as quiet:
+        wait_until(lambda: quiet.get("/ready").status_code == 200)
+        assert quiet.chat().status_code == 200
         assert [each for each in entries(log) if each["logger"] == "weir.access"] == []
 
 
 def test_an_answer_that_is_retried_is_logged_with_its_ids(
-    own_backends: Backends, logging: tuple[RunningGateway, Path]
+    own_backends: Backends, gateway: RunningGateway, log: StringIO
 ) -> None:
-    gateway, log = logging
     own_backends.engine.interruptions.append(Interruption(0, "reset"))
     reply = gateway.chat(headers={"x-request-id": "retried"})
     lines = [each for each in entries(log) if each["logger"] == "gateway.engines.failover"]

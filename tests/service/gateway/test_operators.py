@@ -1,16 +1,14 @@
 """What operators reach and see over the gateway: the trainer, probes, default keys, an emptied Redis."""
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
 
 from rollout_queue.http.keys import Keyring
 from rollout_queue.redis import keys
@@ -22,7 +20,9 @@ from trainer_service.groups.task_rates import TaskRate
 from trainer_service.status.shared_state import NotRestorable, SharedState, StatusSnapshot
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
+from weir.__main__ import app
 
+Weir = Callable[[str], tuple[int, str]]
 SERVER_KEY, TRAINER_KEY = "of-rollout-servers", "of-the-trainer"
 ROWS = [
     LedgerStep(step=n, version=n, durable=True, turns=[f"t{n}"], sessions=["s"], tokens=n) for n in (1, 2, 3)
@@ -35,7 +35,7 @@ def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[SharedState]:
     state, port = SharedState(), free_port()
     state.snapshot = StatusSnapshot(step=3, version=3, url=f"http://127.0.0.1:{port}")
     store = PolicyStore(tmp_path / "policies", tmp_path, keep=4)
-    app = create_app(
+    api = create_app(
         state,
         lambda since, limit: [row for row in ROWS if row.step > since][:limit],
         store,
@@ -43,7 +43,7 @@ def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[SharedState]:
         CollectorRegistry(),
     )
     reported: Any = state.snapshot.report().fields()
-    with HttpThread(app, "127.0.0.1", port):
+    with HttpThread(api, "127.0.0.1", port):
         gateway.redis.hset(keys.TRAINER, mapping=reported)
         wait_until(lambda: is_live(f"http://127.0.0.1:{port}"))
         yield state
@@ -201,43 +201,43 @@ def test_a_redis_that_came_back_empty_is_a_warning(backends: Backends) -> None:
         assert not lost(gateway)
 
 
-def weir(gateway: RunningGateway, redis_url: str, directory: Path, command: str) -> tuple[int, str]:
-    """Run a command of the command line as in a container: only the services' own variables are set."""
-    environment = os.environ | {
-        "WEIR_REDIS_URL": redis_url,
+@pytest.fixture
+def weir(
+    gateway: RunningGateway, backends: Backends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Weir:
+    """Runs a command of the command line as in a container: only the services' own variables are set."""
+    monkeypatch.chdir(tmp_path)
+    variables = {
+        "WEIR_REDIS_URL": backends.redis_url,
         "WEIR_GATEWAY_URL": gateway.url,
         "WEIR_ADMIN_KEYS": ADMIN_KEY,
         "COLUMNS": "240",
     }
-    ended = subprocess.run(
-        [sys.executable, "-m", "weir", command],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return ended.returncode, ended.stdout + ended.stderr
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def run(command: str) -> tuple[int, str]:
+        ended = CliRunner().invoke(app, [command])
+        return ended.exit_code, ended.output
+
+    return run
 
 
 def test_weir_status_shows_services_that_it_has_not_started(
-    gateway: RunningGateway, trainer: SharedState, backends: Backends, tmp_path: Path
+    gateway: RunningGateway, trainer: SharedState, weir: Weir
 ) -> None:
-    code, said = weir(gateway, backends.redis_url, tmp_path, "status")
+    code, said = weir("status")
     assert code == 0, said
     assert all(name in said for name in ("redis", "gateway", "engine-0", "trainer_service")), said
     assert f"{trainer.snapshot.url}" in said
     gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time() - 1000})
-    code, said = weir(gateway, backends.redis_url, tmp_path, "status")
+    code, said = weir("status")
     assert (code, "down" in said) == (1, True)
 
 
-def test_weir_audit_reads_the_redis_and_the_trainer_of_the_services(
-    gateway: RunningGateway, trainer: SharedState, backends: Backends, tmp_path: Path
-) -> None:
+def test_weir_audit_reads_the_redis_and_the_trainer_of_the_services(trainer: SharedState, weir: Weir) -> None:
     trainer.ready = True
-    code, said = weir(gateway, backends.redis_url, tmp_path, "audit")
+    code, said = weir("audit")
     assert "ledger: 3 durable steps, 3 turns, 6 tokens" in said
     assert code == 1
     assert "Redis has no trace of the steps 1 to 3" in said

@@ -1,11 +1,8 @@
 """The live stream: one picture for all viewers, none without a viewer, and an end for each stream."""
 
 import json
-import signal
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +11,6 @@ import pytest
 from gateway.page.live import LiveFeed
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
-from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.page.client import PageClient
 from tests.support.waiting import wait_until
@@ -140,21 +136,3 @@ async def test_a_viewer_that_comes_back_gets_a_new_picture(feed: tuple[LiveFeed,
         assert picture.startswith(b"event: picture")
         await viewer.aclose()  # type: ignore[attr-defined]
     await live.aclose()
-
-
-def test_sigterm_ends_the_streams_and_the_gateway(backends: Backends, tmp_path: Path) -> None:
-    backends.clear(None)
-    with Processes(backends, tmp_path).gateway(drain_timeout_s=30) as (process, gateway):
-        ends: list[str] = []
-
-        def look() -> None:
-            with httpx.stream("GET", f"{gateway.url}/page/events", headers=BEARER, timeout=300) as reply:
-                ends.extend(name for name, _ in events(reply))
-
-        viewer = threading.Thread(target=look)
-        viewer.start()
-        wait_until(lambda: bool(ends))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=300) == 0
-        viewer.join()
-        assert ends[-1] == "end"

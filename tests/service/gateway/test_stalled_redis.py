@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 
 from tests.support.gateway.calls import Call
 from tests.support.gateway.fake_engine import FakeEngine
-from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import serving
@@ -26,11 +25,10 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 
 @pytest.fixture
-def gateway(
-    redis: RedisProcess, tiny_model: Path, tokenizer: Tokenizer, tmp_path: Path
-) -> Iterator[RunningGateway]:
+def gateway(redis: RedisProcess, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[RunningGateway]:
     backends = Backends(redis.url, tiny_model, tokenizer, redis.client, FakeEngine(tokenizer))
-    with serving(backends) as backends.engine_url, Processes(backends, tmp_path).gateway() as (_, running):
+    with serving(backends) as backends.engine_url, backends.gateway() as running:
+        wait_until(lambda: running.get("/ready").status_code == 200)
         yield running
 
 

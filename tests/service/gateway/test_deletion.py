@@ -2,16 +2,13 @@
 
 import gc
 import json
-import signal
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import httpx
 import pytest
-from redis import Redis
 
 from gateway.dialects.responses.stored.store import ResponseStore
 from rollout_queue.contract.codec import decode, encode
@@ -20,8 +17,8 @@ from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import RedisDeleter
 from tests.support.gateway.calls import Call
+from tests.support.gateway.deletion import delete, holding, is_gone, path_of
 from tests.support.gateway.gated_engine import asked, let_on
-from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.redis_clients import async_redis_at
 from tests.support.waiting import wait_until
@@ -37,49 +34,9 @@ def other(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGatewa
         yield other
 
 
-def path_of(session: dict[str, Any]) -> str:
-    return f"/sessions/{session['session_id']}"
-
-
-def delete(gateway: RunningGateway, session: dict[str, Any], **more: Any) -> httpx.Response:
-    reply: httpx.Response = gateway.call("DELETE", path_of(session), **more)
-    return reply
-
-
 def delete_user(gateway: RunningGateway, user: str, key: str = ADMIN_KEY) -> httpx.Response:
     reply: httpx.Response = gateway.call("DELETE", f"/admin/users/{user}/data", key=key)
     return reply
-
-
-def is_gone(reply: Any) -> bool:
-    return bool(reply.status_code == 410 and reply.json()["error"]["type"] == "gone_error")
-
-
-def holding(redis: Redis, mark: bytes) -> list[str]:
-    """The keys whose name or value contains the bytes."""
-    names: Any = redis.keys()
-    return sorted(name.decode() for name in names if any(mark in part for part in parts(redis, name)))
-
-
-def parts(redis: Any, name: bytes) -> Iterator[bytes]:
-    """All parts of the value under a key of any type. DUMP is not used because it compresses values."""
-    yield name
-    match redis.type(name):
-        case b"string":
-            yield redis.get(name)
-        case b"hash":
-            yield from (part for field in redis.hgetall(name).items() for part in field)
-        case b"set":
-            yield from redis.smembers(name)
-        case b"zset":
-            yield from redis.zrange(name, 0, -1)
-        case b"stream":
-            entries = redis.xrange(name)
-            yield from (part for _, fields in entries for field in fields.items() for part in field)
-        case b"none":
-            pass  # a lease that has expired since the names were read
-        case kind:
-            raise AssertionError(kind)
 
 
 def only_deletions(redis: Any) -> bool:
@@ -395,34 +352,3 @@ def remembered(mark: str) -> list[str]:
                 seen.add(id(each))
                 holders.append(each)
     return found
-
-
-@pytest.mark.long
-def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(
-    processes: Processes,
-) -> None:
-    redis = processes.backends.redis
-    redis.flushdb()
-    with processes.gateway() as (process, gateway):
-        session = gateway.session()
-        assert gateway.chat(MARK, path=f"{path_of(session)}/v1/chat/completions").status_code == 200
-        (turn,) = gateway.turns(session)
-        ids = TokenIds(turn["context_ids"]).tobytes()
-        with redis.pipeline(transaction=False) as pipeline:
-            for _ in range(200_000):  # reading these entries keeps the deletion busy until the kill
-                pipeline.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x01"})
-            pipeline.execute()
-        assert gateway.chat(MARK, path=f"{path_of(session)}/v1/chat/completions").status_code == 200
-        with ThreadPoolExecutor() as pool:
-            deleting = pool.submit(delete, gateway, session)
-            wait_until(lambda: redis.hexists(keys.DELETED, session["session_id"]))
-            process.send_signal(signal.SIGKILL)
-            assert isinstance(deleting.exception(), httpx.TransportError)
-        assert redis.hexists(keys.DELETED, session["session_id"])
-        assert holding(redis, ids) == [keys.STREAM]
-    redis.zadd(keys.DELETING, {session["session_id"]: 0.0})  # as if it had begun long ago
-    with processes.gateway() as (_, heir):
-        assert is_gone(heir.get(path_of(session)))
-        wait_until(lambda: not redis.exists(keys.DELETING), 30)
-    assert holding(redis, ids) == []
-    redis.flushdb()

@@ -5,32 +5,10 @@ from typing import Any
 import pytest
 
 from rollout_queue.redis import keys
-from tests.support.gateway.gated_engine import GatedEngine, let_on
-from tests.support.gateway.processes import Processes
+from tests.support.gateway.background import PATH, ended, read, start
+from tests.support.gateway.gated_engine import let_on
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.waiting import wait_until
-
-PATH = "/v1/responses"
-ENDED = ("completed", "incomplete", "failed", "cancelled")
-ENDS_WITHIN_S = 120.0
-
-
-def start(gateway: RunningGateway, **more: Any) -> dict[str, Any]:
-    reply = gateway.post(PATH, {"input": "hi", "background": True, **more})
-    assert reply.status_code == 200, reply.text
-    told: dict[str, Any] = reply.json()
-    assert (told["status"], told["background"], told["output"]) == ("in_progress", True, [])
-    return {**told, "session_id": reply.headers["x-weir-session-id"]}
-
-
-def read(gateway: RunningGateway, told: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = gateway.get(f"{PATH}/{told['id']}").json()
-    return found
-
-
-def ended(gateway: RunningGateway, told: dict[str, Any]) -> dict[str, Any]:
-    wait_until(lambda: read(gateway, told)["status"] in ENDED)
-    return read(gateway, told)
 
 
 def test_an_answer_is_made_while_nobody_waits_and_is_read_by_its_id(gateway: RunningGateway) -> None:
@@ -154,38 +132,3 @@ def test_answers_in_the_background_are_bounded_in_all_and_per_key(
             bounded.post(f"{PATH}/{told['id']}/cancel")
         wait_until(lambda: bounded.post(PATH, body).status_code == 200)
         let_on(gated)
-
-
-def test_an_answer_whose_gateway_was_killed_is_reported_as_failed(
-    processes: Processes,
-) -> None:
-    engine = GatedEngine(processes.backends.tokenizer, stall_after=3, mind=[5] * 100)
-    processes.backends.clear(None)
-    processes.backends.engine = engine
-    with processes.gateway() as (process, gateway):
-        told = start(gateway)
-        wait_until(lambda: engine.requests)
-        process.kill()
-        process.wait()
-    with processes.gateway() as (_, gateway):
-        wait_until(lambda: read(gateway, told)["status"] == "failed", ENDS_WITHIN_S)
-        assert "stopped" in read(gateway, told)["error"]["message"]
-        engine.open = True
-
-
-@pytest.mark.long
-def test_a_gateway_that_leaves_finishes_its_answers_or_stores_that_they_failed(processes: Processes) -> None:
-    engine = GatedEngine(processes.backends.tokenizer, stall_after=3, mind=[5] * 100)
-    processes.backends.clear(None)
-    processes.backends.engine = engine
-    with processes.gateway(drain_timeout_s=1) as (process, gateway):
-        told = start(gateway, max_output_tokens=90)
-        wait_until(lambda: engine.requests)
-        process.terminate()
-        assert process.wait(ENDS_WITHIN_S) == 0
-    with processes.gateway() as (_, gateway):
-        found = read(gateway, told)
-        assert (found["status"], "stopped" in found["error"]["message"]) == ("failed", True)
-        (turn,) = gateway.turns(told)
-        assert turn["finish_reason"] == "abort"
-        engine.open = True

@@ -1,7 +1,5 @@
 """API keys by name: operators make, rotate, limit and revoke them over REST, or write them into a file."""
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from rollout_queue.contract.ids import new_id
 from rollout_queue.http.keys import digest
 from rollout_queue.redis import keys
 from tests.support.gateway.polls import polled
-from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.waiting import wait_until
 
@@ -339,13 +336,3 @@ def test_wrong_keys_change_nothing_when_they_are_read_again(tmp_path: Path, tiny
     accepted.reload(lambda: configured_keys(settings))
     assert accepted.find(digest("first-secret")) is None
     assert accepted.find(digest("second-secret")) is not None
-
-
-def test_sighup_reads_the_file_again(processes: Processes, tmp_path: Path) -> None:
-    file = write(tmp_path / "keys.yaml", "keys: [{name: team-a, secrets: [first-secret]}]")
-    with processes.gateway(keys_file=str(file)) as (process, gateway):
-        assert gateway.get("/sessions", key="first-secret").status_code == 200
-        write(file, "keys: [{name: team-a, secrets: [second-secret]}]")
-        os.kill(process.pid, signal.SIGHUP)
-        wait_until(lambda: gateway.get("/sessions", key="second-secret").status_code == 200)
-        assert gateway.get("/sessions", key="first-secret").status_code == 401

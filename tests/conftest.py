@@ -1,4 +1,4 @@
-"""Fixtures of all tests (a Redis for each worker, a tiny model), and which worker runs which tests."""
+"""Fixtures of all tests (a Redis for a worker, a tiny model, clocks), and which worker runs which tests."""
 
 import fcntl
 import os
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from rollout_queue import clock
 from tests.support.authorities import read_one_authority
 from tests.support.costs import note_end, note_start, print_costs
 from tests.support.hypothesis_profiles import register
@@ -22,6 +23,7 @@ from tests.support.memory_files import keep_files_in_memory
 from tests.support.redis_clients import redis_at
 from tests.support.redis_process import redis_executable
 from tests.support.serving import free_port
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 register()
@@ -136,3 +138,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+
+
+@pytest.fixture
+def turned() -> Iterator[TurnedClock]:
+    """The clock of the test and of what it starts. Fixtures that several tests share have the machine's."""
+    turned = TurnedClock()
+    with clock.using(turned):
+        yield turned
+
+
+@pytest.fixture
+def stopped() -> Iterator[TurnedClock]:
+    """As `turned`, but no time passes by itself."""
+    stopped = TurnedClock(stopped=True)
+    with clock.using(stopped):
+        yield stopped

@@ -28,7 +28,7 @@ LAYERS = ("engine", "process", "service", "unit")
 """Workers begin with the slow layers, so that no worker is still busy at the end while the others idle."""
 OWN_ENGINES = "tests/engine/system/test_bad_days.py"
 """A file whose tests start their own engines. All other files in tests/engine/system share one engine."""
-SHARED = ("tests/engine/system/", "tests/process/observe/")
+SHARED = ("tests/engine/system/", "tests/process/observe/", "tests/process/trainer_service/ranks/")
 """The files in each of these folders share their services."""
 
 

@@ -1,6 +1,7 @@
 """The fixtures of trainer_service that these tests use."""
 
 from tests.support.trainer_service.fixtures import (  # noqa: F401 - pytest finds them here
+    converted_here,
     freed_memory,
     harness,
     imported,

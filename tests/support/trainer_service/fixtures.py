@@ -20,7 +20,7 @@ from tests.support.trainer_service.command_harness import (
 )
 from tests.support.trainer_service.command_log import MemoryCommandLog
 from tests.support.trainer_service.conversion import convert_here
-from tests.support.trainer_service.device import DEVICE, ON_DEVICE
+from tests.support.trainer_service.device import ON_DEVICE
 from tests.support.trainer_service.harness import FakeGateway, Harness, MakeHarness
 from tests.support.trainer_service.publications import InlineExecutor
 from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, OneRankLearner, random_rows
@@ -33,17 +33,7 @@ from trainer_service.sinks.sink import Sink
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 
-torch.set_num_threads(1)  # the models are too small for more, and other test processes use the other cores
 os.environ.setdefault("LOCAL_SIZE", "1")  # else DeepSpeed starts numactl at each gradient of stage 3
-
-
-@pytest.fixture(autouse=True)
-def freed_memory() -> Iterator[None]:
-    """On a GPU, free the policies of the test. They are in circles, and each has gigabytes of buffers."""
-    yield
-    if DEVICE.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -241,9 +241,7 @@ def _collective(sender: TensorSender) -> APIRouter:
             answer = asyncio.wrap_future(sender.join(version, body))
             until_s = clock.monotonic() + body.wait_s
             while not answer.done() and clock.monotonic() < until_s and not await request.is_disconnected():
-                with suppress(TimeoutError):
-                    async with clock.timeout(min(body.wait_s, DISCONNECT_POLL_S)):
-                        await asyncio.wait({answer})
+                await asyncio.wait({answer}, timeout=min(body.wait_s, DISCONNECT_POLL_S))
             if not answer.done():
                 answer.cancel()
                 raise ApiError(503, "every sender is busy", type="storage_unavailable")

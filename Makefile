@@ -89,6 +89,15 @@ test-agents: install $(AGENTS:%=run/agents/%/installed)  ## whole agents against
 test-presets: install  ## each preset of the trainer on the demo's task, five steps, on the real stack
 	@$(BIN)/pytest -rs tests/presets
 
+SHARD ?= 0/1
+mutants: install  ## small random faults in the product: which of them the quick tests find (an hour; SHARD=0/4 tries every fourth)
+	@$(BIN)/python -m tests.mutants cover --workers $(WORKERS)
+	@$(BIN)/python -m tests.mutants run --shard $(SHARD)
+	@$(BIN)/python -m tests.mutants table
+
+test-mutants:  ## a quarter of the mutants, another one for each commit
+	@$(MAKE) mutants SHARD=$$(($$(git rev-list --count HEAD) % 4))/4
+
 test-page: install run/page/axe/installed  ## the operators' page in a real browser: Chromium, which apt or WEIR_TEST_CHROMIUM provides
 	@command -v "$${WEIR_TEST_CHROMIUM:-chromium}" >/dev/null \
 		|| { echo "no Chromium: apt-get install --no-install-recommends chromium, or name one in WEIR_TEST_CHROMIUM" >&2; exit 1; }

@@ -3,11 +3,9 @@
 import fcntl
 import os
 import shutil
-import ssl
 import subprocess
 import time
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from rollout_queue import clock
 from tests.support.authorities import read_one_authority
+from tests.support.costs import note_end, note_start, print_costs
 from tests.support.hypothesis_profiles import register
 from tests.support.layers import processes_of_layer
 from tests.support.memory_files import keep_files_in_memory
@@ -37,7 +36,7 @@ OWN_ENGINES = "tests/engine/system/test_bad_days.py"
 """A file whose tests start their own engines. All other files in tests/engine/system share one engine."""
 UNTIL = "WEIR_TEST_UNTIL"
 """A variable that bounds a run: the seconds since 1970 after which no test begins."""
-SHARED = ("tests/engine/system/", "tests/process/observe/")
+SHARED = ("tests/engine/system/", "tests/process/observe/", "tests/process/trainer_service/ranks/")
 """The files in each of these folders share their services."""
 
 
@@ -80,18 +79,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """While the test and its fixtures run, its layer decides which processes may start."""
+    note_start(item)
     with processes_of_layer(layer_of(item)):
         return (yield)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_certificates() -> Iterator[None]:
-    """Each client of HTTP reads all certificates, for 35 ms of CPU, though tests speak without TLS.
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "teardown":
+        note_end(item, report)
+    return report
 
-    They share one context."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
-        yield
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    print_costs(terminalreporter)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -31,19 +32,35 @@ MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_ENTRIES = 300, 60, 18
 TORCH_FAMILY = {"torch", "deepspeed", "transformers"}
 
 
+@dataclass
+class Module:
+    """What the rules ask about a file."""
+
+    lines: int
+    docstring: str | None
+    imports: set[str] = field(default_factory=set)
+    """The top-level packages that it imports anywhere, inside functions as well."""
+    functions: list[tuple[str, int]] = field(default_factory=list)
+    """Their names and lines."""
+    classes: list[str] = field(default_factory=list)
+
+
 @cache
-def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file, which several rules read."""
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def imported(tree: ast.AST) -> Iterator[str]:
-    """The top-level packages that a module imports anywhere, inside functions as well."""
+def read(path: Path) -> Module:
+    """Parse and walk a file, once for all rules."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    module = Module(len(text.splitlines()), ast.get_docstring(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            module.imports |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.split(".")[0]
+            module.imports.add(node.module.split(".")[0])
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            module.functions.append((node.name, (node.end_lineno or 0) - node.lineno + 1))
+        elif isinstance(node, ast.ClassDef):
+            module.classes.append(node.name)
+    return module
 
 
 def test_the_folder_queue_shadows_nothing() -> None:
@@ -74,7 +91,7 @@ def test_only_the_trainer_and_shims_import_torch(package: str) -> None:
     guests = {
         name: found
         for name, path in sources(package)
-        if (found := TORCH_FAMILY & set(imported(parsed(path))))
+        if (found := TORCH_FAMILY & read(path).imports)
         and package != "trainer_service"
         and "shim" not in name.split(".")
     }
@@ -100,7 +117,7 @@ def test_what_a_package_imports_is_declared_for_it(package: str, brought: Mappin
     undeclared = {
         (name, module)
         for name, path in sources(package)
-        for module in imported(parsed(path))
+        for module in read(path).imports
         if module in brought and module not in PACKAGES and not named(brought[module]) & declared
     }
     assert not undeclared
@@ -108,22 +125,17 @@ def test_what_a_package_imports_is_declared_for_it(package: str, brought: Mappin
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_module_says_what_it_is_for(package: str) -> None:
-    silent = [name for name, path in sources(package) if not ast.get_docstring(parsed(path))]
-    assert not silent
+    assert not [name for name, path in sources(package) if not read(path).docstring]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_files_and_functions_are_short(package: str) -> None:
     long = []
     for name, path in sources(package):
-        text = path.read_text(encoding="utf-8")
-        if len(text.splitlines()) > MOST_LINES:
+        module = read(path)
+        if module.lines > MOST_LINES:
             long.append(name)
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > MOST_LINES_OF_A_FUNCTION:
-                    long.append(f"{name}.{node.name}")
+        long += [f"{name}.{each}" for each, lines in module.functions if lines > MOST_LINES_OF_A_FUNCTION]
     assert not long
 
 
@@ -146,9 +158,8 @@ def test_no_two_classes_have_the_same_name() -> None:
     found: dict[str, list[str]] = {}
     for package in PACKAGES:
         for name, path in sources(package):
-            for node in ast.walk(parsed(path)):
-                if isinstance(node, ast.ClassDef):
-                    found.setdefault(node.name, []).append(name)
+            for each in read(path).classes:
+                found.setdefault(each, []).append(name)
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 

@@ -1,15 +1,19 @@
 """python -m tests.mutants sample|cover|run|table: which small faults in the product `make test` finds.
 
-    sample  chooses mutants at random, and writes them into a file
-    cover   runs the tests with coverage, one context for each test: which test runs which line, and its cost
+    sample  chooses mutants at random, and writes them into mutants.json
+    cover   begins anew: runs the tests with coverage: which test runs which line, and what it costs
     run     tries each mutant on the tests that run its line, and writes what came of it; it goes on where it
             stopped
-    table   prints the share that was found, package by package, then what survived, then the coverage
+    table   prints the share that was found, package by package, then what survived, then the coverage; and
+            fails if a mutant survived that a former run has found
 
-mutmut 3 and cosmic-ray 8 do not fit here. mutmut takes the name of a module from its path, and rollout_queue is
-in `queue/`, which is no package; it leaves out properties and other decorated functions; and it numbers the
-mutants of a function, so that its list of mutants says nothing about another commit. cosmic-ray names them by
-line and column, and starts the whole command of the tests for each mutant: imports and all tests each time.
+before.jsonl and after.jsonl have the results before and after the suite got its layers.
+
+mutmut 3 and cosmic-ray 8 do not fit here. mutmut takes the name of a module from its path, and
+rollout_queue is in `queue/`, which is no package; it leaves out properties and other decorated functions;
+and it numbers the mutants of a function, so that its list of mutants says nothing about another commit.
+cosmic-ray names them by line and column, and starts the whole command of the tests for each mutant: imports
+and all tests each time.
 
 Only functions are mutated: what a module does when it is imported, and the Lua scripts, are not. Only tests
 that run the line in their own process are chosen.
@@ -32,7 +36,7 @@ from tests.mutants.results import Outcome, Results, table_of_coverage, table_of_
 from tests.mutants.server import MutantServer
 
 HERE = Path(__file__).parent
-QUICK = "not long and not browser and not system"
+QUICK = "not long and not browser and not engine"
 
 
 def main() -> None:
@@ -55,26 +59,38 @@ def main() -> None:
     parser.add_argument(
         "--log", type=Path, default=Path(os.devnull), help="what pytest says about each mutant"
     )
+    parser.add_argument("--marks", default=QUICK, metavar="EXPRESSION", help="which tests, as for pytest -m")
+    parser.add_argument(
+        "--former", type=Path, default=HERE / "after.jsonl", help="the results of a former run"
+    )
     asked = parser.parse_args()
     if asked.what == "sample":
         write(asked.mutants, sample(Path.cwd(), asked.count, asked.seed))
     elif asked.what == "cover":
-        cover(asked.cover, asked.tests, asked.workers)
+        cover(asked)
     elif asked.what == "run":
         run(asked)
     else:
-        print(table_of_mutants(read(asked.mutants), Results(asked.results)))
-        if asked.cover.is_dir():
-            with tempfile.TemporaryDirectory() as scratch:
-                print(table_of_coverage(Path.cwd(), asked.cover, Path(scratch)))
+        sys.exit(table(asked))
 
 
-def cover(directory: Path, tests: list[str], workers: str) -> None:
+def cover(asked: argparse.Namespace) -> None:
+    directory: Path = asked.cover
     directory.mkdir(parents=True, exist_ok=True)
     for left in [*directory.glob("coverage.*"), *directory.glob("costs.*")]:
         left.unlink()
-    command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.covering", "-m", QUICK, *tests]
-    parallel = ["-n", workers, "--no-loadscope-reorder"] if workers != "0" else []
+    asked.results.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.mutants.covering",
+        "-m",
+        asked.marks,
+        *asked.tests,
+    ]
+    parallel = ["-n", asked.workers, "--no-loadscope-reorder"] if asked.workers != "0" else []
     sys.exit(subprocess.run([*command, *parallel], env=os.environ | {VARIABLE: str(directory)}).returncode)
 
 
@@ -111,7 +127,20 @@ def run(asked: argparse.Namespace) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a child has no other threads than its first
     server = MutantServer(Path.cwd(), tried, report, asked.log)
     files = sorted({test.split("::")[0] for _, _, tests in tried for test in tests})
-    sys.exit(pytest.main([*files, "-m", QUICK, "-p", "no:cacheprovider", "--capture=sys"], plugins=[server]))
+    sys.exit(
+        pytest.main([*files, "-m", asked.marks, "-p", "no:cacheprovider", "--capture=sys"], plugins=[server])
+    )
+
+
+def table(asked: argparse.Namespace) -> str | None:
+    """Print the tables. Return what is wrong."""
+    results, former = Results(asked.results), Results(asked.former)
+    print(table_of_mutants(read(asked.mutants), results))
+    if asked.cover.is_dir():
+        with tempfile.TemporaryDirectory() as scratch:
+            print(table_of_coverage(Path.cwd(), asked.cover, Path(scratch)))
+    lost = results.lost_since(former)
+    return f"found by {asked.former.name}, and no longer: {', '.join(map(str, lost))}" if lost else None
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Which test runs which line, and what each test costs: measured by a run of tests, read for the mutants.
 
 As a pytest plugin (`-p tests.mutants.covering`) it writes, for each worker, two files into the directory that
-WEIR_TEST_COVER names: `coverage.WORKER`, with one context a test, and `costs.WORKER`, with one line a test. Only
-this process and its threads are traced, not the processes that tests start.
+WEIR_TEST_COVER names: `coverage.WORKER`, with one context a test, and `costs.WORKER`, with one line a test.
+Only this process and its threads are traced, not the processes that tests start.
 """
 
 import json

@@ -35,12 +35,23 @@ class Results:
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 fields = json.loads(line)
-                self.outcomes[fields.pop("number")] = Outcome(**fields)
+                number = fields.pop("number")
+                self.outcomes[number] = Outcome(**fields)
 
     def add(self, number: int, outcome: Outcome) -> None:
         self.outcomes[number] = outcome
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"number": number, **asdict(outcome)}) + "\n")
+
+    def lost_since(self, former: "Results") -> list[int]:
+        """The mutants that a former run has found, and this one has not."""
+        return sorted(
+            number
+            for number, outcome in self.outcomes.items()
+            if outcome.status in ("survived", "not covered")
+            and number in former.outcomes
+            and former.outcomes[number].status in FOUND
+        )
 
 
 def table_of_mutants(mutants: Iterable[Mutant], results: Results) -> str:

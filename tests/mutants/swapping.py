@@ -37,7 +37,7 @@ class LoadedFunctions:
         lineno = min([function.lineno, *(each.lineno for each in function.decorator_list)])
         new = next(
             code
-            for code in codes(tree, found.module)
+            for code in codes(tree, str((self._root / found.module).resolve()))
             if (code.co_qualname, code.co_firstlineno) == (name, lineno)
         )
         loaded = self._found.get((found.module, name, lineno), [])

@@ -11,7 +11,6 @@ from redis.crc import key_slot
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_redis
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.connection.replicas import Replication
 from tests.support.queue.cluster import Cluster
 from tests.support.queue.load import Load
@@ -27,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     found.close()
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS)
+@pytest.mark.parametrize("connection", ["pipelined", pytest.param("pooled", marks=pytest.mark.long)])
 def test_a_killed_master_loses_nothing_that_its_replica_has_confirmed(
     cluster: Cluster, tmp_path: Path, connection: str
 ) -> None:

@@ -51,7 +51,7 @@ def survives(watched: WatchedMaster, tmp_path: Path, connection: str, kills: int
     return load
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS)
+@pytest.mark.parametrize("connection", ["pipelined", pytest.param("pooled", marks=pytest.mark.long)])
 def test_a_killed_master_loses_nothing_that_its_replicas_have_confirmed(
     watched: WatchedMaster, tmp_path: Path, connection: str
 ) -> None:

@@ -9,6 +9,7 @@ from tests.support.gateway.fixtures import (  # noqa: F401 - pytest finds them h
     pad,
     retry_counts,
     seeing,
+    seeing_url,
     tokens,
     trainer,
     vision_model,

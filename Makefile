@@ -4,17 +4,21 @@ PYTHON ?= python3
 SEED ?= 0
 KILLS ?= 20
 MINUTES ?= 30
-# How many tests run at once. Many tests wait, so four keep two cores busy.
-WORKERS ?= 4
-# The parts of `make test-long`, each a target of its own: test-numerics, …
-LONG ?= numerics properties clients presets
+# How many tests run at once. Some tests wait, so three keep two cores busy.
+WORKERS ?= 3
+# The long tests, in pieces that each end within 30 minutes on two cores; each is a target of its own: test-process, …
+PIECES := process engine crash soak numerics properties clients agents presets page mutants
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 # Which build of torch: "cuda" with a GPU, else "cpu", which is a tenth of the size.
 TORCH ?= $(if $(GPU),cuda,cpu)
 # The index with the CPU build of torch. If it is empty, pip uses only the indexes that it is configured for.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# Tests start many processes. Without this, each would compile its modules where the environment forbids caches.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -rs
 LOCKS := deploy/requirements
 # pip installs exactly the files in a lock: it checks their hashes, and adds no dependencies.
 PIP := -m pip --disable-pip-version-check install -q --no-deps
@@ -38,38 +42,66 @@ env-demo: install run/environments/reasoning_gym/installed  ## a tiny model lear
 tinker-demo: install run/clients/cookbook_newest/installed  ## a loop of tinker-cookbook trains a tiny model on this machine
 	@$(BIN)/python -m tests.support.clients.tinker_demo
 
-# The tests of the page that need axe-core are skipped without npm.
-test: check $(if $(shell command -v npm),run/page/axe/installed)  ## the checks, then all tests but the long ones and those in a browser, the real engine included
-	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not long and not browser" --ignore=tests/house  # `check` ran these
+test: expected-time check  ## the checks, then the tests of all layers but the long ones, the real engine included
+	@$(PYTEST) -m "not long and not browser"
+
+expected-time:
+	@echo "make test: about ten minutes on two quiet cores, once everything is installed"
 
 test-fast: .venv/installed  ## the short tests that need no engine
-	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "not system and not long and not browser"
+	@$(PYTEST) -m "not engine and not long and not browser"
 
-test-long: install $(LONG:%=test-%)  ## the long tests (minutes to hours): the crash matrix and the parts in LONG="numerics …"
-	@$(BIN)/pytest -m long
+test-long: $(PIECES:%=test-%)  ## all long tests, piece by piece (hours); each piece is a target: test-process, test-engine, …
+
+test-process: install  ## the long tests of the layers unit, service and process
+	@$(PYTEST) -m "long and not engine and not browser" tests/unit tests/service tests/process
+
+test-engine: install  ## the long tests with the real engine
+	@$(BIN)/pytest -rs -m "long and not browser" tests/engine
+
+test-crash: install  ## a kill in each window of the crash matrix
+	@$(BIN)/pytest -rs -m long tests/crash
+
+test-soak: install  ## two minutes under pressure
+	@$(BIN)/pytest -rs -m long tests/soak
+
+test-pauses: install  ## `make test`'s tests while all processes stand still for 6 s, again and again
+	@$(BIN)/python -m tests.support.pauses $(PYTEST) -m "not long and not browser"
 
 test-properties: .venv/installed  ## the property tests, with ten times as many examples from hypothesis
-	@$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder -m "hypothesis and not system" --hypothesis-profile long --timeout 36000
+	@$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile long --timeout 36000
 
 # The instruction sets that torch and oneDNN are limited to. `make test` runs the same tests without a limit.
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2
 
 test-numerics: .venv/installed  ## the tests of arithmetic, limited to the instruction sets of older processors
 	@for setting in $(PROCESSORS); do \
-		echo "with $$setting"; env $$setting $(BIN)/pytest -n $(WORKERS) -m numeric tests/trainer_service || exit 1; done
+		echo "with $$setting"; env $$setting $(PYTEST) -m "numeric and not long" || exit 1; done
 
 test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/installed) \
-	run/clients/openai_npm/installed $(AGENTS:%=run/agents/%/installed) $(LIBRARIES:%=run/environments/%/installed)
-test-clients:  ## SDKs against the real engine, whole agents against a scripted one, and trainers that read exports
-	@$(BIN)/pytest tests/clients tests/agents
+	run/clients/openai_npm/installed $(LIBRARIES:%=run/environments/%/installed)
+test-clients:  ## SDKs against the real engine, and trainers that read exports
+	@$(BIN)/pytest -rs tests/clients
+
+test-agents: install $(AGENTS:%=run/agents/%/installed)  ## whole agents against a scripted engine
+	@$(BIN)/pytest -rs tests/agents
 
 test-presets: install  ## each preset of the trainer on the demo's task, five steps, on the real stack
-	@$(BIN)/pytest tests/presets
+	@$(BIN)/pytest -rs tests/presets
+
+SHARD ?= 0/1
+mutants: install  ## small random faults in the product: which of them the quick tests find (an hour; SHARD=0/4 tries every fourth)
+	@$(BIN)/python -m tests.mutants cover --workers $(WORKERS)
+	@$(BIN)/python -m tests.mutants run --shard $(SHARD)
+	@$(BIN)/python -m tests.mutants table
+
+test-mutants:  ## a quarter of the mutants, another one for each commit
+	@$(MAKE) mutants SHARD=$$(($$(git rev-list --count HEAD) % 4))/4
 
 test-page: install run/page/axe/installed  ## the operators' page in a real browser: Chromium, which apt or WEIR_TEST_CHROMIUM provides
 	@command -v "$${WEIR_TEST_CHROMIUM:-chromium}" >/dev/null \
 		|| { echo "no Chromium: apt-get install --no-install-recommends chromium, or name one in WEIR_TEST_CHROMIUM" >&2; exit 1; }
-	@WEIR_TEST_BROWSER=required $(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder tests/page
+	@WEIR_TEST_BROWSER=required $(PYTEST) tests/page
 
 page-shots: install  ## the screenshots in docs/page, of a run of the demo
 	@$(BIN)/python -m tests.support.page.screenshots
@@ -229,4 +261,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install redis-servers map lock licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check test test-fast test-long test-properties test-numerics test-clients test-presets test-page page-shots page-vendor crash soak check up status down clean
+.PHONY: help install redis-servers map lock licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check expected-time test test-fast test-long test-pauses $(PIECES:%=test-%) page-shots page-vendor crash soak check up status down clean

@@ -3,7 +3,7 @@
 python docs/map.py [ROOM …]     all rooms, or the named ones with the rooms in them: gateway, gateway/edge
 """
 
-import ast
+import re
 import sys
 from pathlib import Path
 
@@ -17,12 +17,16 @@ PACKAGES = (
     "deploy/weir",
 )
 
+FIRST_LINE = re.compile(r'(?:#.*\n|\n)*"""(.*?)(?:"""|\n)')
+"""Of a docstring at the head of a file."""
+
 
 def first_line(path: Path) -> str:
     """The first line of the docstring of the module at `path`; empty if there is no such line."""
     if not path.exists():
         return ""
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+    found = FIRST_LINE.match(path.read_text(encoding="utf-8"))
+    return found[1] if found else ""
 
 
 def lines_of(folder: Path, depth: int = 0) -> list[str]:

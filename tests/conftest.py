@@ -1,12 +1,11 @@
-"""Fixtures of all tests (a Redis for each worker, a tiny model), and which worker runs which tests."""
+"""Fixtures of all tests (a Redis for a worker, a tiny model, clocks), and which worker runs which tests."""
 
 import fcntl
 import os
 import shutil
-import ssl
 import subprocess
-from collections.abc import Iterator
-from functools import cache
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,22 +14,29 @@ from tokenizers import Tokenizer
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from rollout_queue import clock
+from tests.support.authorities import read_one_authority
+from tests.support.costs import note_end, note_start, print_costs
 from tests.support.hypothesis_profiles import register
 from tests.support.layers import processes_of_layer
 from tests.support.memory_files import keep_files_in_memory
 from tests.support.redis_clients import redis_at
 from tests.support.redis_process import redis_executable
 from tests.support.serving import free_port
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 register()
 keep_files_in_memory()
+read_one_authority()
 
 LAYERS = ("engine", "process", "service", "unit")
 """Workers begin with the slow layers, so that no worker is still busy at the end while the others idle."""
 OWN_ENGINES = "tests/engine/system/test_bad_days.py"
 """A file whose tests start their own engines. All other files in tests/engine/system share one engine."""
-SHARED = ("tests/engine/system/", "tests/process/observe/")
+UNTIL = "WEIR_TEST_UNTIL"
+"""A variable that bounds a run: the seconds since 1970 after which no test begins."""
+SHARED = ("tests/engine/system/", "tests/process/observe/", "tests/process/trainer_service/ranks/")
 """The files in each of these folders share their services."""
 
 
@@ -53,6 +59,11 @@ def layer_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its layer, and sort them."""
+    for item in items:
+        if layer_of(item) in LAYERS:
+            item.add_marker(layer_of(item))
+
     def rank(item: pytest.Item) -> int:
         layer = layer_of(item)
         return LAYERS.index(layer) if layer in LAYERS else len(LAYERS)
@@ -60,21 +71,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > float(os.environ.get(UNTIL, "inf")):
+        pytest.skip(f"no time is left ({UNTIL})")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """While the test and its fixtures run, its layer decides which processes may start."""
+    note_start(item)
     with processes_of_layer(layer_of(item)):
         return (yield)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_certificates() -> Iterator[None]:
-    """Each client of HTTP reads all certificates, for 35 ms of CPU, though tests speak without TLS.
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "teardown":
+        note_end(item, report)
+    return report
 
-    They share one context."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
-        yield
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    print_costs(terminalreporter)
 
 
 @pytest.fixture(scope="session")
@@ -119,3 +138,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+
+
+@pytest.fixture
+def turned() -> Iterator[TurnedClock]:
+    """The clock of the test and of what it starts. Fixtures that several tests share have the machine's."""
+    turned = TurnedClock()
+    with clock.using(turned):
+        yield turned
+
+
+@pytest.fixture
+def stopped() -> Iterator[TurnedClock]:
+    """As `turned`, but no time passes by itself."""
+    stopped = TurnedClock(stopped=True)
+    with clock.using(stopped):
+        yield stopped

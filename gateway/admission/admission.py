@@ -11,7 +11,6 @@ session has sampled already.
 
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -27,6 +26,7 @@ from gateway.errors import InvalidRequest, LimitReached
 from gateway.keys.api_keys import ApiKeys
 from gateway.metrics.metrics import Metrics
 from gateway.settings.service import LimitSettings
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.redis import keys
@@ -248,7 +248,7 @@ class Admission:
             self.redis_answers = False
             logger.warning("the limits use the state of an earlier poll: %s", error)
             return
-        now, seen = time.monotonic(), self._downstream
+        now, seen = clock.monotonic(), self._downstream
         self._entries.note(now, seen.entries)
         self._bytes.note(now, seen.used_bytes)
         self._opened.note(now, seen.sessions)

@@ -3,11 +3,10 @@
 The gateway reads it at every poll, never per call. Where too much waits, new sessions are refused.
 """
 
-import time
-
 import msgspec
 from redis.asyncio import Redis
 
+from rollout_queue import clock
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -52,7 +51,7 @@ class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def paused(self) -> bool:
         """Whether it is alive and paused: then it reads on, and makes no step."""
-        return self.state == "paused" and time.time() - self.last_seen <= SILENT_S
+        return self.state == "paused" and clock.now() - self.last_seen <= SILENT_S
 
 
 class Backpressure(msgspec.Struct, frozen=True, kw_only=True):

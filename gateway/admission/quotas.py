@@ -4,12 +4,12 @@ The script that checks a quota also counts the new session, before it is opened.
 when it ends. Only when a quota seems used up does the script remove the counted sessions that have ended.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from redis.asyncio import Redis
 
+from rollout_queue import clock
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -103,7 +103,7 @@ class Quotas:
         self, specs: Sequence[SessionSpec], quotas: Sequence[Quota], *, sweep: bool, shut: bool
     ) -> QuotaResult:
         names = [quota.key for quota in quotas] + [keys.session(spec.session_id) for spec in specs]
-        arguments: list[str | int | float] = [time.time(), OPENING_S, int(sweep), int(shut), len(quotas)]
+        arguments: list[str | int | float] = [clock.now(), OPENING_S, int(sweep), int(shut), len(quotas)]
         for quota in quotas:
             arguments += [quota.bound, quota.until, int(quota.counts)]
         arguments += [spec.session_id for spec in specs]
@@ -118,6 +118,6 @@ class Quotas:
 
         The script reads every counted session for that, so each quota waits `sweep_every_s` in between.
         """
-        now = time.monotonic()
+        now = clock.monotonic()
         self._swept = {each: at for each, at in self._swept.items() if now - at < self._sweep_every_s}
         return self._swept.setdefault(key, now) == now

@@ -6,12 +6,12 @@ So a call costs no round trip to Redis. A single gateway keeps the limit exactly
 may exceed it by the calls that arrive between two polls.
 """
 
-import time
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
 from gateway.admission.limits import Bucket, Rate
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -56,24 +56,24 @@ class RateLimiter:
         self._name = name
         self._share = redis.register_script(SHARE)
         self._usage: dict[str, _KeyUsage] = {}
-        self._shared_at = time.monotonic()
+        self._shared_at = clock.monotonic()
 
     def wait_s(self, owner: str, rate: Rate) -> float:
         """Seconds until the key may be used again; 0 if it may now."""
         usage = self._usage.get(owner)
-        return 0.0 if usage is None else usage.bucket.wait_s(rate, time.monotonic())
+        return 0.0 if usage is None else usage.bucket.wait_s(rate, clock.monotonic())
 
     def full_s(self, owner: str) -> float:
         """Seconds until the key's bucket is empty."""
         usage = self._usage.get(owner)
-        return 0.0 if usage is None else max(0.0, usage.bucket.empty_at - time.monotonic())
+        return 0.0 if usage is None else max(0.0, usage.bucket.empty_at - clock.monotonic())
 
     def use(self, owner: str, units: int, rate: Rate) -> None:
         """Count units that a key used."""
         usage = self._usage.get(owner)
         if usage is None:
             usage = self._usage[owner] = _KeyUsage()
-        usage.unshared_s += usage.bucket.pour(units, rate, time.monotonic())
+        usage.unshared_s += usage.bucket.pour(units, rate, clock.monotonic())
 
     async def share(self) -> None:
         """Add this gateway's counts to Redis, and read those of the other gateways.
@@ -82,9 +82,9 @@ class RateLimiter:
         """
         usages = dict(self._usage)
         if not usages:
-            self._shared_at = time.monotonic()
+            self._shared_at = clock.monotonic()
             return
-        started = time.monotonic()
+        started = clock.monotonic()
         poured = [usage.unshared_s for usage in usages.values()]
         for usage in usages.values():
             usage.unshared_s = 0.0
@@ -95,7 +95,7 @@ class RateLimiter:
             for usage, seconds in zip(usages.values(), poured, strict=True):
                 usage.unshared_s += seconds
             raise
-        self._shared_at, now = started, time.monotonic()
+        self._shared_at, now = started, clock.monotonic()
         for (owner, usage), seconds in zip(usages.items(), left, strict=True):
             # Redis does not know the units that were used here while it answered: they are `unshared_s`.
             known = now + float(seconds) + usage.unshared_s

@@ -4,12 +4,12 @@ staleness, in versions = rollouts ahead of it ÷ rollouts per step + versions by
 """
 
 import math
-import time
 from dataclasses import dataclass
 
 from gateway.admission.backpressure import TrainerBacklog
 from gateway.admission.limits import DEFAULT_RETRY_S, StepTrend, limit_reached, retry_after_s
 from gateway.errors import LimitReached
+from rollout_queue import clock
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StalenessBudget:
 
     def refusal(self, ahead: int, pace: StepTrend) -> LimitReached:
         """The error for too many rollouts `ahead`; `pace` says how long a step takes."""
-        silent_s = time.time() - self.trainer.last_seen
+        silent_s = clock.now() - self.trainer.last_seen
         message = (
             f"a session opened now would be trained too late for gateway.limits.staleness_versions "
             f"{self.versions}: {ahead} rollouts are ahead of it, the trainer takes "

@@ -6,7 +6,6 @@ every other path ──▶ FastAPI's application with the REST routes
 It is bare ASGI, because FastAPI would cost time for every streamed token.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -24,6 +23,7 @@ from gateway.edge.wrong_keys import WrongKeys
 from gateway.errors import GatewayError, UnknownCaller
 from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from gateway.sessions.identity import Identities
+from rollout_queue import clock
 from rollout_queue.http.errors import ApiError, request_id_of
 from rollout_queue.http.keys import presented_key
 from rollout_queue.signals.access_log import path_template
@@ -88,7 +88,7 @@ class EdgeApp:
     async def leave(self) -> None:
         """After SIGTERM: let `/ready` fail, and take calls for `leave_s`, so that load balancers notice."""
         self.leaving = True
-        await asyncio.sleep(self._leave_s)  # load balancers do not say when they have noticed
+        await clock.sleep(self._leave_s)  # load balancers do not say when they have noticed
         self.end_streams()
 
     def end_calls(self) -> None:

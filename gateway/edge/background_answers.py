@@ -17,6 +17,7 @@ from gateway.errors import LimitReached
 from gateway.generations.generation import Generation, tokens_of
 from gateway.metrics.calls import CallFigures
 from gateway.wiring.parts import GatewayParts
+from rollout_queue import clock
 from rollout_queue.contract.errors import QueueError, StorageUnavailable
 from rollout_queue.http.errors import ApiError
 
@@ -90,10 +91,10 @@ class BackgroundAnswers:
     async def close(self, patience_s: float) -> None:
         """Wait for all answers, and end those that take longer."""
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=patience_s)
+            await clock.wait_tasks(self._tasks, patience_s)
         self.end_all()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LAST_WORDS_S)
+            await clock.wait_tasks(self._tasks, LAST_WORDS_S)
         await cancel_and_wait(list(self._tasks))
 
     def _leave(self, owner: str) -> None:
@@ -107,7 +108,7 @@ class BackgroundAnswers:
         try:
             async with gateway.in_flight.call(generation.head):
                 while wanted and not sampling.done():
-                    await asyncio.wait([sampling], timeout=RENEW_EVERY_S)
+                    await clock.wait_tasks([sampling], RENEW_EVERY_S)
                     wanted = sampling.done() or await _renewed(reply)
         finally:
             await cancel_and_wait([sampling])

@@ -6,6 +6,8 @@ from types import TracebackType
 
 from starlette.types import Receive
 
+from rollout_queue import clock
+
 WATCH_AFTER_S = 0.5
 """Most calls end sooner. Only longer calls start the task that watches the connection."""
 
@@ -27,7 +29,7 @@ class DisconnectWatch:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a request is always served by a task
         self._task = task
-        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._watch)
+        self._timer = clock.call_later(WATCH_AFTER_S, self._watch)
         return self
 
     def __exit__(

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 
 import msgspec
 
@@ -31,6 +30,7 @@ from gateway.metrics.calls import CallFigures
 from gateway.sessions.identity import Caller
 from gateway.sessions.resolution import HEADERS, SessionClues
 from gateway.wiring.parts import GatewayParts
+from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.http.errors import ApiError
 from rollout_queue.signals.log_ids import log_ids
@@ -67,7 +67,7 @@ class Exchange:
             await self._answer(caller, request, reply, call)
 
     async def _answer(self, caller: Caller, request: AgentRequest, reply: Reply, call: InFlightCall) -> None:
-        gateway, figures, began = self.gateway, self.figures, perf_counter()
+        gateway, figures, began = self.gateway, self.figures, clock.monotonic()
         parsed = await self.dialect.read(caller, request.body, request.heavy)
         for each in parsed.calls:
             gateway.renderer.refuse_too_long(each.messages)

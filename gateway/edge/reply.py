@@ -4,12 +4,12 @@ A heartbeat here is an event that clients ignore: it keeps proxies from closing 
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 
 from starlette.types import Message, Send
 
 from gateway.metrics.calls import CLIENT_LEFT, CallFigures
+from rollout_queue import clock
 
 Headers = Mapping[str, str]
 
@@ -39,9 +39,9 @@ class Reply:
         """The status that was sent."""
         self.begun = False
         """Whether a status was sent. An error after that can only be an event of the stream."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: clock.Timer | None = None
         self._heartbeat: asyncio.Task[None] | None = None
-        self._made_at = time.monotonic()
+        self._made_at = clock.monotonic()
         self._written_at = self._answered_at = 0.0
         """When the last bytes were written, and when the last event of the answer was; 0 for never."""
 
@@ -60,7 +60,7 @@ class Reply:
 
     async def write(self, events: bytes) -> None:
         """Write whole events of the answer to an open stream."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._answered_at:
             self.figures.gaps.add(now - self._answered_at)
         else:
@@ -98,24 +98,24 @@ class Reply:
         returns. While `headers` returns None, nothing is written.
         """
         loop = asyncio.get_running_loop()
-        self._written_at = time.monotonic()
+        self._written_at = clock.monotonic()
 
         def check() -> None:
-            if time.monotonic() - self._written_at >= every_s and (
+            if clock.monotonic() - self._written_at >= every_s and (
                 self._heartbeat is None or self._heartbeat.done()
             ):
                 self._heartbeat = loop.create_task(write_heartbeat())
-            self._timer = loop.call_later(every_s / 2, check)
+            self._timer = clock.call_later(every_s / 2, check)
 
         async def write_heartbeat() -> None:
             if not self.begun:
                 if (own := headers()) is None:
                     return
                 await self.open_stream(own)
-            self._written_at = time.monotonic()
+            self._written_at = clock.monotonic()
             await self._send({"type": "http.response.body", "body": heartbeat, "more_body": True})
 
-        self._timer = loop.call_later(every_s / 2, check)
+        self._timer = clock.call_later(every_s / 2, check)
 
     def stop_heartbeat(self) -> None:
         if self._timer is not None:

@@ -8,7 +8,6 @@ retry ──join─────────┴──────────▶ 
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -19,6 +18,7 @@ from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.reply import Reply
 from gateway.edge.retelling import ToldStream
 from gateway.sessions.identity import Caller
+from rollout_queue import clock
 from rollout_queue.http.errors import ApiError
 
 RETRY_HEADER = "x-stainless-retry-count"
@@ -84,7 +84,7 @@ class InFlightCall:
         self._messages: list[Message] = []
         self._followed = False
         self._changed: asyncio.Event | None = None
-        self._stop_timer: asyncio.TimerHandle | None = None
+        self._stop_timer: clock.Timer | None = None
         client.on_disconnect(self._first_left)
 
     def __enter__(self) -> "InFlightCall":
@@ -116,7 +116,7 @@ class InFlightCall:
 
     def join(self, attempt: int) -> None:
         if attempt > self.latest_attempt:
-            self.latest_attempt, self.joined_at = attempt, time.time()
+            self.latest_attempt, self.joined_at = attempt, clock.now()
         self.readers += 1
         self._followed = True
         self._cancel_stop()
@@ -161,7 +161,7 @@ class InFlightCall:
     def _leave(self) -> None:
         self.readers -= 1
         if not self.readers and not self.ended:
-            self._stop_timer = asyncio.get_running_loop().call_later(self._calls.grace_s, self._stop)
+            self._stop_timer = clock.call_later(self._calls.grace_s, self._stop)
 
     def _stop(self) -> None:
         self._calls.remove(self._key, self)

@@ -5,14 +5,12 @@ behind a proxy, where all have one address. A guess costs time on a connection, 
 (`gateway.connections`). Each process counts for itself.
 """
 
-import asyncio
 import ipaddress
 import math
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 
 from gateway.settings.groups import WrongKeySettings
+from rollout_queue import clock
 from rollout_queue.http.errors import ApiError
 
 ADDRESSES = 10_000
@@ -25,9 +23,8 @@ NETWORK_BITS = 64
 class WrongKeys:
     """Counts the wrong keys of each address, and of all."""
 
-    def __init__(self, settings: WrongKeySettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: WrongKeySettings) -> None:
         self._settings = settings
-        self._clock = clock
         self._full_at: OrderedDict[str, float] = OrderedDict()
         """By address, when its whole allowance is there again; the one that tried last is last."""
         self._all_full_at = 0.0
@@ -39,7 +36,7 @@ class WrongKeys:
 
     async def refusal(self, address: str) -> ApiError | None:
         """Count a wrong key. Returns the error that it gets in place of a 401, after a delay, or None."""
-        settings, now, name = self._settings, self._clock(), _counted_as(address)
+        settings, now, name = self._settings, clock.monotonic(), _counted_as(address)
         own_at = _spent(self._full_at.get(name, now), now, settings.per_address)
         all_at = _spent(self._all_full_at, now, settings.in_all)
         if own_at - now <= WINDOW_S and all_at - now <= WINDOW_S:
@@ -47,7 +44,7 @@ class WrongKeys:
             self._remember(name, own_at)
             return None
         wait_s = max(own_at, all_at) - now - WINDOW_S
-        await asyncio.sleep(settings.delay_s)  # the guesser waits; other connections do not
+        await clock.sleep(settings.delay_s)  # the guesser waits; other connections do not
         message = "too many wrong keys came from your address, or in all; a valid key is accepted"
         # SDKs do not send such a request again.
         headers = {"retry-after": str(math.ceil(wait_s)), "x-should-retry": "false"}

@@ -6,9 +6,10 @@ closed ──failures──▶ open ──time──▶ half-open ──a trial 
 """
 
 import random
-import time
 from dataclasses import dataclass
 from typing import Literal
+
+from rollout_queue import clock
 
 FAILURES = 3
 """Consecutive failures that open the breaker. A single one may come from a broken connection."""
@@ -24,7 +25,7 @@ class Breaker:
     openings: int = 0
     """How often the breaker has opened since the last success; each time it stays open twice as long."""
     open_until: float = 0.0
-    """time.monotonic(); 0 while the breaker is closed."""
+    """clock.monotonic(); 0 while the breaker is closed."""
     trial: bool = False
     """A trial call is in flight."""
     unreachable: bool = False
@@ -35,7 +36,7 @@ class Breaker:
     def state(self) -> Literal["closed", "half_open", "open"]:
         if not self.open_until:
             return "closed"
-        return "open" if time.monotonic() < self.open_until else "half_open"
+        return "open" if clock.monotonic() < self.open_until else "half_open"
 
     @property
     def allows_call(self) -> bool:
@@ -62,9 +63,9 @@ class Breaker:
         if state == "half_open" or (state == "closed" and (unreachable or self.failures >= FAILURES)):
             length_s = min(FIRST_S * 2.0**self.openings, LONGEST_S)
             self.openings += 1
-            self.open_until = time.monotonic() + length_s * random.uniform(0.75, 1.25)
+            self.open_until = clock.monotonic() + length_s * random.uniform(0.75, 1.25)
 
     def try_soon(self) -> None:
         """Permit a trial now: the server's status says that it is ready again."""
         if self.open_until:
-            self.open_until = min(self.open_until, time.monotonic())
+            self.open_until = min(self.open_until, clock.monotonic())

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from rollout_queue import clock
+
 CANCEL_AGAIN_S = 2.0
 
 
@@ -17,5 +19,6 @@ async def cancel_and_wait(tasks: Sequence[asyncio.Task[Any]]) -> None:
     while left:
         for task in left:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        await clock.wait_tasks(left, CANCEL_AGAIN_S)
+        left = {task for task in left if not task.done()}
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import re
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +24,7 @@ from gateway.engines.generate_request import SampleRequest
 from gateway.engines.rotation.rotation import WantedServer
 from gateway.errors import EngineFault, RequestRefused
 from gateway.metrics.metrics import Metrics
+from rollout_queue import clock
 
 OnChunk = Callable[[OutputChunk], Awaitable[None]]
 OnEngine = Callable[[bool], None]
@@ -53,7 +53,7 @@ class RetryState:
     """The faults of one answer since its last token, and the time limit of its retries."""
 
     until: float = 0.0
-    """When the last retry may begin, by time.monotonic(); 0 while there is no fault."""
+    """When the last retry may begin, by clock.monotonic(); 0 while there is no fault."""
     faults: int = 0
     fruitless: int = 0
     """Faults that the request itself may have caused, because the server had accepted it."""
@@ -63,12 +63,12 @@ class RetryState:
         self.until, self.faults, self.fruitless = 0.0, 0, 0
 
     def left_s(self) -> float:
-        return self.until - time.monotonic()
+        return self.until - clock.monotonic()
 
     def backoff_s(self, fault: EngineFault, limit_s: float) -> float:
         """How long to wait before the next attempt. Raises the fault if no attempt is left."""
         if not self.until:
-            self.until = time.monotonic() + limit_s
+            self.until = clock.monotonic() + limit_s
         self.faults += 1
         self.fruitless += fault.reason not in NOT_ACCEPTED
         if self.fruitless > MAX_FRUITLESS or self.left_s() <= 0:
@@ -212,7 +212,7 @@ class Sampler:
             server.id,
             fault.message,
         )
-        await asyncio.sleep(backoff_s)
+        await clock.sleep(backoff_s)
 
     def _note_success(self, server: FleetServer) -> None:
         if server.breaker.failures:

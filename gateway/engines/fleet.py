@@ -13,7 +13,6 @@ operator drains a server to take it out of rotation.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -40,6 +39,7 @@ from gateway.engines.server_status import read_status
 from gateway.errors import NoServer, StateConflict
 from gateway.metrics.fleet_figures import FleetFigures
 from gateway.settings.groups import ConcurrencySettings
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.serving import ServingPlan, plan_of
 from rollout_queue.http.keys import bearer
@@ -150,11 +150,11 @@ class Fleet:
             await self._read_registrations()
         except StorageUnavailable as error:
             logger.warning("the fleet's registrations cannot be read: %s", error)
-        due = self._schedule.due(self.servers.values(), time.monotonic())
+        due = self._schedule.due(self.servers.values(), clock.monotonic())
         requests = [self._status_request(server) for server in due]
         if requests:
             # A slow server does not delay the others: its request goes on in the background.
-            await asyncio.wait(requests, timeout=STATUS_TIMEOUT_S / 10)
+            await clock.wait_tasks(requests, STATUS_TIMEOUT_S / 10)
         self.queue.serve()
 
     async def close(self) -> None:
@@ -200,7 +200,7 @@ class Fleet:
                 self._drop(server_id)
             server.watched = server_id in read.loading
             server.drained = server_id in read.drained if current else server.drained
-            if server.is_forgotten(time.time()) and self._drop(server_id):
+            if server.is_forgotten(clock.now()) and self._drop(server_id):
                 await remove_registration(self.redis, server_id)
                 logger.info("rollout server %s is dead and forgotten", server_id)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,6 +13,7 @@ from gateway.engines.engine_wait import EngineWait
 from gateway.engines.placement.choice import Adapter
 from gateway.engines.placement.concurrency import EngineLoad
 from gateway.errors import EngineFault
+from rollout_queue import clock
 from rollout_queue.protocol.adapters import AdapterShape
 from rollout_queue.protocol.status import ServerShape
 
@@ -81,16 +81,16 @@ class FleetServer:
     watched: bool = False
     """A gateway has it load a version, so that its state changes soon."""
     asked_at: float = 0.0
-    """time.monotonic() when it was asked last."""
+    """clock.monotonic() when it was asked last."""
     late: int = 0
     """Consecutive status requests that timed out."""
     status_request: asyncio.Task[None] | None = None
     waits: set[EngineWait] = field(default_factory=set)
     """The calls that wait for the engine's bytes."""
     signs: dict[Life, float] = field(default_factory=lambda: {"process": 0.0, "scheduler": 0.0})
-    """time.monotonic() of the engine's last signs of life (`silence.py`), or of the beginning of a wait."""
+    """By `clock.monotonic()`: the engine's last signs of life (`silence.py`), or the beginning of a wait."""
     missed: dict[Life, float] = field(default_factory=lambda: {"process": -math.inf, "scheduler": -math.inf})
-    """time.monotonic() when one of these signs was last missing for so long that the engine was suspected."""
+    """When one of these signs was last missing for so long that the engine was suspected."""
     silent: set[Life] = field(default_factory=set)
     """Its answers have moved, because it did not give these signs of life. It has not given them since."""
 
@@ -194,7 +194,7 @@ class FleetServer:
 
     def heard(self, life: Life = "process") -> None:
         """The engine gave a sign of life."""
-        self.signs[life] = time.monotonic()
+        self.signs[life] = clock.monotonic()
 
     def give_up(self, why: str) -> None:
         """End every wait for the engine's bytes."""

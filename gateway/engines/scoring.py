@@ -17,6 +17,7 @@ from gateway.engines.generate_request import GenerateBody, SamplingParameters
 from gateway.engines.placement.choice import Wish
 from gateway.engines.rotation.rotation import WantedServer
 from gateway.errors import EngineFault, RequestRefused
+from rollout_queue import clock
 
 
 class PromptQuery(NamedTuple):
@@ -96,7 +97,7 @@ class PromptScorer:
                 pause_s = retries.backoff_s(fault, sampler.engine_wait_s)
                 body = msgspec.structs.replace(body, rid=f"{retries.faults}.{rid}")
                 avoid = server.id
-                await asyncio.sleep(pause_s)
+                await clock.sleep(pause_s)
 
     async def _attempt(self, server: FleetServer, body: GenerateBody, wish: Wish) -> PromptScores:
         adapter, url = server.adapter_of(wish.version, wish.adapter), server.registration.engine_url

@@ -1,6 +1,5 @@
 """Asks one server of the fleet for its state and version."""
 
-import time
 from collections.abc import Mapping
 
 import aiohttp
@@ -11,6 +10,7 @@ from gateway.engines.event_stream import version_number
 from gateway.engines.fleet_server import FleetServer, ModelInfo
 from gateway.engines.identities import STATUS_TIMEOUT_S, status_of
 from gateway.engines.placement.concurrency import EngineLoad
+from rollout_queue import clock
 from rollout_queue.protocol.engine_load import EngineLoads
 
 LATE_ANSWERS = 2
@@ -36,7 +36,7 @@ async def read_status(server: FleetServer, engine: EngineClient, headers: Mappin
             if reloads == server.reloads:  # else the server has loaded another version since
                 server.state = status.state
                 server.serves_now(status.version, status.manifest_sha256, status.adapters)
-        server.seen_at, server.error, server.late = time.time(), None, 0
+        server.seen_at, server.error, server.late = clock.now(), None, 0
         server.reports(load)
     except TimeoutError:
         server.late += 1

@@ -6,7 +6,6 @@ no bytes for a while ──▶ probe ──answered──▶ the engine works
 
 import asyncio
 import logging
-import time
 from dataclasses import dataclass
 
 from gateway.engines.cancellation import cancel_and_wait
@@ -15,6 +14,7 @@ from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer, Life
 from gateway.errors import EngineFault
 from gateway.metrics.metrics import Metrics
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class SilenceWatch:
             Sign("scheduler", "/server_info", scheduler_silence_s, scheduler_silence_s),
         )
         self._alone_s = max(alone_s, SILENCE_S)
-        self._checked_at = time.monotonic()
+        self._checked_at = clock.monotonic()
         self._probes: dict[tuple[str, Life], asyncio.Task[None]] = {}
         """By the address of the engine and the sign."""
 
@@ -96,7 +96,7 @@ class SilenceWatch:
 
     def check(self) -> None:
         """Called every WATCH_EVERY_S."""
-        now, servers = time.monotonic(), self._fleet.answering
+        now, servers = clock.monotonic(), self._fleet.answering
         # While this process itself stood still, it could not hear anybody.
         stood_still_s = max(0.0, now - self._checked_at - 2 * WATCH_EVERY_S)
         self._checked_at = now
@@ -149,7 +149,7 @@ class SilenceWatch:
 
     async def _hear(self, server: FleetServer, sign: Sign) -> None:
         if await self._engine.responds(f"{server.registration.engine_url}{sign.path}", sign.timeout_s):
-            server.signs[sign.life] = time.monotonic()
+            server.signs[sign.life] = clock.monotonic()
             if sign.life in server.silent:
                 logger.warning("the %s of engine %s gives signs of life again", sign.life, server.id)
                 self._fleet.is_heard_again(server, sign.life)

@@ -1,6 +1,5 @@
 """One generation, for any dialect: its call, its position in the session, and what was sampled so far."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from gateway.language.chat_messages import Message, Tool
 from gateway.language.constraint import Constrain
 from gateway.language.thinking import Options
 from gateway.metrics.calls import CallFigures
+from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Finish, Sampling, Span, Turn
@@ -100,7 +100,7 @@ class Generation(msgspec.Struct):
     max_row_tokens: int | None = None
     """The tokens of prompt and answer with which it could no longer be trained; None if there is no bound."""
     turn_id: str = msgspec.field(default_factory=new_id)
-    started_at: float = msgspec.field(default_factory=time.time)
+    started_at: float = msgspec.field(default_factory=clock.now)
     engine: str = ""
     """The id of the server that sampled it; of the last one, if several did."""
     ids: list[int] = []
@@ -174,7 +174,7 @@ class Generation(msgspec.Struct):
             finish=finish,
             train=self.train,
             started_at=self.started_at,
-            finished_at=time.time(),
+            finished_at=clock.now(),
             engine=self.engine,
             completion_id=self.completion_id,
             prompt_digest=prompt.digest.hex(),

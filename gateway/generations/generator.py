@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from time import perf_counter
 from typing import TypeVar
 
 import msgspec
@@ -32,6 +31,7 @@ from gateway.language.thinking import effort_of
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.prompt_time import PromptTime
 from gateway.settings.service import GatewaySettings
+from rollout_queue import clock
 from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
@@ -182,12 +182,12 @@ class Generator:
             if on_chunk is not None:
                 await on_chunk(chunk)
 
-        began, accepted = perf_counter(), None
+        began, accepted = clock.monotonic(), None
 
         def note(works: bool) -> None:
             nonlocal accepted
             if works and accepted is None:
-                accepted = perf_counter()
+                accepted = clock.monotonic()
             generation.note_engine(works)
 
         try:
@@ -205,7 +205,7 @@ class Generator:
             await self._recorder.record_aborted(generation)
             raise
         finally:
-            generation.client.figures.sampled(began, accepted, perf_counter())
+            generation.client.figures.sampled(began, accepted, clock.monotonic())
 
     def _span_name(self, generation: Generation) -> str:
         return f"{operation_of(generation)} {self._model_name}"

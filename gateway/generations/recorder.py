@@ -6,7 +6,6 @@ generation ──parse──▶ answer ──▶ turn ──append──▶ Redi
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from time import perf_counter
 from typing import Any
 
 from gateway.conversations.conversation import reply_message
@@ -20,6 +19,7 @@ from gateway.language.fast_parse import FastParser
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.metrics.metrics import Metrics
 from gateway.settings.service import GatewaySettings
+from rollout_queue import clock
 from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed
 from rollout_queue.contract.records import Finish, Turn
 from rollout_queue.contract.stream import StreamWriter
@@ -61,7 +61,7 @@ class Recorder:
             await self.record_aborted(generation)
             raise
         generation.recorded = True
-        figures, began = generation.client.figures, perf_counter()
+        figures, began = generation.client.figures, clock.monotonic()
         answer = self._answer(generation)
         finish: Finish = "length" if generation.finish == "length" else "stop"
         if answer.tool_calls and finish == "stop":
@@ -125,14 +125,16 @@ class Recorder:
             logger.warning("aborted turn %s is not recorded: %s", generation.turn_id, error)
 
     async def _append(self, turn: Turn, generation: Generation) -> None:
-        started, head, images = perf_counter(), generation.head, generation.call.images
+        started, head, images = clock.monotonic(), generation.head, generation.call.images
         spec, opening = head.spec, None if head.stored else head.spec
         with of_turn(turn.turn_id):
             turn = await self._writer.append_turn(
                 turn, turn.finished_at + spec.ttl_s, spec.owner, opening, images
             )
         prompt_tokens = len(generation.prompt.prompt_ids)
-        self._metrics.turn_recorded(turn, perf_counter() - started, prompt_tokens, generation.cached_tokens)
+        self._metrics.turn_recorded(
+            turn, clock.monotonic() - started, prompt_tokens, generation.cached_tokens
+        )
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start work for which `close` waits; its caller need not wait."""

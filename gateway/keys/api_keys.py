@@ -8,13 +8,13 @@ If two sources have a key of one name, settings and file come before Redis.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 from gateway.keys.api_key import ApiKey, KeyLimits, plain_key
 from gateway.keys.key_file import WrongKeyFile, keys_of_file
 from gateway.keys.key_store import KeyStore, KeyUse
 from gateway.settings.service import GatewaySettings
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.keys import DEFAULT_KEYS, ServiceRole, digest
 
@@ -78,14 +78,14 @@ class ApiKeys:
         """The key with a secret of this digest. The time of the search tells nothing about a secret, because
         nobody can choose the digest of one."""
         key = None if presented is None else self._by_digest.get(presented)
-        if key is None or all(one.digest != presented for one in key.accepted_secrets(time.time())):
+        if key is None or all(one.digest != presented for one in key.accepted_secrets(clock.now())):
             return None
         return key
 
     def known_owner(self, owner: str) -> bool:
         """Whether a key with these sessions is still accepted."""
         key = self._by_owner.get(owner) or self._by_digest.get(owner)
-        return self.open or (key is not None and bool(key.accepted_secrets(time.time())))
+        return self.open or (key is not None and bool(key.accepted_secrets(clock.now())))
 
     def limits_of(self, owner: str) -> KeyLimits:
         key = self._by_owner.get(owner)
@@ -94,14 +94,14 @@ class ApiKeys:
     # KeyUse
 
     def note_use(self, key: ApiKey) -> None:
-        self._usage(key.name).at = time.time()
+        self._usage(key.name).at = clock.now()
 
     def spend(self, owner: str, tokens: int) -> None:
         """Count the tokens of a call for the key that owns its session."""
         if (key := self._by_owner.get(owner)) is not None:
             usage = self._usage(key.name)
             usage.tokens += tokens
-            usage.at = usage.at or time.time()
+            usage.at = usage.at or clock.now()
 
     def left(self, owner: str) -> int | None:
         """How many tokens the key's budget has left; None if it has none."""

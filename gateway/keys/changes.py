@@ -1,7 +1,6 @@
 """What operators do with API keys: make, rotate, limit and revoke them. The secret is shown once."""
 
 import secrets
-import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -10,6 +9,7 @@ from gateway.errors import ObjectNotFound, StateConflict
 from gateway.keys.api_key import ApiKey, KeyLimits, Secret
 from gateway.keys.api_keys import ApiKeys
 from gateway.keys.key_store import KeyStore, KeyUse
+from rollout_queue import clock
 from rollout_queue.http.keys import Role, digest
 
 MAX_KEYS = 10_000
@@ -40,7 +40,7 @@ class KeyChanges:
         if self._keys.open:
             message = "this gateway has no key, so its first key would shut its operators out: configure one"
             raise StateConflict(message, code="no_admin_key")
-        now, secret = time.time(), _new_secret()
+        now, secret = clock.now(), _new_secret()
         key = ApiKey(name, role, (Secret(digest(secret), now),), limits, created_at=now)
         if await self._store.count() >= MAX_KEYS:
             raise StateConflict(f"there are {MAX_KEYS} keys, revoked ones included", code="too_many_keys")
@@ -57,7 +57,7 @@ class KeyChanges:
         secret = _new_secret()
 
         def rotated(key: ApiKey) -> ApiKey:
-            now = time.time()
+            now = clock.now()
             former = tuple(_ending(each, now + keep_s) for each in key.accepted_secrets(now))
             former = tuple(each for each in former if each.accepted(now))
             if len(former) >= MAX_SECRETS:
@@ -74,7 +74,7 @@ class KeyChanges:
     async def revoke(self, name: str) -> ApiKey:
         """Refuse a key from now on, and the session keys of its sessions. Raises as `rotate`."""
         return await self._change(
-            name, lambda key: msgspec.structs.replace(key, secrets=(), revoked_at=time.time()), revoked=True
+            name, lambda key: msgspec.structs.replace(key, secrets=(), revoked_at=clock.now()), revoked=True
         )
 
     async def _change(

@@ -30,6 +30,7 @@ from gateway.language.own.template import TemplateRefusal, TemplateTokenizer, ow
 from gateway.language.thinking import Options, ThinkingWish, options_of
 from gateway.language.token_budget import at_most, text_chars, too_long
 from gateway.language.tokenizer import BareTokenizer
+from rollout_queue import clock
 from rollout_queue.contract.tokens import TokenIds
 
 logger = logging.getLogger(__name__)
@@ -92,10 +93,9 @@ class ChatRenderer:
             self.vision = vision_of(model_path) if self.family.name == "qwen3-vl" else None
             try:
                 self.template = self._made_template()
-            except AssertionError as error:  # the tokenizer lacks a control token
+            except AssertionError as why:  # the tokenizer lacks a control token
                 if family != "auto":
-                    message = f"gateway.renderer {family!r} does not fit the model: {error}"
-                    raise SystemExit(message) from error
+                    raise SystemExit(f"gateway.renderer {family!r} does not fit the model: {why}") from why
                 self.family, self.vision = Family(OWN_TEMPLATE), None
         if self.family.name == OWN_TEMPLATE:
             own = TemplateTokenizer(model_path, first_eos, own_template(model_path))
@@ -143,7 +143,7 @@ class ChatRenderer:
 
     def today(self) -> str:
         """The local date, which some templates write into the prompt."""
-        return time.strftime("%Y-%m-%d")
+        return time.strftime("%Y-%m-%d", time.localtime(clock.now()))
 
     def clear_caches(self) -> None:
         """Empty the caches."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
@@ -17,6 +16,7 @@ from gateway.language.control_tokens import ControlTokenEscaper, split_at_cuts
 from gateway.language.token_budget import BOUNDARY, BUDGET, PIECE_CHARS, SPLIT_SLACK, TokenBudget, runs
 from gateway.metrics.counted_cache import CountedCache
 from gateway.metrics.prompt_time import ThreadSeconds
+from rollout_queue import clock
 
 REASONING_TAGS = ("<think>", "</think>")
 """The tokenizer treats these as control tokens, even if the template uses neither."""
@@ -124,7 +124,7 @@ class BareTokenizer:
         return ControlTokenEscaper(self._added[index].content for index in ids if index in self._added)
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> "array[int]":
-        ids, budget, began = array("i"), BUDGET.get(), perf_counter()
+        ids, budget, began = array("i"), BUDGET.get(), clock.monotonic()
         try:
             for part in split_at_cuts(text):
                 for run in runs(part, self._cuts_at_words):
@@ -134,7 +134,7 @@ class BareTokenizer:
                         budget.check(len(ids))
                     ids.extend(self._encoding(run, add_special_tokens).ids)
         finally:
-            self.spent.seconds += perf_counter() - began
+            self.spent.seconds += clock.monotonic() - began
         return ids
 
     def _refuse_long(self, run: str, budget: TokenBudget, before: int) -> None:

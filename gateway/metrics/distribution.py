@@ -6,7 +6,8 @@ They belong to the event loop's thread. `collector.py` gives them to Prometheus.
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
-from time import perf_counter
+
+from rollout_queue import clock
 
 
 class Distribution:
@@ -39,8 +40,8 @@ class TimeSpent:
         self.runs = 0
 
     def since(self, began: float) -> float:
-        """Count a run that ends now. `began` and the returned end are times of `perf_counter`."""
-        ended = perf_counter()
+        """Count a run that ends now. `began` and the returned end are times of `clock.monotonic`."""
+        ended = clock.monotonic()
         self.seconds += ended - began
         self.runs += 1
         return ended

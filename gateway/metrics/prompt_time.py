@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Callable
-from time import perf_counter
 from typing import TypeVar
+
+from rollout_queue import clock
 
 T = TypeVar("T")
 
@@ -25,8 +26,8 @@ class PromptTime:
 
     def run(self, work: Callable[[], T]) -> T:
         spent = self._spent
-        began, before = perf_counter(), spent.seconds
+        began, before = clock.monotonic(), spent.seconds
         try:
             return work()
         finally:
-            self.seconds, self.tokenizer_s = perf_counter() - began, spent.seconds - before
+            self.seconds, self.tokenizer_s = clock.monotonic() - began, spent.seconds - before

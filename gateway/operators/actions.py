@@ -5,12 +5,12 @@ request ──▶ route ──▶ reply ──▶ log line, and weir:admin_actio
 
 import logging
 import re
-import time
 from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
 
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.keys import digest
 from rollout_queue.redis import keys
@@ -82,4 +82,4 @@ def now_action(key: str, method: str, path: str, status: int, request_id: str, c
     """An action that ends now. A user's name becomes its SHA-256, so that no log outlives the user's data."""
     named = USER_PATH.fullmatch(path)
     shown = path if named is None else f"{named[1]}sha256:{digest(named[2])}{named[3] or ''}"
-    return AdminAction(time.time(), key, method, shown[:MAX_PATH], status, request_id, client)
+    return AdminAction(clock.now(), key, method, shown[:MAX_PATH], status, request_id, client)

@@ -8,7 +8,6 @@ first are read. Requests within `SHARED_S` seconds of a reading share its report
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from gateway.operators.pipeline_report import (
     QueueCounts,
     report_of,
 )
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.progress import GroupProgress, SessionProgress
 from rollout_queue.protocol.trainer import TrainerReport
@@ -45,9 +45,9 @@ class PipelineMonitor:
     async def report(self) -> PipelineReport:
         """Raises StorageUnavailable."""
         async with self._reading:
-            if self._report is None or time.monotonic() - self._read_at > SHARED_S:
+            if self._report is None or clock.monotonic() - self._read_at > SHARED_S:
                 self._report = report_of(await _read(self._redis))
-                self._read_at = time.monotonic()
+                self._read_at = clock.monotonic()
             return self._report
 
 
@@ -56,7 +56,7 @@ async def _read(redis: Redis) -> PipelineSnapshot:
     names = await stored(redis.zrange(keys.DEADLINES, 0, MAX_SESSIONS - 1, withscores=True))
     expires_at = {name.decode(): float(at) for name, at in names}
     found = await progress_of(redis, list(expires_at))
-    return PipelineSnapshot(time.time(), queue, found, expires_at, await _incomplete(redis, found))
+    return PipelineSnapshot(clock.now(), queue, found, expires_at, await _incomplete(redis, found))
 
 
 async def _queue(redis: Redis) -> QueueCounts:

@@ -5,7 +5,6 @@ values. So it knows how sessions ended recently, although it reads no session.
 """
 
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from redis.asyncio import Redis
 from gateway.admission.backpressure import UNBOUNDED, Backpressure
 from gateway.operators.formatting import counted, duration
 from gateway.settings.service import LimitSettings, WarningSettings
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
@@ -55,7 +55,7 @@ class WarningMonitor:
         self._history: deque[CountsAt] = deque()
         self._progress: tuple[int, bytes | None] | None = None
         """How many sessions were trained, and the trainer's step, at the last poll."""
-        self._stalled = CountsAt(time.time(), Counter())
+        self._stalled = CountsAt(clock.now(), Counter())
         """The counters when the trainer last made progress."""
 
     async def refresh(self) -> None:
@@ -73,7 +73,7 @@ class WarningMonitor:
             what, _, code = name.decode().partition(":")
             if what == "session" and code not in INTENDED:
                 ends[code] = int(number)
-        self._note(CountsAt(time.time(), ends), step)
+        self._note(CountsAt(clock.now(), ends), step)
 
     def _note(self, now: CountsAt, step: bytes | None) -> None:
         before, self._progress = self._progress, (now.ends["trained"], step)
@@ -107,13 +107,13 @@ class WarningMonitor:
     def _trainer_warnings(self, trainer: TrainerReport) -> Iterator[str]:
         if trainer.last_seen is None:
             yield "no trainer has reported yet"
-        elif (silent_s := time.time() - trainer.last_seen) > self._settings.trainer_silent_s:
+        elif (silent_s := clock.now() - trainer.last_seen) > self._settings.trainer_silent_s:
             yield f"the trainer has been silent for {silent_s:.0f} s"
         elif trainer.state == "paused":
             yield f"the trainer is paused and waits for {trainer.waiting_for}"
 
     def _stall_warnings(self, now: CountsAt) -> Iterator[str]:
-        quiet_s, ended = time.time() - self._stalled.at, _between(self._stalled, now)
+        quiet_s, ended = clock.now() - self._stalled.at, _between(self._stalled, now)
         if quiet_s > self._settings.nothing_trained_s and ended:
             how = ", ".join(f"{number} {code}" for code, number in ended.most_common())
             yield (

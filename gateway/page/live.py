@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from gateway.engines.cancellation import cancel_and_wait
 from gateway.errors import LimitReached
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class LiveFeed:
         if self._closed or self.pictures != seen:
             return True
         try:
-            async with asyncio.timeout(HEARTBEAT_S):
+            async with clock.timeout(HEARTBEAT_S):
                 await self._changed.wait()
         except TimeoutError:
             return False
@@ -93,7 +94,7 @@ class LiveFeed:
             else:
                 self.pictures += 1
                 self._tell()
-            await asyncio.sleep(self._every_s)
+            await clock.sleep(self._every_s)
         self._newest = b""
 
     def _tell(self) -> None:

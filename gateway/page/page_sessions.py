@@ -7,12 +7,12 @@ A sign-in names an API key by the digest of its secret. So it ends at once when 
 """
 
 import secrets
-import time
 
 import msgspec
 from redis.asyncio import Redis
 
 from gateway.settings.groups import PageSettings
+from rollout_queue import clock
 from rollout_queue.http.keys import digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -41,7 +41,7 @@ class PageSessions:
 
         Beyond `sessions_per_key`, those that end first are signed out.
         """
-        token, now = secrets.token_urlsafe(32), time.time()
+        token, now = secrets.token_urlsafe(32), clock.now()
         session = PageSession(key_digest, secrets.token_urlsafe(32), now + self._settings.longest_s)
         of_key = keys.page_sessions_of(key_digest)
         async with self._redis.pipeline(transaction=True) as beginning:
@@ -59,7 +59,7 @@ class PageSessions:
 
     async def find(self, token: str, *, used: bool = True) -> PageSession | None:
         """The sign-in of this token; None if it has ended. If `used`, its idle time begins anew."""
-        name, now = keys.page_session(digest(token)), time.time()
+        name, now = keys.page_session(digest(token)), clock.now()
         packed = await stored(self._redis.get(name))
         if packed is None:
             return None

@@ -1,7 +1,5 @@
 """`POST /sessions/{id}/heartbeat`: an agent postpones its session's expiry while it runs a long tool."""
 
-import time
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -10,6 +8,7 @@ from gateway.rest.access import caller_in
 from gateway.rest.shapes import HeartbeatReply
 from gateway.sessions.resolution import refusal_of
 from gateway.wiring.parts import parts_of
+from rollout_queue import clock
 from rollout_queue.contract.errors import SessionClosed
 
 router = APIRouter(tags=["sessions"])
@@ -25,7 +24,7 @@ async def extend_session(session_id: str, request: Request) -> Response:
         raise refusal
     gateway.admission.check_call(head.spec.owner)
     try:
-        expires_at = await gateway.writer.heartbeat(head.spec.session_id, time.time())
+        expires_at = await gateway.writer.heartbeat(head.spec.session_id, clock.now())
     except SessionClosed as error:  # it ended since it was read
         raise StateConflict(str(error), code="session_finished") from error
     return JSONResponse({"session_id": session_id, "expires_at": max(expires_at, head.expires_at)})

@@ -3,7 +3,6 @@
 POST …/reward, …/finish ──▶ the stream
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -19,6 +18,7 @@ from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import Finished, Rewarded
 from gateway.rest.views import reward_view
 from gateway.sessions.service import no_session
+from rollout_queue import clock
 from rollout_queue.contract.errors import RewardsTooLarge, SessionUnknown
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
@@ -55,7 +55,7 @@ async def reward_session(session_id: str, body: RewardBody, request: Request) ->
         key=body.key or new_id(),
         turn_id=_turn_named(head, body.turn_id),
         source=body.source,
-        created_at=time.time(),
+        created_at=clock.now(),
     )
     with _stored(session_id, "value"):
         stored = await gateway.writer.append_reward(reward)
@@ -119,7 +119,7 @@ def _outcome(spec: SessionSpec, status: Status, reason: str | None) -> Outcome:
         session_id=spec.session_id,
         status=status,
         reason=reason,
-        created_at=time.time(),
+        created_at=clock.now(),
         group_id=spec.group_id,
         group_size=spec.group_size,
         task_id=spec.task_id,

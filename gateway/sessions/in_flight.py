@@ -1,10 +1,10 @@
 """Keeps sessions open while calls are in flight: a call is a sign of life, however long its answer takes."""
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
+from rollout_queue import clock
 from rollout_queue.contract.errors import SessionClosed
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter
@@ -25,7 +25,7 @@ class SessionInFlight:
     @property
     def due(self) -> bool:
         """Whether the expiry has to be put off now."""
-        return self.expires_at < time.time() + max(MARGIN_S, self.ttl_s / 4)
+        return self.expires_at < clock.now() + max(MARGIN_S, self.ttl_s / 4)
 
 
 class CallsInFlight:
@@ -46,7 +46,7 @@ class CallsInFlight:
         if session is None:
             session = self._sessions[spec.session_id] = SessionInFlight(spec.ttl_s, head.expires_at)
         session.calls += 1
-        if head.stored and session.expires_at < time.time() + MARGIN_S:
+        if head.stored and session.expires_at < clock.now() + MARGIN_S:
             try:
                 await self._put_off(spec.session_id, session)
             except BaseException:
@@ -58,7 +58,7 @@ class CallsInFlight:
         """A call of the session ended."""
         session.calls -= 1
         # The turn of this call has set a new expiry. Other calls in flight may outlast it.
-        session.expires_at = min(session.expires_at, time.time() + session.ttl_s)
+        session.expires_at = min(session.expires_at, clock.now() + session.ttl_s)
         if not session.calls:
             self._sessions.pop(session_id, None)
 
@@ -71,7 +71,7 @@ class CallsInFlight:
     async def _put_off(self, session_id: str, session: SessionInFlight) -> None:
         # The session may have got another time to live since the call began, so Redis says when it expires.
         with suppress(SessionClosed):  # it was finished meanwhile, or its first turn will open it
-            session.expires_at = await self._writer.heartbeat(session_id, time.time(), 2 * MARGIN_S)
+            session.expires_at = await self._writer.heartbeat(session_id, clock.now(), 2 * MARGIN_S)
 
 
 class KeptOpen:

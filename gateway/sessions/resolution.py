@@ -7,7 +7,6 @@ If it gives none, a new session is opened.
 """
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain as joined
@@ -24,6 +23,7 @@ from gateway.sessions.identity import Caller
 from gateway.sessions.identity import names as is_named
 from gateway.sessions.service import SessionService
 from gateway.sessions.user_names import CLAUDE_CODE
+from rollout_queue import clock
 from rollout_queue.contract.errors import UserDeleted
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter
@@ -258,7 +258,7 @@ def _calling_turn(messages: Sequence[Message]) -> list[str]:
 def refusal_of(head: SessionHead) -> StateConflict | None:
     """Why a session takes no call; None if it takes calls."""
     session_id, verdict = head.spec.shown_id, head.verdict
-    overdue = head.state == "open" and head.expires_at < time.time()
+    overdue = head.state == "open" and head.expires_at < clock.now()
     if overdue or (verdict is not None and verdict.code == "expired"):
         return StateConflict(f"session {session_id} has expired", code="session_expired")
     if head.state != "open":

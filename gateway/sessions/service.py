@@ -1,6 +1,5 @@
 """Opens and finds sessions, and checks their owners, for the REST routes and for the agents' calls."""
 
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,6 +12,7 @@ from gateway.sessions.identity import Caller, Identities, names
 from gateway.sessions.late_join import described, fixed_fields
 from gateway.sessions.verdicts import session_verdict, waits_for_group
 from gateway.settings.service import GatewaySettings
+from rollout_queue import clock
 from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.errors import (
     Conflict,
@@ -78,7 +78,7 @@ class SessionService:
             train_side_calls=self._train_side_calls,
             sampling=self._sampling,
             reasoning_effort=self._reasoning_effort,
-            created_at=time.time(),
+            created_at=clock.now(),
             inferred=inferred,
             implicit=implicit,
         )
@@ -126,7 +126,7 @@ class SessionService:
                 param=fixed[0],
             )
         counts = self._admission.counts_for_training(asked)
-        stored = await self._writer.describe_session(described(known, asked), time.time(), counts=counts)
+        stored = await self._writer.describe_session(described(known, asked), clock.now(), counts=counts)
         if stored is None:  # deleted meanwhile
             raise SessionDeleted(asked.session_id)
         return stored

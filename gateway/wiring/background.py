@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -14,6 +13,7 @@ from gateway.engines.silence import WATCH_EVERY_S
 from gateway.keys.api_keys import configured_keys
 from gateway.settings.service import GatewaySettings
 from gateway.wiring.parts import GatewayParts
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 
 logger = logging.getLogger(__name__)
@@ -67,9 +67,9 @@ async def watch_silence(gateway: GatewayParts) -> None:
 
 async def measure_lag(gateway: GatewayParts) -> None:
     """Sleep, and note by how much the event loop was late."""
-    due = time.perf_counter() + LAG_EVERY_S
-    await asyncio.sleep(LAG_EVERY_S)
-    gateway.metrics.loop_lag.add(max(0.0, time.perf_counter() - due))
+    due = clock.monotonic() + LAG_EVERY_S
+    await clock.sleep(LAG_EVERY_S)
+    gateway.metrics.loop_lag.add(max(0.0, clock.monotonic() - due))
 
 
 async def keep_sessions_open(gateway: GatewayParts) -> None:
@@ -83,7 +83,7 @@ async def keep_sessions_open(gateway: GatewayParts) -> None:
 async def expire_sessions(gateway: GatewayParts) -> None:
     """Close sessions whose deadline has passed, and that have no outcome or no reward."""
     try:
-        while await gateway.writer.expire(time.time(), EXPIRE_BATCH) == EXPIRE_BATCH:
+        while await gateway.writer.expire(clock.now(), EXPIRE_BATCH) == EXPIRE_BATCH:
             pass
     except StorageUnavailable as error:
         logger.warning("overdue sessions cannot be closed: %s", error)
@@ -141,7 +141,7 @@ async def finish_deletions(gateway: GatewayParts) -> None:
     """Drop deleted sessions from memory, and finish deletions that a stopped gateway began."""
     try:
         await gateway.writer.forget_deleted()
-        await gateway.deleter.finish(time.time())
+        await gateway.deleter.finish(clock.now())
     except StorageUnavailable as error:
         logger.warning("deletions cannot be read: %s", error)
 
@@ -212,4 +212,4 @@ async def _repeat(task: Task, gateway: GatewayParts, every_s: float) -> None:
             await task(gateway)
         except Exception:  # outermost frame of a task: log the bug and go on
             logger.exception("the background task %s failed", getattr(task, "__name__", task))
-        await asyncio.sleep(every_s)
+        await clock.sleep(every_s)

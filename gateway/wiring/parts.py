@@ -1,6 +1,5 @@
 """Builds the gateway's parts when the application starts, and closes them when it ends."""
 
-import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -44,6 +43,7 @@ from gateway.sessions.resolution import SessionResolver
 from gateway.sessions.retention import Retention
 from gateway.sessions.service import SessionService
 from gateway.settings.service import GatewaySettings
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 from rollout_queue.http.keys import bearer
@@ -249,7 +249,7 @@ async def _claim_schema(redis: Redis) -> None:
             return await claim_schema_async(redis)
         except StorageUnavailable as error:
             logger.warning("waiting for Redis: %s", error)
-            await asyncio.sleep(SECRET_RETRY_S)
+            await clock.sleep(SECRET_RETRY_S)
         except SchemaTooNew as error:
             logger.critical("%s", error)
             raise
@@ -264,4 +264,4 @@ async def _secret(redis: Redis) -> bytes:
             await redis.set(keys.SECRET, secrets.token_bytes(32), nx=True)
         except (RedisError, OSError) as error:
             logger.warning("waiting for Redis: %s", error)
-            await asyncio.sleep(SECRET_RETRY_S)
+            await clock.sleep(SECRET_RETRY_S)

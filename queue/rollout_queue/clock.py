@@ -1,6 +1,6 @@
 """The clock: the one place that reads time and waits for it, so that a test can turn time forward.
 
-    product code ──▶ now · monotonic · sleep · timeout · call_later · pause · wait ──▶ the current `Clock`
+    product code ──now · monotonic · sleep · timeout · wait_tasks · call_later · pause · wait──▶ `Clock`
 
 The current clock is a context variable. Tasks inherit it, and so do functions that `asyncio.to_thread` runs.
 A thread that is started in another way has the machine's clock, unless it runs in a copy of the context.
@@ -10,10 +10,10 @@ Whoever builds a service hands in another clock with `using`.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Timer(Protocol):
@@ -82,6 +82,17 @@ async def sleep(seconds: float) -> None:
 
 def timeout(seconds: float | None) -> AbstractAsyncContextManager[asyncio.Timeout]:
     return _current.get().timeout(seconds)
+
+
+async def wait_tasks(
+    tasks: Collection[asyncio.Future[Any]],
+    seconds: float,
+    return_when: str = asyncio.ALL_COMPLETED,
+) -> None:
+    """`asyncio.wait` for at most so many seconds. No task is cancelled, and no TimeoutError is raised."""
+    with suppress(TimeoutError):
+        async with timeout(seconds):
+            await asyncio.wait(tasks, return_when=return_when)
 
 
 def pause(seconds: float) -> None:

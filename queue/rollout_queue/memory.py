@@ -1,11 +1,11 @@
 """The stream in memory, for unit tests. The tests of the stream run over it and over Redis."""
 
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from rollout_queue import clock
 from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
@@ -171,7 +171,7 @@ class MemoryStream(MemorySessionList, MemoryImages, MemorySteps):
     async def delete_session(self, session_id: str) -> Tombstone | None:
         if (head := self.heads.pop(session_id, None)) is None:
             return None
-        tombstone = tombstone_of(head, len(head.turns), len(head.rewards), time.time())
+        tombstone = tombstone_of(head, len(head.turns), len(head.rewards), clock.now())
         self.tombstones[session_id] = tombstone
         self.drop_images(self.heads.values())
         self.deadlines.pop(session_id, None)

@@ -7,23 +7,16 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "environments": ROOT / "environments",
-    "gateway": ROOT / "gateway",
-    "rollout_server": ROOT / "rollout_server",
-    "trainer_service": ROOT / "trainer_service",
-    "reward_service": ROOT / "reward_service",
-    "fine_tuning": ROOT / "fine_tuning",
-    "rollout_queue": ROOT / "queue" / "rollout_queue",
-    "weir": ROOT / "deploy" / "weir",
-}
+from tests.support.packages import PACKAGES, ROOT, sources
+
 EXTRAS = {
     "environments": ["cli"],
     "gateway": ["gateway"],
@@ -39,21 +32,35 @@ MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_ENTRIES = 300, 60, 18
 TORCH_FAMILY = {"torch", "deepspeed", "transformers"}
 
 
-def sources(package: str) -> Iterator[tuple[str, Path]]:
-    """Every module of a package, with its dotted name."""
-    root = PACKAGES[package]
-    for path in sorted(root.rglob("*.py")):
-        inside = path.relative_to(root).with_suffix("").parts
-        yield ".".join([package, *inside]), path
+@dataclass
+class Module:
+    """What the rules ask about a file."""
+
+    lines: int
+    docstring: str | None
+    imports: set[str] = field(default_factory=set)
+    """The top-level packages that it imports anywhere, inside functions as well."""
+    functions: list[tuple[str, int]] = field(default_factory=list)
+    """Their names and lines."""
+    classes: list[str] = field(default_factory=list)
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """The top-level packages that a module imports anywhere, inside functions as well."""
+@cache
+def read(path: Path) -> Module:
+    """Parse and walk a file, once for all rules."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    module = Module(len(text.splitlines()), ast.get_docstring(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            module.imports |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.split(".")[0]
+            module.imports.add(node.module.split(".")[0])
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            module.functions.append((node.name, (node.end_lineno or 0) - node.lineno + 1))
+        elif isinstance(node, ast.ClassDef):
+            module.classes.append(node.name)
+    return module
 
 
 def test_the_folder_queue_shadows_nothing() -> None:
@@ -69,11 +76,13 @@ def test_the_standard_queue_is_found_from_the_repository_root() -> None:
     assert Path(found).parent == Path(sysconfig.get_path("stdlib"))
 
 
-@pytest.mark.parametrize("module", ["gateway.app", "gateway.settings", "weir.__main__", "weir.configuration"])
-def test_modules_that_load_quickly_import_no_heavy_library(module: str) -> None:
-    asked = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+def test_modules_that_load_quickly_import_no_heavy_library() -> None:
+    """One process imports all of them: a library that is loaded then was loaded by one of them."""
+    modules = "gateway.settings, gateway.app, weir.configuration, weir.__main__"
+    asked = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}})"
     command = [sys.executable, "-c", asked]
     loaded = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert {"gateway", "weir"} <= loaded
     assert not loaded & {*TORCH_FAMILY, "matplotlib", "pyarrow"}
 
 
@@ -82,7 +91,7 @@ def test_only_the_trainer_and_shims_import_torch(package: str) -> None:
     guests = {
         name: found
         for name, path in sources(package)
-        if (found := TORCH_FAMILY & set(imported(ast.parse(path.read_text(encoding="utf-8")))))
+        if (found := TORCH_FAMILY & read(path).imports)
         and package != "trainer_service"
         and "shim" not in name.split(".")
     }
@@ -94,16 +103,21 @@ def named(pins: Iterable[str]) -> set[str]:
     return {re.split(r"[=<>\[]", pin)[0].lower().replace("_", "-") for pin in pins}
 
 
+@pytest.fixture(scope="module")
+def brought() -> Mapping[str, list[str]]:
+    """The distributions that bring each importable package."""
+    return packages_distributions()
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_a_package_imports_is_declared_for_it(package: str) -> None:
+def test_what_a_package_imports_is_declared_for_it(package: str, brought: Mapping[str, list[str]]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [pin for extra in EXTRAS.get(package, []) for pin in project["optional-dependencies"][extra]]
     declared = named([*project["dependencies"], *extras])
-    brought = packages_distributions()
     undeclared = {
         (name, module)
         for name, path in sources(package)
-        for module in imported(ast.parse(path.read_text(encoding="utf-8")))
+        for module in read(path).imports
         if module in brought and module not in PACKAGES and not named(brought[module]) & declared
     }
     assert not undeclared
@@ -111,26 +125,17 @@ def test_what_a_package_imports_is_declared_for_it(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_module_says_what_it_is_for(package: str) -> None:
-    silent = [
-        name
-        for name, path in sources(package)
-        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    ]
-    assert not silent
+    assert not [name for name, path in sources(package) if not read(path).docstring]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_files_and_functions_are_short(package: str) -> None:
     long = []
     for name, path in sources(package):
-        text = path.read_text(encoding="utf-8")
-        if len(text.splitlines()) > MOST_LINES:
+        module = read(path)
+        if module.lines > MOST_LINES:
             long.append(name)
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > MOST_LINES_OF_A_FUNCTION:
-                    long.append(f"{name}.{node.name}")
+        long += [f"{name}.{each}" for each, lines in module.functions if lines > MOST_LINES_OF_A_FUNCTION]
     assert not long
 
 
@@ -153,9 +158,8 @@ def test_no_two_classes_have_the_same_name() -> None:
     found: dict[str, list[str]] = {}
     for package in PACKAGES:
         for name, path in sources(package):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    found.setdefault(node.name, []).append(name)
+            for each in read(path).classes:
+                found.setdefault(each, []).append(name)
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 

@@ -1,4 +1,4 @@
-"""A clock that a test turns forward. Between two turns, time passes as on the machine."""
+"""A clock that a test turns forward."""
 
 import asyncio
 import threading
@@ -24,7 +24,9 @@ class _Turnable:
         if self in self.clock.timers:
             if self.handle is not None:
                 self.handle.cancel()
-            self.handle = self.loop.call_later(max(0.0, self.due - self.clock.monotonic()), self._fire)
+            left_s = max(0.0, self.due - self.clock.monotonic())
+            if not left_s or not self.clock.stopped:
+                self.handle = self.loop.call_later(left_s, self._fire)
 
     def _fire(self) -> None:
         if self in self.clock.timers:
@@ -38,9 +40,14 @@ class _Turnable:
 
 
 class TurnedClock(Clock):
-    """Services in several event loops and threads may share one."""
+    """Services in several event loops and threads may share one.
 
-    def __init__(self) -> None:
+    Between two turns, time passes as on the machine, unless the clock is `stopped`.
+    """
+
+    def __init__(self, *, stopped: bool = False) -> None:
+        self.stopped = stopped
+        self._began = super().now(), super().monotonic()
         self._turned_s = 0.0
         self._moved = threading.Condition()
         self.timers: set[_Turnable] = set()
@@ -57,10 +64,10 @@ class TurnedClock(Clock):
                 self.timers.discard(timer)
 
     def now(self) -> float:
-        return super().now() + self._turned_s
+        return (self._began[0] if self.stopped else super().now()) + self._turned_s
 
     def monotonic(self) -> float:
-        return super().monotonic() + self._turned_s
+        return (self._began[1] if self.stopped else super().monotonic()) + self._turned_s
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         timer = _Turnable(self, self.monotonic() + seconds, asyncio.get_running_loop(), callback)

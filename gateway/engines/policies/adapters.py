@@ -5,7 +5,6 @@ POST /admin/adapters ─▶ Redis ─▶ POST /adapters on every live rollout se
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 import aiohttp
@@ -14,6 +13,7 @@ from redis.asyncio import Redis
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.errors import ObjectNotFound, StateConflict
+from rollout_queue import clock
 from rollout_queue.contract.policies.adapter import PublishedAdapter
 from rollout_queue.protocol.adapters import AdapterResult, LoadedAdapters, WantedAdapter, WantedAdapters
 from rollout_queue.protocol.errors import error_message
@@ -75,7 +75,7 @@ class AdapterPolicies:
             version=await self._register.next_version(name) if version is None else version,
             location=location,
             manifest_sha256=manifest_sha256,
-            created_at=time.time(),
+            created_at=clock.now(),
             passing=passing,
         )
         known = next((each for each in await self.all() if each.field == adapter.field), None)

@@ -1,6 +1,5 @@
 """What operators do with canaries and pins: begin and end them, and read their numbers."""
 
-import time
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -10,6 +9,7 @@ from gateway.engines.fleet import Fleet
 from gateway.engines.policies.canary_plan import canary_begun, canary_servers
 from gateway.engines.policies.push_driver import PushDriver
 from gateway.errors import ObjectNotFound, StateConflict
+from rollout_queue import clock
 from rollout_queue.contract.policies.canary import Canary, CanaryGates, Pin, Sticky
 from rollout_queue.contract.policies.serving import ServingPlan
 from rollout_queue.redis.policies.canary_log import CanaryLog
@@ -51,7 +51,7 @@ class Canaries:
         canary = await self._open(version)
         report = replace(await self._log.report(), reason="ended by an operator")
         plan = await self._changed(
-            lambda plan: plan.canary_ended(canary.id, "rolled_back", report, time.time())
+            lambda plan: plan.canary_ended(canary.id, "rolled_back", report, clock.now())
         )
         return plan.canary if plan.canary is not None and plan.canary.id == canary.id else canary
 
@@ -71,7 +71,7 @@ class Canaries:
     async def pin(self, version: int, servers: Sequence[str] | int) -> tuple[Pin, ...]:
         """Have servers keep this version: these ones, or so many. Raises StateConflict if none would be left
         for the fleet's version, and ObjectNotFound for a server that does not exist."""
-        now = time.time()
+        now = clock.now()
 
         def event(plan: ServingPlan) -> ServingPlan:
             chosen = self._pinned(plan, version, servers)
@@ -97,7 +97,7 @@ class Canaries:
             freed = replace(plan, pins=left)
             # Those servers accept only a push that is newer than their pin.
             return freed if plan.target is None else replace(
-                freed, push=plan.begun(plan.target, time.time(), force=True).push
+                freed, push=plan.begun(plan.target, clock.now(), force=True).push
             )  # fmt: skip
 
         return (await self._changed(event)).pins

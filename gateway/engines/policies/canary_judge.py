@@ -7,7 +7,6 @@ The gateway process that drives pushes runs it. A process that takes over reads 
 """
 
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
@@ -23,6 +22,7 @@ from gateway.engines.policies.canary_plan import (
     untried,
 )
 from gateway.settings.service import CanarySettings
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.policies.canary import Canary, CanaryGates, CanaryReport, CanaryState, GateReading
@@ -67,7 +67,7 @@ class CanaryJudge:
                 return self._automatic and await self._begin_next()
             if canary.opened_at is None:
                 return await self._end_if_it_cannot_open(canary)
-            return await self._judge(canary, time.time() - canary.opened_at)
+            return await self._judge(canary, clock.now() - canary.opened_at)
         except StorageUnavailable as error:
             logger.warning("the canary waits for Redis: %s", error)
             return False
@@ -77,7 +77,7 @@ class CanaryJudge:
         deadline_s = canary.gates.deadline_s
         if not self._fleet.servers.keys() & set(canary.servers):
             reason = "its servers have left the fleet"
-        elif time.time() - canary.started_at >= deadline_s:
+        elif clock.now() - canary.started_at >= deadline_s:
             reason = f"not loaded within {deadline_s:g} s"
         else:
             return False
@@ -114,7 +114,7 @@ class CanaryJudge:
 
     async def _end(self, canary: Canary, state: CanaryState, report: CanaryReport) -> None:
         plan = await self._serving.change(
-            lambda plan: plan.canary_ended(canary.id, state, report, time.time())
+            lambda plan: plan.canary_ended(canary.id, state, report, clock.now())
         )
         self._fleet.adopt(plan)
         logger.info("the canary of version %d is %s: %s", canary.version, state, report.reason)
@@ -164,7 +164,7 @@ def _pushed(plan: ServingPlan, version: int) -> ServingPlan:
         return plan
     if plan.target is not None and plan.target >= version:
         return plan
-    return plan.begun(version, time.time(), force=False)
+    return plan.begun(version, clock.now(), force=False)
 
 
 def _has_ended(head: SessionHead, gates: CanaryGates) -> bool:

@@ -1,11 +1,11 @@
 """The changes that begin and end a canary."""
 
-import time
 from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
 from gateway.engines.fleet import Fleet
+from rollout_queue import clock
 from rollout_queue.contract.policies.canary import Canary, CanaryGates, Sticky
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import ServingPlan
@@ -35,7 +35,7 @@ def canary_begun(
     """The plan with a new canary against the served version; the same plan while something else goes on."""
     if plan.active_canary is not None or plan.pushing or plan.serving is None:
         return plan
-    now = time.time()
+    now = clock.now()
     canary = Canary(
         id=plan.next_id(now),
         version=version,

@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.placement.choice import Wish, choose_server
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.policies.canary import Arm, Canary, CanaryCall, CanaryRecord, CanaryScore
@@ -151,7 +152,7 @@ class CanaryWatch:
         if self._fleet.plan.active_canary is None:
             return
         try:
-            async with asyncio.timeout(SCORE_TIMEOUT_S):
+            async with clock.timeout(SCORE_TIMEOUT_S):
                 tried, served = await asyncio.gather(
                     self._logprobs(answer, canary.version), self._logprobs(answer, canary.baseline)
                 )

@@ -3,8 +3,6 @@
 POST /admin/policies ──▶ register ──▶ a push begins, unless the fleet is held ──▶ `PushDriver`
 """
 
-import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +14,7 @@ from gateway.engines.fleet_server import FleetServer
 from gateway.engines.policies.canary_plan import known_policies, newest_policy
 from gateway.engines.policies.push_driver import PushDriver
 from gateway.errors import ObjectNotFound, StateConflict
+from rollout_queue import clock
 from rollout_queue.contract.policies.canary import CanaryState
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import Admissible, Push, ServerPush, ServingHold, ServingPlan
@@ -83,7 +82,7 @@ class Policies:
 
     async def note_initial(self, version: int) -> None:
         """Register the version that the engines started with; serve it if none is served yet."""
-        record = PolicyRecord(version=version, created_at=time.time(), state="serving")
+        record = PolicyRecord(version=version, created_at=clock.now(), state="serving")
         await self._register.register_first(record)
         plan = await self._serving.change(
             lambda plan: (
@@ -125,12 +124,12 @@ class Policies:
         """Push a registered version under its own number. With `hold`, later versions are not pushed until an
         operator releases or promotes one. Raises ObjectNotFound."""
         await self.one(version)
-        held = ServingHold(time.time(), f"rolled back to version {version}") if hold else None
+        held = ServingHold(clock.now(), f"rolled back to version {version}") if hold else None
         return await self._begin_forced(version, held, "rolled_back")
 
     async def hold(self, reason: str) -> ServingPlan:
         """From now on, versions are registered and not pushed."""
-        held = ServingHold(time.time(), reason)
+        held = ServingHold(clock.now(), reason)
         return await self._changed(lambda plan: msgspec.structs.replace(plan, hold=plan.hold or held))
 
     async def release(self) -> Push | None:
@@ -192,7 +191,7 @@ class Policies:
                 servers and {each.id for each in servers} <= absent | apart
             ):
                 return report
-            await asyncio.sleep(WAIT_POLL_S)
+            await clock.sleep(WAIT_POLL_S)
 
     # The changes
 
@@ -207,7 +206,7 @@ class Policies:
                 return plan
             if plan.target == version and plan.push is not None and plan.push.version == version:
                 return plan
-            return plan.begun(version, time.time(), force=False)
+            return plan.begun(version, clock.now(), force=False)
 
         push = (await self._changed(event)).push
         return push if push is not None and push.version == version else None
@@ -219,7 +218,7 @@ class Policies:
         report = msgspec.structs.replace(await self._log.report(), reason="an operator chose a version")
 
         def event(plan: ServingPlan) -> ServingPlan:
-            canary, now = plan.active_canary, time.time()
+            canary, now = plan.active_canary, clock.now()
             other = canary_becomes == "promoted" and canary is not None and canary.version != version
             plan = plan.canary_closed("superseded" if other else canary_becomes, report, now)
             return msgspec.structs.replace(plan.begun(version, now, force=True), hold=hold)
@@ -252,7 +251,7 @@ class Policies:
                 manifest_sha256=manifest_sha256,
                 step=step,
                 size_bytes=size_bytes,
-                created_at=time.time(),
+                created_at=clock.now(),
                 trace=traceparent() or msgspec.UNSET,
             )
             record = _accepted(asked, known, force=force)

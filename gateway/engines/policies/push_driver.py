@@ -10,7 +10,6 @@ faster than servers load would never be served. An operator's push (`force`) end
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from gateway.engines.policies.push_progress import PushProgress
 from gateway.engines.policies.rolling import FetchSources, LoadSlots
 from gateway.engines.policies.server_reload import NotLoaded, PushOrder, ServerReloads
 from gateway.engines.rotation.registrations import noted_as_loading
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import ServerPush, ServerPushState, ServingPlan
@@ -77,7 +77,7 @@ class PushDriver:
     async def wait(self, at_most_s: float) -> None:
         """Return when the next step is due."""
         try:
-            async with asyncio.timeout(at_most_s):
+            async with clock.timeout(at_most_s):
                 await self._wake.wait()
         except TimeoutError:
             pass
@@ -173,13 +173,13 @@ class PushDriver:
             await self._note(attempts, "unavailable", error=f"is {state}, and takes the version later")
         elif self._serves(server, attempts):
             await self._prove(attempts)
-        elif attempts.noted.state != "refused" and time.monotonic() >= attempts.next_at:
+        elif attempts.noted.state != "refused" and clock.monotonic() >= attempts.next_at:
             attempts.task = asyncio.create_task(self._bring(server, attempts), name=f"push to {server.id}")
             attempts.task.add_done_callback(self._bring_ended)
 
     async def _bring(self, server: FleetServer, attempts: Attempts) -> None:
         """Have the server prepare and load the version."""
-        order, began_at = attempts.order, time.monotonic()
+        order, began_at = attempts.order, clock.monotonic()
         try:
             async with self._sources.taken(lambda: self._peers(order), order.has_any_readers) as peer:
                 await self._note(attempts, "preparing")
@@ -193,12 +193,12 @@ class PushDriver:
         except NotLoaded as error:
             attempts.failures += 1
             pause_s = min(FIRST_PAUSE_S * 2.0 ** (attempts.failures - 1), LONGEST_PAUSE_S)
-            attempts.next_at = time.monotonic() + pause_s
+            attempts.next_at = clock.monotonic() + pause_s
             state: ServerPushState = "refused" if error.definite else "failed"
-            await self._note(attempts, state, error=str(error), total_s=time.monotonic() - began_at)
+            await self._note(attempts, state, error=str(error), total_s=clock.monotonic() - began_at)
             logger.error("server %s did not load version %d: %s", server.id, order.version, error)
             return
-        total_s = time.monotonic() - began_at
+        total_s = clock.monotonic() - began_at
         attempts.noted = replace(attempts.noted, paused_s=loaded.paused_s, total_s=total_s)
         await self._prove(attempts)
 

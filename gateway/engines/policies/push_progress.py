@@ -1,7 +1,6 @@
 """Notes in the shared plan what servers have proved, and ends a push or opens a canary once they have."""
 
 import logging
-import time
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -9,6 +8,7 @@ from msgspec.structs import replace
 from gateway.engines.fleet import Fleet
 from gateway.engines.policies.attempts import Attempts
 from gateway.engines.policies.server_reload import PushOrder
+from rollout_queue import clock
 from rollout_queue.contract.policies.canary import CanaryReport
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import PushState, ServingPlan
@@ -78,14 +78,14 @@ class PushProgress:
             return
         states = {each.noted.state for each in own}
         if "proved" in states:
-            await self._change(lambda plan: plan.canary_opened(canary.id, time.time()))
+            await self._change(lambda plan: plan.canary_opened(canary.id, clock.now()))
             logger.info("the canary of version %d is open", canary.version)
         elif states != {"unavailable"}:
             report = CanaryReport(reason=f"its servers did not load it: {_errors(own)}")
-            await self._change(lambda plan: plan.canary_ended(canary.id, "rolled_back", report, time.time()))
+            await self._change(lambda plan: plan.canary_ended(canary.id, "rolled_back", report, clock.now()))
 
     async def _end(self, push: int, state: PushState, capacity: float, error: str | None = None) -> None:
-        now = time.time()
+        now = clock.now()
         await self._change(lambda plan: plan.ended(push, state, now, error=error, capacity=capacity))
 
     async def _change(self, event: PlanEvent) -> ServingPlan:

@@ -5,8 +5,6 @@ load    ─▶ POST /reload                   pauses, loads, proves, resumes
 too slow ─▶ DELETE /reload/{version}      the server says what it serves, and whether it is loading
 """
 
-import asyncio
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,6 +13,7 @@ from pydantic import ValidationError
 
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
+from rollout_queue import clock
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.protocol.errors import error_code, error_message
 from rollout_queue.protocol.message import MalformedMessage, first_fault
@@ -90,9 +89,9 @@ class ServerReloads:
         try:
             return await self._post(server, order, prepare=False)
         except TimeoutError:
-            said, until = await self.abort(server, order.version), time.monotonic() + self._timeout_s
-        while said is not None and said.loading == order.version and time.monotonic() < until:
-            await asyncio.sleep(LOADING_POLL_S)
+            said, until = await self.abort(server, order.version), clock.monotonic() + self._timeout_s
+        while said is not None and said.loading == order.version and clock.monotonic() < until:
+            await clock.sleep(LOADING_POLL_S)
             said = await self.abort(server, order.version)
         if said is not None and said.version == order.version and said.loading is None:
             return Reloaded(ok=True, version=order.version, adapters=said.adapters)

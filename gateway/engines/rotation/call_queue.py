@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.placement.choice import Wish
 from gateway.engines.rotation.rotation import WantedServer
+from rollout_queue import clock
 
 AGAIN_S = 0.05
 """For so long after a search without a result, a call that arrives causes no other search."""
@@ -46,13 +47,13 @@ class CallQueue:
         Raises TimeoutError.
         """
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(wanted, loop.time(), loop.create_future())
+        waiting = _Waiting(wanted, clock.monotonic(), loop.create_future())
         queue = self._waiting.setdefault(wanted.wish, deque())
         queue.append(waiting)
-        if len(queue) > 1 and loop.time() - self._fruitless_at >= AGAIN_S:
+        if len(queue) > 1 and clock.monotonic() - self._fruitless_at >= AGAIN_S:
             self.serve()  # a server may have become able without a sign, as when its breaker's time is over
         try:
-            async with asyncio.timeout(timeout_s):
+            async with clock.timeout(timeout_s):
                 server = await waiting.given
         except BaseException:
             self._leave(waiting)
@@ -67,7 +68,7 @@ class CallQueue:
             while queue and (server := self._place(queue[0].wanted)) is not None:
                 self._give(queue.popleft(), server)
             if queue:
-                self._fruitless_at = asyncio.get_running_loop().time()
+                self._fruitless_at = clock.monotonic()
             self._forget_empty(wish)
 
     def freed(self, server: FleetServer, takes: Callable[[FleetServer, WantedServer], bool]) -> None:

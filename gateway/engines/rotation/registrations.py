@@ -5,7 +5,6 @@ read all registrations again: they do so after a change, and now and then.
 """
 
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.engines.fleet_server import Registration
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.ids import new_id
 from rollout_queue.redis import keys
@@ -55,7 +55,7 @@ class KnownRegistrations:
 
     async def read(self, redis: Redis) -> ReadFleet:
         """Raises StorageUnavailable."""
-        now = time.time()
+        now = clock.now()
         async with redis.pipeline(transaction=False) as reading:
             reading.get(keys.SERVERS_CHANGED)
             reading.get(keys.SERVING)
@@ -80,7 +80,7 @@ async def renewed(redis: Redis, registration: Registration) -> Registration | No
     fields = ("process", "url", "engine_url")
     if known.process is None or any(getattr(known, name) != getattr(registration, name) for name in fields):
         return None
-    stamped = msgspec.structs.replace(registration, registered_at=time.time(), displaced=known.displaced)
+    stamped = msgspec.structs.replace(registration, registered_at=clock.now(), displaced=known.displaced)
     await stored(redis.hset(keys.SERVERS, stamped.id, msgspec.json.encode(stamped).decode()))
     return stamped
 
@@ -88,7 +88,7 @@ async def renewed(redis: Redis, registration: Registration) -> Registration | No
 async def write_registration(redis: Redis, registration: Registration) -> Registration:
     """Store a new registration, or another one for a known id, with the time of now. Raises
     StorageUnavailable."""
-    stamped = msgspec.structs.replace(registration, registered_at=time.time())
+    stamped = msgspec.structs.replace(registration, registered_at=clock.now())
     async with redis.pipeline(transaction=False) as writing:
         writing.hset(keys.SERVERS, stamped.id, msgspec.json.encode(stamped).decode())
         writing.set(keys.SERVERS_CHANGED, new_id())  # after the change, so that its readers see the change

@@ -4,7 +4,6 @@ A large fleet is not searched for each call: the server that has the call's pref
 the shortlist of the session (`placement/ring.py`), and all servers only if no server of it can take the call.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
@@ -13,6 +12,7 @@ from gateway.engines.fleet_server import FleetServer
 from gateway.engines.placement.choice import ANY, Wish, choose_server, most_load
 from gateway.engines.placement.ring import Ring
 from gateway.metrics.fleet_figures import FleetFigures
+from rollout_queue import clock
 from rollout_queue.contract.policies.serving import ServingPlan
 
 SHORTLIST = 16
@@ -162,7 +162,7 @@ class Rotation:
 
     def _mean_load(self) -> float:
         """The mean load of the servers that can take calls; of a large fleet, as it was a moment ago."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if len(self.servers) <= SHORTLIST or not 0 <= now - self._mean_at < MEAN_EVERY_S:
             loads = [server.load for server in self.servers.values() if server.state == "ready"]
             self._mean, self._mean_at = sum(loads) / len(loads) if loads else 0.0, now

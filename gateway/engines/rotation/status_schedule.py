@@ -23,7 +23,7 @@ class StatusSchedule:
         self._at = float("-inf")
 
     def due(self, servers: Iterable[FleetServer], now: float) -> list[FleetServer]:
-        """The servers to ask at `now`, by time.monotonic()."""
+        """The servers to ask at `now`, by clock.monotonic()."""
         budget = int(STATUS_PER_S * min(now - self._at, LONGEST_S))
         self._at = now
         due: list[FleetServer] = []

@@ -17,6 +17,7 @@ from gateway.engines.transports.transport import (
     ReadTimedOut,
     keep_alive,
 )
+from rollout_queue import clock
 
 HEADERS = {
     "content-type": "application/json",
@@ -75,7 +76,7 @@ class AiohttpTransport:
     async def _discard(self, response: aiohttp.ClientResponse) -> None:
         try:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                async with asyncio.timeout(self._last_bytes_s):
+                async with clock.timeout(self._last_bytes_s):
                     while await response.content.readany():
                         pass
         finally:

@@ -24,6 +24,7 @@ from gateway.engines.transports.transport import (
     ReadTimedOut,
     keep_alive,
 )
+from rollout_queue import clock
 
 HIGH_WATER_BYTES = 2**20
 """From this many unread bytes on, the connection stops reading from its socket, and the engine waits."""
@@ -66,7 +67,7 @@ class HttptoolsTransport:
 
     def _pooled(self, url: str) -> "EngineConnection | None":
         idle = self._idle[url]
-        oldest = asyncio.get_running_loop().time() - self._idle_limit_s
+        oldest = clock.monotonic() - self._idle_limit_s
         while idle and idle[0].idle_since < oldest:
             idle.popleft().drop()
         while idle:
@@ -78,7 +79,7 @@ class HttptoolsTransport:
         address, loop = urlsplit(url), asyncio.get_running_loop()
         secure = address.scheme == "https"
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with clock.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
                     lambda: EngineConnection(
                         self._idle[url].append, self._read_timeout_s, self._last_bytes_s
@@ -107,7 +108,7 @@ class EngineConnection(asyncio.Protocol):
         self.on_body = self._parts.append
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: clock.Timer | None = None
         self._transport: asyncio.Transport | None = None
         self._unread = 0
         self._paused = False
@@ -126,11 +127,9 @@ class EngineConnection(asyncio.Protocol):
         """Send a request and wait for the answer's status. Raises ConnectionLost or ReadTimedOut."""
         if self._transport is None or self._lost:
             raise ConnectionLost("closed")
-        self.status, self._complete, self._received_at = 0, False, self._loop.time()
+        self.status, self._complete, self._received_at = 0, False, clock.monotonic()
         if self._timer is None:
-            self._timer = self._loop.call_later(
-                min(self._read_timeout_s, self._last_bytes_s), self._check_timeout
-            )
+            self._timer = clock.call_later(min(self._read_timeout_s, self._last_bytes_s), self._check_timeout)
         self._transport.write(head + body)
         while not self.status:
             self._raise_failure()
@@ -156,7 +155,7 @@ class EngineConnection(asyncio.Protocol):
         if not (self.usable and self._reusable) or self._parts:
             self.drop()
             return
-        self.idle_since = self._loop.time()
+        self.idle_since = clock.monotonic()
         self._keep(self)
 
     def leave(self) -> None:
@@ -195,11 +194,11 @@ class EngineConnection(asyncio.Protocol):
             self._timer = None
             return
         timeout_s = self._last_bytes_s if self._left else self._read_timeout_s
-        left_s = self._received_at + timeout_s - self._loop.time()
+        left_s = self._received_at + timeout_s - clock.monotonic()
         # If bytes are unread, the reader is slow, not the engine.
         if left_s > 0 or self._parts:
             next_s = min(max(left_s, timeout_s / 10), self._last_bytes_s)
-            self._timer = self._loop.call_later(next_s, self._check_timeout)
+            self._timer = clock.call_later(next_s, self._check_timeout)
             return
         if self._left:
             self.drop()
@@ -226,7 +225,7 @@ class EngineConnection(asyncio.Protocol):
         if self._complete:  # bytes that no request asked for
             self.drop()
             return
-        self._received_at = self._loop.time()
+        self._received_at = clock.monotonic()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:

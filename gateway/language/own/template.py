@@ -1,7 +1,6 @@
 """Reads the chat template that lies beside a model's tokenizer, and renders conversations with it."""
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from jinja2.exceptions import SecurityError
 from gateway.language.families import FAMILIES
 from gateway.language.own.sandbox import BOUNDS, RENDER_S, Bounds, TemplateSandbox
 from gateway.language.tokenizer import BareTokenizer
+from rollout_queue import clock
 
 MAX_TEMPLATE_BYTES = 2**20
 MAX_SETTINGS_BYTES = 2**26
@@ -56,7 +56,7 @@ class OwnTemplate:
         """
         written = len(json.dumps((messages, options), default=str))
         room = TEMPLATE_CHARS + 2 * written
-        bounds = Bounds(time.monotonic() + RENDER_S, PASSES * room)
+        bounds = Bounds(clock.monotonic() + RENDER_S, PASSES * room)
         former, parts = BOUNDS.set(bounds), []
         try:
             for part in self._template.generate(messages=list(messages), **{**self._tokens, **options}):

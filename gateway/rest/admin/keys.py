@@ -1,6 +1,5 @@
 """`/admin/keys`: operators make, list, rotate, limit and revoke API keys."""
 
-import time
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -11,6 +10,7 @@ from gateway.keys.key_store import KeyUse
 from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import KeyPage, KeySecret, KeyShape, NewKeySecret
 from gateway.wiring.parts import parts_of
+from rollout_queue import clock
 from rollout_queue.http.keys import Role
 
 router = APIRouter(prefix="/keys")
@@ -84,7 +84,7 @@ def _shape(key: ApiKey, usage: KeyUse) -> KeyShape:
         source=key.source,
         secrets=[
             KeySecret(sha256=one.digest[:8], created_at=one.created_at or None, expires_at=one.expires_at)
-            for one in key.accepted_secrets(time.time())
+            for one in key.accepted_secrets(clock.now())
         ],
         requests_per_minute=key.limits.requests_per_minute,
         tokens_per_minute=key.limits.tokens_per_minute,

@@ -3,7 +3,6 @@
 operator ── POST /admin/trainer/pause ──▶ gateway ── POST /pause, at the URL in its report ──▶ trainer
 """
 
-import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 from urllib.parse import urlencode
@@ -13,6 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from gateway.wiring.parts import GatewayParts, parts_of
+from rollout_queue import clock
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.trainer import RestoreBody, TrainerReport
@@ -125,7 +125,7 @@ async def _trainer_url(gateway: GatewayParts) -> str:
         raise _unavailable("no trainer has reported yet")
     if report.url is None:
         raise _unavailable("the trainer has not reported its URL: it is older than this gateway")
-    silent_s = time.time() - report.last_seen
+    silent_s = clock.now() - report.last_seen
     if silent_s > gateway.settings.warnings.trainer_silent_s:
         raise _unavailable(f"the trainer has been silent for {silent_s:.0f} s")
     return report.url

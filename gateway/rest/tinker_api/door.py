@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from gateway.sessions.identity import Caller
 from gateway.settings.groups import TinkerSettings
 from gateway.settings.service import GatewaySettings
 from gateway.wiring.parts import GatewayParts
+from rollout_queue import clock
 from rollout_queue.commands.codec import encode
 from rollout_queue.commands.command import Command, Refused
 from rollout_queue.contract.errors import StorageUnavailable
@@ -140,7 +140,7 @@ async def _sweep(store: TinkerStore, removal: ClientRecordRemoval, settings: Tin
     records, until it is cancelled."""
     timeout_s, retention_s = settings.session_timeout_s, settings.session_retention_s
     while True:
-        await asyncio.sleep(min(SWEEP_EVERY_S, timeout_s / 4, retention_s / 4))
+        await clock.sleep(min(SWEEP_EVERY_S, timeout_s / 4, retention_s / 4))
         for work in (
             lambda: store.end_silent(timeout_s),
             store.weights.end_expired,
@@ -164,4 +164,4 @@ def door_of(request: Request) -> tuple[TinkerDoor, Caller]:
 
 
 def now() -> float:
-    return time.time()
+    return clock.now()

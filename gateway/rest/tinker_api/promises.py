@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from rollout_queue import clock
 from rollout_queue.redis import keys
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class Announcements:
                 streams: Any = await self._redis.xread({keys.RESULTS_ANNOUNCED: last}, 1000, BLOCK_MS)
             except (RedisError, OSError) as error:
                 logger.warning("announcements of results cannot be read: %s", error)
-                await asyncio.sleep(RETRY_S)
+                await clock.sleep(RETRY_S)
                 continue
             for position, fields in streams[0][1] if streams else ():
                 last = position
@@ -66,10 +67,10 @@ class Announcements:
         """What `read` returns as soon as that is not None. None if it still is after `within_s`."""
         event = asyncio.Event()
         with self.heard(request, event.set):
-            loop = asyncio.get_running_loop()
-            until = loop.time() + within_s
-            while (found := await read()) is None and (left := until - loop.time()) > 0:
+            until = clock.monotonic() + within_s
+            while (found := await read()) is None and (left := until - clock.monotonic()) > 0:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(event.wait(), min(left, LOOK_AGAIN_S))
+                    async with clock.timeout(min(left, LOOK_AGAIN_S)):
+                        await event.wait()
                 event.clear()
             return found

@@ -9,7 +9,6 @@ import asyncio
 import functools
 import hashlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from gateway.rest.tinker_api.sample_promises import SamplePromises
 from gateway.rest.tinker_api.wire.sample_answer import WantedScores, sample_response
 from gateway.sessions.identity import Caller
 from gateway.wiring.parts import GatewayParts
+from rollout_queue import clock
 from rollout_queue.contract.errors import QueueError, StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome
@@ -159,15 +159,15 @@ class SampleMaker:
 
     async def _sample_when_possible(self, wanted: WantedSample, caller: Caller) -> bytes:
         """Make the sample; wait for engines that are not there: a promise may take long."""
-        until = time.monotonic() + self.patience_s
+        until = clock.monotonic() + self.patience_s
         for attempt in range(MOST_ATTEMPTS - 1):
             try:
                 return await self._sample(wanted, caller, attempt)
             except (NoServer, EngineFault) as error:
-                if time.monotonic() > until:
+                if clock.monotonic() > until:
                     raise
                 logger.warning("the sample %s is tried again: %s", wanted.promise, error.message)
-                await asyncio.sleep(PAUSE_S)
+                await clock.sleep(PAUSE_S)
         return await self._sample(wanted, caller, MOST_ATTEMPTS - 1)
 
     async def _sample(self, wanted: WantedSample, caller: Caller, attempt: int) -> bytes:
@@ -209,7 +209,7 @@ class SampleMaker:
     async def _finish(self, generations: Sequence[Generation]) -> None:
         """End the session of the sample: nothing more comes."""
         session_id = generations[0].head.spec.session_id
-        outcome = Outcome(session_id=session_id, status="completed", created_at=time.time())
+        outcome = Outcome(session_id=session_id, status="completed", created_at=clock.now())
         await self.gateway.writer.append_outcome(outcome, None, OPENED_UNTRAINED)
 
     async def _renew(self, promise: PromiseId) -> bool:
@@ -239,7 +239,7 @@ async def _first_of(making: asyncio.Task[Any], told: asyncio.Event) -> None:
     """Wait until the sample is made, or something is told of its promise, or it is time to renew it."""
     hearing = asyncio.create_task(told.wait())
     try:
-        await asyncio.wait([making, hearing], timeout=RENEW_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+        await clock.wait_tasks([making, hearing], RENEW_EVERY_S, asyncio.FIRST_COMPLETED)
     finally:
         await cancel_and_wait([hearing])
     told.clear()

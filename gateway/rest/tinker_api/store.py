@@ -1,7 +1,6 @@
 """Client sessions, models and sampling sessions in Redis. Each belongs to the client key that made it."""
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +19,7 @@ from gateway.rest.tinker_api.records import (
 )
 from gateway.rest.tinker_api.weights import KeptWeightsStore
 from gateway.sessions.identity import Caller
+from rollout_queue import clock
 from rollout_queue.commands.result import Kept
 from rollout_queue.contract.errors import UserDeleted
 from rollout_queue.contract.tombstone import user_digest
@@ -121,7 +121,7 @@ class TinkerStore:
     async def beat(self, session: ClientSession) -> bool:
         """Note a sign of life. Returns False if the session has finished."""
         named = [keys.client_session(session.session_id), keys.CLIENT_SESSIONS_LIVE]
-        return bool(await stored(self._beat(named, [session.session_id, time.time()])))
+        return bool(await stored(self._beat(named, [session.session_id, clock.now()])))
 
     async def finish(self, session: ClientSession, how: bytes) -> None:
         """The first finish stays."""
@@ -131,7 +131,7 @@ class TinkerStore:
         """Take no more models, and no more commands for those of a session, so that the trainer frees them.
         From the first end on, the records of the session have a time to live."""
         named = [keys.client_session(session_id), keys.CLIENT_SESSIONS_ENDED]
-        await stored(self._end_session(named, [session_id, time.time(), finished]))
+        await stored(self._end_session(named, [session_id, clock.now(), finished]))
         found: Any = await stored(self._redis.smembers(keys.made_in(session_id)))
         for made in sorted(each.decode() for each in found):
             if ":train:" in made:
@@ -145,7 +145,7 @@ class TinkerStore:
 
     async def end_silent(self, timeout_s: float) -> None:
         """End the models of the sessions without a sign of life for so long."""
-        until, why = time.time() - timeout_s, f"its client gave no sign of life for {timeout_s:g} s"
+        until, why = clock.now() - timeout_s, f"its client gave no sign of life for {timeout_s:g} s"
         found: Any = await stored(
             self._redis.zrangebyscore(keys.CLIENT_SESSIONS_LIVE, "-inf", until, start=0, num=100)
         )

@@ -1,6 +1,5 @@
 """The weights that models have saved: what clients said of them, and how they are deleted and expire."""
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ from redis.asyncio import Redis
 from gateway.errors import ObjectNotFound
 from gateway.rest.tinker_api.paths import WeightsPath, kept_path
 from gateway.rest.tinker_api.records import KeptTerms, encode_record, read_terms
+from rollout_queue import clock
 from rollout_queue.commands.result import Kept
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -34,7 +34,7 @@ class KeptWeights(NamedTuple):
 
     @property
     def expired(self) -> bool:
-        return self.expires_at is not None and self.expires_at < time.time()
+        return self.expires_at is not None and self.expires_at < clock.now()
 
     @property
     def terms_field(self) -> str:
@@ -105,7 +105,7 @@ class KeptWeightsStore:
 
     async def end_expired(self, most: int = 100) -> int:
         """Delete the weights whose time is over, at most so many. Returns how many there were."""
-        now = time.time()
+        now = clock.now()
         found: Any = await stored(
             self._redis.zrangebyscore(keys.KEPT_EXPIRES, "-inf", now, start=0, num=most)
         )

@@ -7,13 +7,14 @@ stays open while a body or an answer makes progress, however slow that is.
 import json
 import socket
 import struct
-from asyncio import BaseTransport, TimerHandle, Transport
+from asyncio import BaseTransport, Transport
 from http import HTTPStatus
 from typing import Any, Literal, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rollout_queue import clock
 from rollout_queue.http.connections import ConnectionCount
 from rollout_queue.http.errors import ApiError
 
@@ -48,11 +49,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unparsed = 0
         """Bytes that arrived since the parser last reported the end of a head, a part of a body, or the end
         of a message."""
-        self._read_timer: TimerHandle | None = None
+        self._read_timer: clock.Timer | None = None
         self._timed: tuple[int, Phase] | None = None
         """What the read timer bounds: the number of a request, and its phase."""
         self._received_then = 0
-        self._write_timer: TimerHandle | None = None
+        self._write_timer: clock.Timer | None = None
         self._unwritten_then = 0
 
     # Connections
@@ -88,7 +89,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.write(_response(error))
         self.transport.write_eof()
         self.transport.pause_reading()
-        self.loop.call_later(REFUSED_S, self._leave_refused)
+        clock.call_later(REFUSED_S, self._leave_refused)
 
     def _leave_refused(self) -> None:
         self._count.refused -= 1
@@ -168,7 +169,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._read_timer.cancel()
         self._timed, self._received_then = bounded, self._received
         timeout_s = self._bounds.body_timeout_s if self._phase == "body" else self._bounds.head_timeout_s
-        self._read_timer = self.loop.call_later(timeout_s, self._check_reading)
+        self._read_timer = clock.call_later(timeout_s, self._check_reading)
 
     def _check_reading(self) -> None:
         self._read_timer = None
@@ -216,7 +217,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Start the timer within which the client has to read a part of what waits for it, unless it runs."""
         if self._write_timer is None:
             self._unwritten_then = self.transport.get_write_buffer_size()
-            self._write_timer = self.loop.call_later(self._bounds.write_timeout_s, self._check_writing)
+            self._write_timer = clock.call_later(self._bounds.write_timeout_s, self._check_writing)
 
     def _check_writing(self) -> None:
         self._write_timer = None

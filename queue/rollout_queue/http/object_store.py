@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_queue.settings import ObjectStoreSettings
 
@@ -61,7 +62,7 @@ class ObjectStore:
         try:
             with _faults():
                 # The client's own timeouts do not count while it sends.
-                async with asyncio.timeout(self._timeout_s) as limit:
+                async with clock.timeout(self._timeout_s) as limit:
                     ended = Callback(hooks={"part": lambda *_: limit.reschedule(now() + self._timeout_s)})
                     await self._files._put_file(
                         str(file), place.url, ended, PART_BYTES, max_concurrency=PARTS_AT_ONCE

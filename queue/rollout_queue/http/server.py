@@ -1,6 +1,5 @@
 """Runs a service's HTTP server until SIGTERM, with the same settings for every service."""
 
-import asyncio
 import signal
 import socket
 import sys
@@ -12,6 +11,7 @@ from typing import Any, Literal, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from rollout_queue import clock
 from rollout_queue.http.bounded_protocol import BoundedProtocol
 from rollout_queue.http.connections import ConnectionBounds, ConnectionCount, allow_files
 from rollout_queue.signals.access_log import AccessLog
@@ -95,5 +95,5 @@ class _Server(uvicorn.Server):
                 await self._leave()
         finally:
             if self._end_requests is not None:
-                asyncio.get_running_loop().call_later(self._drain_s, self._end_requests)
+                clock.call_later(self._drain_s, self._end_requests)
             await super().shutdown(sockets)

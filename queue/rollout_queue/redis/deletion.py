@@ -8,13 +8,13 @@
 
 import logging
 import re
-import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 import msgspec
 from redis.asyncio import Redis
 
+from rollout_queue import clock
 from rollout_queue.contract.codec import SCHEMA, encode
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead, tombstone_of
@@ -132,7 +132,7 @@ def _readable_part(fields: Mapping[bytes, bytes]) -> SessionHead | None:
 def _tombstone(head: SessionHead, fields: Mapping[bytes, bytes]) -> Tombstone:
     turns = sum(name.startswith(b"t:") for name in fields)
     rewards = sum(name.startswith(b"r:") for name in fields)
-    return tombstone_of(head, turns, rewards, time.time())
+    return tombstone_of(head, turns, rewards, clock.now())
 
 
 def _deletion(

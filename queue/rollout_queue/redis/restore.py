@@ -4,12 +4,12 @@ One script writes the whole session. So an import that is interrupted leaves no 
 gateway might expire, and the next import can skip the sessions that exist.
 """
 
-import time
 from typing import Any, Literal
 
 import msgspec
 from redis import Redis
 
+from rollout_queue import clock
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.episodes import Episode
 from rollout_queue.contract.tombstone import user_digest
@@ -32,7 +32,7 @@ def restore(redis: Redis, episode: Episode) -> Restored:
         spec.session_id,
         encode(spec),
         spec.created_at,
-        time.time() + spec.ttl_s,
+        clock.now() + spec.ttl_s,
         spec.owner,
         "" if spec.group_size is None else str(spec.group_size),
         b"" if verdict is None else msgspec.json.encode(verdict),
@@ -92,6 +92,6 @@ def _fields(episode: Episode) -> list[str | bytes | float]:
     for reward in episode.rewards:
         fields += [f"r:{reward.key}", encode(reward), SAME]
     if episode.outcome is not None:
-        ended = msgspec.structs.replace(episode.outcome, created_at=time.time())
+        ended = msgspec.structs.replace(episode.outcome, created_at=clock.now())
         fields += ["outcome", encode(episode.outcome), encode(ended)]
     return fields

@@ -6,13 +6,13 @@ A session is settled when it has a verdict.
 """
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
+from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -77,7 +77,7 @@ class RedisForgetter:
         Each call looks at some sessions. After the last session, the next round begins an hour later, because
         such a build may still run.
         """
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._adopted_at is not None and now - self._adopted_at < ADOPTED_EVERY_S:
             return
         await self._drop_trained()

@@ -1,10 +1,10 @@
 """The access log: one line for each request of a service. It holds no query, no key and no body."""
 
 import logging
-from time import perf_counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_queue import clock
 from rollout_queue.signals.log_format import escaped
 from rollout_queue.signals.log_ids import begin_log_ids, log_ids
 
@@ -29,7 +29,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status, size = perf_counter(), LEFT, 0
+        began, status, size = clock.monotonic(), LEFT, 0
 
         async def counted(message: Message) -> None:
             nonlocal status, size
@@ -43,7 +43,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, counted)
         finally:
-            _write(scope, status, size, perf_counter() - began)
+            _write(scope, status, size, clock.monotonic() - began)
 
 
 def _write(scope: Scope, status: int, size: int, seconds: float) -> None:

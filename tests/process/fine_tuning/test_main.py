@@ -15,12 +15,11 @@ import yaml
 
 from environments.results.journal import EpisodeEnded, entries_of
 from tests.support.environments.running import RunTest
-from tests.support.fine_tuning.running import RunningJobs, client_of, sums
+from tests.support.fine_tuning.running import RunningJobs, client_of, fine_tuning, sums
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
-"""Each test starts three or four processes, one after the other."""
-
+SIZES = {"group_size": 4, "concurrency": 8}
 ROOT = Path(__file__).parents[3]
 
 
@@ -44,8 +43,7 @@ def started(directory: Path, gateway_url: str) -> tuple[subprocess.Popen[bytes],
         "port": port,
         "directory": str(directory / "jobs"),
         "gateway_url": gateway_url,
-        "group_size": 4,
-        "concurrency": 8,
+        **SIZES,
         "poll_every_s": 0.1,
         "settle_s": 0.1,
     }
@@ -74,7 +72,7 @@ def ended(run_dir: Path) -> list[EpisodeEnded]:
 def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
     running: RunTest, tmp_path: Path
 ) -> None:
-    gate = Gate(open_for=20)
+    gate = Gate(open_for=16)
     running.engine.answer = gate.answer
     first, url = started(tmp_path, running.url)
     try:
@@ -86,28 +84,20 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
             r"^fine_tuning: another service uses .*/jobs: set fine_tuning.directory", refusal, re.M
         )
         with client_of(url, "none") as client:
-            job = RunningJobs(url, client).start(sums(12))
+            job = RunningJobs(url, client).start(sums(6))
             queued = RunningJobs(url, client).start(sums(1))
         run_dir = tmp_path / "jobs" / "jobs" / job.id / "run"
-        wait_until(lambda: len(ended(run_dir)) >= 8, 180)
+        wait_until(lambda: len(ended(run_dir)) >= 6, 180)
     finally:
         first.kill()
         first.communicate()
     before = len(ended(run_dir))
-    assert before < 48
+    assert before < 24
     gate.opened.set()
-    following, url = started(tmp_path, running.url)
-    try:
-        wait_until(lambda: live(url), 180)
-        with client_of(url, "none") as client:
-            service = RunningJobs(url, client)
-            assert service.ended(job.id).status == "succeeded"
-            assert service.ended(queued.id).status == "succeeded"
-            assert service.messages(job.id).count("The job goes on") == 1
-    finally:
-        following.terminate()
-        assert following.wait(180) == 0
-        following.communicate()
+    with fine_tuning(tmp_path / "jobs", running.url, **SIZES) as service:
+        assert service.ended(job.id).status == "succeeded"
+        assert service.ended(queued.id).status == "succeeded"
+        assert service.messages(job.id).count("The job goes on") == 1
     places = Counter((each.group, each.member) for each in ended(run_dir))
     assert set(places.values()) == {1}
     # One answer alone is not played again: there is nothing to compare it with.
@@ -133,11 +123,5 @@ def test_a_service_that_is_stopped_leaves_its_job_to_the_next_one(running: RunTe
         assert first.wait(180) == 0
         first.communicate()
     assert {each["state"] for each in running.sessions()} == {"finished"}
-    following, url = started(tmp_path, running.url)
-    try:
-        wait_until(lambda: live(url), 180)
-        with client_of(url, "none") as client:
-            assert RunningJobs(url, client).ended(job.id).status == "succeeded"
-    finally:
-        following.terminate()
-        following.communicate(timeout=180)
+    with fine_tuning(tmp_path / "jobs", running.url, **SIZES) as service:
+        assert service.ended(job.id).status == "succeeded"

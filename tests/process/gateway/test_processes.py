@@ -1,251 +1,146 @@
-"""Gateways as real processes on one Redis: each can serve the next call of a session, and each may die."""
+"""What only a process shows: it writes its log, hears SIGHUP, leaves on SIGTERM, and may be killed."""
 
-import itertools
 import json
-import re
 import signal
 import socket
+import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.gateway.calls import RETRY, Call, codes
+from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.redis import keys
+from tests.support.gateway.background import read, start
+from tests.support.gateway.calls import RETRY, Call
 from tests.support.gateway.conversation import answered, path_of, say, stored, trainable
-from tests.support.gateway.gated_engine import NumberingEngine, asked, let_on
+from tests.support.gateway.deletion import delete, holding, is_gone
+from tests.support.gateway.gated_engine import GatedEngine, asked, let_on
 from tests.support.gateway.processes import Processes
-from tests.support.gateway.running import RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, RunningGateway
+from tests.support.gateway.streams import text_of
 from tests.support.waiting import wait_until
 
-
-@pytest.fixture(scope="module")
-def urls(processes: Processes) -> Iterator[list[str]]:
-    """Two gateways that all tests share, and no test ends."""
-    started = [processes.start() for _ in range(2)]
-    yield [url for _, url in started]
-    for process, _ in started:
-        process.terminate()
-    assert [process.wait(timeout=300) for process, _ in started] == [0, 0]
+ENDS_WITHIN_S = 120.0
+LEAVE_S = 10
+"""The test calls the gateway in this time, in which the machine may pause."""
+FIRST, SECOND = "first-secret-of-32-characters-00", "second-secret-of-32-characters-0"
+KEYS = "keys: [{{name: team-a, secrets: [{0}]}}]"
+MARK = "zebrafinch"
 
 
 @pytest.fixture
-def pair(processes: Processes, urls: list[str]) -> Iterator[tuple[RunningGateway, RunningGateway]]:
-    """The two gateways, with a fresh engine that gives each answer its own number."""
-    engine = NumberingEngine(processes.backends.tokenizer)
-    engine.numbers = itertools.count()
+def engine(processes: Processes) -> Iterator[GatedEngine]:
+    """An engine that stops after three tokens of each answer."""
+    engine = GatedEngine(processes.backends.tokenizer, stall_after=3, mind=[5] * 100)
     processes.backends.engine = engine
-    one, other = map(processes.at, urls)
-    yield one, other
-    let_on(one)
-    one.http.close()
-    other.http.close()
+    yield engine
+    engine.open = True
 
 
-def whole_prompt(turn: dict[str, Any], turns: dict[str, dict[str, Any]]) -> list[int]:
-    """Every token before the turn's own output, along its branch."""
-    if turn["parent_id"] is None:
-        return list(turn["context_ids"])
-    parent = turns[turn["parent_id"]]
-    return [*whole_prompt(parent, turns), *parent["output_ids"], *turn["context_ids"]]
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    file.write_text(KEYS.format(FIRST))
+    return file
 
 
-def check_record(
-    one: RunningGateway, other: RunningGateway, session: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Both gateways show the same tree. The stream has it once, and the engine was given its prompts."""
-    told = one.turns(session)
-    assert told == other.turns(session)
-    turns = {turn["turn_id"]: turn for turn in told}
-    assert sorted(turn.turn_id for turn in stored(one, session)) == sorted(turns)
-    given = {request["rid"]: request["input_ids"] for request in one.engine.requests}
-    for turn_id, turn in turns.items():
-        assert whole_prompt(turn, turns) == given[turn_id]
-    return turns
+@pytest.fixture(scope="module")
+def shared(processes: Processes, keys_file: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A gateway for the tests below. The last of them ends it."""
+    processes.backends.clear(None)
+    settings = {"leave_s": LEAVE_S, "keys_file": keys_file, "log_format": "json", "access_log": True}
+    with processes.gateway(**settings) as (process, gateway):
+        yield process, gateway.url
 
 
-# One tree
+@pytest.fixture
+def gateway(
+    processes: Processes, engine: GatedEngine, shared: tuple[subprocess.Popen[bytes], str]
+) -> Iterator[RunningGateway]:
+    with httpx.Client(timeout=120) as http:
+        yield RunningGateway(shared[1], engine, processes.backends.redis, http)
 
 
-def test_two_gateways_serve_the_turns_of_one_session_alternately(
-    pair: tuple[RunningGateway, RunningGateway],
+@pytest.fixture
+def survivor(processes: Processes) -> Iterator[RunningGateway]:
+    """Another gateway on the same Redis, in this process."""
+    with processes.backends.gateway() as survivor:
+        wait_until(lambda: survivor.get("/ready").status_code == 200)
+        yield survivor
+
+
+def test_its_log_on_standard_error_has_a_line_for_each_call(
+    processes: Processes, gateway: RunningGateway
 ) -> None:
-    session = pair[0].session()
-    history = [{"role": "user", "content": "begin"}]
-    for gateway in (*pair, *pair, *pair):
-        history = answered(history, say(gateway, session, history))
-    turns = list(check_record(*pair, session).values())
-    assert [turn["relation"] for turn in turns] == ["root", *["extends"] * 5]
-    assert [turn["parent_id"] for turn in turns] == [None, *(turn["turn_id"] for turn in turns[:-1])]
+    let_on(gateway)
+    reply = gateway.chat(headers={"x-request-id": "my-request"})
+    log = processes.logs / "gateway-0.log"
+
+    def lines() -> list[dict[str, Any]]:
+        written = [
+            json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")
+        ]
+        return [each for each in written if each.get("request_id") == "my-request"]
+
+    wait_until(lines)
+    (line,) = lines()
+    assert (line["logger"], line["status"]) == ("weir.access", 200)
+    assert line["turn_id"] == reply.headers["x-weir-turn-id"]
 
 
-def test_parallel_calls_of_many_sessions_at_both_gateways_lose_and_double_nothing(
-    pair: tuple[RunningGateway, RunningGateway],
+def test_sighup_has_it_read_its_keys_again(
+    shared: tuple[subprocess.Popen[bytes], str], gateway: RunningGateway, keys_file: Path
 ) -> None:
-    """Each round makes two calls at the same time, one at each gateway, and continues one of the answers."""
-    rounds = 3
-
-    def episode(number: int) -> tuple[dict[str, Any], list[str]]:
-        session = pair[number % 2].session()
-        history = [{"role": "user", "content": f"task {number}"}]
-        chosen: list[str] = []
-        with ThreadPoolExecutor(2) as calls:
-            for index in range(rounds):
-                replies = list(calls.map(lambda gateway: say(gateway, session, history), pair))  # noqa: B023
-                reply = replies[(number + index) % 2]
-                chosen.append(reply.headers["x-weir-turn-id"])
-                history = answered(history, reply)
-        return session, chosen
-
-    with ThreadPoolExecutor(8) as agents:
-        episodes = list(agents.map(episode, range(8)))
-    for session, chosen in episodes:
-        turns = check_record(*pair, session)
-        assert len(turns) == 2 * rounds
-        parents = sorted(str(turn["parent_id"]) for turn in turns.values())
-        assert parents == sorted(2 * ["None", *chosen[:-1]])
-
-
-# A client that leaves
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_call_of_a_client_that_leaves_is_aborted_in_the_engine(
-    pair: tuple[RunningGateway, RunningGateway], stream: bool
-) -> None:
-    one, other = pair
-    one.engine.stall_after = 3
-    session = one.session()
-    call = Call(one, session, stream=stream)
-    asked(one, 1)
-    if stream:
-        assert call.line.recv(65536).startswith(b"HTTP/1.1 200")
-    call.hang_up()
-    wait_until(lambda: one.engine.aborted)  # the engine stalls for ever: nothing but an abort ends this
-    wait_until(lambda: other.turns(session))
-    (turn,) = other.turns(session)
-    assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")
-    assert one.engine.aborted == [turn["turn_id"]]
-    assert trainable(one, session) == []
-
-
-# Retries
-
-
-def completion_of(call: Call) -> str:
-    """The completion id in the first chunk of a streaming call."""
-    heard = b""
-    while not (found := re.search(rb'"id":"(chatcmpl-\w{32})"', heard)):
-        heard += call.line.recv(65536)
-    return found[1].decode()
-
-
-def test_a_retry_at_the_other_gateway_after_the_answer_is_the_one_that_trains(
-    pair: tuple[RunningGateway, RunningGateway],
-) -> None:
-    one, other = pair
-    session = one.session()
-    first = one.chat(path=path_of(session))
-    again = other.chat(path=path_of(session), headers={RETRY: "1"})
-    assert first.json()["id"] != again.json()["id"]
-    assert codes(one, session) == [("root", "stop", "orphan_retry"), ("retry", "stop", "open")]
-    assert [turn.completion_id for turn in trainable(one, session)] == [again.json()["id"]]
-
-
-@pytest.mark.parametrize("recorded_first", ["first", "retry"])
-def test_of_attempts_in_flight_at_both_gateways_one_trains(
-    pair: tuple[RunningGateway, RunningGateway], recorded_first: str
-) -> None:
-    one, other = pair
-    one.engine.stall_after = 3
-    session = one.session()
-    first = Call(one, session)
-    asked(one, 1)
-    if recorded_first == "retry":
-        one.engine.stall_after = None
-        retry_id = Call(other, session, attempt=1).completion()["id"]
-        let_on(one)
-        first.completion()
-    else:
-        retry = Call(other, session, attempt=1)
-        asked(one, 2)
-        let_on(one)
-        first.completion()
-        retry_id = retry.completion()["id"]
-    assert {(relation, code) for relation, _, code in codes(one, session)} == {
-        ("root", "orphan_retry"),
-        ("retry", "open"),
-    }
-    assert [turn.completion_id for turn in trainable(other, session)] == [retry_id]
-
-
-@pytest.mark.parametrize("second_stays", [False, True])
-def test_of_three_attempts_the_answer_that_the_last_one_heard_trains(
-    pair: tuple[RunningGateway, RunningGateway], second_stays: bool
-) -> None:
-    """The third attempt joins the first at one gateway. In between, the second goes to the other gateway."""
-    one, other = pair
-    one.engine.stall_after = 3
-    session = one.session()
-    first = Call(one, session, stream=True)
-    asked(one, 1)
-    second = Call(other, session, attempt=1, stream=True)
-    asked(one, 2)
-    if not second_stays:
-        second.hang_up()
-        wait_until(lambda: other.engine.aborted)
-    third = Call(one, session, attempt=2, stream=True)
-    heard = completion_of(third)
-    assert heard == completion_of(first)
-    let_on(one)
-    wait_until(lambda: len(one.turns(session)) == 2)
-    for call in (first, second, third):
-        call.hang_up()
-    assert len(one.engine.requests) == 2
-    assert [turn.completion_id for turn in trainable(one, session)] == [heard]
-
-
-def test_a_retry_at_the_other_gateway_replaces_the_turn_of_a_client_that_left(
-    pair: tuple[RunningGateway, RunningGateway],
-) -> None:
-    one, other = pair
-    one.engine.stall_after = 3
-    session = one.session()
-    call = Call(one, session)
-    asked(one, 1)
-    call.hang_up()
-    wait_until(lambda: one.turns(session))
-    let_on(one)
-    again = Call(other, session, attempt=1).completion()
-    assert codes(one, session) == [("root", "abort", "orphan_retry"), ("retry", "stop", "open")]
-    assert [turn.completion_id for turn in trainable(one, session)] == [again["id"]]
-
-
-# A gateway that ends
+    assert gateway.get("/sessions", key=FIRST).status_code == 200
+    keys_file.write_text(KEYS.format(SECOND))
+    shared[0].send_signal(signal.SIGHUP)
+    wait_until(lambda: gateway.get("/sessions", key=SECOND).status_code == 200)
+    assert gateway.get("/sessions", key=FIRST).status_code == 401
 
 
 def refuses(url: str) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))).close()
+        socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)).close()
     except ConnectionRefusedError:
         return True
     return False
 
 
-def test_sigterm_under_load_drains(processes: Processes, pair: tuple[RunningGateway, RunningGateway]) -> None:
-    survivor, _ = pair
-    survivor.engine.stall_after = 3
-    with processes.gateway() as (process, gateway):
-        session = gateway.session()
-        calls = [Call(gateway, session, stream=number % 2 == 1) for number in range(8)]
-        asked(gateway, 8)
-        process.send_signal(signal.SIGTERM)
-        wait_until(lambda: refuses(gateway.url))
-        assert survivor.turns(session) == []
-        let_on(survivor)
-        heard = [call.answer() for call in calls]
-        assert process.wait(timeout=300) == 0
+def events_of_the_page(gateway: RunningGateway, seen: list[str]) -> None:
+    """Reads the names of the events that a viewer of the page gets, until the stream ends."""
+    bearer = {"authorization": f"Bearer {ADMIN_KEY}"}
+    with httpx.stream("GET", f"{gateway.url}/page/events", headers=bearer, timeout=300) as reply:
+        seen.extend(line for line in reply.iter_lines() if line.startswith("event: "))
+
+
+def test_sigterm_is_told_to_load_balancers_first_and_then_all_calls_end(
+    shared: tuple[subprocess.Popen[bytes], str], gateway: RunningGateway, survivor: RunningGateway
+) -> None:
+    process, _ = shared
+    session, seen = gateway.session(), list[str]()
+    calls = [Call(gateway, session, stream=number % 2 == 1) for number in range(8)]
+    asked(gateway, 8)
+    viewer = threading.Thread(target=events_of_the_page, args=(gateway, seen))
+    viewer.start()
+    wait_until(lambda: seen)
+    process.terminate()
+    wait_until(lambda: gateway.get("/ready").status_code == 503)
+    assert "leaves" in gateway.get("/ready").json()["error"]["message"]
+    assert gateway.get("/live").status_code == 200
+    reply = gateway.chat(max_tokens=1)
+    assert (reply.status_code, reply.headers["connection"]) == (200, "close")
+    wait_until(lambda: refuses(gateway.url))
+    assert survivor.turns(session) == []
+    let_on(gateway)
+    heard = [call.answer() for call in calls]
+    viewer.join()
+    assert process.wait(ENDS_WITHIN_S) == 0
+    assert seen[-1] == "event: end"
     assert [status for status, _ in heard] == [200] * 8
     assert all(json.loads(body)["choices"][0]["finish_reason"] == "stop" for _, body in heard[::2])
     assert all(b"data: [DONE]" in body for _, body in heard[1::2])
@@ -253,15 +148,95 @@ def test_sigterm_under_load_drains(processes: Processes, pair: tuple[RunningGate
     assert len(trainable(survivor, session)) == 8
 
 
-def test_a_gateway_killed_in_mid_stream_leaves_no_half_turn(
-    processes: Processes, pair: tuple[RunningGateway, RunningGateway]
+# Answers that it does not finish
+
+LAST = {
+    "/v1/chat/completions": 'data: {"error":',
+    "/v1/messages": "event: error",
+    "/v1/responses": "event: error",
+}
+"""How the last event of a stream begins that ends with an error."""
+
+
+class Reading:
+    """One call in a thread: its status, and what arrived until its end."""
+
+    def __init__(self, gateway: RunningGateway, path: str, attempt: int = 0, *, stream: bool) -> None:
+        self.status = 0
+        self.lines: list[str] = []
+        self.failure: Exception | None = None
+        said = [{"role": "user", "content": "hi"}]
+        body = {"input": said} if path == "/v1/responses" else {"max_tokens": 90, "messages": said}
+        headers = {"authorization": f"Bearer {CLIENT_KEY}"} | ({RETRY: str(attempt)} if attempt else {})
+        given = {"json": body | {"model": "policy", "stream": stream}, "headers": headers}
+        self._thread = threading.Thread(target=self._read, args=(gateway.url + path, given), daemon=True)
+        self._thread.start()
+
+    def _read(self, url: str, given: dict[str, Any]) -> None:
+        try:
+            with httpx.stream("POST", url, timeout=300, **given) as reply:
+                self.status = reply.status_code
+                for line in reply.iter_lines():
+                    self.lines.append(line)
+        except httpx.HTTPError as error:
+            self.failure = error
+
+    def end(self) -> "Reading":
+        self._thread.join(ENDS_WITHIN_S)
+        assert not self._thread.is_alive()
+        assert self.failure is None
+        return self
+
+
+def test_answers_beyond_the_drain_end_with_an_error(
+    processes: Processes, engine: GatedEngine, survivor: RunningGateway
 ) -> None:
-    survivor, _ = pair
+    redis = processes.backends.redis
+    with processes.gateway(drain_timeout_s=1) as (process, gateway):
+        before = redis.xlen(keys.STREAM)
+        told = start(gateway, max_output_tokens=90)
+        streams, retries, whole = list[Reading](), list[Reading](), list[Reading]()
+        for path in LAST:
+            streams.append(Reading(gateway, path, stream=True))
+            wait_until(lambda: streams[-1].lines)
+            retries.append(Reading(gateway, path, 1, stream=True))
+            wait_until(lambda: retries[-1].lines)
+            whole.append(Reading(gateway, path, stream=False))
+        wait_until(lambda: len(engine.requests) == 2 * len(LAST) + 1)
+        process.terminate()
+        for stream, retry, last in zip(streams, retries, LAST.values(), strict=True):
+            for each in (stream.end(), retry.end()):
+                assert each.status == 200
+                assert any(line.startswith(last) for line in each.lines), each.lines
+                assert "data: [DONE]" not in each.lines
+            assert text_of(stream.lines) == text_of(retry.lines)
+        for each in whole:
+            assert each.end().status == 503
+            error = json.loads("".join(each.lines))["error"]
+            assert error["type"] == "engine_unavailable"
+            assert "stop" in error["message"]
+        assert process.wait(ENDS_WITHIN_S) == 0
+    assert redis.xlen(keys.STREAM) == before + 2 * len(LAST) + 1
+    found = read(survivor, told)
+    assert (found["status"], "stopped" in found["error"]["message"]) == ("failed", True)
+    (turn,) = survivor.turns(told)
+    assert turn["finish_reason"] == "abort"
+
+
+# A gateway that is killed
+
+
+def test_a_gateway_killed_in_mid_stream_leaves_no_half_turn(
+    processes: Processes, engine: GatedEngine, survivor: RunningGateway
+) -> None:
+    """Its answers in the background are told as failed when it has given no sign of life for a while."""
     history = [{"role": "user", "content": "begin"}]
+    engine.script.extend(["first", "answer" + ", and so it goes on" * 20, "background" * 20, "second"])
     with processes.gateway() as (process, gateway):
         session = gateway.session()
+        engine.stall_after = None
         history = answered(history, say(gateway, session, history))
-        survivor.engine.stall_after = 3
+        engine.stall_after = 3
         body = {"messages": history, "stream": True}
         headers = {"authorization": f"Bearer {session['api_key']}"}
         heard = b""
@@ -270,22 +245,62 @@ def test_a_gateway_killed_in_mid_stream_leaves_no_half_turn(
             pieces = stream.iter_bytes()
             while b'"content":"an' not in heard:
                 heard += next(pieces)
+            told = start(gateway)
+            wait_until(lambda: len(engine.requests) == 3)
             process.kill()
             with pytest.raises(httpx.TransportError):
                 heard += b"".join(pieces)
-        assert process.wait(timeout=300) == -signal.SIGKILL
+        assert process.wait(ENDS_WITHIN_S) == -signal.SIGKILL
     assert b"[DONE]" not in heard
     assert len(survivor.turns(session)) == 1
-    let_on(survivor)
-    survivor.engine.stall_after = None
-    again = survivor.post(
-        path_of(session), {"messages": history}, key=session["api_key"], headers={RETRY: "1"}
-    )
+    engine.open, engine.stall_after = True, None
+    retry = {RETRY: "1"}
+    again = survivor.post(path_of(session), {"messages": history}, key=session["api_key"], headers=retry)
     assert again.status_code == 200
     say(survivor, session, answered(history, again))
-    turns = check_record(*pair, session).values()
+    turns = survivor.turns(session)
     assert [(turn["relation"], turn["finish_reason"]) for turn in turns] == [
         ("root", "stop"),
         ("extends", "stop"),
         ("extends", "stop"),
     ]
+    assert sorted(each.turn_id for each in stored(survivor, session)) == sorted(
+        each["turn_id"] for each in turns
+    )
+    assert read(survivor, told)["status"] == "in_progress"
+    record, redis = keys.response(told["id"]), processes.backends.redis
+    left_ms: Any = redis.pttl(record)
+    redis.pexpire(record, left_ms - 31_000)  # as if half a minute had passed in which nobody renewed it
+    assert read(survivor, told)["status"] == "failed"
+    assert "stopped" in read(survivor, told)["error"]["message"]
+
+
+@pytest.mark.long
+def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(
+    processes: Processes,
+) -> None:
+    redis = processes.backends.redis
+    redis.flushdb()
+    with processes.gateway() as (process, gateway):
+        session = gateway.session()
+        assert gateway.chat(MARK, path=path_of(session)).status_code == 200
+        (turn,) = gateway.turns(session)
+        ids = TokenIds(turn["context_ids"]).tobytes()
+        with redis.pipeline(transaction=False) as pipeline:
+            for _ in range(200_000):  # reading these entries keeps the deletion busy until the kill
+                pipeline.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x01"})
+            pipeline.execute()
+        assert gateway.chat(MARK, path=path_of(session)).status_code == 200
+        with ThreadPoolExecutor() as pool:
+            deleting = pool.submit(delete, gateway, session)
+            wait_until(lambda: redis.hexists(keys.DELETED, session["session_id"]))
+            process.send_signal(signal.SIGKILL)
+            assert isinstance(deleting.exception(), httpx.TransportError)
+        assert redis.hexists(keys.DELETED, session["session_id"])
+        assert holding(redis, ids) == [keys.STREAM]
+    redis.zadd(keys.DELETING, {session["session_id"]: 0.0})  # as if it had begun long ago
+    with processes.backends.gateway() as heir:
+        assert is_gone(heir.get(f"/sessions/{session['session_id']}"))
+        wait_until(lambda: not redis.exists(keys.DELETING), 30)
+    assert holding(redis, ids) == []
+    redis.flushdb()

@@ -4,8 +4,9 @@ import itertools
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rollout_queue.http.workers.parent import run_workers
 from tests.support.gateway.calls import Call
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import GatedEngine, NumberingEngine, asked, let_on
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, RunningGateway
+from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
 WORKERS = 2
@@ -36,30 +39,40 @@ def engine(processes: Processes) -> GatedEngine:
     return engine
 
 
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    file.write_text("keys: []\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def shared(processes: Processes, keys_file: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A gateway that all short tests share. The last of them ends it."""
+    with processes.gateway(workers=WORKERS, keys_file=keys_file) as (process, gateway):
+        wait_until(lambda: up(gateway) == [1.0] * WORKERS)
+        yield process, gateway.url
+
+
+@pytest.fixture
+def gateway(
+    processes: Processes, shared: tuple[subprocess.Popen[bytes], str], engine: GatedEngine
+) -> Iterator[RunningGateway]:
+    with httpx.Client(timeout=120) as http:
+        gateway = RunningGateway(shared[1], engine, processes.backends.redis, http)
+        yield gateway
+        let_on(gateway)
+
+
 @pytest.fixture
 def started(
     processes: Processes, engine: GatedEngine
 ) -> Iterator[tuple[subprocess.Popen[bytes], RunningGateway]]:
+    """A gateway for one test."""
     with processes.gateway(workers=WORKERS) as (process, gateway):
         wait_until(lambda: up(gateway) == [1.0] * WORKERS)
         yield process, gateway
         let_on(gateway)
-
-
-@pytest.fixture(scope="module")
-def shared_url(processes: Processes) -> Iterator[str]:
-    """A gateway that several tests share, and no test ends."""
-    with processes.gateway(workers=WORKERS) as (_, gateway):
-        wait_until(lambda: up(gateway) == [1.0] * WORKERS)
-        yield gateway.url
-
-
-@pytest.fixture
-def gateway(processes: Processes, shared_url: str, engine: GatedEngine) -> Iterator[RunningGateway]:
-    gateway = processes.at(shared_url)
-    yield gateway
-    let_on(gateway)
-    gateway.http.close()
 
 
 def samples(gateway: RunningGateway, name: str) -> dict[tuple[tuple[str, str], ...], float]:
@@ -198,34 +211,49 @@ def test_all_workers_know_a_new_key_when_the_operator_hears_of_it(gateway: Runni
         assert set(fresh(gateway, "GET", "/v1/models", key=made["api_key"])) == {401}
 
 
+def test_sighup_reaches_every_worker(
+    shared: tuple[subprocess.Popen[bytes], str], gateway: RunningGateway, keys_file: Path
+) -> None:
+    secret = "a-new-secret-of-32-characters-000"
+    keys_file.write_text(f"keys:\n- {{name: new, role: client, secrets: [{secret}]}}\n")
+    shared[0].send_signal(signal.SIGHUP)
+    wait_until(lambda: set(fresh(gateway, "GET", "/v1/models", key=secret)) == {200})
+    assert shared[0].poll() is None
+
+
 # Workers that end
 
 
-def test_a_killed_worker_is_started_again_and_the_other_goes_on(
-    started: tuple[subprocess.Popen[bytes], RunningGateway],
+def test_metrics_say_which_worker_hangs(
+    shared: tuple[subprocess.Popen[bytes], str], gateway: RunningGateway
 ) -> None:
-    process, gateway = started
-    let_on(gateway)
-    session = gateway.session()
-    for victim in workers_of(process):
-        victim.kill()
-        wait_until(lambda: up(gateway) == [1.0] * WORKERS and len(workers_of(process)) == WORKERS)
-        assert victim.pid not in {each.pid for each in workers_of(process)}
-    Call(gateway, session).completion()
+    hung = workers_of(shared[0])[0]
+    hung.suspend()
+    with ThreadPoolExecutor(CONNECTIONS) as scrapes:
+        asked = [scrapes.submit(up, gateway) for _ in range(CONNECTIONS)]
+        found = any(sorted(each.result()) == [0.0, 1.0] for each in as_completed(asked))
+        with suppress(
+            psutil.NoSuchProcess
+        ):  # on a busy machine it was killed meanwhile, as every hung worker
+            hung.resume()
+    assert found
+    wait_until(lambda: up(gateway) == [1.0] * WORKERS)
 
 
-def test_a_retry_samples_again_if_the_worker_of_its_call_was_killed(
-    started: tuple[subprocess.Popen[bytes], RunningGateway],
+def test_a_killed_worker_is_started_again_and_a_retry_of_its_call_samples_again(
+    shared: tuple[subprocess.Popen[bytes], str], gateway: RunningGateway
 ) -> None:
-    process, gateway = started
+    process, _ = shared
     session = gateway.session()
     interrupted = Call(gateway, session)
     asked(gateway, 1)
-    first = {each.pid for each in workers_of(process)}
-    for victim in workers_of(process):
-        victim.kill()
-    wait_until(lambda: not first & {each.pid for each in workers_of(process)})
-    wait_until(lambda: up(gateway) == [1.0] * WORKERS)
+    busy = [dict(labels) for labels, count in samples(gateway, "weir_calls_in_flight").items() if count]
+    (number,) = [labels["worker"] for labels in busy if labels["dialect"] == "chat"]
+    (victim,) = [each for each in workers_of(process) if ["--worker", number] == each.cmdline()[3:5]]
+    victim.kill()
+    wait_until(lambda: not runs(victim))
+    assert set(fresh(gateway, "GET", "/v1/models")) == {200}, "the other worker goes on"
+    wait_until(lambda: up(gateway) == [1.0] * WORKERS and len(workers_of(process)) == WORKERS)
     let_on(gateway)
     assert Call(gateway, session, attempt=1).answer()[0] == 200
     interrupted.hang_up()
@@ -242,31 +270,50 @@ def test_a_hung_worker_is_killed_and_started_again(
     wait_until(lambda: len(workers_of(process)) == WORKERS)
 
 
-def test_metrics_say_which_worker_hangs(started: tuple[subprocess.Popen[bytes], RunningGateway]) -> None:
-    process, gateway = started
-    hung = workers_of(process)[0]
-    hung.suspend()
+@pytest.mark.long
+def test_workers_end_with_a_killed_parent(
+    started: tuple[subprocess.Popen[bytes], RunningGateway],
+) -> None:
+    process, _ = started
+    workers = workers_of(process)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(runs, workers)))
 
-    def found(_: int) -> list[float]:
-        try:
-            return sorted(up(gateway))
-        except httpx.TimeoutException:
-            return []  # the kernel gave the connection to the hung worker
 
-    with ThreadPoolExecutor(CONNECTIONS) as scrapes:
-        assert [0.0, 1.0] in scrapes.map(found, range(CONNECTIONS))
-    with suppress(psutil.NoSuchProcess):  # on a busy machine it was killed meanwhile, as every hung worker
-        hung.resume()
-    wait_until(lambda: up(gateway) == [1.0] * WORKERS)
+def test_a_worker_ends_when_its_input_does() -> None:
+    """The parent holds the other end, which the kernel closes, however the parent ends."""
+    waits = "import time; from rollout_queue.http.workers.worker import end_with_parent; end_with_parent();"
+    command = [sys.executable, "-c", f"{waits} print(flush=True); time.sleep(3600)  # until it is ended"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"\n"
+        worker.stdin.close()
+        assert worker.wait(timeout=300) == -signal.SIGTERM
 
 
 # The whole gateway
 
 
+def test_the_parent_ends_if_its_workers_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_queue.http.workers.parent.FIRST_PAUSE_S", 0.001)
+    assert run_workers(WORKERS, "127.0.0.1", free_port(), lambda worker: ["false"], stop_within_s=60) == 1
+
+
+@pytest.mark.long
+def test_the_gateway_ends_if_its_workers_cannot_start(processes: Processes, engine: FakeEngine) -> None:
+    process, _ = processes.start(workers=WORKERS, renderer="no-such-renderer")
+    try:
+        assert process.wait(timeout=600) == 1
+    finally:
+        process.kill()
+
+
 def test_sigterm_lets_streams_of_all_workers_end(
-    started: tuple[subprocess.Popen[bytes], RunningGateway],
+    shared: tuple[subprocess.Popen[bytes], str], gateway: RunningGateway
 ) -> None:
-    process, gateway = started
+    process, _ = shared
     calls = [Call(gateway, gateway.session(), stream=True) for _ in range(CONNECTIONS)]
     asked(gateway, CONNECTIONS)
     process.terminate()
@@ -282,39 +329,3 @@ def ready_at(gateway: RunningGateway) -> bool:
         return httpx.get(f"{gateway.url}/ready", timeout=120).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def test_workers_end_with_a_killed_parent(
-    started: tuple[subprocess.Popen[bytes], RunningGateway],
-) -> None:
-    process, _ = started
-    workers = workers_of(process)
-    process.kill()
-    process.wait()
-    wait_until(lambda: not any(map(runs, workers)), 20)
-
-
-def test_sighup_reaches_every_worker(processes: Processes, engine: GatedEngine, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text("keys: []\n")
-    with processes.gateway(workers=WORKERS, keys_file=keys) as (process, gateway):
-        wait_until(lambda: up(gateway) == [1.0] * WORKERS)
-        keys.write_text("keys:\n- {name: new, role: client, secrets: [a-new-secret-of-32-characters-000]}\n")
-        process.send_signal(signal.SIGHUP)
-        secret = "a-new-secret-of-32-characters-000"
-        wait_until(lambda: set(fresh(gateway, "GET", "/v1/models", key=secret)) == {200})
-        assert process.poll() is None
-
-
-def test_the_gateway_ends_if_its_workers_cannot_start(processes: Processes, engine: FakeEngine) -> None:
-    process, _ = processes.start(workers=WORKERS, renderer="no-such-renderer")
-    try:
-        assert process.wait(timeout=600) == 1
-    finally:
-        process.kill()
-
-
-def test_a_taken_address_is_refused_at_the_start(processes: Processes, gateway: RunningGateway) -> None:
-    port = gateway.url.rsplit(":", 1)[1]
-    process, _ = processes.start(workers=WORKERS, port=port)
-    assert process.wait(timeout=300) == 1

@@ -20,9 +20,11 @@ from gateway.engines.placement.choice import Wish, choose_server
 from gateway.engines.rotation.rotation import WantedServer
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.errors import NoServer
+from rollout_queue import clock
 from rollout_queue.contract.policies.serving import plan_of
 from rollout_queue.redis import keys
 from tests.support.redis_clients import async_redis_at
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import PATIENCE_S
 
 
@@ -68,10 +70,8 @@ def test_an_overloaded_server_keeps_its_sessions_only_while_others_are_as_busy()
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
-    monkeypatch: pytest.MonkeyPatch,
+    stopped: TurnedClock,
 ) -> None:
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
     breaker = Breaker()
     for _ in range(2):
         breaker.failed(unreachable=False)
@@ -83,10 +83,10 @@ def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
     for _ in range(8):
         breaker.failed(unreachable=False)
         assert (breaker.state, breaker.allows_call) == ("open", False)
-        lengths.append(breaker.open_until - now)
+        lengths.append(breaker.open_until - clock.monotonic())
         breaker.failed(unreachable=False)  # a call that was in flight when the breaker opened
-        assert breaker.open_until - now == lengths[-1]
-        now = breaker.open_until
+        assert breaker.open_until - clock.monotonic() == lengths[-1]
+        stopped.turn(lengths[-1] + 0.001)
         assert breaker.enter()
         assert not breaker.allows_call, "one trial at a time"
     assert lengths[1] > lengths[0]

@@ -4,7 +4,9 @@ import logging
 from typing import Any
 
 import pytest
+from redis import Redis
 
+from rollout_queue.clock import Clock
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import keys
@@ -256,22 +258,20 @@ def test_what_comes_in_the_moment_in_which_a_session_goes_is_a_404(
 ) -> None:
     session = gateway.session()
     body = {"value": 1.0} if path == "reward" else {"status": "completed"}
-    monkeypatch.setattr("gateway.rest.rewards.time.time", _going(gateway, session))
+    monkeypatch.setattr("gateway.rest.rewards.clock", _Going(gateway.redis, session["session_id"]))
     reply = gateway.post(f"{path_of(session)}/{path}", body)
     assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
 
 
-def _going(gateway: RunningGateway, session: dict[str, Any]) -> Any:
+class _Going(Clock):
     """A clock that deletes the session when a route reads the time, after it has read the session."""
-    import time
 
-    now = time.time()
+    def __init__(self, redis: Redis, session_id: str) -> None:
+        self._redis, self._session_id = redis, session_id
 
-    def gone() -> float:
-        gateway.redis.delete(keys.session(session["session_id"]))
-        return now
-
-    return gone
+    def now(self) -> float:
+        self._redis.delete(keys.session(self._session_id))
+        return super().now()
 
 
 @pytest.mark.parametrize("field", ["t:broken", "r:broken", "outcome", "verdict", "spec"])

@@ -9,6 +9,7 @@ from gateway.edge.wrong_keys import ADDRESSES, WrongKeys
 from gateway.settings.groups import WrongKeySettings
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.page.client import PageClient
+from tests.support.turned_clock import TurnedClock
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -57,23 +58,24 @@ def test_a_request_without_a_key_is_no_guess(gateway: RunningGateway) -> None:
     assert {gateway.get("/admin/status", key=None).status_code for _ in range(20)} == {401}
 
 
-async def test_each_address_has_an_allowance_of_its_own_which_comes_back() -> None:
-    now = 100.0
-    keys = WrongKeys(WrongKeySettings(per_address=3, in_all=1000, delay_s=0), lambda: now)
+async def test_each_address_has_an_allowance_of_its_own_which_comes_back(stopped: TurnedClock) -> None:
+    keys = WrongKeys(WrongKeySettings(per_address=3, in_all=1000, delay_s=0))
     assert [await keys.refusal("10.0.0.1") is None for _ in range(4)] == [True, True, True, False]
     assert await keys.refusal("10.0.0.2") is None
-    now += 20.0  # a third of a minute: one more
+    stopped.turn(20.0)  # a third of a minute: one more
     assert [await keys.refusal("10.0.0.1") is None for _ in range(2)] == [True, False]
 
 
+@pytest.mark.usefixtures("stopped")
 async def test_all_addresses_together_have_a_limit() -> None:
-    keys = WrongKeys(WrongKeySettings(per_address=3, in_all=10, delay_s=0), lambda: 1.0)
+    keys = WrongKeys(WrongKeySettings(per_address=3, in_all=10, delay_s=0))
     refused = [await keys.refusal(f"10.0.0.{number}") for number in range(12)]
     assert [each is None for each in refused] == [True] * 10 + [False] * 2
 
 
+@pytest.mark.usefixtures("stopped")
 async def test_the_addresses_of_one_ipv6_network_count_as_one() -> None:
-    keys = WrongKeys(WrongKeySettings(per_address=1, in_all=1000, delay_s=0), lambda: 1.0)
+    keys = WrongKeys(WrongKeySettings(per_address=1, in_all=1000, delay_s=0))
     assert await keys.refusal("2001:db8::1") is None
     assert await keys.refusal("2001:db8::2") is not None
     assert await keys.refusal("2001:db8:0:1::1") is None
@@ -81,8 +83,9 @@ async def test_the_addresses_of_one_ipv6_network_count_as_one() -> None:
     assert await keys.refusal("10.0.0.1") is not None
 
 
+@pytest.mark.usefixtures("stopped")
 async def test_the_memory_for_addresses_is_bounded() -> None:
-    keys = WrongKeys(WrongKeySettings(per_address=1, in_all=10**6, delay_s=0), lambda: 1.0)
+    keys = WrongKeys(WrongKeySettings(per_address=1, in_all=10**6, delay_s=0))
     for number in range(ADDRESSES + 1000):
         await keys.refusal(f"address-{number}")
     assert keys.remembered == ADDRESSES

@@ -1,7 +1,8 @@
 """The fixtures of trainer_service that these tests use."""
 
+from tests.support.trainer_service.device import freed_memory  # noqa: F401 - pytest finds it here
 from tests.support.trainer_service.fixtures import (  # noqa: F401 - pytest finds them here
-    freed_memory,
+    converted_here,
     harness,
     imported,
     make_command_harness,

@@ -1,9 +1,9 @@
-"""A gateway and rollout servers that are real processes with engine doubles, and the traffic to them."""
+"""A gateway, rollout servers with engine doubles, and the traffic to them."""
 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +17,8 @@ import httpx
 from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
-from tests.support.rollout_server.processes import ServerProcess
+from tests.support.rollout_server.in_process import ServerThread
+from tests.support.rollout_server.processes import ServerClient
 from tests.support.rollout_server.weights import (
     float32_tensors,
     publish,
@@ -31,13 +32,13 @@ CALLS_PER_S = 30.0
 
 
 @dataclass
-class Deployment:
+class Fleet:
     """Rollout servers of one gateway, and the policies that may be published."""
 
     gateway: RunningGateway
     directory: Path
     redis_url: str
-    servers: list[ServerProcess] = field(default_factory=list)
+    servers: Sequence[ServerClient] = field(default_factory=list)
     sampled: dict[int, float] = field(default_factory=dict)
     """The log-probability that each version gives every token, as far as it was asked for."""
 
@@ -88,6 +89,13 @@ class Deployment:
     def versions(self) -> list[int]:
         """What each server says that it serves."""
         return [server.status()["version"] for server in self.servers]
+
+
+@dataclass
+class Deployment(Fleet):
+    """All of it in this process."""
+
+    servers: list[ServerThread] = field(default_factory=list)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from gateway.app import create_app
 from gateway.settings.service import GatewaySettings
 from rollout_queue.redis import keys
+from rollout_queue.signals.access_log import AccessLog
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
@@ -112,7 +113,10 @@ class Backends:
             "failover_patience_s": 0.5,
             "poll_every_s": 0.05,
         }
-        with serving(create_app(GatewaySettings(**given | settings))) as url:
+        own = GatewaySettings(**given | settings)
+        app = create_app(own)
+        bounds = own.connections if "connections" in settings else None
+        with serving(AccessLog(app) if own.access_log else app, bounds=bounds) as url:
             yield url
 
     @contextmanager

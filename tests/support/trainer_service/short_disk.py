@@ -10,12 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rollout_queue import clock
 from rollout_queue.memory import MemoryStream
 from tests.support.trainer_service.harness import FakeGateway, Harness
+from tests.support.turned_clock import TurnedClock
 from trainer_service.settings import TrainerSettings
 
 SHORT = 16_384
 """The limit in bytes: less than the size of any shard or export, more than that of every other file."""
+ROUNDING_S = 1e-6
+"""More than the error of a difference of two times."""
 PAUSES = 3
 """How many tries fail before there is room again."""
 
@@ -34,11 +38,16 @@ def main(root: Path, model_path: Path) -> None:
     settings = settings.model_copy(
         update={"algorithm": settings.algorithm.model_copy(update={"min_live_rows": 2})}
     )
-    harness = Harness(root, settings, MemoryStream(), FakeGateway())
+    stopped = TurnedClock(stopped=True)
+    with clock.using(stopped):
+        fill(Harness(root, settings, MemoryStream(), FakeGateway()), stopped)
+
+
+def fill(harness: Harness, stopped: TurnedClock) -> None:
     harness.start()
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
-    room_comes_after(harness, PAUSES)
+    room_comes_after(harness, stopped, PAUSES)
     write = harness.checkpoints.write
 
     def write_and_fill_the_disk_again(*arguments: Any) -> str:
@@ -53,13 +62,13 @@ def main(root: Path, model_path: Path) -> None:
     report(harness, "the end")
 
 
-def room_comes_after(harness: Harness, pauses: int) -> None:
+def room_comes_after(harness: Harness, stopped: TurnedClock, pauses: int) -> None:
     """Make pauses take no time. Every `pauses`th pause prints a report and then makes room."""
     slept = 0
 
     def sleep(seconds: float) -> None:
         nonlocal slept
-        harness.clock.pass_by(seconds)
+        stopped.turn(seconds + ROUNDING_S)
         slept += 1
         if slept % pauses == 0:
             publication = harness.trainer.publisher.waits_for
@@ -67,7 +76,6 @@ def room_comes_after(harness: Harness, pauses: int) -> None:
             limit(resource.RLIM_INFINITY)
 
     harness.shared_state.sleep = sleep  # type: ignore[method-assign]
-    harness.clock.pass_by(0)
 
 
 def limit(size: int) -> None:

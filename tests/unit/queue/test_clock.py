@@ -15,7 +15,7 @@ HOUR_S = 3600.0
 async def test_a_sleep_ends_when_the_clock_is_turned_past_its_end() -> None:
     turned = TurnedClock()
     with clock.using(turned):
-        sleeping = asyncio.create_task(clock.sleep(HOUR_S))
+        sleeping = asyncio.create_task(clock.sleep(HOUR_S))  # until the clock is turned
     await asyncio.sleep(0)  # the task begins to sleep
     turned.turn(HOUR_S / 2)
     await asyncio.sleep(0.01)  # an early end would show by now
@@ -53,7 +53,7 @@ async def test_what_ends_in_time_meets_no_timeout() -> None:
 async def test_a_cancelled_sleep_leaves_no_timer() -> None:
     turned = TurnedClock()
     with clock.using(turned):
-        sleeping = asyncio.create_task(clock.sleep(HOUR_S))
+        sleeping = asyncio.create_task(clock.sleep(HOUR_S))  # until the clock is turned
     await asyncio.sleep(0)  # the task begins to sleep
     sleeping.cancel()
     await asyncio.wait([sleeping])
@@ -68,6 +68,19 @@ async def test_a_cancelled_timer_never_calls_back() -> None:
     turned.turn(HOUR_S)
     await asyncio.sleep(0.01)  # both would have been called by now
     assert called == ["kept"]
+
+
+async def test_no_time_passes_by_itself_on_a_stopped_clock() -> None:
+    turned = TurnedClock(stopped=True)
+    with clock.using(turned):
+        before = clock.now(), clock.monotonic()
+        sleeping = asyncio.create_task(clock.sleep(0.001))  # until the clock is turned
+        await asyncio.sleep(0.01)  # on the machine's clock it would have ended
+        assert not sleeping.done()
+        assert (clock.now(), clock.monotonic()) == before
+        turned.turn(0.001)
+        await sleeping
+        assert clock.monotonic() == before[1] + 0.001
 
 
 def test_threads_and_readings_follow_the_turned_clock() -> None:

@@ -1,7 +1,6 @@
 """Deletes, publishes and times the named weights of a client key."""
 
 import logging
-import time
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -14,6 +13,7 @@ from gateway.rest.tinker_api.records import KeptTerms
 from gateway.rest.tinker_api.weights import KeptWeights
 from gateway.rest.tinker_api.wire.bodies import TtlBody
 from gateway.sessions.identity import Caller
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 router = APIRouter(tags=["tinker"], prefix="/training_runs/{training_run_id}/checkpoints/{kind}/{name}")
@@ -39,7 +39,7 @@ async def set_checkpoint_ttl(
     path = await _path(door, caller, training_run_id, kind, name)
 
     def timed(weights: KeptWeights) -> KeptTerms:
-        age_s = time.time() - weights.kept.created_at
+        age_s = clock.now() - weights.kept.created_at
         ttl_s = None if body.ttl_seconds is None else age_s + body.ttl_seconds
         return msgspec.structs.replace(weights.terms, ttl_s=ttl_s)
 

@@ -20,6 +20,7 @@ from gateway.rest.tinker_api.door import door_of, now
 from gateway.rest.tinker_api.paths import PATH, WeightsPath, weights_path
 from gateway.rest.tinker_api.wire.bodies import Number
 from gateway.wiring.parts import parts_of
+from rollout_queue import clock
 from rollout_queue.commands.result import Exported, Kept
 from rollout_queue.http.files import LargeFile
 
@@ -44,7 +45,7 @@ class Download(LargeFile):
         if self._slots.locked():
             message = "this gateway sends as many files of exports as it may at once; try again"
             raise LimitReached(message, code="downloads_limit", retry_s=RETRY_S)
-        async with self._slots, asyncio.timeout(URLS_LAST_S):
+        async with self._slots, clock.timeout(URLS_LAST_S):
             await super().__call__(scope, receive, send)
 
 

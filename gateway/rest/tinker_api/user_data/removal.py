@@ -8,7 +8,6 @@ deleted goes with its weights and its samples, too.
 """
 
 import logging
-import time
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from redis.asyncio import Redis
 
 from gateway.rest.tinker_api.records import UNREADABLE, ClientModel, ClientSession
 from gateway.rest.tinker_api.weights import KeptWeightsStore
+from rollout_queue import clock
 from rollout_queue.contract.stream import StreamDeleter
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -62,14 +62,14 @@ class ClientRecordRemoval:
         and go on with the deletion of sessions."""
         deleting, ended = keys.CLIENT_SESSIONS_DELETING, keys.CLIENT_SESSIONS_ENDED
         for listed, age_s in ((deleting, OVERDUE_S), (ended, retention_s)):
-            until = time.time() - age_s
+            until = clock.now() - age_s
             found: Any = await stored(self._redis.zrangebyscore(listed, "-inf", until, start=0, num=AT_ONCE))
             for name in [each.decode() for each in found]:
                 try:
                     await (self._forget(name) if MODEL in name else self._remove(name, "forgotten"))
                 except UNREADABLE as error:
                     logger.warning("the records of %s cannot be read, and stay: %s", name, error)
-                    await stored(self._redis.zadd(listed, {name: time.time()}))
+                    await stored(self._redis.zadd(listed, {name: clock.now()}))
 
     async def delete_session(self, session_id: str) -> RemovedRecords:
         """Delete a session with all that it has made. From the first step on, no request finds it."""
@@ -94,7 +94,7 @@ class ClientRecordRemoval:
         removed, made = RemovedRecords(), keys.made_in(session_id)
         session, lists = keys.client_session(session_id), [keys.CLIENT_SESSIONS_LIVE]
         lists += [keys.CLIENT_SESSIONS_ENDED, keys.CLIENT_SESSIONS_DELETING]
-        closed = await stored(self._close([session, *lists], [session_id, how, time.time()]))
+        closed = await stored(self._close([session, *lists], [session_id, how, clock.now()]))
         said, packed = closed or (b"gone", None)
         record = None if packed is None else msgspec.json.decode(packed, type=ClientSession)
         while members := await stored(self._redis.srandmember(made, AT_ONCE)):
@@ -147,5 +147,5 @@ class ClientRecordRemoval:
         if gone:
             await stored(self._redis.zrem(keys.CLIENT_SESSIONS_ENDED, model_id))
         else:
-            await stored(self._redis.zadd(keys.CLIENT_SESSIONS_ENDED, {model_id: time.time()}))
+            await stored(self._redis.zadd(keys.CLIENT_SESSIONS_ENDED, {model_id: clock.now()}))
         return gone

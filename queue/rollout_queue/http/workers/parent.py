@@ -8,12 +8,12 @@ import asyncio
 import logging
 import signal
 import tempfile
-import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rollout_queue import clock
 from rollout_queue.http.workers.siblings import Siblings
 from rollout_queue.http.workers.worker import Worker, bound_sockets, unix_socket
 
@@ -84,7 +84,8 @@ class _Parent:
                 return
             pause_s = min(FIRST_PAUSE_S * 2**early, LONGEST_PAUSE_S)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._leaving.wait(), pause_s)
+                async with clock.timeout(pause_s):
+                    await self._leaving.wait()
 
     async def _run(self, number: int) -> int:
         """Run the worker once. Returns its exit status."""
@@ -110,21 +111,21 @@ class _Parent:
         """When the worker began to listen, or last answered; None while it starts."""
         try:
             while not self._leaving.is_set():
-                await asyncio.sleep(PROBE_EVERY_S)
+                await clock.sleep(PROBE_EVERY_S)
                 if not unix_socket(self._folder, number).exists():
                     continue  # it starts
-                heard_at = heard_at or time.monotonic()
+                heard_at = heard_at or clock.monotonic()
                 if await siblings.ask("/live"):
-                    heard_at = time.monotonic()
+                    heard_at = clock.monotonic()
                     self._answered.add(number)
                     if number in self._missed:
                         self._missed.discard(number)
                         _send(process, signal.SIGHUP)
-                elif time.monotonic() - heard_at > SILENT_S:
+                elif clock.monotonic() - heard_at > SILENT_S:
                     logger.error("worker %d has not answered for %.0f s and is killed", number, SILENT_S)
                     _send(process, signal.SIGKILL)
                     return
-            await asyncio.sleep(self._stop_within_s)
+            await clock.sleep(self._stop_within_s)
             logger.error("worker %d did not stop within %.0f s and is killed", number, self._stop_within_s)
             _send(process, signal.SIGKILL)
         finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from rollout_queue import clock
 from rollout_queue.http.workers.worker import unix_socket
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Siblings:
 
     async def _ask(self, number: int, path: str, question: bytes) -> bytes | None:
         try:
-            async with asyncio.timeout(ASK_S):
+            async with clock.timeout(ASK_S):
                 answer = await self._clients[number].post(path, content=question, timeout=ASK_S)
         except (httpx.TransportError, TimeoutError) as error:
             logger.warning("worker %d did not answer %s: %r", number, path, error)

@@ -1,6 +1,5 @@
 """The trainer's end of the command log on Redis."""
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
@@ -8,6 +7,7 @@ from redis import Redis
 from redis.commands.core import Script
 from redis.exceptions import ResponseError
 
+from rollout_queue import clock
 from rollout_queue.commands.codec import decode_command, encode
 from rollout_queue.commands.command import (
     SHARED,
@@ -64,7 +64,7 @@ class RedisCommandReader:
         named += [keys.RESULTS_UNREAD, keys.COMMANDS_HELD, keys.kept(command.model_id)]
         named += [keys.DROPPED, keys.DROPPED_ADAPTERS, keys.kept_terms(command.model_id), keys.KEPT_EXPIRES]
         ttl_ms = int(UNREAD_TTL_S * 1000)
-        expires_at_ms = int(time.time() * 1000) + ttl_ms
+        expires_at_ms = int(clock.now() * 1000) + ttl_ms
         of = command.command if isinstance(command.command, NAMED) else None
         packed = encode(Answer(result, of))
         arguments: list[str | bytes | float] = [request, command.number, packed, ttl_ms, expires_at_ms]
@@ -139,7 +139,7 @@ def _kept(command: LoggedCommand, result: Result) -> tuple[str, bytes]:
         name = f"external_weights/{made.name}"
     else:
         return "", b""
-    return name, encode(Kept(result, command.number, time.time(), command.position))
+    return name, encode(Kept(result, command.number, clock.now(), command.position))
 
 
 def _split(member: bytes) -> tuple[str, str]:

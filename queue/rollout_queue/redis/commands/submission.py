@@ -1,11 +1,11 @@
 """The gateway's end of the command log: takes commands in any order, and reads their results."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from redis.asyncio import Redis
 
+from rollout_queue import clock
 from rollout_queue.commands.codec import decode_answer, decode_kept, encode
 from rollout_queue.commands.command import Command, ForwardBackward, request_id
 from rollout_queue.commands.result import Answer, Kept
@@ -64,7 +64,7 @@ class CommandSubmissions:
         client session that is gone."""
         named = [keys.model(model_id), keys.models_of(owner)]
         named += [] if session_id is None else [keys.client_session(session_id)]
-        found: bytes | int | None = await stored(self._open(named, [model_id, spec, time.time()]))
+        found: bytes | int | None = await stored(self._open(named, [model_id, spec, clock.now()]))
         return Gone() if isinstance(found, int) else found
 
     async def spec(self, model_id: str) -> bytes | None:
@@ -75,7 +75,7 @@ class CommandSubmissions:
     async def submit(self, model_id: str, number: int, digest: str, command: Command) -> Submitted:
         """Store a command. Commands of a model are carried out in the order of their numbers, from 0 on."""
         named = [keys.model(model_id), keys.COMMANDS, keys.COMMANDS_HELD, keys.RESULTS_UNREAD]
-        now_ms = int(time.time() * 1000)
+        now_ms = int(clock.now() * 1000)
         arguments: list[str | bytes | int] = [model_id, number, digest, encode(command)]
         arguments += [self._most_bytes(), MOST_EARLY, now_ms, int(isinstance(command, ForwardBackward))]
         arguments.append(str(command.__struct_config__.tag))

@@ -1,7 +1,6 @@
 """Estimates the time by Redis' clock, so that Redis stores nothing for a script that it runs too late."""
 
-import time
-
+from rollout_queue import clock
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.connection.writer_connection import WriterConnection
 
@@ -20,7 +19,7 @@ class RedisClock:
 
     async def deadline_ms(self, within_s: float) -> int:
         """The moment `within_s` from now, in milliseconds by Redis' clock. Raises StorageUnavailable."""
-        began = time.monotonic()
+        began = clock.monotonic()
         if began - self._read_at > READ_EVERY_S:
             await self.read()
         return int((began + within_s + self._ahead_s) * 1000)
@@ -29,5 +28,5 @@ class RedisClock:
         """Read the clock now. Raises StorageUnavailable."""
         seconds, microseconds = await stored(self._connection.command("TIME"))
         # Redis read its clock before this moment, so an answer that took long makes the estimate too low.
-        self._read_at = time.monotonic()
+        self._read_at = clock.monotonic()
         self._ahead_s = int(seconds) + int(microseconds) / 1e6 - self._read_at

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from rollout_queue import clock
+
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -30,7 +32,7 @@ class Holder(msgspec.Struct, frozen=True):
     def here(cls) -> "Holder":
         """This process."""
         pid = os.getpid()
-        since = datetime.now(UTC).timestamp()
+        since = clock.now()
         return cls(secrets.token_hex(16), socket.gethostname(), pid, _born(pid) or "", _place(), since)
 
     @property

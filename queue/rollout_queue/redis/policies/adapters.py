@@ -1,12 +1,12 @@
 """The adapters that are policies of their own, in Redis."""
 
-import time
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 from redis.asyncio import Redis
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.adapter import PublishedAdapter
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -39,7 +39,7 @@ class AdapterRegister:
 
     async def add(self, adapter: PublishedAdapter, most: int) -> Added:
         """Add an adapter, unless its name has had this version or a later one, or there are `most`."""
-        now_ms = int(time.time() * 1000)
+        now_ms = int(clock.now() * 1000)
         packed = msgspec.json.encode(adapter)
         arguments: list[str | bytes | int] = [adapter.field, packed, adapter.name, adapter.version]
         arguments += [most, now_ms, int(adapter.passing)]
@@ -50,5 +50,5 @@ class AdapterRegister:
 
     async def remove(self, adapter: PublishedAdapter) -> bool:
         """Remove an adapter. Returns whether it was there."""
-        arguments: list[str | int] = [adapter.field, int(time.time() * 1000)]
+        arguments: list[str | int] = [adapter.field, int(clock.now() * 1000)]
         return bool(await stored(self._remove([keys.ADAPTERS, keys.ADAPTERS_REVISION], arguments)))

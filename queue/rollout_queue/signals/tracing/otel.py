@@ -8,6 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextvars import copy_context
 from itertools import islice
 from random import random
 from typing import Final
@@ -22,6 +23,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from rollout_queue import clock
 from rollout_queue.signals.tracing.counts import SpanCounts
 from rollout_queue.signals.tracing.settings import OtelSettings
 from rollout_queue.signals.tracing.spans import MOST_CHARACTERS, MOST_LINKS, TRACEPARENT, Attributes, Kind
@@ -116,7 +118,9 @@ class SpanQueue(SpanProcessor):
         self._waiting: deque[ReadableSpan] = deque()
         self._wake, self._closed = threading.Event(), False
         self._failing = False
-        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._run,), name="traces", daemon=True
+        )
         self._thread.start()
 
     def on_end(self, span: ReadableSpan) -> None:
@@ -140,7 +144,7 @@ class SpanQueue(SpanProcessor):
 
     def _run(self) -> None:
         while not self._closed:
-            self._wake.wait(self._every_s)
+            clock.wait(self._wake, self._every_s)
             self._wake.clear()
             while self._waiting:
                 self._export()

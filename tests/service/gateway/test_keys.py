@@ -1,0 +1,338 @@
+"""API keys by name: operators make, rotate, limit and revoke them over REST, or write them into a file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.keys.api_keys import ApiKeys, configured_keys
+from gateway.keys.key_file import WrongKeyFile, keys_of_file
+from gateway.settings.service import GatewaySettings
+from rollout_queue.contract.ids import new_id
+from rollout_queue.http.keys import digest
+from rollout_queue.redis import keys
+from tests.support.gateway.polls import polled
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.waiting import wait_until
+
+
+def admin(gateway: RunningGateway, method: str, path: str, body: Any = None) -> Any:
+    return gateway.call(method, f"/admin{path}", body, key=ADMIN_KEY)
+
+
+def made(gateway: RunningGateway, name: str, **more: Any) -> str:
+    reply = admin(gateway, "POST", "/keys", {"name": name, **more})
+    assert reply.status_code == 201, reply.text
+    return str(reply.json()["api_key"])
+
+
+def listed(gateway: RunningGateway, name: str) -> dict[str, Any]:
+    (found,) = [each for each in admin(gateway, "GET", "/keys").json()["data"] if each["name"] == name]
+    return dict(found)
+
+
+def refusal(reply: Any) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["code"]
+
+
+@pytest.fixture
+def team() -> str:
+    """A name of its own for each test, since the gateway remembers what a key has used."""
+    return f"team-{new_id()}"
+
+
+@pytest.fixture
+def other(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
+    """Another gateway on the same Redis."""
+    with backends.gateway() as running:
+        wait_until(lambda: running.get("/ready").status_code == 200)
+        yield running
+
+
+# Making
+
+
+def test_a_new_key_opens_the_side_of_the_clients(
+    gateway: RunningGateway, other: RunningGateway, team: str
+) -> None:
+    secret = made(gateway, team)
+    for each in (gateway, other):
+        polled(each.redis)
+        assert each.chat(key=secret).status_code == 200
+        assert each.get("/admin/keys", key=secret).status_code == 403
+
+
+def test_no_reply_but_the_first_has_the_secret_and_redis_has_none(gateway: RunningGateway, team: str) -> None:
+    secret = made(gateway, team)
+    gateway.chat(key=secret)
+    polled(gateway.redis)
+    assert secret not in admin(gateway, "GET", "/keys").text
+    assert secret not in admin(gateway, "GET", "/actions").text
+    found: Any = gateway.redis.hgetall(keys.KEYS)
+    assert secret.encode() not in found[team.encode()]
+
+
+def test_a_name_is_used_once(gateway: RunningGateway, team: str) -> None:
+    made(gateway, team)
+    assert refusal(admin(gateway, "POST", "/keys", {"name": team})) == (409, "key_exists")
+    assert admin(gateway, "DELETE", f"/keys/{team}").json()["revoked_at"]
+    assert refusal(admin(gateway, "POST", "/keys", {"name": team})) == (409, "key_exists")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "name"),
+        ({"name": ""}, "name"),
+        ({"name": "two words"}, "name"),
+        ({"name": "a" * 64}, "name"),
+        ({"name": "team-b", "role": "owner"}, "role"),
+        ({"name": "team-b", "token_budget": 0}, "token_budget"),
+        ({"name": "team-b", "budget": 1}, "budget"),
+    ],
+)
+def test_a_wrong_body_is_a_400(gateway: RunningGateway, body: dict[str, Any], param: str) -> None:
+    reply = admin(gateway, "POST", "/keys", body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_an_open_gateway_makes_no_key_that_would_shut_its_operators_out(
+    backends: Backends, team: str
+) -> None:
+    backends.clear(None)
+    with backends.gateway(client_keys=[], admin_keys=[]) as gateway:
+        assert refusal(gateway.post("/admin/keys", {"name": team}, key=None)) == (409, "no_admin_key")
+
+
+# Rotating
+
+
+def test_sessions_stay_with_their_key_when_its_secret_changes(gateway: RunningGateway, team: str) -> None:
+    first = made(gateway, team)
+    session = gateway.post("/sessions", key=first).json()
+    reply = admin(gateway, "POST", f"/keys/{team}/rotate", {"keep_s": 0})
+    second = reply.json()["api_key"]
+    path = f"/sessions/{session['session_id']}"
+    assert gateway.get(path, key=second).status_code == 200
+    assert gateway.get(path, key=first).status_code == 401
+    assert gateway.chat(key=session["api_key"]).status_code == 200
+    assert gateway.post(f"{path}/reward", {"value": 1}, key=second).status_code == 200
+
+
+def test_the_earlier_secret_is_accepted_for_a_while(gateway: RunningGateway, team: str) -> None:
+    first = made(gateway, team)
+    second = admin(gateway, "POST", f"/keys/{team}/rotate", {"keep_s": 1}).json()["api_key"]
+    assert [each["expires_at"] is None for each in listed(gateway, team)["secrets"]] == [False, True]
+    wait_until(lambda: gateway.get("/sessions", key=first).status_code == 401)
+    assert gateway.get("/sessions", key=second).status_code == 200
+
+
+def test_a_key_has_a_bounded_number_of_secrets(gateway: RunningGateway, team: str) -> None:
+    made(gateway, team)
+    for _ in range(8):
+        reply = admin(gateway, "POST", f"/keys/{team}/rotate", {})
+    assert refusal(reply) == (409, "too_many_secrets")
+    assert admin(gateway, "POST", f"/keys/{team}/rotate", {"keep_s": 0}).status_code == 200
+    assert len(listed(gateway, team)["secrets"]) == 1
+
+
+# Revoking
+
+
+def test_a_revoked_key_and_the_keys_of_its_sessions_are_refused(
+    gateway: RunningGateway, other: RunningGateway, team: str
+) -> None:
+    secret = made(gateway, team)
+    session = gateway.post("/sessions", key=secret).json()
+    assert admin(gateway, "DELETE", f"/keys/{team}").status_code == 200
+    for each in (gateway, other):
+        wait_until(lambda each=each: each.chat(key=secret).status_code == 401)  # type: ignore[misc]
+        assert each.chat(key=session["api_key"]).status_code == 401
+    assert gateway.get(f"/sessions/{session['session_id']}", key=ADMIN_KEY).status_code == 200
+    assert admin(gateway, "DELETE", f"/keys/{team}").status_code == 200, "it may be repeated"
+    assert refusal(admin(gateway, "POST", f"/keys/{team}/rotate", {})) == (409, "key_revoked")
+
+
+def test_only_keys_that_were_made_over_rest_are_changed_over_rest(gateway: RunningGateway) -> None:
+    plain = f"key-{digest(CLIENT_KEY)[:8]}"
+    assert listed(gateway, plain)["source"] == "settings"
+    assert refusal(admin(gateway, "DELETE", f"/keys/{plain}")) == (409, "key_configured")
+    assert admin(gateway, "DELETE", "/keys/nobody").status_code == 404
+
+
+# Limits
+
+
+@pytest.fixture
+def own(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
+    """A gateway for one test. It would run scripts for a minute, and other tests count scripts."""
+    with backends.gateway() as running:
+        wait_until(lambda: running.get("/ready").status_code == 200)
+        yield running
+
+
+def test_a_key_has_rates_of_its_own_and_hears_what_is_left(own: RunningGateway, team: str) -> None:
+    secret = made(own, team, requests_per_minute=2)
+    headers = [own.chat(key=secret).headers for _ in range(2)]
+    assert [each["x-ratelimit-remaining-requests"] for each in headers] == ["1", "0"]
+    assert headers[0]["x-ratelimit-limit-requests"] == "2"
+    assert 0 < int(headers[1]["x-ratelimit-reset-requests"].removesuffix("ms")) <= 60_000
+    reply = own.chat(key=secret)
+    assert refusal(reply) == (429, "rate_limited")
+    assert reply.headers["x-ratelimit-remaining-requests"] == "0"
+    others = own.chat()
+    assert others.status_code == 200
+    assert not any(name.startswith("x-ratelimit") for name in others.headers)
+
+
+def test_limits_of_a_key_are_changed(own: RunningGateway, team: str) -> None:
+    secret = made(own, team, requests_per_minute=1)
+    assert own.chat(key=secret).status_code == 200
+    assert own.chat(key=secret).status_code == 429
+    changed = admin(own, "PUT", f"/keys/{team}/limits", {"requests_per_minute": 100}).json()
+    assert changed["requests_per_minute"] == 100
+    wait_until(lambda: own.chat(key=secret).status_code == 200)  # not after a minute, as before
+
+
+def test_a_used_up_budget_refuses_calls_at_every_gateway(
+    gateway: RunningGateway, other: RunningGateway, team: str
+) -> None:
+    secret = made(gateway, team, token_budget=10)
+    polled(other.redis)
+    reply = gateway.chat(key=secret)
+    assert reply.headers["x-weir-token-budget-remaining"] == "10"
+    used = reply.json()["usage"]["total_tokens"]
+    assert used >= 10
+    for each in (gateway, other):
+        wait_until(lambda each=each: each.chat(key=secret).status_code == 429)  # type: ignore[misc]
+    reply = gateway.chat(key=secret)
+    assert refusal(reply) == (429, "insufficient_quota")
+    assert (reply.headers["x-should-retry"], "retry-after" in reply.headers) == ("false", False)
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=secret)
+    calls = len(gateway.engine.requests)
+    with pytest.raises(openai.RateLimitError):  # at once: the client makes no second attempt
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    assert len(gateway.engine.requests) == calls
+    assert admin(gateway, "PUT", f"/keys/{team}/limits", {"token_budget": 10**6}).status_code == 200
+    assert gateway.chat(key=secret).status_code == 200
+
+
+def test_the_list_says_what_a_key_used_and_when(gateway: RunningGateway, team: str) -> None:
+    secret = made(gateway, team)
+    assert (listed(gateway, team)["last_used_at"], listed(gateway, team)["tokens_used"]) == (None, 0)
+    used = gateway.chat(key=secret).json()["usage"]["total_tokens"]
+    session = gateway.post("/sessions", key=secret).json()
+    used += gateway.chat(key=session["api_key"]).json()["usage"]["total_tokens"]
+    wait_until(lambda: listed(gateway, team)["tokens_used"] == used)
+    assert listed(gateway, team)["last_used_at"] >= listed(gateway, team)["created_at"]
+
+
+# The log of admin actions
+
+
+def test_each_change_by_an_admin_is_logged(gateway: RunningGateway, team: str) -> None:
+    made(gateway, team)
+    name = f"key-{digest(ADMIN_KEY)[:8]}"
+    session = gateway.session()
+    reply = gateway.call("DELETE", f"/sessions/{session['session_id']}", key=ADMIN_KEY)
+    admin(gateway, "GET", "/status")
+    admin(gateway, "POST", "/keys/nobody/rotate", {})
+    found = admin(gateway, "GET", "/actions").json()["data"]
+    assert [(each["method"], each["path"], each["status"]) for each in found] == [
+        ("POST", "/admin/keys/nobody/rotate", 404),
+        ("DELETE", f"/sessions/{session['session_id']}", 200),
+        ("POST", "/admin/keys", 201),
+    ]
+    assert {each["key"] for each in found} == {name}
+    assert found[1]["request_id"] == reply.headers["x-request-id"]
+    (older,) = admin(gateway, "GET", f"/actions?limit=1&before={found[1]['id']}").json()["data"]
+    assert older == found[2]
+
+
+def test_the_log_does_not_name_a_deleted_user(gateway: RunningGateway) -> None:
+    admin(gateway, "DELETE", "/users/ann/data")
+    (found,) = admin(gateway, "GET", "/actions").json()["data"]
+    assert found["path"] == f"/admin/users/sha256:{digest('ann')}/data"
+
+
+# The file
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+FILE = """
+keys:
+  - name: team-a
+    secrets: [first-secret, second-secret]
+    requests_per_minute: 5
+  - name: operator
+    role: admin
+    secrets_sha256: [{sha}]
+"""
+
+
+def test_a_file_has_keys_with_several_secrets(backends: Backends, tmp_path: Path) -> None:
+    file = write(tmp_path / "keys.yaml", FILE.format(sha=digest("admin-secret")))
+    backends.clear(None)
+    with backends.gateway(client_keys=[], admin_keys=[], keys_file=file) as gateway:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        session = gateway.post("/sessions", key="first-secret").json()
+        path = f"/sessions/{session['session_id']}"
+        assert gateway.get(path, key="second-secret").status_code == 200
+        assert gateway.get(path, key="admin-secret").status_code == 200
+        assert gateway.get("/admin/keys", key="admin-secret").status_code == 200
+        assert gateway.get(path, key="third-secret").status_code == 401
+        assert gateway.chat(key="first-secret").headers["x-ratelimit-limit-requests"] == "5"
+
+
+def test_a_key_that_gets_a_name_keeps_the_sessions_of_its_secret(
+    gateway: RunningGateway, backends: Backends, tmp_path: Path
+) -> None:
+    path = f"/sessions/{gateway.session()['session_id']}"
+    file = write(tmp_path / "keys.yaml", f"keys: [{{name: team-a, secrets: [{CLIENT_KEY}]}}]")
+    with backends.gateway(client_keys=[], keys_file=file) as named:
+        assert named.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("keys: [{name: a}]", "has no secret"),
+        ("keys: [{name: 'a b', secrets: [hunter2]}]", "name"),
+        ("keys: [{name: a, secrets: [hunter2]}, {name: a, secrets: [hunter3]}]", "several"),
+        ("keys: [{name: a, secrets: [hunter2], rate: 1}]", "rate"),
+        ("keys: [{name: a, secrets: [hunter2]", "no YAML"),
+        ("keys: [{name: a, secrets_sha256: [hunter2]}]", "SHA-256"),
+        ("keys: [{name: a, secrets: ['']}]", "empty"),
+    ],
+)
+def test_a_wrong_file_is_refused_without_its_secrets(tmp_path: Path, text: str, said: str) -> None:
+    file = write(tmp_path / "keys.yaml", text)
+    with pytest.raises(WrongKeyFile, match=said) as raised:
+        keys_of_file(file)
+    assert str(file) in str(raised.value)
+    assert "hunter" not in str(raised.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WrongKeyFile, match="cannot be read"):
+        keys_of_file(tmp_path / "none.yaml")
+
+
+def test_wrong_keys_change_nothing_when_they_are_read_again(tmp_path: Path, tiny_model: Path) -> None:
+    file = write(tmp_path / "keys.yaml", "keys: [{name: a, secrets: [first-secret]}]")
+    settings = GatewaySettings(model_path=tiny_model, keys_file=file)
+    accepted = ApiKeys(configured_keys(settings))
+    for text in ("keys: [", "keys: []"):
+        write(file, text)
+        accepted.reload(lambda: configured_keys(settings))
+        assert accepted.find(digest("first-secret")) is not None
+    write(file, "keys: [{name: a, secrets: [second-secret]}]")
+    accepted.reload(lambda: configured_keys(settings))
+    assert accepted.find(digest("first-secret")) is None
+    assert accepted.find(digest("second-secret")) is not None

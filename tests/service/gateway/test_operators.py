@@ -1,0 +1,249 @@
+"""What operators reach and see over the gateway: the trainer, probes, default keys, an emptied Redis."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
+
+from rollout_queue.http.keys import Keyring
+from rollout_queue.redis import keys
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.serving import free_port
+from tests.support.waiting import wait_until
+from trainer_service.app import HttpThread, create_app
+from trainer_service.groups.task_rates import TaskRate
+from trainer_service.status.shared_state import NotRestorable, SharedState, StatusSnapshot
+from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.storage.run_state import LedgerStep
+from weir.__main__ import app
+
+Weir = Callable[[str], tuple[int, str]]
+SERVER_KEY, TRAINER_KEY = "of-rollout-servers", "of-the-trainer"
+ROWS = [
+    LedgerStep(step=n, version=n, durable=True, turns=[f"t{n}"], sessions=["s"], tokens=n) for n in (1, 2, 3)
+]
+
+
+@pytest.fixture
+def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[SharedState]:
+    """A trainer's REST API at an address that only the trainer's report names."""
+    state, port = SharedState(), free_port()
+    state.snapshot = StatusSnapshot(step=3, version=3, url=f"http://127.0.0.1:{port}")
+    store = PolicyStore(tmp_path / "policies", tmp_path, keep=4)
+    api = create_app(
+        state,
+        lambda since, limit: [row for row in ROWS if row.step > since][:limit],
+        store,
+        Keyring([CLIENT_KEY], [ADMIN_KEY, TRAINER_KEY], SERVER_KEY),
+        CollectorRegistry(),
+    )
+    reported: Any = state.snapshot.report().fields()
+    with HttpThread(api, "127.0.0.1", port):
+        gateway.redis.hset(keys.TRAINER, mapping=reported)
+        wait_until(lambda: is_live(f"http://127.0.0.1:{port}"))
+        yield state
+
+
+def is_live(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/live", timeout=120).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_an_operator_pauses_and_resumes_the_trainer_over_the_gateway(
+    gateway: RunningGateway, trainer: SharedState
+) -> None:
+    assert gateway.post("/admin/trainer/pause").status_code == 403
+    assert not trainer.paused
+    assert gateway.post("/admin/trainer/pause", key=ADMIN_KEY).json() == {"paused": True}
+    assert trainer.paused
+    assert gateway.post("/admin/trainer/resume", key=ADMIN_KEY).json() == {"paused": False}
+    assert not trainer.paused
+
+
+@pytest.mark.parametrize("service_keys", [{}, {"trainer_key": TRAINER_KEY}])
+def test_the_gateway_does_not_ask_the_trainer_with_the_key_of_rollout_servers(
+    backends: Backends, gateway: RunningGateway, trainer: SharedState, service_keys: dict[str, str]
+) -> None:
+    """At the trainer, that key opens the files of versions, and no more. The trainer's own opens all, as
+    an admin key does."""
+    assert gateway.post("/admin/trainer/resume", key=ADMIN_KEY).status_code == 200
+    with backends.gateway(rollout_server_key=SERVER_KEY, **service_keys) as keyed:
+        reply = keyed.post("/admin/trainer/pause", key=ADMIN_KEY)
+        assert (reply.status_code, reply.json()) == (200, {"paused": True})
+        assert trainer.paused
+
+
+def test_an_operator_asks_for_a_checkpoint_over_the_gateway(
+    gateway: RunningGateway, trainer: SharedState
+) -> None:
+    asked = trainer.request_checkpoint  # the trainer's main thread is played here
+
+    def saved_at_once() -> object:
+        request = asked()
+        trainer.answer_checkpoint_requests(lambda: None)
+        return request
+
+    vars(trainer)["request_checkpoint"] = saved_at_once
+    reply = gateway.post("/admin/trainer/checkpoint", key=ADMIN_KEY)
+    assert (reply.status_code, reply.json()) == (200, {"step": 3, "version": 3})
+
+
+def test_an_operator_sets_the_training_back_over_the_gateway(
+    gateway: RunningGateway, trainer: SharedState
+) -> None:
+    ask = trainer.request_rollback  # the trainer's main thread is played here
+
+    def roll_back(version: int) -> None:
+        if version != 2:
+            raise NotRestorable("no checkpoint has that version")
+
+    def answered_at_once(version: int) -> object:
+        request = ask(version)
+        trainer.answer_rollback_requests(roll_back)
+        return request
+
+    vars(trainer)["request_rollback"] = answered_at_once
+    assert gateway.post("/admin/trainer/rollback", {"version": 2}).status_code == 403
+    done = gateway.post("/admin/trainer/rollback", {"version": 2}, key=ADMIN_KEY)
+    assert (done.status_code, done.json()) == (200, {"version": 3, "restored": 2, "step": 3})
+    refused = gateway.post("/admin/trainer/rollback", {"version": 7}, key=ADMIN_KEY)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (404, "version")
+    assert gateway.post("/admin/trainer/rollback", {"version": "2"}, key=ADMIN_KEY).status_code == 400
+    listed = gateway.get("/admin/trainer/rollback", key=ADMIN_KEY).json()
+    assert listed == {"versions": [], "recoveries": [], "lr_scale": 1.0}
+
+
+@pytest.mark.usefixtures("trainer")
+def test_an_operator_reads_the_trainers_status_and_ledger_over_the_gateway(gateway: RunningGateway) -> None:
+    status = gateway.get("/admin/trainer/status", key=ADMIN_KEY).json()
+    assert (status["state"], status["step"], status["version"]) == ("waiting", 3, 3)
+    page = gateway.get("/admin/trainer/ledger?since=1&limit=1", key=ADMIN_KEY).json()
+    assert ([row["step"] for row in page["data"]], page["next_cursor"]) == ([2], "2")
+    refused = gateway.get("/admin/trainer/ledger?since=-1", key=ADMIN_KEY)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "since")
+
+
+def test_the_weights_of_tasks_are_read_over_the_gateway(
+    gateway: RunningGateway, trainer: SharedState
+) -> None:
+    trainer.tasks = [TaskRate(name, passed=2.0, rollouts=2.0) for name in ("c", "a+b", "a+a")]
+    assert gateway.get("/admin/trainer/tasks").status_code == 403
+    page = gateway.get("/admin/trainer/tasks?limit=2", key=ADMIN_KEY).json()
+    assert ([row["task_id"] for row in page["data"]], page["next_cursor"]) == (["a+a", "a+b"], "a+b")
+    rest = gateway.get("/admin/trainer/tasks?cursor=a%2Bb", key=ADMIN_KEY).json()
+    assert rest == {"data": [{"task_id": "c", "pass_rate": 0.75, "weight": 0.75}], "next_cursor": None}
+
+
+def test_a_trainer_that_cannot_be_reached_is_said(gateway: RunningGateway) -> None:
+    def said() -> str:
+        reply = gateway.post("/admin/trainer/pause", key=ADMIN_KEY)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (503, "trainer_unavailable")
+        assert "retry-after" in reply.headers
+        return str(reply.json()["error"]["message"])
+
+    assert said() == "no trainer has reported yet"
+    gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time()})
+    assert "has not reported its URL" in said()
+    url = f"http://127.0.0.1:{free_port()}"
+    gateway.redis.hset(keys.TRAINER, mapping={"url": url})
+    assert f"the trainer at {url} does not answer" in said()
+    gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time() - 1000})
+    assert "has been silent for 1000 s" in said()
+
+
+@pytest.mark.parametrize("path", ["/live", "/ready", "/metrics"])
+def test_probes_answer_head(gateway: RunningGateway, path: str) -> None:
+    reply = gateway.call("HEAD", path, key=None)
+    assert (reply.status_code, reply.content) == (200, b"")
+
+
+@pytest.mark.usefixtures("trainer")
+def test_the_trainers_probes_answer_head(gateway: RunningGateway) -> None:
+    url = gateway.redis.hget(keys.TRAINER, "url").decode()  # type: ignore[union-attr]
+    assert httpx.head(f"{url}/live").status_code == 200
+    assert httpx.head(f"{url}/ready").status_code == 503
+
+
+def test_the_default_keys_are_a_warning(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway(client_keys=["dev-client-key"], admin_keys=["dev-admin-key"]) as gateway:
+        warnings = gateway.get("/admin/status", key="dev-admin-key").json()["warnings"]
+    assert (
+        "everybody knows the keys dev-client-key, dev-admin-key: set WEIR_CLIENT_KEYS and WEIR_ADMIN_KEYS"
+        in warnings
+    )
+
+
+def test_a_redis_that_came_back_empty_is_a_warning(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway() as gateway:
+        assert not lost(gateway)
+        backends.redis.flushdb()
+        assert "Redis has lost its data since this gateway started" in lost(gateway)
+    with backends.gateway() as gateway:  # one that starts on the empty Redis
+        assert not lost(gateway)
+        last_seen = time.time()
+        gateway.redis.hset(
+            keys.TRAINER,
+            mapping={"step": 151, "version": 151, "last_seen": last_seen, "rollouts_owed": 4},
+        )
+        assert not lost(gateway), "the first checkpoint is still to come"
+        gateway.redis.hset(keys.TRAINER, mapping={"rollouts_owed": 0})
+        assert "at step 151, but Redis knows of no session that ever ended" in lost(gateway)
+        gateway.redis.hincrby(keys.VERDICTS, "session:trained")
+        assert not lost(gateway)
+
+
+@pytest.fixture
+def weir(
+    gateway: RunningGateway, backends: Backends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Weir:
+    """Runs a command of the command line as in a container: only the services' own variables are set."""
+    monkeypatch.chdir(tmp_path)
+    variables = {
+        "WEIR_REDIS_URL": backends.redis_url,
+        "WEIR_GATEWAY_URL": gateway.url,
+        "WEIR_ADMIN_KEYS": ADMIN_KEY,
+        "COLUMNS": "240",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def run(command: str) -> tuple[int, str]:
+        ended = CliRunner().invoke(app, [command])
+        return ended.exit_code, ended.output
+
+    return run
+
+
+def test_weir_status_shows_services_that_it_has_not_started(
+    gateway: RunningGateway, trainer: SharedState, weir: Weir
+) -> None:
+    code, said = weir("status")
+    assert code == 0, said
+    assert all(name in said for name in ("redis", "gateway", "engine-0", "trainer_service")), said
+    assert f"{trainer.snapshot.url}" in said
+    gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time() - 1000})
+    code, said = weir("status")
+    assert (code, "down" in said) == (1, True)
+
+
+def test_weir_audit_reads_the_redis_and_the_trainer_of_the_services(trainer: SharedState, weir: Weir) -> None:
+    trainer.ready = True
+    code, said = weir("audit")
+    assert "ledger: 3 durable steps, 3 turns, 6 tokens" in said
+    assert code == 1
+    assert "Redis has no trace of the steps 1 to 3" in said
+    assert "found 1 unexplained; each was found in 3 readings" in said
+
+
+def lost(gateway: RunningGateway) -> str:
+    warnings = gateway.get("/admin/status", key=ADMIN_KEY).json()["warnings"]
+    return " ".join(warning for warning in warnings if "lost its data" in warning)

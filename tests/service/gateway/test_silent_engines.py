@@ -1,0 +1,323 @@
+"""Engines that hang, or that a partition cuts off: their answers move to another engine within seconds."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+from tokenizers import Tokenizer
+
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.gated_engine import let_on
+from tests.support.gateway.links import Link, link
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.serving import serving
+from tests.support.waiting import wait_until
+
+TOKENS, PACE_S = 150, 0.02
+STATUS_TIMEOUT_S, MOVED_WITHIN_S = 60.0, 60.0
+"""The rule moves an answer after 3 s and a poll. The fleet's own judgment takes two timeouts of a status."""
+LONGER_THAN_SILENCE_S = 5.0
+SCHEDULER_SILENCE_S = 3.0
+POLL_AND_REPLY_S = 60.0
+"""Time enough for the gateway's polls and its reply on a busy machine."""
+
+
+class PacedEngine(FakeEngine):
+    """Gives every call the same long answer. Its scheduler may hang: then the engine sends no tokens and
+    answers no `/server_info`, but still answers other requests."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, mind=[10 + n % 50 for n in range(TOKENS)], pace_s=PACE_S)
+        self.hangs = False
+        self._app = self.app()
+        self._app.router.routes.append(Route("/server_info", self._server_info))
+
+    async def _server_info(self, _: Request) -> Response:
+        return JSONResponse({"internal_states": []})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_when_it_works(message: Message) -> None:
+            while self.hangs:  # noqa: ASYNC110 - the test that ends it runs in another thread
+                await asyncio.sleep(0.005)  # until the scheduler works again
+            await send(message)
+
+        by_scheduler = scope.get("path") in ("/generate", "/server_info")
+        await self._app(scope, receive, send_when_it_works if by_scheduler else send)
+
+
+@dataclass
+class Reached:
+    """An engine, and the link over which gateways reach it. While the link is cut, the engine is as one whose
+    process hangs: the kernel still accepts connections and bytes for it."""
+
+    engine: PacedEngine
+    link: Link
+
+    @property
+    def url(self) -> str:
+        return self.link.url
+
+
+@dataclass
+class Stream:
+    """One streamed answer: its token ids, and the longest time between two events."""
+
+    gateway: RunningGateway
+    session_id: str
+    ids: list[int] = field(default_factory=list)
+    events: int = 0
+    longest_gap_s: float = 0.0
+    failure: Any = None
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "return_token_ids": True}
+        headers = {"authorization": f"Bearer {CLIENT_KEY}", "x-session-id": self.session_id}
+        url = self.gateway.url + "/v1/chat/completions"
+        try:
+            with httpx.stream("POST", url, json=body, headers=headers, timeout=300) as reply:
+                assert reply.status_code == 200, reply.read()
+                last_at = time.monotonic()
+                for line in reply.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    now = time.monotonic()
+                    self.longest_gap_s, last_at = max(self.longest_gap_s, now - last_at), now
+                    self.events += 1
+                    event = json.loads(line[6:])
+                    self.failure = event.get("error", self.failure)
+                    for choice in event.get("choices", []):
+                        self.ids += choice.get("token_ids") or []
+        except Exception as error:  # the test's thread raises it
+            self.failure = error
+
+    def whole(self) -> list[int]:
+        self.thread.join(300)
+        assert not self.thread.is_alive()
+        assert self.failure is None, self.failure
+        return self.ids
+
+
+@pytest.fixture(autouse=True)
+def slow_judgment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.engines.server_status.STATUS_TIMEOUT_S", STATUS_TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def engines(tokenizer: Tokenizer) -> Iterator[list[Reached]]:
+    with ExitStack() as stack:
+        made = [PacedEngine(tokenizer) for _ in range(2)]
+        links = [stack.enter_context(link(stack.enter_context(serving(each)))) for each in made]
+        yield [Reached(*each) for each in zip(made, links, strict=True)]
+
+
+@contextmanager
+def gateway_over(backends: Backends, urls: list[str], **settings: Any) -> Iterator[RunningGateway]:
+    backends.clear(None)
+    wide = {"engines": urls, "failover_patience_s": 60.0, "engine_wait_s": 20.0, "poll_every_s": 0.5}
+    with backends.gateway(**wide | settings) as gateway:
+        wait_until(lambda: all(each["state"] == "ready" for each in servers(gateway)))
+        yield gateway
+
+
+def servers(gateway: RunningGateway) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = gateway.get("/admin/rollout_servers", key=ADMIN_KEY).json()["data"]
+    return sorted(found, key=lambda each: str(each["id"]))
+
+
+def answers_in_flight(gateway: RunningGateway) -> list[int]:
+    return [each["in_flight"] for each in servers(gateway)]
+
+
+def engines_of(gateway: RunningGateway, stream: Stream) -> list[str]:
+    (turn,) = gateway.turns({"session_id": stream.session_id})
+    return [span.get("engine") or turn["engine"] for span in turn["versions"]]
+
+
+def spread(gateway: RunningGateway) -> list[Stream]:
+    """Streams on both engines, each of which has begun."""
+    streams = [Stream(gateway, f"s{n}") for n in range(8)]
+    wait_until(lambda: all(each.events > 5 for each in streams))
+    assert all(answers_in_flight(gateway))
+    return streams
+
+
+@pytest.mark.parametrize("http", ["httptools", "aiohttp"])
+def test_the_answers_of_a_silent_engine_move_and_the_engine_comes_back(
+    backends: Backends, engines: list[Reached], http: str
+) -> None:
+    urls = [each.url for each in engines]
+    with gateway_over(backends, urls, engine_http=http) as gateway, ExitStack() as stack:
+        streams = spread(gateway)
+        engines[0].engine.aborted.clear()
+        engines[0].link.cut()
+        stack.callback(engines[0].link.mend)
+        wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
+        (whole,) = {tuple(each.whole()) for each in streams}
+        assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
+        assert max(each.longest_gap_s for each in streams) < MOVED_WITHIN_S
+        used = [engines_of(gateway, each) for each in streams]
+        assert ["engine-0", "engine-1"] in used
+        assert ["engine-1"] in used
+        silent, _ = servers(gateway)
+        assert silent["breaker"] != "closed"
+
+        began = time.monotonic()
+        assert Stream(gateway, "meanwhile").whole() == list(whole)
+        assert time.monotonic() - began < MOVED_WITHIN_S + TOKENS * PACE_S
+
+        engines[0].link.mend()
+        wait_until(lambda: engines[0].engine.aborted)
+        wait_until(lambda: served_by_the_first(gateway))
+        assert servers(gateway)[0]["breaker"] == "closed"
+
+
+def test_the_answers_of_an_engine_whose_scheduler_hangs_move_although_its_http_lives(
+    backends: Backends, engines: list[Reached]
+) -> None:
+    urls = [each.url for each in engines]
+    with ExitStack() as stack:
+        gateway = stack.enter_context(gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S))
+        streams = spread(gateway)
+        engines[0].engine.hangs = True
+        stack.callback(setattr, engines[0].engine, "hangs", False)
+        wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
+        (whole,) = {tuple(each.whole()) for each in streams}
+        assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
+        assert max(each.longest_gap_s for each in streams) < MOVED_WITHIN_S
+        assert ["engine-0", "engine-1"] in [engines_of(gateway, each) for each in streams]
+        assert servers(gateway)[0]["error"] == "its engine gives no sign of life"
+        for number in range(8):
+            assert Stream(gateway, f"meanwhile-{number}").whole() == list(whole)
+        engines[0].engine.hangs = False
+        wait_until(lambda: served_by_the_first(gateway))
+        assert servers(gateway)[0]["error"] is None
+
+
+def test_answers_stay_while_no_scheduler_of_the_fleet_responds(
+    backends: Backends, engines: list[Reached]
+) -> None:
+    """On a slow machine a forward pass may take longer than the setting; then it does so on every engine."""
+    urls = [each.url for each in engines]
+    with gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S) as gateway:
+        streams = spread(gateway)
+        for each in engines:
+            each.engine.hangs = True
+        try:
+            time.sleep(LONGER_THAN_SILENCE_S)  # longer than a scheduler may be silent where another works
+        finally:
+            for each in engines:
+                each.engine.hangs = False
+        assert len({tuple(each.whole()) for each in streams}) == 1
+        assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
+
+
+def test_calls_of_a_hung_engine_get_a_503_if_there_is_no_other(
+    backends: Backends, engines: list[Reached]
+) -> None:
+    engine, wait_s = engines[0], 4.0
+    path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
+    with gateway_over(backends, [engine.url], engine_wait_s=wait_s) as gateway:
+        stream = Stream(gateway, "s")
+        wait_until(lambda: stream.events > 5)
+        engine.link.cut()
+        try:
+            refused = gateway.post(path, body, timeout=2 * wait_s + POLL_AND_REPLY_S)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (503, "engine_unavailable")
+            again = gateway.post(path, body, timeout=wait_s + POLL_AND_REPLY_S)
+            assert again.status_code == 503, "it is known to be silent"
+        finally:
+            engine.link.mend()
+        assert len(stream.whole()) == TOKENS + 1, "the answer that had begun goes on"
+
+
+def served_by_the_first(gateway: RunningGateway) -> bool:
+    """Whether one of a few new sessions is answered by the first engine."""
+    for _ in range(8):
+        session = gateway.session()
+        gateway.chat(max_tokens=1, key=session["api_key"])
+        if gateway.turns(session)[0]["engine"] == "engine-0":
+            return True
+    return False
+
+
+def test_the_answers_of_a_server_that_reports_its_engines_death_move_at_once(
+    gated: RunningGateway, backends: Backends, engines: list[Reached]
+) -> None:
+    """The connections of a killed engine may stay open, because its children hold them."""
+    states = {"r0": "ready", "r1": "ready"}
+
+    async def status(request: Request) -> Response:
+        return JSONResponse({"state": states[request.path_params["id"]], "version": 0})
+
+    app = Starlette(routes=[Route("/{id}/status", status)])
+    with serving(app) as url, gateway_over(backends, []) as gateway:
+        backends.engine = gated.engine
+        for server_id, engine_url in (("r0", backends.engine_url), ("r1", engines[1].url)):
+            body = {"id": server_id, "url": f"{url}/{server_id}", "engine_url": engine_url}
+            assert gateway.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 200
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        streams = [Stream(gateway, f"s{n}") for n in range(8)]
+        wait_until(lambda: gated.engine.stalled)
+        states["r0"] = "dead"
+        wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
+        for stream in streams:
+            stream.whole()
+
+
+def test_a_hung_engine_keeps_its_answers_while_there_is_no_other(
+    backends: Backends, engines: list[Reached]
+) -> None:
+    engine = engines[0]
+    with gateway_over(backends, [engine.url]) as gateway:
+        stream = Stream(gateway, "s")
+        wait_until(lambda: stream.events > 5)
+        engine.link.cut()
+        try:
+            time.sleep(LONGER_THAN_SILENCE_S)  # longer than an engine may be silent where there is another
+        finally:
+            engine.link.mend()
+        assert len(stream.whole()) == TOKENS + 1
+        assert engines_of(gateway, stream) == ["engine-0"]
+        assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_an_engine_that_works_in_silence_keeps_its_answers(
+    gated: RunningGateway,
+    backends: Backends,
+    engines: list[Reached],
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long prefill delays the answer's begin, and the next tokens of every other answer."""
+    silence_s = 15.0
+    monkeypatch.setattr("gateway.engines.silence.SILENCE_S", silence_s)
+    monkeypatch.setattr("gateway.engines.silence.PROBE_TIMEOUT_S", silence_s * 2 / 3)
+    gated.engine.stall_after = tokens
+    with gateway_over(backends, [backends.engine_url, engines[1].url]) as gateway:
+        backends.engine = gated.engine
+        streams = [Stream(gateway, f"s{n}") for n in range(8)]
+        wait_until(lambda: gated.engine.stalled)
+        # Longer than a hung engine may be silent. This one's probes have 10 s on a busy machine.
+        time.sleep(silence_s + 2)
+        let_on(gated)
+        for stream in streams:
+            stream.whole()
+        assert "weir_engine_faults_total{" not in gateway.get("/metrics").text

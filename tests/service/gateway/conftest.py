@@ -11,6 +11,7 @@ from tests.support.gateway.fixtures import (  # noqa: F401 - pytest finds them h
     pad,
     retry_counts,
     seeing,
+    seeing_url,
     timed,
     tokens,
     trainer,

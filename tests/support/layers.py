@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePath
 
-REDIS = {"redis-server", "redis_server", "redis.executable", "valkey-server"}
+REDIS = {"redis-server", "redis_server", "redis.executable", "valkey-server", "server"}
+"""`server` is the name of those that `make redis-servers` unpacks."""
 STARTS = {"unit": set[str](), "service": REDIS}
 """The programs that a test of a layer may start, by their file names. Other layers may start any."""
 _allowed: set[str] | None = None

@@ -18,19 +18,21 @@ from tests.support.tiny_vision_model import make_tiny_vision_model
 PARTS = ["--device", "cpu", "--parts"]
 
 
-def test_every_check_of_the_trainer_is_ok_on_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_check.main([*PARTS, "environment", "kernels", "images", "step"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"environment": "torch", "kernels": "attention, window 100", "images": "rows with images"},
+        pytest.param({"kernels": "the head of", "step": "tokens/s of the step"}, marks=pytest.mark.long),
+    ],
+)
+def test_every_check_of_the_trainer_is_ok_on_cpu(
+    parts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu_check.main([*PARTS, *parts])
     *lines, last = capsys.readouterr().out.splitlines()
     assert last.startswith("all checks are ok")
-    for part in (
-        "torch",
-        "attention, window 100",
-        "the head of",
-        "|Δlogprob| to float32",
-        "rows with images",
-        "tokens/s of the step",
-    ):
-        assert any(line.startswith("ok") and part in line for line in lines), part
+    for found in (*parts.values(), *(("|Δlogprob| to float32",) if "images" in parts else ())):
+        assert any(line.startswith("ok") and found in line for line in lines), found
 
 
 def test_a_way_to_train_is_compared_with_float32_on_cpu_and_says_why_it_failed() -> None:
@@ -44,7 +46,14 @@ def test_a_way_to_train_is_compared_with_float32_on_cpu_and_says_why_it_failed()
     assert checks["stage 2"].measured == "ValueError: no"
 
 
-def test_two_steps_are_made_in_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ways", [("images, adapters",), pytest.param(tuple(WAYS), marks=pytest.mark.long)])
+def test_two_steps_are_made_in_each_way(
+    ways: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bench.gpu.trainings.WAYS", {way: WAYS[way] for way in ways})
     text, sees = make_tiny_model(tmp_path / "text"), make_tiny_vision_model(tmp_path / "images")
     main([str(text), str(sees), "cpu"])
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -43,6 +43,7 @@ def test_a_trainer_that_was_ended_comes_back(overlays: dict[str, list[Object]]) 
     assert job["podReplacementPolicy"] == "Failed"  # never two pods of one index
 
 
+@pytest.mark.long
 @pytest.mark.skipif(REASON is not None, reason=f"two hosts on one machine: {REASON}")
 def test_the_command_of_the_job_starts_a_trainer_over_two_hosts(
     pair: HostPair, overlays: dict[str, list[Object]]

@@ -65,11 +65,17 @@ def test_it_rewards_is_told_and_comes_back_after_a_kill(gateway: RunningGateway,
         assert rewarded(gateway) == [0.5]
 
 
-def test_a_rule_that_cannot_work_is_the_reason_why_nothing_starts(
+def test_a_rule_without_a_url_is_refused_before_anything_starts(
     gateway: RunningGateway, tmp_path: Path
 ) -> None:
     with pytest.raises(StackError, match=r"rewards\.rules\.0\.http\.url"):
         services_of(settings_of(gateway, tmp_path / "run", kind="http"))
+
+
+@pytest.mark.long
+def test_a_rule_that_cannot_work_is_the_reason_why_nothing_starts(
+    gateway: RunningGateway, tmp_path: Path
+) -> None:
     rule = {"name": "half", "kind": "python", "source_file": str(tmp_path / "nowhere.py")}
     services = {"rewards": {"rules": [rule]}}
     settings = settings_of(gateway, tmp_path / "run").model_copy(update={"services": services})

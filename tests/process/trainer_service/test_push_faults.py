@@ -19,9 +19,9 @@ import pytest
 from redis import Redis
 from tokenizers import Tokenizer
 
-from tests.support.gateway.links import Link, link
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.four_ends import ends_on, files_of
+from tests.support.gateway.links import Link, link
 from tests.support.gateway.push_system import PushSystem, ended, limit_files, push_system
 from tests.support.gateway.running import ADMIN_KEY, Backends
 from tests.support.rollout_server.weights_sampler import logprob_of_weights

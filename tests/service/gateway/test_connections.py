@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,12 +11,16 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from rollout_queue import clock
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 MIB = 2**20
-TIMEOUT_S = 1.0
-"""The timeouts of the gateway in these tests."""
+TIMEOUT_S = 60.0
+"""The timeouts of the gateway, of which only a test's clock lets so much pass."""
+SHORT_S = 1.0
+"""The timeout of a gateway whose clients do not read. It waits for its engine, too: so its time is real."""
 PER_ADDRESS = 40
 CHAT_PATH = "/v1/chat/completions"
 PATHS = (CHAT_PATH, "/v1/messages", "/v1/messages/count_tokens", "/sessions", "/sessions/x/reward")
@@ -27,17 +31,38 @@ READ_AHEAD = 2 * 2**18
 
 
 @pytest.fixture(scope="module")
-def bounded(own_backends: Backends) -> Iterator[RunningGateway]:
-    bounds = {
-        "head_timeout_s": TIMEOUT_S,
-        "body_timeout_s": TIMEOUT_S,
-        "write_timeout_s": TIMEOUT_S,
-        "per_address": PER_ADDRESS,
-    }
+def turned() -> TurnedClock:
+    return TurnedClock()
+
+
+@pytest.fixture(scope="module")
+def bounded(own_backends: Backends, turned: TurnedClock) -> Iterator[RunningGateway]:
+    bounds = {"head_timeout_s": TIMEOUT_S, "body_timeout_s": TIMEOUT_S, "per_address": PER_ADDRESS}
     own_backends.clear(None)
+    with ExitStack() as stack:
+        with clock.using(turned):
+            gateway = stack.enter_context(own_backends.gateway(connections=bounds, context_length=10**6))
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def impatient(own_backends: Backends) -> Iterator[RunningGateway]:
+    bounds = {"write_timeout_s": SHORT_S}
     with own_backends.gateway(connections=bounds, context_length=10**6) as gateway:
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         yield gateway
+
+
+@pytest.fixture
+def pass_time(bounded: RunningGateway, turned: TurnedClock) -> Callable[[float], None]:
+    """Lets seconds pass, once the gateway has read what was sent to it before."""
+
+    def pass_(seconds: float) -> None:
+        assert bounded.get("/live").status_code == 200  # a later call of the same event loop
+        turned.turn(seconds)
+
+    return pass_
 
 
 @contextmanager
@@ -129,53 +154,59 @@ def test_bodies_of_callers_without_a_key_take_no_memory(
 
 # Time
 
+PassTime = Callable[[float], None]
 
-def test_a_connection_that_sends_nothing_is_closed(bounded: RunningGateway) -> None:
+
+def test_a_connection_that_sends_nothing_is_closed(bounded: RunningGateway, pass_time: PassTime) -> None:
     with connected(bounded) as line:
+        pass_time(TIMEOUT_S)
         assert closed(line)
 
 
 @pytest.mark.parametrize("sent", [b"POST / HT", head(CHAT_PATH, 9)[:-2], b"\r\n\r\n"])
-def test_a_head_that_does_not_end_is_closed(bounded: RunningGateway, sent: bytes) -> None:
+def test_a_head_that_does_not_end_is_closed(
+    bounded: RunningGateway, pass_time: PassTime, sent: bytes
+) -> None:
     with connected(bounded) as line:
         line.sendall(sent)
+        pass_time(TIMEOUT_S)
         if sent.strip():
             assert answer(line)[0] == 408
         assert closed(line)
 
 
-def test_a_second_head_that_does_not_end_is_closed(bounded: RunningGateway) -> None:
+def test_a_second_head_that_does_not_end_is_closed(bounded: RunningGateway, pass_time: PassTime) -> None:
     with connected(bounded) as line:
         line.sendall(b"GET /sessions HTTP/1.1\r\nhost: x\r\n\r\n")
         assert answer(line)[0] == 401
         line.sendall(b"GET /sessions HT")
+        pass_time(TIMEOUT_S)
         assert answer(line)[0] == 408
         assert closed(line)
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, "/sessions"])
-def test_a_body_that_stalls_is_408(bounded: RunningGateway, path: str) -> None:
+def test_a_body_that_stalls_is_408(bounded: RunningGateway, pass_time: PassTime, path: str) -> None:
     with connected(bounded) as line:
         line.sendall(head(path, 10_000) + b"{")
+        pass_time(TIMEOUT_S)
         status, error = answer(line)
         assert (status, error["type"]) == (408, "timeout_error")
         assert closed(line)
 
 
-def test_a_slow_body_that_makes_progress_is_served(
-    bounded: RunningGateway,
-) -> None:
+def test_a_slow_body_that_makes_progress_is_served(bounded: RunningGateway, pass_time: PassTime) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 60_000}]}).encode()
     with connected(bounded) as line:
         line.sendall(head(CHAT_PATH, len(body)))
         for start in range(0, len(body), 4096):  # 15 parts in twice the timeout
             line.sendall(body[start : start + 4096])
-            time.sleep(2 * TIMEOUT_S / 15)  # sets the speed of sending
+            pass_time(2 * TIMEOUT_S / 15)
         assert line.recv(12) == b"HTTP/1.1 200"
 
 
 def test_the_rest_of_a_refused_body_is_not_read_for_ever(
-    bounded: RunningGateway,
+    bounded: RunningGateway, pass_time: PassTime
 ) -> None:
     with connected(bounded) as line:
         line.sendall(head(CHAT_PATH, 10**9, None))
@@ -186,6 +217,7 @@ def test_the_rest_of_a_refused_body_is_not_read_for_ever(
                 line.sendall(bytes(1000))
             except ConnectionError:
                 return True
+            pass_time(TIMEOUT_S)
             return False
 
         wait_until(cut)
@@ -234,24 +266,24 @@ def test_an_address_gets_so_many_connections_and_no_more(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_reader_that_stops_is_disconnected(bounded: RunningGateway, stream: bool) -> None:
+def test_a_reader_that_stops_is_disconnected(impatient: RunningGateway, stream: bool) -> None:
     """A stream is recorded as aborted. A plain answer was recorded before it was sent.
 
     The gateway resets the connection, because the kernel would otherwise keep megabytes for the client.
     """
-    bounded.engine.script.append([300] * 60_000)
-    session = bounded.session()
+    impatient.engine.script.append([300] * 60_000)
+    session = impatient.session()
     call: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": stream}
     body = json.dumps(call | {"logprobs": True, "max_tokens": 50_000}).encode()
     line = socket.socket()
     with line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        address = urlsplit(bounded.url)
+        address = urlsplit(impatient.url)
         line.connect((address.hostname, address.port or 80))
         line.sendall(head(CHAT_PATH, len(body), session["api_key"]) + body)
         port = line.getsockname()[1]
-        wait_until(lambda: bounded.turns(session))
-        (turn,) = bounded.turns(session)
+        wait_until(lambda: impatient.turns(session))
+        (turn,) = impatient.turns(session)
         assert turn["finish_reason"] == ("abort" if stream else "length")
         wait_until(lambda: port not in peers(psutil.Process()))
         wait_until(lambda: line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED)
@@ -261,20 +293,20 @@ def peers(process: psutil.Process) -> list[int]:
     return [each.raddr.port for each in process.net_connections("tcp4") if each.raddr]
 
 
-def test_a_slow_reader_gets_its_whole_stream(bounded: RunningGateway) -> None:
-    bounded.engine.script.append([300] * 5000)
-    session = bounded.session()
+def test_a_slow_reader_gets_its_whole_stream(impatient: RunningGateway) -> None:
+    impatient.engine.script.append([300] * 5000)
+    session = impatient.session()
     call = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True}
     body = json.dumps(call).encode()
     with socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        address = urlsplit(bounded.url)
+        address = urlsplit(impatient.url)
         line.connect((address.hostname, address.port or 80))
         line.sendall(head(CHAT_PATH, len(body), session["api_key"]) + body)
         heard, began = b"", time.monotonic()
         while not heard.endswith(b"0\r\n\r\n"):
             heard = heard[-10:] + line.recv(65536)
-            if time.monotonic() - began < 3 * TIMEOUT_S:
+            if time.monotonic() - began < 3 * SHORT_S:
                 time.sleep(0.01)  # makes the reader slow
-    (turn,) = bounded.turns(session)
+    (turn,) = impatient.turns(session)
     assert turn["finish_reason"] == "stop"

@@ -46,12 +46,11 @@ class RunTest:
 
     def sessions(self, **wanted: str) -> list[dict[str, Any]]:
         """The sessions in the order of their ids, each with its turns."""
-        page = httpx.get(f"{self.url}/sessions", params={"limit": 1000, **wanted}, timeout=120).json()
-        assert page["next_cursor"] is None
-        ids = sorted(each["session_id"] for each in page["data"])
-        found: list[dict[str, Any]] = [
-            httpx.get(f"{self.url}/sessions/{each}?text=true", timeout=120).json() for each in ids
-        ]
+        with httpx.Client(base_url=self.url, timeout=120) as http:
+            page = http.get("/sessions", params={"limit": 1000, **wanted}).json()
+            assert page["next_cursor"] is None
+            ids = sorted(each["session_id"] for each in page["data"])
+            found: list[dict[str, Any]] = [http.get(f"/sessions/{each}?text=true").json() for each in ids]
         return found
 
 

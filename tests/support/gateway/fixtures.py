@@ -1,19 +1,16 @@
 """Fixtures: a gateway on a real port, in front of a fake engine, on a real Redis."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from tokenizers import Tokenizer
 
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls
-from rollout_queue.redis import keys
 from tests.support.gateway.deployment import Deploy, Deployment, ready
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import ANSWER, GatedEngine
@@ -22,11 +19,11 @@ from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
 from tests.support.redis_clients import redis_at
-from tests.support.rollout_server.processes import running
-from tests.support.rollout_server.stub_engine import stub_interpreter
+from tests.support.rollout_server.in_process import server_thread
 from tests.support.rollout_server.weights import write_model
 from tests.support.serving import free_port, serving
 from tests.support.tiny_vision_model import make_tiny_vision_model
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 
@@ -52,11 +49,10 @@ def own_backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iter
 
 @pytest.fixture
 def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
-    """Starts rollout servers and a gateway in this process, with these settings."""
+    """Starts rollout servers and a gateway, in this process, with these settings."""
     own_backends.clear(None)
     write_model(tmp_path / "model")
     shutil.copy(own_backends.model_path / "tokenizer.json", tmp_path)
-    interpreter = stub_interpreter(tmp_path)
     with ExitStack() as started:
 
         def deploy(
@@ -71,7 +67,9 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
         ) -> Deployment:
             if gateway is None:
                 gateway = started.enter_context(
-                    own_backends.gateway(**{"engines": [], "engine_wait_s": 5.0} | settings)
+                    own_backends.gateway(
+                        **{"engines": [], "engine_wait_s": 5.0, "poll_every_s": 0.2} | settings
+                    )
                 )
             made = Deployment(gateway, tmp_path, own_backends.redis_url)
             for index in range(first, first + count):
@@ -79,8 +77,6 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                     "id": f"r{index}",
                     "port": free_port(),
                     "engine_port": free_port(),
-                    "engine_python": interpreter,
-                    "engine_device": "cpu",
                     "model_path": tmp_path / "model",
                     "gateway_url": gateway.url,
                     "register_every_s": 0.5,
@@ -88,8 +84,8 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                     "policies_dir": tmp_path / "policies",
                     "memory": memory,
                 } | ({"locations": f"{tmp_path},{locations}"} if locations else {})
-                given |= {"lora": json.dumps(lora)} if lora else {}
-                made.servers.append(started.enter_context(running(tmp_path, given)))
+                given |= {"lora": lora} if lora else {}
+                made.servers.append(started.enter_context(server_thread(tmp_path, given)))
             wait_until(lambda: ready(gateway) == first + count)
             return made
 
@@ -101,40 +97,43 @@ def gateway_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
     """A gateway that calls an engine without a rollout server, and its secret."""
     backends.clear(None)
     with backends.gateway_url() as url:
-        yield url, bytes(backends.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+        yield url, backends.secret()
 
 
 @pytest.fixture
 def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
-    url, secret = gateway_url
-    backends.clear(secret)
-    with httpx.Client(timeout=120) as http:
-        gateway = RunningGateway(url, backends.engine, backends.redis, http)
-        wait_until(lambda: gateway.get("/ready").status_code == 200)
+    with backends.shared(*gateway_url) as gateway:
         yield gateway
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_vision_model(tmp_path_factory.mktemp("vision") / "model")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokens(vision_model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(vision_model / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pad(tokens: Tokenizer) -> int:
     return tokens.get_vocab()["<|image_pad|>"]
 
 
-@pytest.fixture
-def seeing(backends: Backends, vision_model: Path, tokens: Tokenizer) -> Iterator[RunningGateway]:
+@pytest.fixture(scope="module")
+def seeing_url(backends: Backends, vision_model: Path) -> Iterator[tuple[str, bytes]]:
+    """A gateway whose model sees, and its secret."""
     backends.clear(None)
-    backends.engine.tokenizer = tokens
     limits = {"max_images": 3, "max_bytes": 100_000, "max_pixels": 300 * 300}
-    with backends.gateway(model_path=vision_model, images=limits) as gateway:
+    with backends.gateway_url(model_path=vision_model, images=limits) as url:
+        yield url, backends.secret()
+
+
+@pytest.fixture
+def seeing(backends: Backends, seeing_url: tuple[str, bytes], tokens: Tokenizer) -> Iterator[RunningGateway]:
+    with backends.shared(*seeing_url) as gateway:
+        gateway.engine.tokenizer = tokens
         yield gateway
 
 
@@ -167,8 +166,27 @@ def retry_counts(monkeypatch: pytest.MonkeyPatch) -> RetryCounts:
 
 
 @pytest.fixture
+def timed(backends: Backends, turned: TurnedClock) -> Iterator[RunningGateway]:
+    """A gateway on the clock that the test turns."""
+    backends.clear(None)
+    with backends.gateway() as gateway:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
+
+
+@pytest.fixture
 def gated(gateway: RunningGateway, backends: Backends) -> RunningGateway:
     """A gateway whose engine stops after three tokens of its answer."""
+    return _gated(gateway, backends)
+
+
+@pytest.fixture
+def gated_timed(timed: RunningGateway, backends: Backends) -> RunningGateway:
+    """`gated` on the clock that the test turns."""
+    return _gated(timed, backends)
+
+
+def _gated(gateway: RunningGateway, backends: Backends) -> RunningGateway:
     backends.engine = gateway.engine = GatedEngine(backends.tokenizer, stall_after=3)
     gateway.engine.script.extend(list(ANSWER) for _ in range(20))
     return gateway

@@ -1,0 +1,66 @@
+"""Redis as a real cluster of six nodes: one deployment's keys are in one slot, whose master may be killed."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from redis.crc import key_slot
+
+from rollout_queue.redis import keys
+from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.connection.replicas import Replication
+from tests.support.queue.cluster import Cluster
+from tests.support.queue.load import Load
+from tests.support.waiting import PATIENCE_S
+
+ITS_REPLICA = Replication(1, 3.0)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    found = Cluster(tmp_path_factory.mktemp("cluster") / "nodes")
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("connection", ["pipelined", pytest.param("pooled", marks=pytest.mark.long)])
+def test_a_killed_master_loses_nothing_that_its_replica_has_confirmed(
+    cluster: Cluster, tmp_path: Path, connection: str
+) -> None:
+    load = Load(settings_of(cluster), connection, ITS_REPLICA)
+    asyncio.run(load.during(cluster.kill_owner))
+    assert load.lost() == []
+    assert {each.turn_id for each in load.answers if each.turn_id} <= load.read()
+    assert load.audited(tmp_path / "none").findings == ()
+    assert keys_of(cluster), "the keys are in the cluster"
+    assert {key_slot(key) for key in keys_of(cluster)} == {key_slot(b"{weir}")}
+
+
+def settings_of(cluster: Cluster) -> RedisSettings:
+    """Empties the deployment."""
+    settings = RedisSettings(redis_url=cluster.url)
+    with closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis:
+        redis.flushdb()
+        redis.hset(keys.POLICIES, "0", "{}")
+    return settings
+
+
+def keys_of(cluster: Cluster) -> list[bytes]:
+    return list(cluster.owner.client.scan_iter())
+
+
+def test_a_slot_that_moves_is_followed(cluster: Cluster, tmp_path: Path) -> None:
+    """An operator has the replica take over while agents work: the former master answers with MOVED."""
+    load = Load(settings_of(cluster), "pipelined")
+
+    def take_over() -> None:
+        former = cluster.owner
+        cluster.take_over()
+        assert cluster.owner is not former
+
+    asyncio.run(load.during(take_over))
+    assert load.lost() == []
+    assert load.audited(tmp_path / "none").findings == ()

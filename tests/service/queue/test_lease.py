@@ -1,0 +1,439 @@
+"""One trainer reads the stream: which one may claim the lease, and how the fence stops a former holder."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from redis import Redis
+
+from rollout_queue.contract.codec import SCHEMA, encode
+from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
+from rollout_queue.contract.records import Outcome, Span, Turn, Verdict
+from rollout_queue.contract.stream import Verdicts
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.redis import keys
+from rollout_queue.redis.lease.holder import Holder
+from rollout_queue.redis.lease.lease import Lease
+from rollout_queue.redis.reader import PAGE, RedisReader
+from rollout_queue.redis.scripts import consumer as consumer_scripts
+from tests.support.claimed import claimed_reader
+from tests.support.redis_clients import redis_at
+from tests.support.redis_faults import break_script
+from tests.support.waiting import wait_until
+
+NOTHING = Verdicts(sessions={}, turns={})
+TRAINED = Verdict(code="trained", step=1, version=1)
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    client = redis_at(redis_url)
+    client.flushdb()
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def full(redis: Redis) -> Iterator[None]:
+    """After a test that bounds Redis' memory, removes the bound."""
+    yield
+    redis.config_set("maxmemory", 0)
+
+
+def claimed(redis: Redis, lease_s: float = 30.0) -> Lease:
+    lease = Lease(redis, lease_s)
+    assert lease.claim() is None
+    return lease
+
+
+def append(redis: Redis, *names: str) -> list[str]:
+    written: list[Any] = [redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(ended(name))}) for name in names]
+    return [entry_id.decode() for entry_id in written]
+
+
+def ended(session_id: str) -> Outcome:
+    return Outcome(session_id=session_id, status="completed", created_at=1.0)
+
+
+def names(reader: RedisReader, count: int = 1000) -> list[str]:
+    return [entry.record.session_id for entry in reader.read(count, 0.01)]
+
+
+def letters(redis: Redis) -> list[dict[bytes, bytes]]:
+    raw: Any = redis.xrange(keys.DEAD_LETTERS)
+    return [fields for _, fields in raw]
+
+
+def owed(redis: Redis) -> int:
+    pending: Any = redis.xpending(keys.STREAM, keys.GROUP)
+    return int(pending["pending"])
+
+
+# Who may claim
+
+
+def test_a_lease_has_one_holder_who_says_where_it_runs(redis: Redis) -> None:
+    first = claimed(redis)
+    held = Lease(redis, 30.0).claim()
+    assert held is not None
+    assert held.holder == first.holder
+    assert f":{os.getpid()}, since 20" in str(held.holder)
+    assert 1 < held.expires_in_s <= 30
+
+
+def test_a_lease_that_is_let_go_is_free_at_once(redis: Redis) -> None:
+    claimed(redis).release()
+    claimed(redis)
+
+
+def test_a_lease_that_is_not_renewed_runs_out(redis: Redis) -> None:
+    first, began = claimed(redis, 2.0), time.monotonic()
+    while time.monotonic() < began + 3.0:
+        time.sleep(0.1)  # between renewals, which together last longer than the lease
+        first.renew()
+    assert Lease(redis, 30.0).claim() is not None
+    wait_until(lambda: not redis.exists(keys.LEASE))
+    claimed(redis)
+
+
+def test_only_its_holder_lets_a_lease_go(redis: Redis) -> None:
+    first = claimed(redis, 0.01)
+    wait_until(lambda: not redis.exists(keys.LEASE))
+    claimed(redis)
+    first.release()
+    assert Lease(redis, 30.0).claim() is not None
+
+
+def test_a_holder_who_slept_takes_its_lease_again_if_nobody_else_did(redis: Redis) -> None:
+    lease = claimed(redis)
+    reader = RedisReader(redis, lease.token)
+    redis.delete(keys.LEASE)
+    append(redis, "a")
+    assert names(reader) == ["a"]
+    lease.renew()
+    assert Lease(redis, 30.0).claim() is not None
+
+
+def test_a_holder_who_slept_has_lost_it_even_to_one_who_has_ended(redis: Redis) -> None:
+    slept = claimed(redis)
+    redis.delete(keys.LEASE)
+    claimed(redis).release()
+    with pytest.raises(LeaseLost):
+        slept.renew()
+    assert not redis.exists(keys.LEASE)
+
+
+def test_a_process_on_another_machine_is_never_called_dead() -> None:
+    here = Holder.here()
+    ended = msgspec.structs.replace(here, born="never")
+    assert (here.dead, ended.dead) == (False, True)
+    assert not msgspec.structs.replace(ended, place="another boot").dead
+
+
+def test_where_the_system_tells_no_boot_from_another_nobody_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_queue.redis.lease.holder.BOOT", tmp_path / "none")
+    assert not msgspec.structs.replace(Holder.here(), born="never").dead
+
+
+def test_a_lease_that_nobody_can_read_keeps_others_off_until_it_runs_out(redis: Redis) -> None:
+    redis.set(keys.LEASE, b"\xffsomebody", px=1000)
+    assert Lease(redis, 30.0).claim() is not None
+    wait_until(lambda: not redis.exists(keys.LEASE))
+    claimed(redis)
+
+
+# What the fence refuses
+
+
+@pytest.fixture
+def late(redis: Redis) -> RedisReader:
+    """The reader of a trainer that has read "a", and slept while another trainer claimed the lease."""
+    redis.hset(keys.session("a"), "spec", b"")
+    first = claimed(redis)
+    reader = RedisReader(redis, first.token)
+    append(redis, "a")
+    assert names(reader) == ["a"]
+    redis.delete(keys.LEASE)
+    claimed(redis)
+    append(redis, "b")
+    return reader
+
+
+def test_a_former_holder_reads_nothing(late: RedisReader, redis: Redis) -> None:
+    with pytest.raises(LeaseLost, match="another trainer"):
+        late.read(10, 0.01)
+    with pytest.raises(LeaseLost):
+        list(late.reclaim())
+    assert owed(redis) == 1
+
+
+def test_a_former_holder_acknowledges_and_writes_nothing(late: RedisReader, redis: Redis) -> None:
+    pending: Any = redis.xpending(keys.STREAM, keys.GROUP)
+    with pytest.raises(LeaseLost):
+        late.acknowledge([pending["min"].decode()], Verdicts({"a": TRAINED}, {("a", "t"): TRAINED}))
+    with pytest.raises(LeaseLost):
+        late.report({"version": 7})
+    with pytest.raises(LeaseLost):
+        late.reserve(7, "file:///7")
+    with pytest.raises(LeaseLost):
+        late.confirm()
+    assert owed(redis) == 1
+    assert redis.hkeys(keys.session("a")) == [b"spec"]
+    assert not redis.exists(keys.VERDICTS, keys.TRAINER, keys.RESERVED)
+    assert redis.xlen(keys.STREAM) == 2
+
+
+def test_a_trainer_that_was_stopped_while_it_waited_for_news_takes_none(redis: Redis) -> None:
+    reader = RedisReader(redis, claimed(redis).token)
+
+    def news(*_: object, **__: object) -> bool:
+        redis.delete(keys.LEASE)
+        claimed(redis)
+        append(redis, "a")
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redis, "xread", news)
+        with pytest.raises(LeaseLost):
+            reader.read(10, 0.01)
+    assert owed(redis) == 0
+
+
+@pytest.mark.parametrize("taken_over", [True, False])
+def test_a_claim_between_the_look_at_the_fence_and_the_read_is_seen(
+    redis: Redis, taken_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = RedisReader(redis, claimed(redis).token)
+    append(redis, "a")
+    connect, answers = redis.connection_pool.get_connection, list[Any]()
+
+    def connect_and_sleep() -> Any:
+        """The reader checks the fence in its first two answers; then it sleeps."""
+        monkeypatch.setattr(redis.connection_pool, "get_connection", connect)
+        connection: Any = connect()
+        read = connection.read_response
+
+        def read_and_sleep() -> Any:
+            answers.append(read())
+            if len(answers) == 2:
+                redis.delete(keys.LEASE)
+                redis.set(keys.FENCE, b"another's" if taken_over else answers[1])
+            return answers[-1]
+
+        monkeypatch.setattr(connection, "read_response", read_and_sleep)
+        return connection
+
+    monkeypatch.setattr(redis.connection_pool, "get_connection", connect_and_sleep)
+    with pytest.raises(LeaseLost) if taken_over else nullcontext():
+        assert names(reader) == ["a"]
+    assert owed(redis) == (0 if taken_over else 1)
+
+
+# What does not stop the reader
+
+
+def test_news_is_heard_while_waiting(redis: Redis) -> None:
+    reader = claimed_reader(redis)
+    append(redis, "a")
+    assert names(reader) == ["a"]
+    assert names(reader) == []
+    with redis_at("redis://{host}:{port}/{db}".format(**redis.get_connection_kwargs())) as other:
+        xread = redis.xread
+
+        def waits(*given: Any, **named: Any) -> Any:
+            append(other, "b")  # after the reader has found nothing and before it waits
+            return xread(*given, **named)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(redis, "xread", waits)
+            started = time.monotonic()
+            assert [entry.record.session_id for entry in reader.read(10, 60.0)] == ["b"]
+    assert time.monotonic() - started < 30, "it did not wait for the time that it was given"
+
+
+def test_a_read_stops_short_only_where_there_is_no_more(redis: Redis) -> None:
+    reader = claimed_reader(redis)
+    written = [f"s{number}" for number in range(2 * PAGE + 10)]
+    append(redis, *written[:PAGE])
+    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b""})
+    append(redis, *written[PAGE:])
+    assert names(reader, PAGE + 10) == written[: PAGE + 10]
+    assert names(reader) == written[PAGE + 10 :]
+    assert [entry.record.session_id for entry in reader.reclaim()] == written
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"\x02" + encode(ended("newer"))[1:],
+        b"\xffgarbage",
+        bytes([SCHEMA]) + b"\xc1",
+        bytes([SCHEMA]) + b"\x81\xa4type\xa7unknown",
+        bytes([SCHEMA]) + b"\x82\xa4type\xa4turn\xa8sampling\x81\xa4used\x81\xa1a" + b"\x91" * 100_000,
+        b"",
+        encode(ended("cut"))[:-3],
+    ],
+    ids=["schema 2", "garbage", "no MessagePack", "unknown tag", "deeply nested", "empty", "cut short"],
+)
+def test_what_nobody_can_read_is_set_aside_and_stops_nothing(redis: Redis, packed: bytes) -> None:
+    reader = claimed_reader(redis)
+    append(redis, "before")
+    poison: Any = redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
+    append(redis, "after")
+    assert names(reader) == ["before", "after"]
+    (letter,) = letters(redis)
+    assert (letter[keys.STREAM_FIELD], letter[b"entry"]) == (packed, poison)
+    assert letter[b"error"]
+    reader.acknowledge([entry.entry_id for entry in reader.reclaim()], NOTHING)
+    assert owed(redis) == 0
+    assert redis.xlen(keys.STREAM) == 1  # the last delivered entry stays in the stream
+
+
+def test_an_entry_that_is_none_of_ours_is_set_aside_whole(redis: Redis) -> None:
+    reader = claimed_reader(redis)
+    redis.xadd(keys.STREAM, {b"who": b"me", b"what": b"\x00"})
+    assert names(reader) == []
+    (letter,) = letters(redis)
+    assert (letter[b"who"], letter[b"what"]) == (b"me", b"\x00")
+
+
+def test_a_delivered_entry_that_cannot_be_read_is_set_aside_when_it_is_reclaimed(redis: Redis) -> None:
+    reader = claimed_reader(redis)
+    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02newer"})
+    redis.xreadgroup(keys.GROUP, keys.CONSUMER, {keys.STREAM: ">"})
+    for _ in range(2):
+        assert not list(reader.reclaim())
+    assert len(letters(redis)) == 1
+
+
+def test_an_unreadable_entry_is_set_aside_once_and_not_if_it_was_deleted_meanwhile(redis: Redis) -> None:
+    reader = claimed_reader(redis)
+    append(redis, "sound")
+    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02kept"})
+    deleted: Any = redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02deleted"})
+    redis.xreadgroup(keys.GROUP, keys.CONSUMER, {keys.STREAM: ">"})
+    twice = [reader.reclaim(), reader.reclaim()]  # the answer to the first was lost
+    read = [next(entries) for entries in twice]
+    redis.xdel(keys.STREAM, deleted)
+    assert [list(entries) for entries in twice] == [[], []]
+    reader.acknowledge([read[0].entry_id], NOTHING)
+    assert [letter[keys.STREAM_FIELD] for letter in letters(redis)] == [b"\x02kept"]
+    assert owed(redis) == 0
+
+
+def test_a_former_holder_sets_nothing_aside(redis: Redis) -> None:
+    reader = RedisReader(redis, claimed(redis).token)
+    append(redis, "sound")
+    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02newer"})
+    redis.xreadgroup(keys.GROUP, keys.CONSUMER, {keys.STREAM: ">"})
+    entries = reader.reclaim()
+    next(entries)
+    redis.delete(keys.LEASE)
+    claimed(redis)
+    with pytest.raises(LeaseLost):
+        list(entries)
+    assert not letters(redis)
+    assert owed(redis) == 2
+
+
+def test_entries_that_were_deleted_are_no_longer_owed(redis: Redis) -> None:
+    reader = claimed_reader(redis)
+    first, *_, last = append(redis, *(f"s{number}" for number in range(PAGE + 5)))
+    names(reader)
+    redis.xdel(keys.STREAM, first, last)
+    assert len(list(reader.reclaim())) == PAGE + 3
+    assert owed(redis) == PAGE + 3
+    reader.acknowledge([], NOTHING)
+    assert redis.xlen(keys.STREAM) == PAGE + 3
+
+
+def test_one_entry_that_nobody_acknowledges_keeps_no_later_ones(redis: Redis) -> None:
+    """A session of days, beside millions of short ones."""
+    reader = claimed_reader(redis)
+    straggler, *others = append(redis, *(f"s{number}" for number in range(2 * PAGE + 5)))
+    names(reader)
+    for first in range(0, len(others), PAGE):
+        reader.acknowledge(others[first : first + PAGE], NOTHING)
+    assert [entry.entry_id for entry in reader.reclaim()] == [straggler]
+    assert redis.xlen(keys.STREAM) == 2  # the last delivered entry stays in the stream
+    append(redis, "new")
+    assert names(reader) == ["new"]
+
+
+def test_a_trim_that_fails_repeats_nothing(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
+    redis.hset(keys.session("a"), "spec", b"")
+    reader = claimed_reader(redis)
+    entry_ids = append(redis, "a", "b", "c")
+    names(reader)
+
+    with pytest.MonkeyPatch.context() as patch:
+        break_script(patch, redis, consumer_scripts.FREE)
+        reader.acknowledge(entry_ids[:2], Verdicts({"a": TRAINED}, {}))
+    assert "stay in the stream" in caplog.text
+    assert redis.xlen(keys.STREAM) == 3
+    assert redis.hgetall(keys.VERDICTS) == {b"session:trained": b"1"}
+    reader.acknowledge(entry_ids[2:], NOTHING)
+    assert redis.xlen(keys.STREAM) == 1
+
+
+def test_a_full_redis_lets_the_trainer_make_room(redis: Redis, full: None) -> None:
+    """The trainer frees the stream's memory, so it must be able to claim, read, reserve a version and
+    acknowledge."""
+    redis.hset(keys.session("a"), "spec", b"")
+    claimed_reader(redis)
+    entry_ids = append(redis, "a", "b")
+    redis.delete(keys.LEASE)
+    redis.config_set("maxmemory", 1)
+    lease = claimed(redis)
+    reader = RedisReader(redis, lease.token)
+    assert names(reader) == ["a", "b"]
+    assert [reader.reserve(number, f"file:///{number}") for number in (1, 2)] == [-1, 1]
+    redis.delete(keys.LEASE)
+    lease.renew()
+    reader.acknowledge(entry_ids, Verdicts({"a": TRAINED}, {("a", "t"): TRAINED}))
+    assert redis.hget(keys.VERDICTS, "turn:trained") == b"1"
+    assert redis.xlen(keys.STREAM) == 1
+
+
+def test_a_large_acknowledgement_is_one(redis: Redis) -> None:
+    reader = claimed_reader(redis)
+    count = 12_000  # more values than Lua hands over at once
+    with redis.pipeline(transaction=False) as pipeline:
+        for number in range(count):
+            pipeline.hset(keys.session(f"s{number}"), "spec", b"")
+            pipeline.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(ended(f"s{number}"))})
+        pipeline.execute()
+    entries = reader.read(count, 0.01)
+    assert len(entries) == count
+    verdicts = Verdicts({entry.record.session_id: TRAINED for entry in entries}, {})
+    reader.acknowledge([entry.entry_id for entry in entries], verdicts)
+    assert owed(redis) == 0
+    assert redis.hgetall(keys.VERDICTS) == {b"session:trained": str(count).encode()}
+
+
+def test_a_redis_that_is_away_is_storage_unavailable() -> None:
+    with Redis.from_url("redis://127.0.0.1:1/0") as nobody, pytest.raises(StorageUnavailable):
+        Lease(nobody, 30.0).claim()
+
+
+def test_a_turn_whose_logprobs_are_not_finite_is_none(redis: Redis) -> None:
+    given: dict[str, Any] = {"session_id": "s", "finish": "stop", "started_at": 1.0, "finished_at": 1.0}
+    for logprob in (float("inf"), float("-inf"), float("nan")):
+        with pytest.raises(ValueError, match="not finite"):
+            Turn(
+                turn_id="t",
+                context_ids=TokenIds([1]),
+                output_ids=TokenIds([1, 2]),
+                logprobs=Logprobs([-1.0, logprob]),
+                versions=(Span(0, 0, 2),),
+                **given,
+            )
+    largest = Logprobs([-3.4e38, 3.4e38])
+    assert largest.finite

@@ -1,0 +1,158 @@
+"""Redis behind three real sentinels: what is answered and survives when the master is killed, or demoted."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.redis import keys
+from rollout_queue.redis.client.opening import open_async_redis
+from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.connection.kinds import CONNECTIONS
+from rollout_queue.redis.connection.replicas import Replication
+from rollout_queue.redis.writer import RedisWriter
+from tests.support.queue.load import Load
+from tests.support.queue.records import outcome, spec, turn
+from tests.support.queue.servers import WatchedMaster
+from tests.support.waiting import wait_until
+from weir.audit.facts import ClientAnswer
+
+ALL_REPLICAS = Replication(2, 3.0)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[WatchedMaster]:
+    found = WatchedMaster(tmp_path / "servers")
+    found.master.client.hset(keys.POLICIES, "0", "{}")
+    yield found
+    found.close()
+
+
+def kill_the_master(watched: WatchedMaster) -> None:
+    master = watched.master
+    master.kill()
+    watched.fail_over(master)
+
+
+def survives(watched: WatchedMaster, tmp_path: Path, connection: str, kills: int) -> Load:
+    """Agents and a trainer work while the master is killed again and again; replicas confirm each record."""
+    load = Load(RedisSettings(redis_url=watched.url), connection, ALL_REPLICAS)
+
+    def fault() -> None:
+        for _ in range(kills):
+            kill_the_master(watched)
+
+    asyncio.run(load.during(fault))
+    assert load.lost() == []
+    assert {each.turn_id for each in load.answers if each.turn_id} <= load.read()
+    assert load.audited(tmp_path / "none").findings == ()
+    return load
+
+
+@pytest.mark.parametrize("connection", ["pipelined", pytest.param("pooled", marks=pytest.mark.long)])
+def test_a_killed_master_loses_nothing_that_its_replicas_have_confirmed(
+    watched: WatchedMaster, tmp_path: Path, connection: str
+) -> None:
+    survives(watched, tmp_path, connection, kills=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_twenty_killed_masters_lose_nothing_that_their_replicas_have_confirmed(
+    watched: WatchedMaster, tmp_path: Path
+) -> None:
+    load = survives(watched, tmp_path, "pipelined", kills=20)
+    print(f"{len(load.answers)} answers survived 20 failovers; {load.refused} calls got an error")
+
+
+def test_the_audit_names_what_a_killed_master_had_not_sent_to_its_replicas(
+    watched: WatchedMaster, tmp_path: Path
+) -> None:
+    """The replicas are suspended and cut off while the master answers; then it is killed for good."""
+    load = Load(RedisSettings(redis_url=watched.url))
+    told: list[ClientAnswer] = []
+
+    async def gateway() -> None:
+        redis = open_async_redis(load.settings, timeout_s=5)
+        writer = RedisWriter(redis)
+        for number in range(2):
+            if number == 1:
+                for replica in replicas:
+                    replica.suspend()
+                master.client.client_kill_filter(_type="replica")
+            await writer.open_session(spec(f"s{number}"))
+            await writer.append_turn(turn(f"s{number}-t", f"s{number}"), expires_at=1e12)
+            await writer.append_outcome(outcome(f"s{number}"), None, None)
+            told.append(ClientAnswer(f"s{number}", turn_id=f"s{number}-t", finished=True))
+            if number == 0:
+                wait_until(lambda: watched.complete(2))
+        await writer.close()
+        await redis.aclose()
+
+    master, replicas = watched.master, watched.replicas
+    asyncio.run(gateway())
+    master.kill()
+    for replica in replicas:
+        replica.resume()
+    watched.fail_over(master)
+    load.answers += told
+    assert load.lost() == told[1:]
+    report = load.audited(tmp_path / "none")
+    assert {finding.rule for finding in report.findings} == {"answered"}
+    assert {finding.subject for finding in report.findings} == {
+        "session s1", "session s1 t:s1-t", "session s1 outcome",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS)
+def test_a_turn_that_replicas_do_not_confirm_is_refused_and_retracted(
+    watched: WatchedMaster, connection: str
+) -> None:
+    async def gateway() -> None:
+        redis = open_async_redis(RedisSettings(redis_url=watched.url), timeout_s=5)
+        writer = RedisWriter(
+            redis, CONNECTIONS[connection], append_within_s=1.0, replication=Replication(2, 0.2)
+        )
+        await writer.open_session(spec("s"))
+        await writer.append_turn(turn("confirmed", "s"), expires_at=1e12)
+        for replica in watched.replicas:
+            replica.suspend()
+        with pytest.raises(StorageUnavailable, match="0 of 2 replicas"):
+            await writer.append_turn(turn("alone", "s"), expires_at=1e12)
+        for replica in watched.replicas:
+            replica.resume()
+        wait_until(lambda: watched.complete(2))
+        head = None
+        while head is None or "alone-retracted" not in head.by_id:
+            await writer.retract_failed()
+            await asyncio.sleep(0.05)  # until the turn's deadline by Redis' clock
+            head = await writer.load("s")
+        assert "alone" in head.by_id
+        await writer.append_turn(turn("after", "s"), expires_at=1e12)
+        await writer.close()
+        await redis.aclose()
+
+    asyncio.run(gateway())
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS)
+def test_a_demoted_master_is_not_written_to(watched: WatchedMaster, connection: str) -> None:
+    """The connection stays open while its server becomes a replica, so the server refuses what comes next."""
+
+    async def gateway() -> None:
+        redis = open_async_redis(RedisSettings(redis_url=watched.url), timeout_s=5)
+        writer = RedisWriter(redis, CONNECTIONS[connection])
+        await writer.open_session(spec("before"))
+        former = watched.master
+        watched.sentinels[0].promote_another()
+        wait_until(lambda: all(each.master_port() != former.port for each in watched.sentinels))
+        wait_until(lambda: former.client.info("replication")["role"] == "slave")
+        await writer.open_session(spec("after"))
+        await writer.append_turn(turn("t", "after"), expires_at=1e12)
+        assert watched.master.client.hexists(keys.session("after"), "t:t")
+        await writer.close()
+        await redis.aclose()
+
+    asyncio.run(gateway())

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.rollout_server.harness import Harness, make_harness
+from tests.support.rollout_server.harness import Harness, hastened, make_harness
+from tests.support.turned_clock import TurnedClock
 
 TRAINER = "http://127.0.0.1:8200"
 OTHER = "http://mirror:9000/weights"
@@ -175,7 +176,7 @@ async def test_files_come_from_the_peer_and_the_manifest_from_the_location(harne
 
 @pytest.mark.parametrize("fault", ["gone", "corrupt", "short", "failing"])
 async def test_a_peer_without_the_right_files_is_replaced_by_the_location(
-    harness: Harness, fault: str
+    turned: TurnedClock, harness: Harness, fault: str
 ) -> None:
     directory = harness.policy(1)
     offer(harness, f"{TRAINER}/weights/1", directory)
@@ -187,7 +188,7 @@ async def test_a_peer_without_the_right_files_is_replaced_by_the_location(
         "short": httpx.Response(200, content=raw[:-1]),
         "failing": httpx.Response(500),
     }[fault]
-    answer = await harness.reload(1, f"{TRAINER}/weights/1", peer=PEER)
+    answer = await hastened(turned, harness.reload(1, f"{TRAINER}/weights/1", peer=PEER))
     assert answer.status_code == 200, answer.text
     assert weights_urls(harness)[-1] == f"{TRAINER}/weights/1"
     kept = next(harness.directory.glob("weights/own/v00000001-*/model.safetensors"))
@@ -250,9 +251,9 @@ async def test_a_download_that_breaks_goes_on_where_it_broke(harness: Harness, r
     assert kept.read_bytes() == (directory / "model.safetensors").read_bytes()
 
 
-async def test_a_download_that_brings_nothing_more_fails(harness: Harness) -> None:
+async def test_a_download_that_brings_nothing_more_fails(turned: TurnedClock, harness: Harness) -> None:
     source = BreakingSource(f"{TRAINER}/weights/1", harness.policy(1), 0, ranges=True)
     harness.network.source = source.handle
-    answer = await harness.reload(1, source.url)
+    answer = await hastened(turned, harness.reload(1, source.url))
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "storage_unavailable")
     assert len(source.asked) <= 6

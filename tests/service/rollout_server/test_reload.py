@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.rollout_server.harness import Harness
+from tests.support.rollout_server.harness import Harness, hastened
 from tests.support.rollout_server.weights import WEIGHTS, float32_tensors, publish, write_safetensors
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until_async
 
 
@@ -245,10 +246,12 @@ async def test_a_reload_waits_for_an_engine_that_is_starting(harness: Harness) -
     assert (await harness.status())["version"] == 1
 
 
-async def test_a_reload_fails_if_the_engine_does_not_start_in_time(harness: Harness) -> None:
+async def test_a_reload_fails_if_the_engine_does_not_start_in_time(
+    turned: TurnedClock, harness: Harness
+) -> None:
     harness.engine.boot_gate.clear()
     await harness.kill_engine()
-    answer = await harness.reload(1, harness.policy(1))
+    answer = await hastened(turned, harness.reload(1, harness.policy(1)))
     assert (answer.status_code, error_of(answer)["type"]) == (503, "engine_unavailable")
 
 

@@ -1,10 +1,11 @@
 """How a process claims the trainer's lease, and what it does when it has lost the lease."""
 
 import re
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Event, Semaphore, Thread, Timer
+from contextvars import copy_context
+from threading import Event, Thread, Timer
 
 import msgspec
 import pytest
@@ -16,6 +17,8 @@ from rollout_queue.redis.lease.holder import Holder
 from rollout_queue.redis.lease.lease import Lease
 from tests.support.redis_clients import redis_at
 from tests.support.trainer_service.harness import MakeHarness
+from tests.support.turned_clock import TurnedClock
+from tests.support.waiting import wait_until
 from trainer_service.status.lease_holder import keep_lease
 from trainer_service.status.shared_state import SharedState
 
@@ -29,68 +32,68 @@ def redis(redis_url: str) -> Iterator[Redis]:
         yield client
 
 
-class Watched(Lease):
-    """A lease whose renewals can be waited for."""
-
-    def __init__(self, redis: Redis, lease_s: float) -> None:
-        super().__init__(redis, lease_s)
-        self.renewals = Semaphore(0)
-
-    def renew(self) -> None:
-        super().renew()
-        self.renewals.release()
-
-
 def leave_a_lease(redis: Redis, lease_s: float) -> None:
     """Claim a lease and never renew it, like a trainer that crashed on another machine."""
     holder = msgspec.structs.replace(Holder.here(), host="far", pid=7, place="another boot")
     redis.set(keys.LEASE, msgspec.json.encode(holder), px=int(lease_s * 1000))
 
 
-def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_released(redis: Redis) -> None:
-    lease = Watched(redis, 1.5)
-    with keep_lease(lease, SharedState(), RETRY_S) as held:
+def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_released(
+    turned: TurnedClock, redis: Redis
+) -> None:
+    def is_renewed() -> bool:
+        turned.turn(200)
+        return redis.pttl(keys.LEASE) > 500_000
+
+    with keep_lease(Lease(redis, 600.0), SharedState(), RETRY_S) as held:
         assert held
-        for _ in range(4):  # so many renewals take longer than one lease lasts
-            assert lease.renewals.acquire(timeout=300)
-        assert redis.exists(keys.LEASE)
+        for _ in range(4):
+            redis.pexpire(keys.LEASE, 300_000)  # as if half of its time had passed
+            wait_until(is_renewed)
     assert not redis.exists(keys.LEASE)
 
 
 def test_a_trainer_waits_until_the_lease_of_a_crashed_one_expires(
-    redis: Redis, caplog: pytest.LogCaptureFixture
+    turned: TurnedClock, redis: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    leave_a_lease(redis, 1.0)
-    started = time.monotonic()
-    with keep_lease(Lease(redis, 0.3), SharedState(), RETRY_S) as held:
-        assert held
-        assert 0.9 < time.monotonic() - started < 60, "the lease expired, and the trainer noticed"
-    assert f"{keys.LEASE} belongs to far:7, since 20" in caplog.text
-    assert re.search(r"unless renewed, it expires in (1\.0|0\.\d) s", caplog.text)
+    leave_a_lease(redis, 1000.0)
+
+    def expire() -> None:
+        wait_until(lambda: f"{keys.LEASE} belongs to far:7, since 20" in caplog.text)
+        redis.delete(keys.LEASE)
+        turned.turn(1000)
+
+    with ThreadPoolExecutor(1) as threads:
+        expiry = threads.submit(expire)
+        with keep_lease(Lease(redis, 30.0), SharedState(), RETRY_S) as held:
+            assert held
+        expiry.result()
+    assert re.search(r"unless renewed, it expires in (1000\.0|9\d\d\.\d) s", caplog.text)
 
 
-def test_a_trainer_ends_if_another_one_renews_the_lease(redis: Redis) -> None:
-    leave_a_lease(redis, 1.2)
-    ended = Event()
+def test_a_trainer_ends_if_another_one_renews_the_lease(
+    turned: TurnedClock, redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_a_lease(redis, 1000.0)
 
     def renew() -> None:
-        while not ended.wait(0.1):
-            redis.pexpire(keys.LEASE, 1200)
+        wait_until(lambda: keys.LEASE in caplog.text)
+        redis.pexpire(keys.LEASE, 1_000_000)
+        turned.turn(300)
 
-    other = Thread(target=renew)
-    other.start()
-    try:
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(renew)
         with pytest.raises(SystemExit) as refused, keep_lease(Lease(redis, 30.0), SharedState(), RETRY_S):
             pass
-    finally:
-        ended.set()
-        other.join()
+        other.result()
     assert str(refused.value).startswith("another trainer holds weir:trainer_lease: far:7, since 20")
     assert "\n" not in str(refused.value)
 
 
-def test_of_two_trainers_that_wait_for_a_lease_one_ends(redis: Redis) -> None:
-    leave_a_lease(redis, 0.5)
+def test_of_two_trainers_that_wait_for_a_lease_one_ends(
+    turned: TurnedClock, redis: Redis, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_a_lease(redis, 1000.0)
     ends: list[object] = []
     refused = Event()
 
@@ -98,7 +101,7 @@ def test_of_two_trainers_that_wait_for_a_lease_one_ends(redis: Redis) -> None:
         with suppress(SystemExit):
             with (
                 redis_at(redis_url) as own,
-                keep_lease(Lease(own, 3.0), SharedState(), RETRY_S) as held,
+                keep_lease(Lease(own, 300.0), SharedState(), RETRY_S) as held,
             ):
                 ends.append(held)
                 assert refused.wait(300)
@@ -106,11 +109,16 @@ def test_of_two_trainers_that_wait_for_a_lease_one_ends(redis: Redis) -> None:
         ends.append("refused")
         refused.set()
 
-    arguments = redis.get_connection_kwargs()
-    redis_url = f"redis://{arguments['host']}:{arguments['port']}/{arguments['db']}"
-    both = [Thread(target=begin) for _ in range(2)]
+    def one_is_refused() -> bool:
+        turned.turn(100)
+        return refused.is_set()
+
+    both = [Thread(target=copy_context().run, args=(begin,)) for _ in range(2)]
     for each in both:
         each.start()
+    wait_until(lambda: caplog.text.count("unless renewed") == 2)
+    redis.delete(keys.LEASE)
+    wait_until(one_is_refused)
     for each in both:
         each.join()
     assert sorted(map(str, ends)) == ["True", "refused"]

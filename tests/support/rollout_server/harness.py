@@ -1,9 +1,10 @@
 """A rollout server with a fake engine behind it, and its HTTP interface in front."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -19,7 +20,10 @@ from tests.support.rollout_server.weights import (
     write_model,
     write_safetensors,
 )
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until_async
+
+T = TypeVar("T")
 
 
 class FakeNetwork:
@@ -76,6 +80,15 @@ class Harness:
 
     async def until_ready(self) -> None:
         await self.server.engine.wait_until_serving(300.0)
+
+
+async def hastened(turned: TurnedClock, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Its pauses end at once."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        turned.turn(0.1)
+        await asyncio.sleep(0.001)  # what has waited goes on
+    return await task
 
 
 def make_harness(directory: Path, **settings: Any) -> Harness:

@@ -158,7 +158,7 @@ def spread(gateway: RunningGateway) -> list[Stream]:
     return streams
 
 
-@pytest.mark.parametrize("http", ["httptools", "aiohttp"])
+@pytest.mark.parametrize("http", ["httptools", pytest.param("aiohttp", marks=pytest.mark.long)])
 def test_the_answers_of_a_silent_engine_move_and_the_engine_comes_back(
     backends: Backends, engines: list[Reached], http: str
 ) -> None:
@@ -203,8 +203,8 @@ def test_the_answers_of_an_engine_whose_scheduler_hangs_move_although_its_http_l
         assert max(each.longest_gap_s for each in streams) < MOVED_WITHIN_S
         assert ["engine-0", "engine-1"] in [engines_of(gateway, each) for each in streams]
         assert servers(gateway)[0]["error"] == "its engine gives no sign of life"
-        for number in range(8):
-            assert Stream(gateway, f"meanwhile-{number}").whole() == list(whole)
+        meanwhile = [Stream(gateway, f"meanwhile-{number}") for number in range(4)]
+        assert {tuple(each.whole()) for each in meanwhile} == {whole}
         engines[0].engine.hangs = False
         wait_until(lambda: served_by_the_first(gateway))
         assert servers(gateway)[0]["error"] is None

@@ -4,11 +4,9 @@ A request that is refused for load (429, 503), or that gets no answer, is made a
 without effect, because sessions and rewards carry ids of the runner.
 """
 
-import asyncio
 import logging
 import math
 import random
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,6 +17,7 @@ import msgspec
 from openai import AsyncOpenAI
 
 from environments.errors import GatewayFault, SessionRefused
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class Patience:
     """A time of the monotonic clock."""
 
     def ends_in(self, seconds: float) -> None:
-        self.until = min(self.until, time.monotonic() + seconds)
+        self.until = min(self.until, clock.monotonic() + seconds)
 
 
 class SessionClient:
@@ -134,7 +133,7 @@ class SessionClient:
         patience: Patience | None = None,
     ) -> Any:
         """The answer's JSON. Raises SessionRefused and GatewayFault with the gateway's sentence."""
-        deadline = time.monotonic() + self._waits_s
+        deadline = clock.monotonic() + self._waits_s
         for attempt in range(1_000_000):
             try:
                 async with self._http.request(method, self._url + path, json=body) as reply:
@@ -151,12 +150,12 @@ class SessionClient:
                     refused = SessionRefused if status in OF_SESSIONS else GatewayFault
                     raise refused(f"{method} {path}: {status}: {why}")
             pause_s = pause_after(attempt, wished_s)
-            if time.monotonic() + pause_s > min(deadline, patience.until if patience else deadline):
+            if clock.monotonic() + pause_s > min(deadline, patience.until if patience else deadline):
                 raise GatewayFault(f"the gateway at {self._url} did not serve {method} {path}: {why}")
             level = logging.WARNING if attempt == TOLD_AFTER else logging.INFO
             logger.log(level, "the gateway at %s is waited for: %s", self._url, why)
             # until the gateway may serve it again
-            await asyncio.sleep(pause_s)
+            await clock.sleep(pause_s)
         raise AssertionError
 
 

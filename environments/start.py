@@ -8,7 +8,6 @@ import json
 import re
 import secrets
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from environments.runs.task_order import TaskOrder
 from environments.session_client import SessionClient
 from environments.settings import RunSettings
 from environments.tools.servers import ToolServers
+from rollout_queue import clock
 
 Say = Callable[[str], None]
 Source = EnvironmentSource | HostedLibrary
@@ -250,7 +250,7 @@ def _refuse_mixing(run_dir: Path, resume: bool) -> None:
 def _begin(settings: RunSettings, run_dir: Path) -> str:
     """Write `run.json`; returns the id of the new run."""
     run_id = f"{NOT_A_NAME.sub('-', settings.environment)[:60]}-{secrets.token_hex(4)}"
-    document = {"run": run_id, "settings": settings.model_dump(mode="json"), "began_at": time.time()}
+    document = {"run": run_id, "settings": settings.model_dump(mode="json"), "began_at": clock.now()}
     write_document(run_dir / "run.json", document)
     return run_id
 

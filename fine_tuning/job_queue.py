@@ -6,7 +6,6 @@
 import asyncio
 import errno
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -17,6 +16,7 @@ from fine_tuning.errors import BadInput, BadRow
 from fine_tuning.jobs.job import FineTuningJob, JobEvent, JobFault, JobStatus
 from fine_tuning.jobs.store import JobStore
 from fine_tuning.training.versions import GatewaySilent, PolicyWatch, answered
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class JobQueue:
 
     def _stop(self, job_id: str, from_: tuple[JobStatus, ...], to: JobStatus) -> FineTuningJob:
         job = self._in(job_id, from_, to)
-        finished_at = int(time.time()) if to == "cancelled" else None
+        finished_at = int(clock.now()) if to == "cancelled" else None
         job = self._store.put(msgspec.structs.replace(job, status=to, finished_at=finished_at))
         self._store.tell(job, JobEvent.of(f"The job was {to}"))
         if self._current is not None and self._current[0] == job_id:
@@ -98,7 +98,7 @@ class JobQueue:
             except Exception as error:  # a full disk, or a bug, must not end the queue without a word
                 logger.exception("job %s: it is tried again", job.id)
                 self.fault = f"job {job.id}: {type(error).__name__}: {error}"
-                await asyncio.sleep(pause_after(faults))
+                await clock.sleep(pause_after(faults))
                 faults += 1
             else:
                 self.fault, faults = None, 0
@@ -162,7 +162,7 @@ class JobQueue:
             self._store.tell(job, JobEvent.of(told, "warn"))
         job = self._store.put(
             msgspec.structs.replace(
-                job, status="succeeded", fine_tuned_model=name, finished_at=int(time.time())
+                job, status="succeeded", fine_tuned_model=name, finished_at=int(clock.now())
             )
         )
         self._store.tell(job, JobEvent.of(f"The job has successfully completed: {name}"))
@@ -173,6 +173,6 @@ class JobQueue:
             return
         fault = JobFault(code, message[:2000])
         job = self._store.put(
-            msgspec.structs.replace(job, status="failed", error=fault, finished_at=int(time.time()))
+            msgspec.structs.replace(job, status="failed", error=fault, finished_at=int(clock.now()))
         )
         self._store.tell(job, JobEvent.of(f"The job failed: {fault.message}", "error"))

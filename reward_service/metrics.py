@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from rollout_queue import clock
 
 GRADING_BUCKETS_S = (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -67,13 +68,13 @@ class RewardMetrics:
     @contextmanager
     def attempt(self, rule: str) -> Iterator[None]:
         """Measures one attempt to grade a session, and whether it failed."""
-        started, outcome = perf_counter(), "failed"
+        started, outcome = clock.monotonic(), "failed"
         try:
             yield
             outcome = "answered"
         finally:
             self._attempts.labels(rule, outcome).inc()
-            self._attempt_seconds.labels(rule).observe(perf_counter() - started)
+            self._attempt_seconds.labels(rule).observe(clock.monotonic() - started)
 
     def read_list(self, *, failed: bool) -> None:
         """The gateway's list was read to its end, or could not be."""

@@ -9,9 +9,9 @@ of another adapter until the last call of this one has ended.
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping
 
+from rollout_queue import clock
 from rollout_queue.protocol.adapters import LoadedAdapter, WantedAdapter, WantedAdapters
 from rollout_server.engine.control import AdapterRefused, EngineFailed
 from rollout_server.engine.engine import Engine
@@ -64,7 +64,7 @@ class NamedAdapters:
         if self._preparing is not None:
             adapter, bound = self._preparing
             if not self._wants(adapter) and not bound.expired():
-                bound.reschedule(asyncio.get_running_loop().time())
+                bound.reschedule(0.0)  # a moment that has passed
 
     async def keep(self) -> None:
         """Load what is missing, and forget what is not wanted."""
@@ -91,7 +91,7 @@ class NamedAdapters:
         """Load one adapter, unless the engine has it."""
         key = adapter.policy, adapter.version
         failures, next_at, error, refused = self._failures.get(key, (0, 0.0, "", False))
-        due = self._wants(adapter) and (again or time.monotonic() >= next_at)
+        due = self._wants(adapter) and (again or clock.monotonic() >= next_at)
         if due and not self._has(adapter):
             try:
                 await self._load(adapter)
@@ -99,7 +99,7 @@ class NamedAdapters:
                 error, refused = str(failure), _is_refusal(failure)
                 pause_s = min(FIRST_PAUSE_S * 2.0**failures, LONGEST_PAUSE_S)
                 if self._wants(adapter):
-                    self._failures[key] = (failures + 1, time.monotonic() + pause_s, error, refused)
+                    self._failures[key] = (failures + 1, clock.monotonic() + pause_s, error, refused)
                 logger.error("the adapter %s@%d is not loaded: %s", *key, error)
             else:
                 self._failures.pop(key, None)
@@ -127,7 +127,7 @@ class NamedAdapters:
         """Fetch and verify the files. Raises ReloadError."""
         wanted = WantedPolicy(adapter.version, adapter.location, adapter.manifest_sha256, name=adapter.policy)
         try:
-            async with asyncio.timeout(self._timeout_s) as bound:
+            async with clock.timeout(self._timeout_s) as bound:
                 self._preparing = adapter, bound
                 return await self._reloader.prepare(wanted)
         except TimeoutError as error:

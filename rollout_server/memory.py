@@ -9,8 +9,8 @@ the trainer has given the memory back.
 """
 
 import logging
-from time import monotonic
 
+from rollout_queue import clock
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import MemoryRefused, ReloadError
 from rollout_server.metrics import RolloutMetrics
@@ -41,11 +41,11 @@ class EngineMemory:
             raise MemoryRefused("the engine's memory is not shared: set rollout_server.memory to shared")
         async with self._reloader.swap:
             renewed = self._engine.withheld
-            self._holder, self._until = holder, monotonic() + for_s
+            self._holder, self._until = holder, clock.monotonic() + for_s
             if not renewed:
-                self._released_at = monotonic()
+                self._released_at = clock.monotonic()
                 await self._engine.withhold()
-                self._until = monotonic() + for_s
+                self._until = clock.monotonic() + for_s
                 logger.info("%s has the engine's memory, for %g s", holder, for_s)
             return renewed
 
@@ -69,7 +69,7 @@ class EngineMemory:
                 await self._take_back()
 
     def _is_over(self) -> bool:
-        return self._engine.withheld and monotonic() >= self._until
+        return self._engine.withheld and clock.monotonic() >= self._until
 
     async def _take_back(self) -> None:
         try:
@@ -79,4 +79,4 @@ class EngineMemory:
             logger.error("the engine did not take its memory again, and starts again: %s", error)
         finally:
             await self._engine.give_back()
-            self._metrics.released(monotonic() - self._released_at)
+            self._metrics.released(clock.monotonic() - self._released_at)

@@ -11,11 +11,11 @@ version, and pushes it to every server.
 import asyncio
 import logging
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import httpx
 
+from rollout_queue import clock
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.adapters import AdapterBody, AdapterPushed
 from rollout_queue.protocol.errors import error_message
@@ -67,7 +67,7 @@ class OrchestratedEngine:
         if mode != "keep":
             raise NotServed(f"mode {mode!r}: a pause keeps the calls that run (mode=keep)")
         async with self._reloader.swap:
-            self._until = monotonic() + self._settings.pause_limit_s
+            self._until = clock.monotonic() + self._settings.pause_limit_s
             if not self._engine.serving:
                 raise EngineUnavailable(f"the engine is {self._engine.state}")
             try:
@@ -91,7 +91,7 @@ class OrchestratedEngine:
 
     async def keep_time(self) -> None:
         """End a pause whose time is over."""
-        if self._engine.held and monotonic() >= self._until:
+        if self._engine.held and clock.monotonic() >= self._until:
             logger.warning("nobody has ended the engine's pause in %g s", self._settings.pause_limit_s)
             await self.resume()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.keys import bearer
 from rollout_queue.private_file import write_private
@@ -215,7 +216,7 @@ def port_message(host: str, port: int, field: str) -> str:
 async def _repeat(work: Callable[[], Awaitable[None]], every_s: float) -> None:
     """Do the work again and again; a failure does not end it."""
     while True:
-        await asyncio.sleep(every_s)
+        await clock.sleep(every_s)
         try:
             await work()
         except Exception:  # outermost frame of a task: log the bug and go on

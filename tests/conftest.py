@@ -36,7 +36,7 @@ OWN_ENGINES = "tests/engine/system/test_bad_days.py"
 """A file whose tests start their own engines. All other files in tests/engine/system share one engine."""
 UNTIL = "WEIR_TEST_UNTIL"
 """A variable that bounds a run: the seconds since 1970 after which no test begins."""
-SHARED = ("tests/engine/system/", "tests/process/observe/")
+SHARED = ("tests/engine/system/", "tests/process/observe/", "tests/process/trainer_service/ranks/")
 """The files in each of these folders share their services."""
 
 

@@ -7,8 +7,9 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from pathlib import Path
-from time import monotonic
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -17,6 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Gauge
 from starlette.types import ASGIApp
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.policy import MANIFEST
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.files import LargeFile
@@ -113,9 +115,8 @@ def _control(shared_state: SharedState) -> APIRouter:
     async def checkpoint() -> JSONResponse:
         """Write a checkpoint after the running step. The answer comes when the checkpoint is durable."""
         try:
-            saved = await asyncio.wait_for(
-                asyncio.wrap_future(shared_state.request_checkpoint()), CHECKPOINT_TIMEOUT_S
-            )
+            async with clock.timeout(CHECKPOINT_TIMEOUT_S):
+                saved = await asyncio.wrap_future(shared_state.request_checkpoint())
         except TimeoutError as error:
             raise ApiError(504, "the trainer is busy; it writes the checkpoint later") from error
         return JSONResponse({"step": saved.step, "version": saved.version})
@@ -138,7 +139,8 @@ def _control(shared_state: SharedState) -> APIRouter:
         answer comes when a checkpoint contains it."""
         try:
             asked = shared_state.request_rollback(body.version)
-            found = await asyncio.wait_for(asyncio.wrap_future(asked), CHECKPOINT_TIMEOUT_S)
+            async with clock.timeout(CHECKPOINT_TIMEOUT_S):
+                found = await asyncio.wrap_future(asked)
         except TimeoutError as error:
             what = "did not go back" if asked.cancelled() else "still goes back: GET /rollback tells when"
             raise ApiError(504, f"the trainer is busy, and {what}") from error
@@ -238,9 +240,11 @@ def _collective(sender: TensorSender) -> APIRouter:
         a sender waits for it there."""
         try:
             answer = asyncio.wrap_future(sender.join(version, body))
-            until_s = monotonic() + body.wait_s
-            while not answer.done() and monotonic() < until_s and not await request.is_disconnected():
-                await asyncio.wait({answer}, timeout=min(body.wait_s, DISCONNECT_POLL_S))
+            until_s = clock.monotonic() + body.wait_s
+            while not answer.done() and clock.monotonic() < until_s and not await request.is_disconnected():
+                with suppress(TimeoutError):
+                    async with clock.timeout(min(body.wait_s, DISCONNECT_POLL_S)):
+                        await asyncio.wait({answer})
             if not answer.done():
                 answer.cancel()
                 raise ApiError(503, "every sender is busy", type="storage_unavailable")
@@ -272,21 +276,14 @@ class HttpThread:
     """Serves the app on a thread, as long as the `with` block runs."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        config = uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
+        logs: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
+        config = uvicorn.Config(app, host=host, port=port, timeout_keep_alive=KEEP_ALIVE_S, **logs)
         self._server = uvicorn.Server(config)
         # The main thread binds the address. If the address is in use, uvicorn then ends the whole process.
         self._socket = config.bind_socket()
         # uvicorn installs signal handlers only on the main thread.
         self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="http", daemon=True
+            target=copy_context().run, args=(self._server.run, [self._socket]), name="http", daemon=True
         )
 
     def __enter__(self) -> "HttpThread":

@@ -1,11 +1,11 @@
 """The trainer's metrics: counters and gauges for Prometheus, and one point per step for every sink."""
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from rollout_queue import clock
 from rollout_queue.signals.tracing.start import show_spans
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import ENDS, EvaluationScore
@@ -81,7 +81,7 @@ class TrainerMetrics:
     def evaluated(self, score: EvaluationScore, step: int) -> None:
         """Write a version's evaluation score, which has changed. `step` made the version."""
         self.show_evaluations([score])
-        place = {"step": step, "version": score.version, "time": time.time()}
+        place = {"step": step, "version": score.version, "time": clock.now()}
         self._write("evaluation", place | score.metrics())
 
     def show_evaluations(self, scores: Iterable[EvaluationScore]) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from rollout_queue import clock
 from trainer_service.storage.files import sync_tree
 
 NOT_COPIED = ("plan.json", "config.json", "generation_config.json")
@@ -116,7 +116,7 @@ def warm_start(plan_dir: Path, out: Path, seed: int) -> dict[str, float]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    started = time.monotonic()
+    started = clock.monotonic()
     plan = Plan.model_validate_json((plan_dir / "plan.json").read_text(encoding="utf-8"))
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
@@ -143,7 +143,7 @@ def warm_start(plan_dir: Path, out: Path, seed: int) -> dict[str, float]:
         if training.steps % plan.check_every == 0:
             _progress("habit", training.steps, loss, score, started)
     _save(model, plan_dir, out)
-    return {"steps": training.steps, "probe": score, "seconds": round(time.monotonic() - started, 2)}
+    return {"steps": training.steps, "probe": score, "seconds": round(clock.monotonic() - started, 2)}
 
 
 def _save(model: Any, plan_dir: Path, out: Path) -> None:
@@ -182,7 +182,7 @@ def by_length(examples: Sequence[Example], parts: int = 4) -> list[Sequence[Exam
 
 
 def _progress(phase: str, step: int, loss: float, score: float, started: float) -> None:
-    seconds = time.monotonic() - started
+    seconds = clock.monotonic() - started
     print(f"{phase} step {step}: loss {loss:.4f}, probe {score:.1%}, {seconds:.1f} s", flush=True)
 
 

@@ -9,6 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from rollout_queue import clock
 from weir.options import AsJson, Config, RunDir, settings_from
 from weir.stack.settings import service_field
 
@@ -113,11 +114,11 @@ def backup(
         every_version=every_version,
         fresh=fresh,
     )
-    began_at = time.monotonic()
+    began_at = clock.monotonic()
     back_up(plan, directory, _say)
     paused = "only for the checkpoint that you asked for" if fresh else "for no moment"
     _say(
-        f"{directory} is a whole backup, made in {time.monotonic() - began_at:.1f} s; training waited "
+        f"{directory} is a whole backup, made in {clock.monotonic() - began_at:.1f} s; training waited "
         f"{paused}"
     )
 

@@ -1,11 +1,11 @@
 """`weir status`: one table of the services, their addresses and the gateway's report of each."""
 
-import time
 from dataclasses import dataclass, replace
 
 import msgspec
 from rich.table import Table
 
+from rollout_queue import clock
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
 from rollout_queue.redis.client.address import without_password
@@ -57,7 +57,7 @@ def rows_elsewhere(gateway_url: str, redis: RedisSettings, admin_key: str | None
         rows.append(ServiceStatus(server.id, None, server.state, server.url or server.engine_url, detail))
     trainer = report.trainer
     reported_at = trainer.last_seen or 0.0
-    alive = time.time() - reported_at < TRAINER_SILENT_S
+    alive = clock.now() - reported_at < TRAINER_SILENT_S
     rows.append(
         ServiceStatus(
             "trainer_service",

@@ -1,7 +1,6 @@
 """Plays episodes with an agent loop: agents in the episode's sessions, and an environment that answers
 them."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from environments.outcome import EpisodeOutcome, Status
 from environments.session_client import SessionClient
 from environments.step import Step
 from environments.task import Task
+from rollout_queue import clock
 
 Loop = Callable[..., Awaitable[Step]]
 """`play(agents, environment, task, max_turns)` of a module in `loops/`, or of the user."""
@@ -53,7 +53,7 @@ class LoopedEpisodes:
     async def _played(self, task: Task, agents: list[Agent]) -> tuple[Status, str | None]:
         environment = self._source.environment()
         try:
-            async with asyncio.timeout(self._time_limit_s):
+            async with clock.timeout(self._time_limit_s):
                 step = await self._loop(agents, environment, task, self._max_turns)
         except TimeoutError:
             return "truncated", f"the episode took longer than {self._time_limit_s:.0f} s"

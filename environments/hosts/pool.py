@@ -18,6 +18,7 @@ from environments.errors import EnvironmentFault, HostDied, UnknownEnvironment
 from environments.hosts.process import HostProcess
 from environments.step import Description, Step
 from environments.task import Task, task_id
+from rollout_queue import clock
 
 STARTS_WITHIN_S = 120.0
 TASK_ATTEMPTS = 3
@@ -178,5 +179,5 @@ class HostedLibrary(HostPool):
 
     async def _watch(self, host: HostProcess) -> None:
         while True:
-            await asyncio.sleep(self._step_s)
+            await clock.sleep(self._step_s)
             await host.ask("ping", within_s=self._step_s)  # a host that does not answer is killed

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from environments.errors import EnvironmentFault, HostDied
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class HostProcess:
         request = {"id": number, "do": do, "episode": episode, "with": given}
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            async with asyncio.timeout(within_s):
+            async with clock.timeout(within_s):
                 return await answer
         except TimeoutError:
             self.kill(f"the environment did not answer {do!r} within {within_s or 0:.0f} s")
@@ -115,10 +116,12 @@ class HostProcess:
             if self._ends_within_s and process.stdin is not None:
                 process.stdin.close()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), self._ends_within_s)
+                    async with clock.timeout(self._ends_within_s):
+                        await process.wait()
             self._kill_all(process.pid)
             with contextlib.suppress(TimeoutError):  # who has inherited its pipes keeps them open
-                await asyncio.wait_for(process.wait(), ENDS_AFTER_KILL_S)
+                async with clock.timeout(ENDS_AFTER_KILL_S):
+                    await process.wait()
             self._fail("the environment's process was closed")
         for reader in self._readers:
             reader.cancel()
@@ -157,7 +160,8 @@ class HostProcess:
         if self._process is process:
             self._kill_all(process.pid)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), ENDS_AFTER_KILL_S)
+                async with clock.timeout(ENDS_AFTER_KILL_S):
+                    await process.wait()
             code = process.returncode
             self._process = None
             printed = " / ".join(self._printed[-ERROR_LINES:]) or "it printed nothing"

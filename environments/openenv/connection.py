@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from environments.errors import EnvironmentFault, NoAction
+from rollout_queue import clock
 
 MOST_MESSAGE = 32 * 2**20
 """The most bytes of one message of the server."""
@@ -46,7 +47,7 @@ class EpisodeConnection:
     async def open(cls, http: aiohttp.ClientSession, url: str, within_s: float) -> "EpisodeConnection":
         """Connect to the WebSocket at `url`. Raises ServerIsFull."""
         try:
-            async with asyncio.timeout(within_s):
+            async with clock.timeout(within_s):
                 socket = await http.ws_connect(url, max_msg_size=MOST_MESSAGE)
         except aiohttp.WSServerHandshakeError as error:
             if error.status in FULL:
@@ -61,7 +62,7 @@ class EpisodeConnection:
         schema refuses."""
         self._owed = True
         try:
-            async with asyncio.timeout(within_s):
+            async with clock.timeout(within_s):
                 with contextlib.suppress(aiohttp.ClientError, OSError):  # the answer may say why
                     await self._socket.send_str(json.dumps({"type": do, "data": data}))
                 answer = await self._answers.get()
@@ -78,14 +79,14 @@ class EpisodeConnection:
         try:
             if not self._owed:
                 with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                    async with asyncio.timeout(CLOSES_WITHIN_S):
+                    async with clock.timeout(CLOSES_WITHIN_S):
                         await self._socket.send_str('{"type": "close"}')
                         await asyncio.wait({self._reader})
         finally:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with asyncio.timeout(CLOSES_WITHIN_S):
+                async with clock.timeout(CLOSES_WITHIN_S):
                     await self._socket.close()
 
     async def _read(self) -> None:

@@ -5,7 +5,6 @@ time, because others use the server, too.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -13,6 +12,7 @@ from typing import TypeVar
 from environments.errors import EnvironmentFault
 from environments.openenv.connection import ServerIsFull
 from environments.session_client import pause_after
+from rollout_queue import clock
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class WaitingLine:
             self._line[0].set()
 
     async def _wait(self, attempt: Callable[[], Awaitable[T]], turn: asyncio.Event) -> T:
-        began, refused = time.monotonic(), 0
+        began, refused = clock.monotonic(), 0
         while True:
             if await _within(turn, pause_after(refused)):
                 refused = 0
@@ -57,20 +57,20 @@ class WaitingLine:
                 return await self._try(attempt)
             except ServerIsFull as full:
                 refused += 1
-                if time.monotonic() - max(began, self._let_in_at) > self._waits_s:
+                if clock.monotonic() - max(began, self._let_in_at) > self._waits_s:
                     raise EnvironmentFault(
                         f"the server has let nobody in for {self._waits_s:.0f} s: {full}"
                     ) from None
 
     async def _try(self, attempt: Callable[[], Awaitable[T]]) -> T:
         result = await attempt()
-        self._let_in_at = time.monotonic()
+        self._let_in_at = clock.monotonic()
         return result
 
 
 async def _within(turn: asyncio.Event, seconds: float) -> bool:
     try:
-        async with asyncio.timeout(seconds):
+        async with clock.timeout(seconds):
             await turn.wait()
     except TimeoutError:
         return False

@@ -1,7 +1,6 @@
 """One group: the episodes of one task, played side by side, and ended early when they can teach nothing."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from environments.episodes.seats import SeatPlan
 from environments.outcome import EpisodeOutcome
 from environments.results.journal import EpisodeEnded
 from environments.task import Task
+from rollout_queue import clock
 
 Record = Callable[[EpisodeEnded], None]
 TEACHES_NOTHING = "its group can teach nothing"
@@ -91,17 +91,17 @@ class EpisodeGroup:
     async def _episode(
         self, player: EpisodePlayer, member: int, slots: asyncio.Semaphore, record: Record
     ) -> None:
-        began, seats = time.monotonic(), self.waiting[member]
+        began, seats = clock.monotonic(), self.waiting[member]
         try:
             async with slots:
-                began = time.monotonic()
+                began = clock.monotonic()
                 outcomes = await player.play(self.task, seats, self.sessions[member])
         except asyncio.CancelledError:
             if not self.over:
                 raise
             outcomes = await player.abandon(seats, TEACHES_NOTHING)
         del self.waiting[member]
-        seconds = time.monotonic() - began
+        seconds = clock.monotonic() - began
         for place, (seat, outcome) in enumerate(zip(seats, outcomes, strict=True)):
             if seat.learns:
                 record(self._entry(member, place, seat.session_id, outcome, seconds))
@@ -126,7 +126,7 @@ class EpisodeGroup:
             reward=outcome.reward,
             turns=outcome.turns,
             seconds=round(seconds, 3),
-            ended_at=time.time(),
+            ended_at=clock.now(),
             reason=outcome.reason,
             metrics=outcome.metrics,
         )

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from environments.runs.run import Run
+from rollout_queue import clock
 
 EVERY_S = 5.0
 
@@ -22,7 +23,7 @@ async def telling(run: Run, say: Callable[[str], None]) -> AsyncIterator[None]:
 
 async def _tell(run: Run, say: Callable[[str], None]) -> None:
     while True:
-        await asyncio.sleep(EVERY_S)
+        await clock.sleep(EVERY_S)
         say(sentence(run))
 
 

@@ -5,7 +5,6 @@ abandoned and the episode is played again in a new one. A half-played conversati
 environment is gone.
 """
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ from environments.results.journal import Entry, EpisodeEnded, GroupBegun, Journa
 from environments.runs.group import STOPPED
 from environments.session_client import SessionClient
 from environments.task import Task
+from rollout_queue import clock
 
 ENDED = ("waiting_reward", "finished")
 
@@ -83,7 +83,7 @@ def _abandoned(plan: SeatPlan, begun: GroupBegun, member: int) -> EpisodeEnded:
         reward=None,
         turns=0,
         seconds=0.0,
-        ended_at=time.time(),
+        ended_at=clock.now(),
         reason=STOPPED,
     )
 
@@ -113,7 +113,7 @@ async def _outcomes(
                     reward=session["reward"],
                     turns=len(session["turns"]),
                     seconds=0.0,
-                    ended_at=time.time(),
+                    ended_at=clock.now(),
                     reason=STOPPED if session["status"] == "abandoned" else None,
                 )
             )

@@ -7,7 +7,6 @@ task order ──▶ group of episodes ──▶ sessions at the gateway ──�
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from environments.runs.task_order import TaskOrder
 from environments.session_client import pause_after
 from environments.settings import RunSettings
 from environments.task import Task
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Run:
     _playing: dict[int, EpisodeGroup] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _failed_groups: list[str] = field(default_factory=list)
-    _started_at: float = field(default_factory=time.monotonic)
+    _started_at: float = field(default_factory=clock.monotonic)
 
     async def play(self) -> None:
         """Play until the run has enough. Raises RunStopped, and GatewayFault if the gateway does not serve
@@ -74,7 +74,7 @@ class Run:
         while (drawn := await self._next()) is not None:
             if failed := len(self._failed_groups):
                 # an environment that is gone may come back, and its sessions cost the gateway work
-                await asyncio.sleep(pause_after(failed))
+                await clock.sleep(pause_after(failed))
             visit, task = drawn
             begun = GroupBegun(self.next_group, visit, task.id, tuple(range(self.settings.group_size)))
             self.next_group += 1
@@ -92,7 +92,7 @@ class Run:
         learned = wanted is not None and (self.figures.recent.mean or 0) >= wanted
         played = self.settings.episodes is not None and self.begun >= self.settings.episodes
         limit_s = self.settings.time_limit_s
-        return learned or played or (limit_s is not None and time.monotonic() - self._started_at > limit_s)
+        return learned or played or (limit_s is not None and clock.monotonic() - self._started_at > limit_s)
 
     async def _next(self) -> tuple[int, Task] | None:
         """Raises RunStopped if the environment gives no tasks."""

@@ -4,7 +4,6 @@ A file is there once its `.json` is; `.data` without it is what a killed upload 
 """
 
 import logging
-import time
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from fine_tuning.errors import BadInput
 from fine_tuning.settings import FineTuningLimits
 from fine_tuning.whole_file import write_whole
+from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class FileStore:
         stored = sum(each.bytes for each in self._files.values())
         if stored + len(content) > self._limits.stored_bytes:
             raise BadInput(f"the files would take more than {self._limits.stored_bytes} bytes", "file")
-        file = StoredFile(f"file-{new_id()}", len(content), int(time.time()), filename[:512], purpose)
+        file = StoredFile(f"file-{new_id()}", len(content), int(clock.now()), filename[:512], purpose)
         write_whole(self.path(file), content)
         write_whole(self._directory / f"{file.id}.json", msgspec.json.encode(file))
         self._files[file.id] = file

@@ -5,12 +5,12 @@ queued ──▶ running ──▶ succeeded │ failed
   ╰─ paused ◀╯
 """
 
-import time
 from typing import Any, Literal
 
 import msgspec
 
 from fine_tuning.jobs.request import JobRequest
+from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
@@ -92,7 +92,7 @@ class JobEvent(msgspec.Struct, frozen=True):
         cls, message: str, level: EventLevel = "info", metrics: dict[str, Any] | None = None
     ) -> "JobEvent":
         kind: Literal["message", "metrics"] = "metrics" if metrics else "message"
-        return cls(f"ftevent-{new_id()}", int(time.time()), level, message, kind, metrics or {})
+        return cls(f"ftevent-{new_id()}", int(clock.now()), level, message, kind, metrics or {})
 
 
 class JobCheckpoint(msgspec.Struct, frozen=True):

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from fine_tuning.jobs.store import JobStore
 from fine_tuning.rest.pages import page_of
 from fine_tuning.settings import FineTuningLimits
 from fine_tuning.training.versions import GatewaySilent, PolicyWatch
+from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.keys import Keyring
@@ -112,7 +112,7 @@ class JobRoutes:
         job = FineTuningJob(
             id=f"ftjob-{new_id()}",
             number=self._jobs.next_number,
-            created_at=int(time.time()),
+            created_at=int(clock.now()),
             request=body.model_dump(mode="json", exclude_unset=True),
             model=model,
             seed=random.randrange(2**31) if body.seed is None else body.seed,

@@ -1,6 +1,5 @@
 """The rows of a file as environments of one answer: the grader's score of the answer is its reward."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from environments.step import Description, Step
 from environments.task import Task, task_id
 from fine_tuning.files.rows import RowFile, TrainingRow
 from fine_tuning.training.grading import AnswerGrader, GradeUnavailable
+from rollout_queue import clock
 
 
 class RowEnvironment:
@@ -75,7 +75,7 @@ async def answer_once(agents: list[Agent], environment: RowEnvironment, task: Ta
     (agent,) = agents
     agent.hears((await environment.reset(task)).messages)
     try:
-        async with asyncio.timeout(environment.answer_s):
+        async with clock.timeout(environment.answer_s):
             message = await agent.answer(environment.tools)
             step = await environment.graded(message, agent.finish_reason)
     except TimeoutError as error:

@@ -7,7 +7,6 @@ rows ──▶ groups of answers ──▶ rewards at the gateway ──▶ its 
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from fine_tuning.training.grading import AnswerGrader
 from fine_tuning.training.rows_source import RowSource, answer_once
 from fine_tuning.training.versions import GatewaySilent, PolicyWatch, answered
 from reward_service.grading.runner import GraderRunner
+from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 from rollout_queue.protocol.policies import PolicyVersion
 
@@ -54,7 +54,7 @@ class JobTraining:
     """The last version that has a checkpoint, or the first version."""
     _evaluations: list[asyncio.Task[None]] = field(default_factory=list)
     """The last one that was begun during the training, if any."""
-    _last_change: float = field(default_factory=time.monotonic)
+    _last_change: float = field(default_factory=clock.monotonic)
 
     async def train(self) -> str:
         """Train the job to its end; returns the name of the model. Raises GatewayFault, GatewaySilent,
@@ -139,7 +139,7 @@ class JobTraining:
                 await self._look(run)
             except GatewaySilent as error:
                 logger.warning("job %s: the versions cannot be read: %s", self.job.id, error)
-            await asyncio.sleep(self.settings.poll_every_s)
+            await clock.sleep(self.settings.poll_every_s)
 
     async def _look(self, run: Run) -> None:
         """Record each new version, and begin an evaluation when it is due. Raises GatewaySilent."""
@@ -166,10 +166,10 @@ class JobTraining:
         step = version.version if version.step is None else version.step
         metrics = {"step": step, "version": version.version, "episodes": figures.ended}
         mean = {} if reward is None else {"reward_mean": reward}
-        self._seen, self._last_change = version.version, time.monotonic()
+        self._seen, self._last_change = version.version, clock.monotonic()
         checkpoint = JobCheckpoint(
             f"ftckpt_{new_id()}",
-            int(version.created_at or time.time()),
+            int(version.created_at or clock.now()),
             f"{self.job.model}@{version.version}",
             self.job.id,
             step,
@@ -233,12 +233,12 @@ class JobTraining:
 
     async def _settled(self) -> None:
         """Wait until no new version has come for a while: the trainer may still train the last groups."""
-        began = time.monotonic()
+        began = clock.monotonic()
         self._last_change = began
-        while (now := time.monotonic()) - self._last_change < self.settings.settle_s:
+        while (now := clock.monotonic()) - self._last_change < self.settings.settle_s:
             if now - began > SLOWEST_END_S:
                 return
-            await asyncio.sleep(min(self.settings.poll_every_s, self.settings.settle_s))
+            await clock.sleep(min(self.settings.poll_every_s, self.settings.settle_s))
 
 
 async def _beside(following: asyncio.Task[NoReturn], work: Coroutine[Any, Any, None]) -> None:

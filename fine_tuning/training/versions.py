@@ -1,8 +1,6 @@
 """What the gateway says of the policy: its name, the version that is served, and the versions there are."""
 
-import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -10,6 +8,7 @@ import httpx
 import msgspec
 
 from environments.session_client import pause_after
+from rollout_queue import clock
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.policies import PolicyPage, PolicyVersion
@@ -37,7 +36,7 @@ async def answered(
 ) -> Answer:
     """Ask again and again while the gateway is away, for `waits_s` seconds. `tell` gets a sentence when the
     waiting begins. Raises GatewayRefused at once, and GatewaySilent in the end."""
-    deadline = time.monotonic() + waits_s
+    deadline = clock.monotonic() + waits_s
     for attempt in range(1_000_000):
         try:
             return await ask()
@@ -45,11 +44,11 @@ async def answered(
             raise
         except GatewaySilent as error:
             pause_s = pause_after(attempt)
-            if time.monotonic() + pause_s > deadline:
+            if clock.monotonic() + pause_s > deadline:
                 raise
             if not attempt:
                 tell(f"The job waits for the gateway: {error}")
-        await asyncio.sleep(pause_s)
+        await clock.sleep(pause_s)
     raise AssertionError
 
 
@@ -85,7 +84,7 @@ class PolicyWatch:
 
     async def _get(self, path: str) -> bytes:
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with clock.timeout(TIMEOUT_S):
                 reply = await self._client.get(path, timeout=TIMEOUT_S)
         except (httpx.HTTPError, TimeoutError) as error:
             raise GatewaySilent(f"the gateway: {type(error).__name__}: {error}") from error

@@ -13,7 +13,6 @@ A unit is what a rule grades at once: a session or a group.
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from reward_service.dispatch.rules import DispatchSettings, EnvRule, GraderRule
 from reward_service.dispatch.sessions import WaitingSession
 from reward_service.judging.models import JUDGE_PREFIX
 from reward_service.metrics import RewardMetrics
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Dispatcher:
             else:
                 self.gateway_fault = None
             self._metrics.read_list(failed=self.gateway_fault is not None)
-            await asyncio.sleep(self._settings.poll_every_s)
+            await clock.sleep(self._settings.poll_every_s)
 
     async def _read_list(self) -> None:
         self.memory.begin_reading()
@@ -151,7 +151,7 @@ class Dispatcher:
     def _failed(self, rule: GraderRule, unit: str, error: AttemptFailed) -> None:
         attempts = self.memory.failures(unit) + 1
         if error.final or attempts >= rule.attempts:
-            self.memory.bury(DeadLetter(unit, rule.name, attempts, str(error), time.time()))
+            self.memory.bury(DeadLetter(unit, rule.name, attempts, str(error), clock.now()))
             self._metrics.session(rule.name, "dead_letter")
             logger.warning("%s is a dead letter of rule %s: %s", unit, rule.name, error)
             return

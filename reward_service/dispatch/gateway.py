@@ -6,7 +6,6 @@ GatewayFailure
 └── SessionTooLarge
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from enum import Enum
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from reward_service.dispatch.sessions import (
     WaitingPage,
     WaitingSession,
 )
+from rollout_queue import clock
 from rollout_queue.protocol.errors import error_message
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class SessionGateway:
     async def _send(self, method: str, path: str, most_bytes: int, **more: Any) -> tuple[int, bytes]:
         timeout_s = self._settings.gateway_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with clock.timeout(timeout_s):
                 request = self._client.build_request(method, path, timeout=timeout_s, **more)
                 status, body, _ = await read_bounded(self._client, request, most_bytes)
                 return status, body

@@ -3,8 +3,6 @@
 A group is graded when none of its sessions is open, or shortly before the first one that waits would expire.
 """
 
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -16,6 +14,7 @@ from reward_service.dispatch.posting import RewardPoster
 from reward_service.dispatch.rules import HttpRule, RelativeRule
 from reward_service.dispatch.sessions import GroupMember, SessionToGrade, WaitingSession
 from reward_service.metrics import RewardMetrics
+from rollout_queue import clock
 
 UNIT = "group/"
 """Ids have no slash, so no session's id is a group's unit."""
@@ -64,7 +63,7 @@ class GroupHandler:
         # With a short life, the others have at least half of it to end.
         early_s = min(self.rule.before_expiry_s, (first.expires_at - first.created_at) / 2)
         unfinished = any(each.state == "open" for each in members) or len(members) < size
-        if unfinished and first.expires_at - time.time() > early_s:
+        if unfinished and first.expires_at - clock.now() > early_s:
             raise NotReady
         if len(members) > self.rule.most_members:
             raise AttemptFailed(f"the group has more than {self.rule.most_members} sessions", final=True)
@@ -89,7 +88,7 @@ class GroupHandler:
         """The reward of each session, by its id. Raises AttemptFailed."""
         with self._metrics.attempt(self.rule.name):
             try:
-                async with asyncio.timeout(self.rule.timeout_s):
+                async with clock.timeout(self.rule.timeout_s):
                     rewards = await self._grader.grade(sessions, unit, attempt)
             except TimeoutError as error:
                 raise AttemptFailed(f"no answer within {self.rule.timeout_s} s") from error

@@ -4,10 +4,11 @@ The gateway knows which sessions wait for a reward, so a restart loses only the 
 dead letters are then tried again. Sessions that the gateway's list no longer has are forgotten.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from rollout_queue import clock
 
 SHOWN_LETTERS = 100
 
@@ -94,7 +95,7 @@ class DispatchMemory:
             return len(self._remembered) + self.in_work < self._most
         if known.left_alone:
             return session_id not in known.sessions
-        return known.due_at <= time.monotonic()
+        return known.due_at <= clock.monotonic()
 
     def queue(self, unit: str, session_id: str) -> None:
         """It waits for a worker. A unit that was left alone has a new session, and begins anew."""
@@ -128,7 +129,7 @@ class DispatchMemory:
 
     def postpone(self, session_id: str, pause_s: float) -> None:
         """The next attempt may begin after the pause."""
-        self._known(session_id).due_at = time.monotonic() + pause_s
+        self._known(session_id).due_at = clock.monotonic() + pause_s
 
     def leave_alone(self, session_id: str) -> None:
         """Its grader has no opinion."""

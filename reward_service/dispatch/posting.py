@@ -1,11 +1,11 @@
 """Posts rewards, and waits for a gateway that is away."""
 
-import asyncio
 import logging
 import random
 
 from reward_service.dispatch.attempt import SessionReward
 from reward_service.dispatch.gateway import GatewayAway, RewardOutcome, SessionGateway
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
@@ -34,5 +34,5 @@ class RewardPoster:
                 return await self._gateway.reward(session_id, reward.value, key, source, reward.turn_id)
             except GatewayAway as error:
                 logger.warning("the reward of session %s waits: %s", session_id, error)
-            await asyncio.sleep(pause_s(FIRST_PAUSE_S, post, self._limit_s))
+            await clock.sleep(pause_s(FIRST_PAUSE_S, post, self._limit_s))
         return await self._gateway.reward(session_id, reward.value, key, source, reward.turn_id)

@@ -1,13 +1,12 @@
 """Rules that reward each session by itself."""
 
-import asyncio
-
 from reward_service.dispatch.attempt import AttemptFailed, SessionGrader
 from reward_service.dispatch.gateway import RewardOutcome, SessionGateway
 from reward_service.dispatch.posting import RewardPoster
 from reward_service.dispatch.rules import GraderRule
 from reward_service.dispatch.sessions import WaitingSession
 from reward_service.metrics import RewardMetrics
+from rollout_queue import clock
 
 
 class SessionHandler:
@@ -33,7 +32,7 @@ class SessionHandler:
             return str((RewardOutcome.GONE if session is None else RewardOutcome.ALREADY).value)
         with self._metrics.attempt(self.rule.name):
             try:
-                async with asyncio.timeout(self.rule.timeout_s):
+                async with clock.timeout(self.rule.timeout_s):
                     reward = await self._grader.grade(session, attempt)
             except TimeoutError as error:
                 raise AttemptFailed(f"no answer within {self.rule.timeout_s} s") from error

@@ -21,6 +21,7 @@ import msgspec
 from reward_service.bounded import AnswerTooLarge, read_bounded
 from reward_service.graders.grade import TokenUsage
 from reward_service.judging.settings import JudgeSettings
+from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.errors import error_message
@@ -129,7 +130,9 @@ class GatewayModel:
 
     async def close(self) -> None:
         if self._ending:
-            await asyncio.wait(self._ending, timeout=LAST_ENDS_S)
+            with suppress(TimeoutError):
+                async with clock.timeout(LAST_ENDS_S):
+                    await asyncio.wait(self._ending)
         for ending in self._ending:
             ending.cancel()
 
@@ -196,7 +199,7 @@ async def _post(
     is over. Raises JudgeUnavailable."""
     busy = ""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with clock.timeout(timeout_s):
             for pause_s in PAUSES_S:
                 request = client.build_request("POST", url, json=body, headers=headers, timeout=timeout_s)
                 status, answer, wished_s = await read_bounded(client, request, ANSWER_BYTES)
@@ -204,7 +207,7 @@ async def _post(
                     break
                 busy = f": HTTP {status}: {error_message(answer)}"
                 # until the server wants to be asked again
-                await asyncio.sleep(max(wished_s or 0.0, pause_s))
+                await clock.sleep(max(wished_s or 0.0, pause_s))
     except TimeoutError as error:
         raise JudgeUnavailable(f"no answer within {timeout_s} s{busy}") from error
     except (httpx.HTTPError, httpx.InvalidURL, AnswerTooLarge) as error:

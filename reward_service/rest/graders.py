@@ -4,9 +4,7 @@ POST /v1/fine_tuning/alpha/graders/validate {grader}                 ──▶ t
 POST /v1/fine_tuning/alpha/graders/run {grader, model_sample, item}  ──▶ reward, sub_rewards, metadata
 """
 
-import asyncio
 import json
-from time import perf_counter
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -20,6 +18,7 @@ from reward_service.grading.runner import GraderRunner
 from reward_service.metrics import RewardMetrics
 from reward_service.rest.access import Access
 from reward_service.rest.slots import Slots
+from rollout_queue import clock
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.keys import Role
 
@@ -75,9 +74,9 @@ class GraderRoutes:
             """Run a grader on an answer of a model and an item of a dataset."""
             self._refuse_foreign_python(body.grader, role)
             async with self._slots.one():
-                started = perf_counter()
+                started = clock.monotonic()
                 grade = await self._graded(body)
-                seconds = perf_counter() - started
+                seconds = clock.monotonic() - started
             self._metrics.ran(body.grader.type, seconds, failed=grade.errors.any)
             return JSONResponse(answer_of(body.grader, grade, seconds))
 
@@ -93,7 +92,7 @@ class GraderRoutes:
     async def _graded(self, body: GraderRunBody) -> Grade:
         variables = {"sample": sample_of(body.model_sample), "item": body.item or {}}
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with clock.timeout(self._timeout_s):
                 return await self._runner.run(body.grader, variables)
         except TimeoutError:
             return Grade.failed(unresponsive_reward_error=True)

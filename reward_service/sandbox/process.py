@@ -22,6 +22,7 @@ import msgspec
 
 from reward_service.sandbox.child import NOT_ISOLATED
 from reward_service.sandbox.settings import PythonSettings
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class PythonProcesses:
                 logger.error("a Python grader cannot be started: %s", error)
                 return PythonResult(ended="not_started")
             try:
-                async with asyncio.timeout(limit_s):
+                async with clock.timeout(limit_s):
                     answer = await _exchange(process, given)
                     await process.wait()
             except TimeoutError:

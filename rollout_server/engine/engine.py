@@ -13,8 +13,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from time import monotonic
 
+from rollout_queue import clock
 from rollout_server.engine.adapters import EngineAdapters
 from rollout_server.engine.control import KV_CACHE, WEIGHTS, EngineControl, EngineFailed
 from rollout_server.engine.handle import ProcessHandle
@@ -97,7 +97,7 @@ class Engine:
                 self.policy = await choose(self.policy)
                 async with self._started(self.policy) as process:
                     await self._prove_boot(process)
-                    ready_at = monotonic()
+                    ready_at = clock.monotonic()
                     await self._become(ServerState.READY)
                     await self._watch(process)
             except EngineFailed as error:
@@ -108,16 +108,16 @@ class Engine:
                 logger.exception("the task of the engine failed")
             await self._become(ServerState.DEAD)
             self.restarts += 1
-            if ready_at is not None and monotonic() - ready_at > MAX_BACKOFF_S:
+            if ready_at is not None and clock.monotonic() - ready_at > MAX_BACKOFF_S:
                 backoff_s = self._settings.restart_backoff_s
             logger.warning("engine is dead; start %d follows in %.1f s", self.restarts + 1, backoff_s)
-            await asyncio.sleep(backoff_s)
+            await clock.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def wait_until_serving(self, timeout_s: float) -> None:
         """Raises EngineFailed when the engine does not come up in time."""
         try:
-            async with asyncio.timeout(timeout_s), self._changed:
+            async with clock.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.serving)
         except TimeoutError as error:
             raise EngineFailed(
@@ -210,12 +210,12 @@ class Engine:
         has polled `/status` again.
         """
         self._closing = True
-        busy_at = monotonic()
+        busy_at = clock.monotonic()
         deadline = busy_at + self._settings.drain_timeout_s
-        while self._process is not None and monotonic() < min(busy_at + POLLED_WITHIN_S, deadline):
+        while self._process is not None and clock.monotonic() < min(busy_at + POLLED_WITHIN_S, deadline):
             if await self._is_busy():
-                busy_at = monotonic()
-            await asyncio.sleep(POLL_S)
+                busy_at = clock.monotonic()
+            await clock.sleep(POLL_S)
 
     async def close(self) -> None:
         """End the engine, whatever it is doing."""
@@ -237,13 +237,13 @@ class Engine:
     async def _pause_idle(self) -> None:
         """Pause the engine at a moment when no request needs its memory. Raises EngineFailed after
         `control_timeout_s`."""
-        began_at, longest_s = monotonic(), self._settings.control_timeout_s
+        began_at, longest_s = clock.monotonic(), self._settings.control_timeout_s
         await self.client.pause()
         while not await self.client.flush():
-            if monotonic() - began_at > longest_s:
+            if clock.monotonic() - began_at > longest_s:
                 raise EngineFailed(f"the engine is not idle {longest_s:g} s after it was paused")
             await self.client.resume()  # for example, a grammar is never compiled while the engine is paused
-            await asyncio.sleep(IDLE_POLL_S)
+            await clock.sleep(IDLE_POLL_S)
             await self.client.pause()
 
     @asynccontextmanager
@@ -259,33 +259,36 @@ class Engine:
             self._process = None
 
     async def _prove_boot(self, process: ProcessHandle) -> None:
-        started_at = monotonic()
+        started_at = clock.monotonic()
         while not await self.client.is_ready():
             if self.withheld:
                 raise EngineFailed("ended while it started, because its memory is withheld")
             if process.exited:
                 raise EngineFailed(f"died while it started:\n{process.log_tail()}")
-            if monotonic() - started_at > self._settings.boot_timeout_s:
+            if clock.monotonic() - started_at > self._settings.boot_timeout_s:
                 raise EngineFailed(f"not up after {self._settings.boot_timeout_s:.0f} s")
-            await asyncio.sleep(POLL_S)
+            await clock.sleep(POLL_S)
         await self.prove(self.policy.weights)
         await self.adapters.load(self.policy)
         await self.adapters.prove(self.policy)
         self.adapters.note(self.policy)
-        logger.info("engine serves version %d after %.1f s", self.policy.version, monotonic() - started_at)
+        logger.info(
+            "engine serves version %d after %.1f s", self.policy.version, clock.monotonic() - started_at
+        )
 
     async def _watch(self, process: ProcessHandle) -> None:
         """Raises EngineFailed once the process is dead or does not answer any more."""
-        alive_at = monotonic()
+        alive_at = clock.monotonic()
         while True:
             process.note_memory()
             try:
-                code = await asyncio.wait_for(process.wait(), WATCH_S)
+                async with clock.timeout(WATCH_S):
+                    code = await process.wait()
             except TimeoutError:
                 # While weights load, the load's own timeouts apply.
                 if self._phase is ServerState.LOADING or await self.client.is_alive():
-                    alive_at = monotonic()
-                elif monotonic() - alive_at > self._settings.hang_timeout_s:
+                    alive_at = clock.monotonic()
+                elif clock.monotonic() - alive_at > self._settings.hang_timeout_s:
                     raise EngineFailed(f"did not answer for {self._settings.hang_timeout_s:.0f} s") from None
             else:
                 raise EngineFailed(f"exited with {code}:\n{process.log_tail()}")

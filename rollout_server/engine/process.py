@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from rollout_queue import clock
 from rollout_server.engine.left_memory import LeftMemory
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,8 @@ class EngineProcess:
         if not self.exited:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), self._stop_timeout_s)
+                async with clock.timeout(self._stop_timeout_s):
+                    await self._process.wait()
         await self.kill()
 
     def log_tail(self) -> str:

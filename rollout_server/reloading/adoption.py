@@ -12,8 +12,8 @@ begins at once.
 import asyncio
 import logging
 import math
-from time import monotonic
 
+from rollout_queue import clock
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import ReloadError, WeightsRefused
 from rollout_server.reloading.reload import Reloader
@@ -51,9 +51,9 @@ class Adoption:
             self._named = None
             return
         if self._named != (named, served):
-            self._named, self._since, self._pause_s = (named, served), monotonic(), 0.0
+            self._named, self._since, self._pause_s = (named, served), clock.monotonic(), 0.0
         settle_s = 0.0 if named.version == engine.awaited_version else self._settle_s
-        due = monotonic() - self._since >= (self._pause_s or settle_s)
+        due = clock.monotonic() - self._since >= (self._pause_s or settle_s)
         if due and engine.serving and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._adopt(named, served), name="adoption")
 
@@ -76,7 +76,7 @@ class Adoption:
             return
         if self._named == (named, served):
             pause_s = min(2 * (self._pause_s or self._first_pause_s), LONGEST_PAUSE_S)
-            self._since, self._pause_s = monotonic(), pause_s if again else math.inf
+            self._since, self._pause_s = clock.monotonic(), pause_s if again else math.inf
 
     async def _load(self, named: WantedPolicy, served: LocalPolicy) -> None:
         await self._reloader.prefetch(named)  # first: a reload lets nothing else have the engine's memory

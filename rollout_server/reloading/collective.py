@@ -8,11 +8,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from time import monotonic
 
 import httpx
 from pydantic import ValidationError
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.policy import Manifest
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.collective import Device, JoinBody, Joining, SentTensor
@@ -58,11 +58,11 @@ class TensorReceiver:
 
     def rest(self) -> None:
         """An engine was lost in a transfer: load files for a while."""
-        self._rests_until = monotonic() + self._rest_s
+        self._rests_until = clock.monotonic() + self._rest_s
 
     async def offered(self, version: int) -> bool:
         """Whether the trainer can send the version now."""
-        if monotonic() < self._rests_until:
+        if clock.monotonic() < self._rests_until:
             return False
         try:
             answer = await self._call("GET", str(version))
@@ -73,7 +73,7 @@ class TensorReceiver:
     @asynccontextmanager
     async def joining(self, manifest: Manifest, policy: LocalPolicy) -> AsyncIterator[Joining]:
         """Have the trainer wait for the engine, as long as the block runs. Raises NotReceived."""
-        if monotonic() < self._rests_until:
+        if clock.monotonic() < self._rests_until:
             raise NotReceived("an engine was lost when it received tensors")
         body = await self._join_body(policy.manifest_sha256 or "")
         answer = await self._call("POST", str(policy.version), body, self._timeout_s + END_TIMEOUT_S)
@@ -150,7 +150,7 @@ class TensorReceiver:
         half an hour."""
         address, port = joining.master_address, joining.master_port
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with clock.timeout(self._timeout_s):
                 _, writer = await asyncio.open_connection(address, port)
                 writer.close()
                 await writer.wait_closed()

@@ -7,8 +7,8 @@ adapter   load ─▶ prove, while the engine goes on
 import asyncio
 import logging
 from pathlib import Path
-from time import monotonic
 
+from rollout_queue import clock
 from rollout_queue.protocol.collective import Joining
 from rollout_server.engine.control import KV_CACHE, WEIGHTS, AdapterRefused, EngineFailed
 from rollout_server.engine.engine import Engine
@@ -83,13 +83,13 @@ class EngineLoader:
         other = weights != former and await asyncio.to_thread(self._differ, weights, former, joining)
         not_sent: NotReceived | None = None
         async with engine.swapping():
-            paused_at = monotonic()
+            paused_at = clock.monotonic()
             if released:  # it is paused, and its weights come back without their content
                 await client.reoccupy(WEIGHTS)
             else:
                 # A request that goes on with an adapter, over other weights, would be of neither version.
                 await client.pause(abort=bool(engine.adapters.loaded))
-            load_at = monotonic()
+            load_at = clock.monotonic()
             try:
                 if joining is None:
                     await client.load(str(weights.directory), weights.version)
@@ -99,12 +99,12 @@ class EngineLoader:
                 await engine.adapters.load(policy)
             except NotReceived as error:
                 not_sent = error
-            seconds.load = monotonic() - load_at
+            seconds.load = clock.monotonic() - load_at
             if released:
                 await client.reoccupy(KV_CACHE)
             if not engine.held:
                 await client.resume()
-            seconds.paused += monotonic() - paused_at
+            seconds.paused += clock.monotonic() - paused_at
             if not_sent is None:
                 await engine.adapters.prove(policy)
                 engine.serve(policy)
@@ -124,11 +124,11 @@ class EngineLoader:
 
     async def _load_adapter(self, policy: LocalPolicy, seconds: Seconds) -> None:
         """Serve an adapter, or its base without one. Nothing pauses: what runs goes on as it began."""
-        load_at = monotonic()
+        load_at = clock.monotonic()
         await self._engine.prove_version(policy.weights)
         await self._engine.adapters.load(policy)
         await self._engine.adapters.prove(policy)
-        seconds.load = monotonic() - load_at
+        seconds.load = clock.monotonic() - load_at
         self._engine.serve(policy)
 
     def _adapters_to_keep(self) -> list[Path]:

@@ -9,8 +9,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from time import monotonic
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest
 from rollout_server.errors import LocationRefused
 from rollout_server.reloading.seconds import Seconds
@@ -65,7 +65,7 @@ class Preparation:
         announced = wanted.manifest_sha256.lower() if wanted.manifest_sha256 else None
         if announced and (kept := await self._kept(wanted, announced, seconds)):
             return kept
-        began_at = monotonic()
+        began_at = clock.monotonic()
         text = await self._fetcher.manifest(place)
         digest = manifest_digest(text)
         if announced not in (None, digest):
@@ -79,9 +79,9 @@ class Preparation:
         try:
             checked = await self._files(wanted, place, manifest, part, digest)
             (part / MANIFEST).write_bytes(text)
-            seconds.fetch, began_at = monotonic() - began_at, monotonic()
+            seconds.fetch, began_at = clock.monotonic() - began_at, clock.monotonic()
             await self._store.verify(part, manifest, checked)
-            seconds.verify = monotonic() - began_at
+            seconds.verify = clock.monotonic() - began_at
             target = self._store.path_of(wanted.version, digest, wanted.name)
             self._store.commit(part, target)
         finally:
@@ -115,12 +115,12 @@ class Preparation:
     async def _kept(self, wanted: WantedPolicy, digest: str, seconds: Seconds) -> LocalPolicy | None:
         """The policy of this content, if an earlier reload has left its files here and they are unchanged."""
         target = self._store.path_of(wanted.version, digest, wanted.name)
-        began_at = monotonic()
+        began_at = clock.monotonic()
         try:
             await asyncio.to_thread(self._store.verify_again, target, wanted.version, digest)
         except BrokenWeights:
             return None
-        seconds.verify = monotonic() - began_at
+        seconds.verify = clock.monotonic() - began_at
         return self._local(wanted, target, digest)
 
     def _local(self, wanted: WantedPolicy, directory: Path, digest: str) -> LocalPolicy:

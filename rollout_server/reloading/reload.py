@@ -15,8 +15,8 @@ takes its memory again with the version that waits.
 
 import asyncio
 import logging
-from time import monotonic
 
+from rollout_queue import clock
 from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import EngineUnavailable, VersionRefused
@@ -144,7 +144,7 @@ class Reloader:
     async def _receive(self, wanted: WantedPolicy, place: Location, seconds: Seconds) -> bool:
         """Have the engine receive the tensors from the trainer, if that sends them. Returns False if the
         files have to be loaded; the engine has changed nothing then. Raises ReloadError."""
-        began_at = monotonic()
+        began_at = clock.monotonic()
         if (offered := await self._received.offered(wanted, place)) is None:
             return False
         policy, manifest = offered
@@ -153,7 +153,7 @@ class Reloader:
             return True
         try:
             async with self._received.receiver.joining(manifest, policy) as joining:
-                seconds.fetch = monotonic() - began_at
+                seconds.fetch = clock.monotonic() - began_at
                 await self._loader.load(policy, seconds, joining)
         except NotReceived as error:
             logger.warning("version %d is loaded from files: %s", wanted.version, error)

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from threading import Event
-from time import monotonic
 
 import httpx
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, Manifest, WeightDelta
 from rollout_queue.http.object_store import StoreUnavailable, opened
@@ -169,7 +169,7 @@ class Fetcher:
                 file.write(chunk)
                 check.feed(chunk)
 
-            pause_s, heard_at = FIRST_PAUSE_S, monotonic()
+            pause_s, heard_at = FIRST_PAUSE_S, clock.monotonic()
             while True:
                 begun = check.size
                 try:
@@ -177,13 +177,13 @@ class Fetcher:
                     return await asyncio.to_thread(check.finish)
                 except WeightsUnavailable as error:
                     if check.size > begun:
-                        pause_s, heard_at = FIRST_PAUSE_S, monotonic()
-                    elif pause_s > LONGEST_PAUSE_S or monotonic() - heard_at >= self._silence_s:
+                        pause_s, heard_at = FIRST_PAUSE_S, clock.monotonic()
+                    elif pause_s > LONGEST_PAUSE_S or clock.monotonic() - heard_at >= self._silence_s:
                         raise
                     else:
                         pause_s *= 2
                     logger.warning("%s; it goes on after %d bytes", error, check.size)
-                await asyncio.sleep(pause_s)
+                await clock.sleep(pause_s)
 
     async def _download(
         self, source: Source, name: str, max_bytes: int, write: _Write, start: int = 0

@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NOT_FOR_IMPORT = re.compile(r"tests(\..+)?\.(conftest|test_\w+)")
 PATCHES = {"setattr", "delattr", "getattr"}
-NAMEDTUPLES = {"_asdict", "_replace", "_fields"}
-"""Names with an underscore that collections.namedtuple documents as public."""
+DOCUMENTED = {"_asdict", "_replace", "_fields", "_exit"}
+"""Names with an underscore that collections.namedtuple and os document as public."""
 Nodes = Sequence[ast.AST]
 """All nodes of a file."""
 
 
 def private(name: str) -> bool:
-    return bool(re.match(r"_(?!_|$)", name)) and name not in NAMEDTUPLES
+    return bool(re.match(r"_(?!_|$)", name)) and name not in DOCUMENTED
 
 
 def called(call: ast.Call) -> str:
@@ -55,8 +55,7 @@ def private_accesses(nodes: Nodes) -> Iterator[str]:
 
 
 def sleeps_without_reason(nodes: Nodes, lines: Sequence[str]) -> Iterator[str]:
-    """Calls of a `sleep` that have no comment in their line or the one before. The sleep of the clock that tests
-    turn needs none."""
+    """Calls of `sleep` without a comment in their line or the one before. The turned clock needs none."""
     calls = [node for node in nodes if isinstance(node, ast.Call) and called(node) == "sleep"]
     for call in calls:
         if ast.unparse(call.func) == "clock.sleep":

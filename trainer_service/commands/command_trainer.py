@@ -8,11 +8,11 @@ behind. Those that a model contains are skipped; the others are carried out agai
 """
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from rollout_queue import clock
 from rollout_queue.commands.command import ForwardBackward, LoggedCommand, Save
 from rollout_queue.commands.log import BEGINNING, CommandReader
 from rollout_queue.commands.result import CommandFailed, Result
@@ -245,7 +245,7 @@ class CommandTrainer:
     def _report_step(self, made: StepMade) -> None:
         self.step += 1
         self._cycle.add(LedgerStep(self.step, self.step, True, [], [], made.tokens))
-        place = {"step": self.step, "version": 0, "time": time.time(), "tokens": made.tokens}
+        place = {"step": self.step, "version": 0, "time": clock.now(), "tokens": made.tokens}
         values = {**place, **made.metrics, **self._stopwatch.laps(made.tokens)}
         self._metrics.stepped(values)
         self._heartbeat.note(self.step, 0, values)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from rollout_queue import clock
 from rollout_queue.commands.log import WHOLE_MODEL, CommandReader, Dropped
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.object_store import StoreUnavailable
@@ -58,14 +59,14 @@ class DroppedWeights:
 
     def remove(self, durable: str) -> None:
         """Remove the files that no replay can ask for: it begins at the place `durable`, or later."""
-        if self._heartbeat.clock() < self._retry_at:
+        if clock.monotonic() < self._retry_at:
             return
         for _, removal in zip(range(AT_ONCE), self._removals(durable), strict=False):
             try:
                 removal()
             except (OSError, StoreUnavailable, GatewayUnavailable) as error:
                 logger.warning("weights that were deleted cannot be removed now: %s", error)
-                self._retry_at = self._heartbeat.clock() + RETRY_S
+                self._retry_at = clock.monotonic() + RETRY_S
                 return
 
     def _removals(self, durable: str) -> Iterator[Callable[[], None]]:

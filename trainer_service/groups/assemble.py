@@ -10,11 +10,11 @@ or it has had no record for `group_wait_s` and every member with a record has en
 is not trained.
 """
 
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rollout_queue import clock
 from rollout_queue.contract.stream import Entry
 from trainer_service.groups.episode import Member, Rules, Session
 from trainer_service.groups.waits import GroupWait
@@ -125,7 +125,7 @@ class Assembler:
         `caught_up` says that the whole stream was read. Until then, every group waits for its missing
         members, because their records may still be in the stream.
         """
-        now_s = time.time()
+        now_s = clock.now()
         found: list[tuple[float, Group]] = []
         for group_id in self._groups:
             sessions = self._of(group_id)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import Entry, StreamReader
 from trainer_service.groups.assemble import Assembler
@@ -21,14 +22,14 @@ class EntryReader:
 
     def __init__(self, stream: StreamReader, heartbeat: Heartbeat) -> None:
         self._stream, self._heartbeat = stream, heartbeat
-        self._read_at = heartbeat.clock()
+        self._read_at = clock.monotonic()
         self.caught_up = False
         """Whether the last read returned all entries that were waiting."""
 
     @property
     def idle_s(self) -> float:
         """Seconds since the last new entry."""
-        return self._heartbeat.clock() - self._read_at
+        return clock.monotonic() - self._read_at
 
     def reclaim(self) -> list[Entry]:
         """Every entry that was delivered to a trainer and not acknowledged. Raises Stopped."""
@@ -47,7 +48,7 @@ class EntryReader:
             self.caught_up = False
         self.add(entries, assembler)
         if entries:
-            self._read_at = self._heartbeat.clock()
+            self._read_at = clock.monotonic()
 
     def add(self, entries: Iterable[Entry], assembler: Assembler) -> None:
         """Add entries to the assembler, and tell it which of their sessions and groups an earlier process has

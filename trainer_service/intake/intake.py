@@ -5,9 +5,9 @@ read ─▶ select ─┬─ skipped ─▶ end
 """
 
 import logging
-import time
 from collections.abc import Collection, Mapping, Sequence
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import NO_TOKENS, StreamReader
@@ -215,5 +215,5 @@ class Intake:
             f"of the sessions read, {counts.unfinished} are unfinished, {counts.unrewarded} wait for a "
             f"reward, {counts.ended} have ended"
         )
-        waits = describe_waits(self._assembler.waits(), time.time())
+        waits = describe_waits(self._assembler.waits(), clock.now())
         return sentence if waits is None else f"{sentence}; {waits}"

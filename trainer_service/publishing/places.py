@@ -11,6 +11,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE
 from rollout_queue.http.object_store import ObjectAbsent, ObjectStore, opened
@@ -122,7 +123,10 @@ class ObjectStorePlace:
 
     async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
-        while not (await asyncio.wait([task], timeout=STOP_POLL_S))[0]:
+        while not task.done():
+            with suppress(TimeoutError):
+                async with clock.timeout(STOP_POLL_S):
+                    await asyncio.wait([task])
             if self._stopping():
                 task.cancel()
         if task.cancelled():

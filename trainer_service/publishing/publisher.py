@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Protocol, TypeVar
 
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.policy import FileSpec
 from rollout_queue.contract.stream import StreamReader
@@ -127,11 +128,11 @@ class Publisher:
         self.wait()
         self._heartbeat.confirm()
         if self._sender is not None:
-            self._running = self._executor.submit(self._sender.withdraw)
+            self._running = self._executor.submit(copy_context().run, self._sender.withdraw)
             self._heartbeat.wait_for(self._running, "publishing", lambda: ENGINES)
         snapshot = take()
         work, of = partial(self._publish, version, step, snapshot, best), {"rl.policy.version": version}
-        self._running = self._executor.submit(in_span, "rl.publish", trace, of, work)
+        self._running = self._executor.submit(copy_context().run, in_span, "rl.publish", trace, of, work)
         self._collect()
 
     def wait(self) -> None:
@@ -200,10 +201,10 @@ class Publisher:
         """Report how the push of the last version ended, once it has: asks in the background, at most every
         FOLLOW_EVERY_S, and not while a version is published. Raises what the last publication raised."""
         self._collect()
-        due = self._pushes.announced is not None and monotonic() - self._asked_at >= FOLLOW_EVERY_S
+        due = self._pushes.announced is not None and clock.monotonic() - self._asked_at >= FOLLOW_EVERY_S
         if due and self._running is None:
-            self._asked_at = monotonic()
-            self._running = self._executor.submit(self._pushes.follow)
+            self._asked_at = clock.monotonic()
+            self._running = self._executor.submit(copy_context().run, self._pushes.follow)
             self._collect()
 
     @property
@@ -280,7 +281,7 @@ class Publisher:
 
         def pushed() -> Results:
             with ThreadPoolExecutor(1) as executor:
-                push = executor.submit(ask)
+                push = executor.submit(copy_context().run, ask)
                 self._heartbeat.wait_for(push, "publishing")
                 return push.result()
 

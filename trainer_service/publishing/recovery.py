@@ -10,11 +10,11 @@ dies: before the new checkpoint the old one is restored, and the same groups com
 """
 
 import logging
-import time
 from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
+from rollout_queue import clock
 from trainer_service.groups.group_rewards import GroupRewards
 from trainer_service.groups.guards import Alarm, Guards
 from trainer_service.groups.undone import Recovery, RecoveryState
@@ -118,4 +118,4 @@ def check_restorable(version: int, restorable: Collection[int]) -> None:
 
 def recovery_to(restored: int, version: int, step: int, reason: str, *, automatic: bool) -> Recovery:
     """A recovery that happens now."""
-    return Recovery(version, restored, step, reason, automatic, time.time())
+    return Recovery(version, restored, step, reason, automatic, clock.now())

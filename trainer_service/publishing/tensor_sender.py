@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from secrets import token_hex
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from rollout_queue import clock
 from rollout_queue.protocol.collective import FINGERPRINT_VALUES, JoinBody, Joining, SentTensor
 from trainer_service.model.snapshot import HostTensor
 from trainer_service.publishing.process_group import Broadcaster, joined_group, listening_store
@@ -75,12 +77,13 @@ class TensorSender:
         self._settings, self._device, self._bucket_bytes = settings, device, bucket_bytes
         self._join = join
         self._executor = ThreadPoolExecutor(settings.senders, "sender")
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._progress = threading.Event()
+        """Set when a thread has copied a bucket, or has ended."""
         self._reading = threading.Lock()
         """Held while a thread reads the snapshot."""
         self._offer: Offer | None = None
         self._transfers: dict[str, Transfer] = {}
-        self._buckets_copied = 0
 
     def offer(self, version: int, manifest_sha256: str, tensors: Sequence[HostTensor]) -> None:
         """Offer the version until `withdraw`. Engines check no tensor that they receive, so a version with
@@ -91,22 +94,18 @@ class TensorSender:
                 return
         buckets = list(in_buckets(tensors, self._bucket_bytes))
         described = tuple(tuple(_described(tensor) for tensor in bucket) for bucket in buckets)
-        with self._changed:
+        with self._lock:
             self._offer = Offer(version, manifest_sha256, buckets, described)
 
     def withdraw(self) -> None:
         """Offer nothing any more, and return when no thread reads the snapshot. Waits as long as engines
         take buckets. If none does for `timeout_s`, those that receive are left with a part of the tensors,
         and their servers start them again."""
-        with self._changed:
+        with self._lock:
             self._offer = None
-            copied = -1
-            while not self._copied_all() and copied != self._buckets_copied:
-                copied = self._buckets_copied
-                self._changed.wait_for(
-                    lambda: self._copied_all() or self._buckets_copied != copied,  # noqa: B023 - called here
-                    self._settings.timeout_s,
-                )
+        self._progress.clear()
+        while not self._copied_all() and clock.wait(self._progress, self._settings.timeout_s):
+            self._progress.clear()
         with self._reading:
             for transfer in list(self._transfers.values()):
                 if not transfer.copied:
@@ -127,7 +126,7 @@ class TensorSender:
         if offer.manifest_sha256 != body.manifest_sha256:
             raise NotSent(f"the trainer has other tensors as version {version}")
         answer: Future[Joining] = Future()
-        self._executor.submit(self._send, offer, body, answer)
+        self._executor.submit(copy_context().run, self._send, offer, body, answer)
         return answer
 
     def end(self, group: str) -> bool:
@@ -145,7 +144,8 @@ class TensorSender:
         self._executor.shutdown()
 
     def _copied_all(self) -> bool:
-        return all(transfer.copied for transfer in self._transfers.values())
+        with self._lock:
+            return all(transfer.copied for transfer in self._transfers.values())
 
     def _send(self, offer: Offer, body: JoinBody, answer: Future[Joining]) -> None:
         """Runs in a thread."""
@@ -153,7 +153,7 @@ class TensorSender:
             return
         transfer = Transfer(f"weir-{offer.version}-{token_hex(8)}")
         try:
-            with self._changed:
+            with self._lock:
                 if self._offer is not offer:
                     raise NotSent(_gone(offer.version))
                 self._transfers[transfer.group] = transfer
@@ -165,9 +165,9 @@ class TensorSender:
             else:
                 answer.set_exception(error if isinstance(error, NotSent) else NotSent(str(error)))
         finally:
-            with self._changed:
+            with self._lock:
                 self._transfers.pop(transfer.group, None)
-                self._changed.notify_all()
+            self._progress.set()
 
     def _transfer(self, offer: Offer, body: JoinBody, answer: Future[Joining], transfer: Transfer) -> None:
         address, timeout_s = self._settings.address, self._settings.timeout_s
@@ -188,7 +188,7 @@ class TensorSender:
                 for content in self._contents(offer, transfer, device):
                     process_group.broadcast(content)
                 # Its end would break what is still on the way.
-                if not transfer.ended.wait(timeout_s):
+                if not clock.wait(transfer.ended, timeout_s):
                     raise TimeoutError("the rollout server does not say that its engine has everything")
 
     def _contents(self, offer: Offer, transfer: Transfer, device: torch.device) -> Iterator[Tensor]:
@@ -204,10 +204,8 @@ class TensorSender:
                 for tensor in bucket:
                     memory[place : place + tensor.value.nbytes].copy_(_raw(tensor.value))
                     place += tensor.value.nbytes
-            with self._changed:
-                transfer.copied = bucket is offer.buckets[-1]
-                self._buckets_copied += 1
-                self._changed.notify_all()
+            transfer.copied = bucket is offer.buckets[-1]
+            self._progress.set()
             yield memory[:size]
 
 

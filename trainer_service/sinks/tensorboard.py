@@ -6,7 +6,6 @@ reaches the caller.
 """
 
 import os
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
+from rollout_queue import clock
 from trainer_service.sinks.sink import PointKind
 
 PLACE = ("step", "time")
@@ -63,7 +63,7 @@ class TensorBoard:
     def _open(self, now: float) -> EventsWriter:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._whole_bytes = 0
-        self._writer = EventsWriter(str(self._directory / "events"), f".{time.time_ns()}")
+        self._writer = EventsWriter(str(self._directory / "events"), f".{int(1e9 * clock.now())}")
         self._path = Path(self._writer._file_name)
         if self._void_from is not None:
             start = SessionLog(status=SessionLog.START)

@@ -2,12 +2,13 @@
 gateways."""
 
 import logging
-import time
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
+from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamReader
 from trainer_service.groups.task_rates import TaskRate
@@ -28,17 +29,9 @@ class Stopped(Exception):
 class Heartbeat:
     """The main thread calls `beat` often. Redis gets a report twice a second, and when the phase changes."""
 
-    def __init__(
-        self,
-        stream: StreamReader,
-        shared_state: SharedState,
-        retry_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`clock` gives seconds, and never goes back."""
+    def __init__(self, stream: StreamReader, shared_state: SharedState, retry_s: float) -> None:
         self._stream, self._shared_state = stream, shared_state
         self._retry_s = retry_s
-        self.clock = clock
         self._reported_at = 0.0
 
     def note(self, step: int, version: int, metrics: dict[str, float] | None = None) -> None:
@@ -72,9 +65,9 @@ class Heartbeat:
         before = self._shared_state.snapshot
         sentence = waiting_for or _SENTENCES[phase]
         self._shared_state.snapshot = replace(
-            before, state=phase, waiting_for=sentence, last_seen=time.time()
+            before, state=phase, waiting_for=sentence, last_seen=clock.now()
         )
-        now = self.clock()
+        now = clock.monotonic()
         if now - self._reported_at >= REPORT_EVERY_S or phase != before.state:
             self._reported_at = now
             self._report()
@@ -135,15 +128,17 @@ class Heartbeat:
     ) -> None:
         """Wait until `future` is done, and report meanwhile; `what` tells what the trainer waits for. Raises
         Stopped when told to stop."""
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
         while not future.done():
             if self._shared_state.stopping:
                 raise Stopped
-            wait([future], REPORT_EVERY_S)
+            clock.wait(done, REPORT_EVERY_S)
             self.beat(phase, what())
 
     def _wait(self, seconds: float, phase: Phase, sentence: str) -> None:
-        until = self.clock() + seconds
-        while (left_s := until - self.clock()) > 0:
+        until = clock.monotonic() + seconds
+        while (left_s := until - clock.monotonic()) > 0:
             if self._shared_state.stopping:
                 raise Stopped
             self.beat(phase, sentence)

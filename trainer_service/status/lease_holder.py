@@ -7,10 +7,11 @@ process ends.
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 
+from rollout_queue import clock
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.redis import keys
 from rollout_queue.redis.lease.lease import Lease
@@ -35,7 +36,9 @@ def keep_lease(lease: Lease, shared_state: SharedState, retry_s: float) -> Itera
         return
     logger.info("holds %s as %s", keys.LEASE, lease.holder)
     ended = threading.Event()
-    keeper = threading.Thread(target=_keep, args=(lease, ended), name="lease", daemon=True)
+    keeper = threading.Thread(
+        target=copy_context().run, args=(_keep, lease, ended), name="lease", daemon=True
+    )
     keeper.start()
     try:
         yield True
@@ -51,7 +54,7 @@ def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
     renew belongs to a trainer that crashed. Raises SystemExit if the holder renews it."""
     expires_at_s: float | None = None
     while not shared_state.stopping:
-        asked_s = time.monotonic()
+        asked_s = clock.monotonic()
         try:
             held = lease.claim()
         except StorageUnavailable as error:
@@ -61,7 +64,7 @@ def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
         if held is None:
             return True
         if expires_at_s is None:
-            expires_at_s = time.monotonic() + held.expires_in_s
+            expires_at_s = clock.monotonic() + held.expires_in_s
             logger.warning(
                 "%s belongs to %s; unless renewed, it expires in %.1f s",
                 keys.LEASE,
@@ -77,7 +80,7 @@ def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
 def _keep(lease: Lease, ended: threading.Event) -> None:
     """Renew the lease after every third of its duration. If another trainer has claimed it, this thread
     ends, and the main thread's next use of the stream raises LeaseLost."""
-    while not ended.wait(lease.lease_s / 3):
+    while not clock.wait(ended, lease.lease_s / 3):
         try:
             lease.renew()
         except StorageUnavailable as error:

@@ -5,12 +5,12 @@ main thread (DeepSpeed, Redis) ── snapshot, recoveries ───────
 """
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollout_queue import clock
 from rollout_queue.http.release import release
 from rollout_queue.protocol.trainer import TrainerReport
 from trainer_service.groups.task_rates import TaskRate
@@ -55,7 +55,7 @@ class StatusSnapshot:
     """What the trainer learns from."""
     max_row_tokens: int | None = None
     """Rollouts with longer rows are not trained."""
-    last_seen: float = field(default_factory=time.time)
+    last_seen: float = field(default_factory=clock.now)
     """When the main thread last reported, in seconds since 1970."""
 
     def report(self) -> TrainerReport:
@@ -123,7 +123,7 @@ class SharedState:
 
     def sleep(self, seconds: float) -> None:
         """Returns early when the trainer is told to stop."""
-        self._stopping.wait(seconds)
+        clock.wait(self._stopping, seconds)
 
     def request_checkpoint(self) -> "Future[StatusSnapshot]":
         """Ask the main thread for a checkpoint. The future's result is the status after the checkpoint."""

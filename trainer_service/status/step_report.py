@@ -2,9 +2,9 @@
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 
+from rollout_queue import clock
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.stopwatch import Stopwatch
@@ -22,7 +22,7 @@ def report_step(
 ) -> None:
     """Report that `step` made `version`. `values` are the step's metrics; the seconds of its phases are
     added."""
-    place = {"step": step, "version": version, "time": time.time()}
+    place = {"step": step, "version": version, "time": clock.now()}
     values = {**place, **values, **stopwatch.laps(values["tokens"])}
     metrics.stepped(values)
     heartbeat.note(step, version, values)

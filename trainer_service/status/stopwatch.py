@@ -1,8 +1,9 @@
 """Measures how many seconds each phase of a step takes."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from rollout_queue import clock
 
 
 class Stopwatch:
@@ -13,11 +14,11 @@ class Stopwatch:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started = clock.monotonic()
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + clock.monotonic() - started
 
     def laps(self, tokens: float) -> dict[str, float]:
         """Metrics since the last call: seconds by phase, and tokens per second of the phase `train`."""

@@ -10,11 +10,13 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from types import TracebackType
 from typing import Protocol
 
 import httpx
 
+from rollout_queue import clock
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.memory import MemoryReleased, ReleaseBody, ResumeBody
 from rollout_queue.protocol.message import MalformedMessage, ServiceMessage
@@ -162,12 +164,12 @@ class DeviceMemory:
     def _submit(self, work: Callable[[RolloutMemory], None]) -> None:
         """Have each thread do this after what it was given before."""
         for thread, server in zip(self._threads, self._servers, strict=True):
-            thread.submit(work, server).add_done_callback(_report)
+            thread.submit(copy_context().run, work, server).add_done_callback(_report)
 
 
 def _keep(server: RolloutMemory, over: threading.Event) -> None:
     """Have the server wait until `over` is set."""
-    while not over.wait(ASK_EVERY_S):
+    while not clock.wait(over, ASK_EVERY_S):
         try:
             if not server.release():
                 logger.error("%s has taken its engine's memory back during a step", server.url)

@@ -9,8 +9,10 @@ One checkpoint is written at a time. When the next one is due, the training wait
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from typing import NamedTuple
 
+from rollout_queue import clock
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import REPORT_EVERY_S, Heartbeat
@@ -55,7 +57,7 @@ class CheckpointCycle:
         self._writing: Future[None] | None = None
         self._new_steps: list[LedgerStep] = []
         self._saved_evaluations = EvaluationState()
-        self._began_at, self._took_s = heartbeat.clock(), 0.0
+        self._began_at, self._took_s = clock.monotonic(), 0.0
         self.waits_for: str | None = None
         """What the checkpoint that is written waits for."""
 
@@ -101,12 +103,12 @@ class CheckpointCycle:
         self.settle(wait=True)
         with self._stopwatch.timed("checkpoint"):
             self._heartbeat.confirm()
-            self._began_at = self._heartbeat.clock()
+            self._began_at = clock.monotonic()
             state = self._contents.state()
             unwritten = self._checkpoints.copied(self._weights, state, self._new_steps, self._contents.wanted)
             self._new_steps = []
             self._saved_evaluations = state.evaluations
-            self._writing = self._checkpoints.executor.submit(self._write, unwritten)
+            self._writing = self._checkpoints.executor.submit(copy_context().run, self._write, unwritten)
 
     def settle(self, *, wait: bool = False) -> None:
         """Note whether the checkpoint that is written is durable; with `wait`, wait until it is. Raises what
@@ -128,7 +130,7 @@ class CheckpointCycle:
             return False
         if (every_steps := self._settings.checkpoint_every_steps) is not None:
             return self._new_steps[-1].step % every_steps == 0
-        passed_s = self._heartbeat.clock() - self._began_at
+        passed_s = clock.monotonic() - self._began_at
         is_cheap = self._writing is None and self._took_s <= CHEAP * passed_s
         return is_cheap or passed_s >= 60 * self._settings.checkpoint_every_minutes
 
@@ -148,7 +150,7 @@ class CheckpointCycle:
             self._disk.until_written_behind("a checkpoint", write, self._note_wait)
         finally:
             self.waits_for = None
-            self._took_s = self._heartbeat.clock() - self._began_at
+            self._took_s = clock.monotonic() - self._began_at
 
     def _note_wait(self, sentence: str) -> None:
         self.waits_for = sentence

@@ -4,9 +4,9 @@ On a live system, turns are appended and steps acknowledged while the audit read
 contradict each other. A real fault is found in every reading.
 """
 
-import time
 from collections.abc import Sequence
 
+from rollout_queue import clock
 from weir.audit.evidence import gather
 from weir.audit.facts import ClientAnswer
 from weir.audit.report import Report
@@ -24,7 +24,7 @@ def audit(sources: Sources, answers: Sequence[ClientAnswer] = (), readings: int 
     evidence = gather(sources, answers)
     findings = findings_of(evidence)
     while findings and read < readings:
-        time.sleep(PAUSE_S)
+        clock.pause(PAUSE_S)
         read += 1
         evidence = gather(sources, answers)
         known = {finding.identity for finding in findings}

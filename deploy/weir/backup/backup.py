@@ -23,7 +23,6 @@ there.
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ import msgspec
 from redis import Redis
 from redis.exceptions import RedisError
 
+from rollout_queue import clock
 from rollout_queue.http.keys import bearer
 from rollout_queue.http.release import release
 from rollout_queue.redis.client.opening import open_redis
@@ -135,7 +135,7 @@ def _attempt(plan: BackupPlan, directory: Path, say: Say) -> BackupManifest:
                 folders = needed_adapters(redis, plan.policies_dir)
                 hold_versions(policies, plan.policies_dir, folders)
             watch.start()
-            taken_at = time.time()
+            taken_at = clock.now()
             copied = copy_redis(plan.sources.redis_url, directory, watch.look_twice)
             checkpoint = watch.checkpoint_at(copied.mark)
             say(f"Redis: {copied.keys} keys, {size((directory / VALUES).stat().st_size)}")
@@ -225,11 +225,11 @@ def _check_room(redis: Redis, directory: Path) -> None:
 def _ask_for_checkpoint(sources: Sources, say: Say) -> None:
     """Have the trainer write a checkpoint; without an answer, the last one is taken."""
     headers = bearer(sources.admin_key)
-    began_at = time.monotonic()
+    began_at = clock.monotonic()
     try:
         answer = httpx.post(f"{sources.trainer_url}/checkpoint", headers=headers, timeout=FRESH_TIMEOUT_S)
         answer.raise_for_status()
     except httpx.HTTPError as error:
         say(f"the trainer wrote no checkpoint ({error}); the last one is taken")
     else:
-        say(f"the trainer wrote a checkpoint in {time.monotonic() - began_at:.1f} s")
+        say(f"the trainer wrote a checkpoint in {clock.monotonic() - began_at:.1f} s")

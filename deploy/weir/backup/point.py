@@ -13,10 +13,12 @@ import os
 import secrets
 import shutil
 import threading
+from contextvars import copy_context
 from pathlib import Path
 
 from redis import Redis
 
+from rollout_queue import clock
 from trainer_service.storage.checkpoint import CURRENT, TAG
 from weir.errors import StackError
 
@@ -76,7 +78,9 @@ class CheckpointWatch:
         self._held: dict[str, Path] = {}
         self._over = threading.Event()
         self._failed: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._run,), name="checkpoints", daemon=True
+        )
 
     def start(self) -> None:
         """Returns after the first look, so that each copy has a mark."""
@@ -110,7 +114,7 @@ class CheckpointWatch:
         self._holder.release()
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK_EVERY_S):
+        while not clock.wait(self._over, LOOK_EVERY_S):
             try:
                 self._look()
             except Exception as error:  # the main thread raises it

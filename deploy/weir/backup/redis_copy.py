@@ -8,7 +8,6 @@ pages that change while it writes.
 """
 
 import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError, ResponseError
 
+from rollout_queue import clock
 from rollout_queue.redis.client.address import read_address
 from rollout_queue.redis.client.opening import open_redis
 from rollout_queue.redis.client.prefixes import wire_prefix
@@ -87,7 +87,7 @@ def known_prefix(url: str) -> RedisSettings:
 
 def _wait_for_data(source: Any) -> None:
     """Read the empty lines that Redis sends while it prepares, and the line before its data."""
-    began_at = time.monotonic()
+    began_at = clock.monotonic()
     while (line := source.readline()) == b"\n":
         continue
     if line.startswith(b"-"):
@@ -97,7 +97,7 @@ def _wait_for_data(source: Any) -> None:
             "some hosted servers allow it to nobody (then use their own backup)"
         )
     if not line.startswith(b"$"):
-        raise RedisNotCopied(f"Redis ended the connection after {time.monotonic() - began_at:.0f} s")
+        raise RedisNotCopied(f"Redis ended the connection after {clock.monotonic() - began_at:.0f} s")
 
 
 def _written(reader: RdbReader, directory: Path, database: int) -> tuple[int, bytes, int]:

@@ -6,7 +6,6 @@ Until the end, `weir:schema` says that a restore goes on, so no service starts o
 """
 
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from redis import Redis
 from redis.exceptions import RedisError
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.policy import STABLE
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_redis
@@ -141,7 +141,7 @@ def _write_redis(
         moved = move_locations(redis, before, after) if before != after else 0
         if moved:
             say(f"{moved} places of versions: {before} is now {after}")
-    passed_s = max(0.0, time.time() - manifest.taken_at)
+    passed_s = max(0.0, clock.now() - manifest.taken_at)
     postpone(redis, passed_s)
 
 

@@ -1,11 +1,11 @@
 """The demo's agent: a plain tool loop on the official OpenAI client, which needs a base URL and a key."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from openai import AsyncOpenAI
 
+from rollout_queue import clock
 from weir.demo.task import TOOL, ToolTask
 
 MAX_CALLS = 2
@@ -26,7 +26,7 @@ async def solve(client: AsyncOpenAI, task: ToolTask, takes_s: Sequence[float] = 
         if not message.tool_calls:
             return message.content or ""
         messages.append(message)
-        await asyncio.sleep(seconds)
+        await clock.sleep(seconds)
         for call in message.tool_calls:
             if call.type == "function":
                 result = task.tool(call.function.name, call.function.arguments)

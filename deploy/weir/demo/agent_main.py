@@ -8,10 +8,10 @@ import asyncio
 import json
 import os
 import sys
-import time
 
 import httpx
 
+from rollout_queue import clock
 from rollout_queue.settings import secret
 from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.report import account
@@ -42,10 +42,10 @@ def main() -> None:
 
 def settled(gateway_url: str, client_key: str) -> dict[str, int]:
     """The number of sessions by verdict, as soon as some are trained and no verdict changes any more."""
-    deadline = time.monotonic() + SETTLE_S
+    deadline = clock.monotonic() + SETTLE_S
     before, verdicts = None, account(gateway_url, client_key)
-    while time.monotonic() < deadline and (verdicts != before or not verdicts.get("trained")):
-        time.sleep(2.0)
+    while clock.monotonic() < deadline and (verdicts != before or not verdicts.get("trained")):
+        clock.pause(2.0)
         before, verdicts = verdicts, account(gateway_url, client_key)
     return verdicts
 

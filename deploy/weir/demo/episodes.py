@@ -4,7 +4,6 @@ POST /groups ──▶ one task, `group_size` sessions ──▶ the agent plays
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI, OpenAIError
 
+from rollout_queue import clock
 from rollout_queue.http.keys import bearer
 from weir.demo.game import Game, ToolGame
 from weir.errors import StackError
@@ -36,7 +36,7 @@ class PlayedEpisode:
 class EpisodeLog:
     """The episodes that were played so far."""
 
-    started_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=clock.monotonic)
     episodes: list[PlayedEpisode] = field(default_factory=list)
     window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     in_flight: int = 0
@@ -53,7 +53,7 @@ class EpisodeLog:
         return sum(episode.failure is not None for episode in self.episodes)
 
     def add(self, reward: float | None, failure: str | None) -> None:
-        seconds = time.monotonic() - self.started_at
+        seconds = clock.monotonic() - self.started_at
         self.episodes.append(PlayedEpisode(seconds, reward, self.version, failure))
         if reward is not None:
             self.window.append(reward)
@@ -101,7 +101,7 @@ class EpisodeRunner:
         return self.record
 
     async def _play(self, enough: Callable[[EpisodeLog], bool]) -> None:
-        self.record.started_at = time.monotonic()
+        self.record.started_at = clock.monotonic()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = bearer(self._client_key)
         async with (
@@ -133,7 +133,7 @@ class EpisodeRunner:
             reply = await rest.post("/groups", json=body)
             if reply.status_code in (429, 503):
                 retry_after_s = float(reply.headers["retry-after"])
-                await asyncio.sleep(retry_after_s if self._retry_every_s is None else self._retry_every_s)
+                await clock.sleep(retry_after_s if self._retry_every_s is None else self._retry_every_s)
                 continue
             tickets: list[dict[str, str]] = reply.raise_for_status().json()["sessions"]
             return tickets

@@ -1,6 +1,5 @@
 """The demo's live view: reward, episodes, step, policy version, staleness, and what the system waits for."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
+from rollout_queue import clock
 from weir.demo.episodes import WINDOW, EpisodeLog
 from weir.demo.observer import Observation
 
@@ -36,9 +36,9 @@ class LiveView:
 
     def tick(self) -> None:
         """Print a line where there is no terminal, at most every PLAIN_LINE_EVERY_S."""
-        if self._console.is_terminal or time.monotonic() - self._printed_at < PLAIN_LINE_EVERY_S:
+        if self._console.is_terminal or clock.monotonic() - self._printed_at < PLAIN_LINE_EVERY_S:
             return
-        self._printed_at = time.monotonic()
+        self._printed_at = clock.monotonic()
         facts = "  ".join(f"{name} {value}" for name, value in self._facts())
         self._console.print(facts, highlight=False, soft_wrap=True)
 

@@ -1,8 +1,6 @@
 """Watches the running system over REST, for the live view and for the plot."""
 
-import asyncio
 import json
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from rollout_queue import clock
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
@@ -54,7 +53,7 @@ class Observer:
 
     async def watch(self) -> None:
         """Poll until cancelled. Failed requests are skipped."""
-        began = time.monotonic()
+        began = clock.monotonic()
         async with httpx.AsyncClient(base_url=self._gateway_url, headers=self._headers) as rest:
             while True:
                 with suppress(httpx.HTTPError, MalformedMessage):
@@ -62,9 +61,9 @@ class Observer:
                     self.snapshot.status = SystemStatus.read(reply.raise_for_status().content)
                 for step in self._new_steps():
                     self.snapshot.steps.append(step)
-                    staleness = (time.monotonic() - began, float(step.get("staleness/total_mean", 0.0)))
+                    staleness = (clock.monotonic() - began, float(step.get("staleness/total_mean", 0.0)))
                     self.snapshot.staleness_at.append(staleness)
-                await asyncio.sleep(POLL_EVERY_S)
+                await clock.sleep(POLL_EVERY_S)
 
     def _new_steps(self) -> list[dict[str, Any]]:
         """The complete lines that the trainer wrote since the last call."""

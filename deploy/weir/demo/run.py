@@ -6,7 +6,6 @@ model (cached) ──▶ stack up ──▶ episodes ◀──▶ versions ─�
 import asyncio
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from rollout_queue import clock
 from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.observer import Observation, Observer
 from weir.demo.report import TARGET, VERSIONS, account, criterion, draw, served_versions, write_summary
@@ -40,10 +40,10 @@ class PhaseTimes:
     """How long each phase took, seconds."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    _since: float = field(default_factory=time.monotonic)
+    _since: float = field(default_factory=clock.monotonic)
 
     def end(self, name: str) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         self.seconds[name] = round(now - self._since, 2)
         self._since = now
 
@@ -99,21 +99,21 @@ async def _play(settings: StackSettings, stack: Stack, seed: int) -> tuple[Episo
         seed=seed,
     )
     observer = Observer(stack.gateway_url, settings.admin_keys[0], settings.run_dir / "metrics.jsonl")
-    began = time.monotonic()
+    began = clock.monotonic()
 
     def enough(record: EpisodeLog) -> bool:
         learned = (record.moving_average or 0.0) >= TARGET and len(observer.snapshot.steps) > VERSIONS
-        return learned or len(record.episodes) >= MAX_EPISODES or time.monotonic() - began > MAX_SECONDS
+        return learned or len(record.episodes) >= MAX_EPISODES or clock.monotonic() - began > MAX_SECONDS
 
     return await watched(stack, episodes, observer, enough), observer.snapshot
 
 
 def _settled(settings: StackSettings, stack: Stack) -> tuple[dict[str, int], set[int]]:
     """The number of sessions by verdict, once it no longer changes; and the versions that were served."""
-    deadline, before = time.monotonic() + SETTLE_S, None
+    deadline, before = clock.monotonic() + SETTLE_S, None
     verdicts = account(stack.gateway_url, settings.client_keys[0])
-    while verdicts != before and time.monotonic() < deadline:
-        time.sleep(1.0)
+    while verdicts != before and clock.monotonic() < deadline:
+        clock.pause(1.0)
         before, verdicts = verdicts, account(stack.gateway_url, settings.client_keys[0])
     return verdicts, served_versions(stack.gateway_url, settings.admin_keys[0])
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+from rollout_queue import clock
 from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.live import LiveView
 from weir.demo.observer import Observer
@@ -36,4 +37,4 @@ async def _refresh(stack: Stack, view: LiveView, record: EpisodeLog, observer: O
             await asyncio.to_thread(stack.check)
             record.version = observer.snapshot.serving
             view.tick()
-            await asyncio.sleep(CHECK_EVERY_S)
+            await clock.sleep(CHECK_EVERY_S)

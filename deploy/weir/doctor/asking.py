@@ -6,7 +6,6 @@ this machine ──────────────────────�
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
@@ -15,6 +14,7 @@ from typing import TypeVar
 import httpx
 import msgspec
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.policy import Manifest
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.message import MalformedMessage
@@ -80,7 +80,7 @@ async def gather(targets: Targets) -> DeploymentFacts:
         public=next((each for each in found if each.kind == "gateway"), None),
         machine=await machine,
         settings=targets.settings,
-        now=time.time(),
+        now=clock.now(),
     )
 
 
@@ -114,7 +114,7 @@ async def _asked(
     first = await _asked_once(http, service, headers, patience_s)
     if first.clock_ahead_s is None or abs(first.clock_ahead_s) <= MOST_APART_S:
         return first
-    await asyncio.sleep(DATE_AGES_S)  # until the server has made the header anew
+    await clock.sleep(DATE_AGES_S)  # until the server has made the header anew
     second = await _asked_once(http, service, headers, patience_s)
     return first if second.silent is not None else second
 
@@ -124,10 +124,10 @@ async def _asked_once(
 ) -> ServiceFacts:
     """What one service answers to `/ready` and to the request for its report."""
     try:
-        async with asyncio.timeout(patience_s):
-            before = time.time()
+        async with clock.timeout(patience_s):
+            before = clock.now()
             ready = await http.get(f"{service.url}/ready")
-            after = time.time()
+            after = clock.now()
             report = await http.get(service.url + REPORTS[service.kind], headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
         late = f"no answer within {patience_s:g} s"
@@ -181,7 +181,7 @@ async def _manifest(http: httpx.AsyncClient, trainer_url: str | None, patience_s
     if trainer_url is None:
         return None
     try:
-        async with asyncio.timeout(patience_s):
+        async with clock.timeout(patience_s):
             page = await http.get(f"{trainer_url}/weights")
             versions = msgspec.json.decode(page.content, type=_Versions).data
             if page.status_code != 200 or not versions:
@@ -237,5 +237,5 @@ async def _in_thread(work: Callable[[], T], timeout_s: float) -> T:
             loop.call_soon_threadsafe(settle, result, failed)
 
     threading.Thread(target=run, daemon=True, name="machine").start()
-    async with asyncio.timeout(timeout_s):
+    async with clock.timeout(timeout_s):
         return await done

@@ -1,12 +1,12 @@
 """Examines a deployment, and says what is wrong with it: as sentences, or as JSON."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
 
+from rollout_queue import clock
 from weir.doctor.asking import gather
 from weir.doctor.checks import fleet, machine, redis, services, training
 from weir.doctor.facts import DeploymentFacts
@@ -40,9 +40,9 @@ class Examination(msgspec.Struct, frozen=True):
 
 def examine(targets: Targets) -> Examination:
     """Ask every part of the deployment, and look at the answers. Changes nothing."""
-    began_at = time.monotonic()
+    began_at = clock.monotonic()
     facts = asyncio.run(gather(targets))
-    return examined(facts, time.monotonic() - began_at)
+    return examined(facts, clock.monotonic() - began_at)
 
 
 def examined(facts: DeploymentFacts, seconds: float = 0.0) -> Examination:

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.policy import sha256_of
 from weir.doctor.facts import DiskFacts, LogFacts, MachineFacts
 from weir.doctor.targets import Targets
@@ -112,7 +112,7 @@ def _errors(targets: Targets) -> Iterator[LogFacts]:
         return
     for path in sorted((targets.run_dir / "logs").glob("*.log")):
         found = _last_error(path)
-        if found is not None and time.time() - found[1] < RECENT_S:
+        if found is not None and clock.now() - found[1] < RECENT_S:
             yield LogFacts(service=path.stem, path=str(path), line=found[0])
 
 

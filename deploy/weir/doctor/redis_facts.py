@@ -1,7 +1,5 @@
 """Reads what Redis says of itself and of the training: by INFO, CONFIG GET, TIME and a few keys."""
 
-import asyncio
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -10,6 +8,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from rollout_queue import clock
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
@@ -23,7 +22,7 @@ async def read_redis(url: str, timeout_s: float) -> RedisFacts:
     """The facts. If Redis does not answer in time, they say so."""
     facts: dict[str, Any] = {"address": Sources(url, None).redis_address, "has_password": "@" in url}
     try:
-        async with asyncio.timeout(timeout_s):
+        async with clock.timeout(timeout_s):
             redis = open_async_redis(redis_access(url), timeout_s)
             try:
                 return await _read(redis, facts)
@@ -37,9 +36,9 @@ async def read_redis(url: str, timeout_s: float) -> RedisFacts:
 
 
 async def _read(redis: Redis, facts: Mapping[str, Any]) -> RedisFacts:
-    before = time.time()
+    before = clock.now()
     seconds, micros = await redis.time()
-    after = time.time()
+    after = clock.now()
     theirs = seconds + micros / 1e6
     async with redis.pipeline(transaction=False) as pipeline:
         pipeline.info()

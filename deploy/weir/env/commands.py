@@ -17,6 +17,7 @@ from rich.table import Table
 from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
 from environments.results.summary import judged
 from environments.settings import Mode, RunSettings
+from rollout_queue import clock
 from rollout_queue.settings import secret
 from weir.errors import StackError
 
@@ -149,7 +150,8 @@ def _play(
     if run_dir is None and resume:
         raise StackError("--resume needs --run-dir, the directory of the run that goes on")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", settings.environment)
-    run_dir = run_dir or RUNS_DIR / f"{name}-{settings.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+    began = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock.now()))
+    run_dir = run_dir or RUNS_DIR / f"{name}-{settings.mode}-{began}"
     url = gateway or os.environ.get("WEIR_GATEWAY_URL") or "http://127.0.0.1:8000"
     key = secret("WEIR_CLIENT_KEYS").partition(",")[0] or None
     try:

@@ -9,12 +9,12 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from rollout_queue import clock
 from weir.errors import StackError
 from weir.stack import state
 from weir.stack.preflight import check_machine, check_ports
@@ -99,18 +99,18 @@ class Stack:
         `on_wait` gets the names of the services that are not ready, with the reasons, whenever these change.
         """
         limit_s = self.settings.start_timeout_s if timeout_s is None else timeout_s
-        deadline, reported = time.monotonic() + limit_s, ""
+        deadline, reported = clock.monotonic() + limit_s, ""
         while waiting := self.waiting_for():
             if waiting != reported:
                 reported = waiting
                 self.write_state("starting", waiting)
                 if on_wait:
                     on_wait(waiting)
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise StackError(
                     f"not ready after {limit_s:.0f} s: {waiting}; logs: {self.settings.logs_dir}"
                 )
-            time.sleep(POLL_EVERY_S)
+            clock.pause(POLL_EVERY_S)
         self.write_state("up")
 
     def waiting_for(self) -> str:

@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from rollout_queue import clock
 from weir.errors import ServiceDied, StackError
 from weir.stack import state
 from weir.stack.settings import PYTHON, StackSettings
@@ -40,7 +40,7 @@ class Backoff:
 
     wait_s: float = FIRST_BACKOFF_S
     due_at: float | None = None
-    started_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=clock.monotonic)
 
     def died(self, now: float) -> None:
         if now - self.started_at > STEADY_AFTER_S:
@@ -73,7 +73,7 @@ class Supervisor:
 
     def check(self) -> None:
         """Look at each service once, and restart it when its pause is over."""
-        now = time.monotonic()
+        now = clock.monotonic()
         for name, process in self._stack.processes.items():
             backoff = self._backoffs[name]
             if backoff.due_at is not None:
@@ -98,7 +98,7 @@ def run(settings: StackSettings) -> int:
             supervisor = Supervisor(stack)
             while True:
                 supervisor.check()
-                time.sleep(WATCH_EVERY_S)
+                clock.pause(WATCH_EVERY_S)
     except StackError as error:
         logger.error("%s", error)
         StackState(parent=ProcessState.of(0), phase="failed", detail=str(error)).write(settings.run_dir)
@@ -146,7 +146,7 @@ def _waited(
         if now and now.detail and now.detail != reported:
             reported = now.detail
             on_wait(reported)
-        time.sleep(WATCH_EVERY_S)
+        clock.pause(WATCH_EVERY_S)
     last = state.read(settings.run_dir)
     reason = last.detail if last else f"the supervisor has ended: see {settings.logs_dir / 'supervisor.log'}"
     raise StackError(reason)

@@ -3,7 +3,6 @@
 import select
 import sys
 import termios
-import time
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console, Group
 from rich.live import Live
 
+from rollout_queue import clock
 from rollout_queue.protocol.message import MalformedMessage
 from weir.stack.probes import system_status
 from weir.top.view import History, TopSample, lines
@@ -25,9 +25,9 @@ PLAIN_WIDTH = 80
 def sampled(url: str, admin_key: str | None) -> TopSample:
     """Ask the gateway once."""
     try:
-        return TopSample(time.time(), system_status(url, admin_key))
+        return TopSample(clock.now(), system_status(url, admin_key))
     except (OSError, MalformedMessage) as error:
-        return TopSample(time.time(), None, f"no answer from /admin/status: {error}")
+        return TopSample(clock.now(), None, f"no answer from /admin/status: {error}")
 
 
 def show_once(url: str, admin_key: str | None, console: Console) -> bool:
@@ -42,7 +42,7 @@ def show_once(url: str, admin_key: str | None, console: Console) -> bool:
 
 def show_live(url: str, admin_key: str | None, console: Console, refresh_s: float = REFRESH_S) -> None:
     """Draw the view every `refresh_s` until the user quits. The gateway may go and come back meanwhile."""
-    history = History(TopSample(time.time(), None, "asking"), gateway=url)
+    history = History(TopSample(clock.now(), None, "asking"), gateway=url)
     with unbuffered_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             history = history.then(sampled(url, admin_key))

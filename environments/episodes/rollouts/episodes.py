@@ -4,7 +4,6 @@ session ids, task ──▶ host ──▶ library ──▶ its harness ──�
 outcomes          ◀── traces with rewards by name ◀──┘
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from environments.errors import EnvironmentFault
 from environments.hosts.pool import HostedLibrary
 from environments.outcome import EpisodeOutcome
 from environments.task import Task
+from rollout_queue import clock
 
 Address = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 """How the library reaches the model, from the sessions of an episode."""
@@ -42,7 +42,7 @@ class LibraryEpisodes:
     ) -> list[EpisodeOutcome]:
         given = {"data": task.data, "model": seats[0].model, "sampling": seats[0].sampling}
         try:
-            async with asyncio.timeout(self._time_limit_s):
+            async with clock.timeout(self._time_limit_s):
                 said = await self._library.play(**given, **self._address(sessions))
             played = msgspec.convert(said, PlayedTraces)
         except TimeoutError:

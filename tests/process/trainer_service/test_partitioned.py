@@ -15,6 +15,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.support.long_cases import in_turn
 from tests.support.tolerances import BFLOAT16, ulps
 from tests.support.trainer_service import expert_models, model_families
 from tests.support.trainer_service.loading_peaks import Peaks
@@ -27,6 +28,7 @@ from trainer_service.step.step_request import StepRequest
 from weir.stack.services import launcher
 
 LAYERS = 6
+TYPES = [torch.float32, torch.bfloat16]
 SHAPE: dict[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 512,
@@ -110,8 +112,7 @@ def assert_loaded_alike(model: Path, dtype: torch.dtype) -> None:
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", expert_models.FAMILIES)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(list(expert_models.FAMILIES), TYPES))
 def test_experts_load_in_parts_as_they_load_whole(
     imported: None, tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
@@ -119,8 +120,7 @@ def test_experts_load_in_parts_as_they_load_whole(
     assert_loaded_alike(tmp_path, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("index", range(len(model_families.FAMILIES)))
+@pytest.mark.parametrize(("index", "dtype"), in_turn(range(len(model_families.FAMILIES)), TYPES))
 def test_models_load_in_parts_as_they_load_whole(
     imported: None, tmp_path: Path, index: int, dtype: torch.dtype
 ) -> None:

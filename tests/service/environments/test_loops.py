@@ -1,9 +1,13 @@
 """What a loop does: where an episode is cut off, how calls are made, and loops of the user."""
 
+import asyncio
 import json
 import re
+from pathlib import Path
 
 from tests.support.environments.running import RunTest
+from tests.support.turned_clock import TurnedClock
+from tests.support.waiting import wait_until_async
 
 
 async def test_an_episode_that_its_environment_cuts_off_is_truncated_with_what_it_earned(
@@ -26,10 +30,17 @@ async def test_a_conversation_that_no_longer_fits_is_truncated_and_not_failed(ru
     assert 0 < len(session["turns"]) < 3, "what was sampled before is recorded"
 
 
-async def test_an_episode_that_lasts_too_long_is_truncated(running: RunTest) -> None:
-    summary = await running.play(
-        "Faulty", options={"how": "hangs"}, group_size=1, episodes=1, episode_s=2.0, step_s=60.0
+async def test_an_episode_that_lasts_too_long_is_truncated(
+    turned: TurnedClock, running: RunTest, tmp_path: Path
+) -> None:
+    mark = tmp_path / "it hangs"
+    options = {"how": "hangs", "mark": str(mark)}
+    playing = asyncio.create_task(
+        running.play("Faulty", options=options, group_size=1, episodes=1, episode_s=1000.0, step_s=3600.0)
     )
+    await wait_until_async(mark.exists)
+    turned.turn(1000)
+    summary = await playing
     assert summary["by_status"] == {"truncated": 1}
     (session,) = running.sessions()
     assert (session["status"], session["reward"]) == ("truncated", None)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import re
 from collections import Counter
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +17,8 @@ from environments.errors import RunStopped, UnknownEnvironment
 from environments.results.journal import EpisodeEnded, entries_of
 from environments.session_client import SessionClient
 from tests.support.environments.running import RunTest
+from tests.support.turned_clock import TurnedClock
+from tests.support.waiting import wait_until_async
 
 
 def doubled(prompt: str) -> str:
@@ -116,13 +119,20 @@ async def test_a_fault_of_the_environment_is_never_a_reward(running: RunTest, ho
     assert all(reason in each["verdict"]["detail"] for each in failed)
 
 
-async def test_a_hung_environment_is_killed_and_the_run_goes_on(running: RunTest) -> None:
-    summary = await running.play(
-        "Faulty", options={"how": "hangs"}, group_size=1, episodes=2, concurrency=1, step_s=10.0
+async def test_a_hung_environment_is_killed_and_the_run_goes_on(
+    turned: TurnedClock, running: RunTest, tmp_path: Path
+) -> None:
+    mark = tmp_path / "it hangs"
+    options = {"how": "hangs", "mark": str(mark)}
+    playing = asyncio.create_task(
+        running.play("Faulty", options=options, group_size=1, episodes=2, concurrency=1, step_s=60.0)
     )
+    await wait_until_async(mark.exists)
+    turned.turn(60)
+    summary = await playing
     assert summary["by_status"] == {"failed": 1, "completed": 1}
     (failed,) = running.sessions(verdict="failed")
-    assert "did not answer 'step' within 10 s" in failed["verdict"]["detail"]
+    assert "did not answer 'step' within 60 s" in failed["verdict"]["detail"]
 
 
 async def test_what_a_library_prints_is_no_answer(running: RunTest) -> None:

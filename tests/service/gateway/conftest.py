@@ -2,6 +2,7 @@
 
 from tests.support.gateway.fixtures import (  # noqa: F401 - pytest finds them here
     backends,
+    deploy,
     gated,
     gateway,
     gateway_url,

@@ -1,18 +1,11 @@
-"""The grammar of each constraint as it is sent to the engine, and whether each family's format follows it."""
+"""The grammar of each constraint as it is sent to the engine."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.errors import InvalidRequest
-from gateway.language.call_syntax import SYNTAX_OF_FAMILY
-from gateway.language.constraint import constraint_of
-from gateway.language.render import ChatRenderer
-from gateway.language.schema import MAX_BYTES
-from tests.support.gateway.families_agent import TOOL, renderer_of
+from tests.support.gateway.families_agent import TOOL
 from tests.support.gateway.running import RunningGateway
 
 OTHER: Any = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
@@ -21,14 +14,6 @@ SCHEMA: Any = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "require
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
 JSON: Any = {"type": "json_object"}
 GRAMMARS = {"json_schema", "regex", "ebnf", "structural_tag"}
-
-RendererOf = Callable[[str], ChatRenderer]
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> RendererOf:
-    directory: Path = tmp_path_factory.mktemp("families")
-    return lambda family: renderer_of(directory, family)
 
 
 def held(tag: str) -> list[Any]:
@@ -46,9 +31,6 @@ def held(tag: str) -> list[Any]:
 
     look(json.loads(tag))
     return found
-
-
-# Over HTTP
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -174,157 +156,6 @@ def test_responses_and_messages_hold_an_answer_to_the_same(gateway: RunningGatew
     assert others == [required, named, form, required, named]
 
 
-@pytest.mark.parametrize(
-    ("wish", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": GET_IT, "tools": []}, "tool_choice"),
-        ({"tool_choice": GET_IT, "tools": [OTHER]}, "tool_choice"),
-        ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
-        ({"tool_choice": {"type": "custom"}, "tools": [TOOL]}, "tool_choice"),
-        ({"response_format": {"type": "yaml"}}, "response_format"),
-        ({"response_format": {}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": 'a"<'}}], "tool_choice": "required"}, "tools"),
-        (
-            {
-                "tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}],
-                "tool_choice": "required",
-            },
-            "tools[0].function.parameters",
-        ),
-    ],
-)
-def test_a_contradiction_is_refused_before_any_engine_hears_of_it(
-    gateway: RunningGateway, wish: Any, param: str
-) -> None:
-    reply = gateway.chat(**wish)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-    assert not gateway.engine.requests
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"type": "json_schema", "name": "x"},
-        {"type": "json_schema", "name": "x", "schema": {"$ref": "http://elsewhere/schema"}},
-        {"type": "json_schema", "name": "x", "schema": {"enum": ["x" * (MAX_BYTES - 20)]}},
-    ],
-    ids=["no schema", "elsewhere", "too much with what is around it"],
-)
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/responses", lambda form: {"input": "x", "text": {"format": form}}, "text.format"),
-        ("/v1/messages", lambda form: {"output_config": {"format": form}}, "output_config.format"),
-        ("/v1/messages", lambda form: {"output_format": form}, "output_format"),
-    ],
-    ids=["responses", "messages", "older messages"],
-)
-def test_a_format_that_is_refused_is_called_as_its_dialect_does(
-    gateway: RunningGateway, path: str, body: Any, param: str, form: Any
-) -> None:
-    said = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]} if "messages" in path else {}
-    error = gateway.post(path, said | body(form)).json()["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert error["message"].startswith(f"{param}: ")
-    assert not gateway.engine.requests
-
-
-def nested(levels: int) -> Any:
-    schema: Any = {"type": "integer"}
-    for _ in range(levels):
-        schema = {"anyOf": [schema]}
-    return schema
-
-
-def in_format(schema: Any) -> Any:
-    return {"type": "json_schema", "json_schema": {"schema": schema}}
-
-
-MANY_STATES = "([a-z]{1,60}|x){1,60}"
-
-
-def test_a_schema_may_have_many_simple_patterns(gateway: RunningGateway) -> None:
-    names = {f"name{number}": {"pattern": "^[a-z]{1,64}(-[0-9]{1,32})?$"} for number in range(80)}
-    assert gateway.chat(response_format=in_format({"properties": names})).status_code == 200
-
-
-@pytest.mark.parametrize("pattern", [MANY_STATES, r"[)(]{1,9}\({9}", "(((", ")a{2}", "a{2}{3}", "{3}"])
-def test_the_gateway_reads_any_pattern(gateway: RunningGateway, pattern: str) -> None:
-    assert gateway.chat(response_format=in_format({"pattern": pattern})).status_code == 200
-
-
-def test_the_patterns_of_all_tools_count_together(gateway: RunningGateway) -> None:
-    parameters = {"properties": {"a": {"pattern": MANY_STATES}}}
-    tools = [
-        {"type": "function", "function": {"name": f"t{number}", "parameters": parameters}}
-        for number in range(4)
-    ]
-    reply = gateway.chat(tools=tools, tool_choice="required")
-    assert reply.status_code == 400
-    assert "too complex" in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("schema", "why"),
-    [
-        (nested(40), "levels"),
-        (nested(450), "levels"),
-        ({"enum": ["x" * 10] * (MAX_BYTES // 10)}, "bytes"),
-        ({"$ref": "#"}, "back to itself"),
-        ({"allOf": [{"$ref": "#"}]}, "back to itself"),
-        (
-            {
-                "properties": {"x": {"$ref": "#/$defs/a"}},
-                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
-            },
-            "back to itself",
-        ),
-        ({"$ref": "http://elsewhere/schema"}, "elsewhere"),
-        ({"anyOf": [{"type": "null"}] * 1000}, "parts"),
-        ({"type": "string", "pattern": "(.{0,1000}){0,1000}"}, "too complex to compile"),
-        ({"patternProperties": {"(a|b|ab)*" * 65: {}}}, "too complex to compile"),
-        ({"type": "string", "pattern": "a{" + "9" * 5000 + "}"}, "too complex to compile"),
-        ({"items": [{"pattern": "a?" * 70}]}, "too complex to compile"),
-        (
-            {"properties": {key: {"pattern": f"{key}{MANY_STATES}"} for key in "abcd"}},
-            "too complex to compile",
-        ),
-        ({"properties": {"a": {"type": "integer", "multipleOf": 3}}}, "multipleOf"),
-        ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, "allOf"),
-    ],
-)
-def test_a_schema_that_no_engine_could_keep_is_refused(
-    gateway: RunningGateway, schema: Any, why: str
-) -> None:
-    reply = gateway.chat(
-        response_format={"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
-    )
-    assert reply.status_code == 400
-    assert why in reply.json()["error"]["message"]
-    assert not gateway.engine.requests
-
-
-@pytest.mark.parametrize(
-    ("schema", "strict"),
-    [
-        ({"type": "object", "properties": {"next": {"$ref": "#"}, "not": {"type": "null"}}}, True),
-        ({"enum": [{"$ref": "#", "if": 1}]}, True),
-        ({"type": "array", "uniqueItems": True}, False),
-        ({"type": "string", "pattern": "^[a-z]{2,8}-[0-9]{4}$"}, True),
-    ],
-)
-def test_a_schema_that_only_looks_like_one_of_those_is_taken(
-    gateway: RunningGateway, schema: Any, strict: bool
-) -> None:
-    wish = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
-    assert gateway.chat(response_format=wish).status_code == 200
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_the_engine_cannot_compile_is_the_callers_fault(
     gateway: RunningGateway, stream: bool
@@ -355,107 +186,3 @@ def test_biases_reach_the_engine_where_the_caller_owns_the_sampling(gateway: Run
     assert of_evaluated["logit_bias"] == {"12": -100, "7": 2.5}
     (turn,) = gateway.turns(trained)
     assert turn["sampling"]["asked"]["logit_bias"] == {"12": -100, "7": 2.5}
-
-
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-@pytest.mark.parametrize(
-    "bias",
-    [{"99999": 1}, {"-1": 1}, {"x": 1}, {"": 1}, {"٣": 1}, {"1" * 30: 1}, {"1": 101}, {"1": -100.5}],
-)
-def test_a_bias_for_an_id_outside_the_vocabulary_never_reaches_an_engine(
-    gateway: RunningGateway, path: str, bias: Any
-) -> None:
-    chat = path == "chat/completions"
-    asked = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
-    reply = gateway.post(f"/v1/{path}", asked | {"logit_bias": bias})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logit_bias")
-    assert not gateway.engine.requests
-
-
-# The families
-
-
-def spoken(form: Any, renderer: ChatRenderer, calls: int) -> list[int]:
-    """The ids of an answer with `calls` calls that the grammar accepts."""
-    kind = form["type"]
-    if kind == "token":
-        return [form["token"]]
-    if kind == "sequence":
-        return [each for part in form["elements"] for each in spoken(part, renderer, calls)]
-    if kind == "or":
-        return spoken(form["elements"][0], renderer, calls)
-    if kind == "star":
-        return spoken(form["content"], renderer, calls) * (calls - 1)
-    if kind == "optional":
-        return []
-    if kind == "const_string":
-        return renderer.tokenizer.encode(form["value"])
-    if kind == "regex":
-        return renderer.tokenizer.encode("0" if "d" in form["pattern"] else "")
-    return renderer.tokenizer.encode("so" if kind == "any_tokens" else WRITTEN[form["style"]])
-
-
-WRITTEN = {
-    "json": '{"key": "a", "n": 1}',
-    "qwen_xml": "<parameter=key>\na\n</parameter>\n<parameter=n>\n1\n</parameter>",
-    "glm_xml": "<arg_key>key</arg_key><arg_value>a</arg_value>\n<arg_key>n</arg_key><arg_value>1</arg_value>",
-    "minimax_xml": '<parameter name="key">a</parameter>\n<parameter name="n">1</parameter>\n',
-}
-
-
-@pytest.mark.parametrize("family", SYNTAX_OF_FAMILY)
-def test_an_answer_that_follows_the_grammar_is_parsed_as_calls(renderer: RendererOf, family: str) -> None:
-    syntax, of_family = SYNTAX_OF_FAMILY[family], renderer(family)
-    for calls in (1, 2) if syntax.parallel else (1,):
-        tag = constraint_of(of_family, [TOOL, OTHER], "required").structural_tag or ""
-        ids = [*spoken(json.loads(tag)["format"], of_family, calls), of_family.stop_ids[0]]
-        prompt = of_family.render([{"role": "user", "content": "hi"}], [TOOL, OTHER])
-        answer = of_family.parse(ids, [TOOL, OTHER], "t", prompt_ids=prompt)
-        assert [call.name for call in answer.tool_calls] == ["get"] * calls
-        assert [json.loads(call.arguments) for call in answer.tool_calls] == [{"key": "a", "n": 1}] * calls
-        assert not answer.content
-
-
-@pytest.mark.parametrize("family", SYNTAX_OF_FAMILY)
-def test_a_marker_that_is_a_token_is_asked_for_by_its_id(renderer: RendererOf, family: str) -> None:
-    """The family's parser recognizes only this id, and not ordinary tokens with the marker's text."""
-    of_family = renderer(family)
-    tag = constraint_of(of_family, [TOOL], "required").structural_tag or ""
-    added = [of_family.text_of([token_id]) for token_id in of_family.tokenizer.added_ids]
-    assert not [text for text in literals(json.loads(tag)) if any(marker in text for marker in added)]
-
-
-def literals(value: Any) -> list[str]:
-    """The texts in a grammar that the model writes with ordinary tokens."""
-    if isinstance(value, list):
-        return [text for each in value for text in literals(each)]
-    if not isinstance(value, dict):
-        return []
-    if value.get("type") == "const_string":
-        return [value["value"]]
-    return [text for each in value.values() for text in literals(each)]
-
-
-@pytest.mark.parametrize("wish", [("required", None), (None, JSON)])
-@pytest.mark.parametrize("family", ["gemma4", "inkling", "deepseek-v4", "hy3"])
-def test_a_family_without_a_known_call_format_is_named_in_the_error(
-    renderer: RendererOf, family: str, wish: Any
-) -> None:
-    with pytest.raises(InvalidRequest, match=family) as refused:
-        constraint_of(renderer(family), [TOOL], *wish, format_param="text.format")
-    assert refused.value.param == ("text.format" if wish[1] else "tool_choice")
-
-
-def test_a_thought_stays_possible_where_the_template_has_one(renderer: RendererOf) -> None:
-    asks = {family: json.loads(grammar_of(renderer(family)))["format"] for family in ("qwen3", "qwen3.5")}
-    think, over = (renderer("qwen3").tokenizer.backend.token_to_id(mark) for mark in ("<think>", "</think>"))
-    thought = next(part for part in asks["qwen3"]["elements"] if part["type"] == "optional")["content"]
-    assert thought["elements"][0] == {"type": "token", "token": think}
-    assert thought["elements"][-1] == {"type": "token", "token": over}
-    opened = asks["qwen3.5"]["elements"][0]
-    assert opened["elements"][0]["type"] == "any_tokens", "the prompt has opened the thought"
-    assert "any_tokens" not in grammar_of(renderer("llama-3"))
-
-
-def grammar_of(renderer: ChatRenderer) -> str:
-    return constraint_of(renderer, None, None, JSON).structural_tag or ""

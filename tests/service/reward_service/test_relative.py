@@ -13,6 +13,7 @@ from tests.support.gateway.running import ADMIN_KEY, RunningGateway
 from tests.support.reward_service.running import RunningRewards, reward_service
 from tests.support.reward_service.scripted_judge import ScriptedOpenAi, ScriptedReply
 from tests.support.serving import serving
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 QUICK = {"poll_every_s": 0.05, "backoff_limit_s": 0.1}
@@ -125,7 +126,9 @@ def test_each_session_of_a_group_gets_its_score_and_its_place_is_recorded(gatewa
     assert rewards_of(gateway, single) == []
 
 
-def test_a_group_waits_for_its_open_sessions_but_not_until_it_expires(gateway: RunningGateway) -> None:
+def test_a_group_waits_for_its_open_sessions_but_not_until_it_expires(
+    turned: TurnedClock, gateway: RunningGateway
+) -> None:
     model = ScriptedOpenAi(by_length)
     first, second, third = (
         member["session_id"] for member in gateway.post("/groups", {"size": 3}).json()["sessions"]
@@ -140,11 +143,12 @@ def test_a_group_waits_for_its_open_sessions_but_not_until_it_expires(gateway: R
         assert wait_until(lambda: rewards_of(gateway, third))[0]["value"] == 0.3
         assert wait_until(lambda: rewards_of(gateway, first))[0]["value"] == 0.1
         assert rewards_of(gateway, second) == []
-    members = gateway.post("/groups", {"size": 2, "ttl_s": 20}).json()["sessions"]
+    members = gateway.post("/groups", {"size": 2, "ttl_s": 2000}).json()["sessions"]
     late, never = (member["session_id"] for member in members)
     answered(gateway, late, "x")
     with judging(gateway, model, before_expiry_s=10_000):
-        assert wait_until(lambda: rewards_of(gateway, late))  # after half of its life
+        turned.turn(1100)  # more than half of its life
+        assert wait_until(lambda: rewards_of(gateway, late))
         assert rewards_of(gateway, never) == []
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from rollout_server.metrics import RolloutMetrics
 from tests.support.rollout_server.harness import Harness, make_harness
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until_async
 
 RELEASE = [
@@ -101,18 +102,23 @@ async def test_an_engine_that_does_not_become_idle_is_killed_and_starts_after_th
     await harness.server.close()
 
 
-async def test_a_trainer_that_dies_gives_the_memory_back_after_its_time(shared: Harness) -> None:
-    await release(shared, for_s=0.2)
+async def test_a_trainer_that_dies_gives_the_memory_back_after_its_time(
+    turned: TurnedClock, shared: Harness
+) -> None:
+    await release(shared, for_s=60)
+    turned.turn(61)
     await shared.until_ready()
     assert shared.engine.calls == RELEASE + RESUME
     assert (await resume(shared)).status_code == 200, "the trainer was only slow"
 
 
-async def test_a_trainer_that_asks_again_keeps_the_memory(shared: Harness) -> None:
-    await release(shared, for_s=0.3)
-    for _ in range(8):
-        assert (await release(shared, for_s=0.3)).json()["renewed"]
-        await asyncio.sleep(0.1)  # the time that is renewed
+async def test_a_trainer_that_asks_again_keeps_the_memory(turned: TurnedClock, shared: Harness) -> None:
+    await release(shared, for_s=60)
+    for _ in range(4):
+        turned.turn(20)
+        assert (await release(shared, for_s=60)).json()["renewed"]
+    turned.turn(20)
+    await asyncio.sleep(0.05)  # the server takes the memory back within this time if it may
     assert (await shared.status())["released"]
     await resume(shared)
 

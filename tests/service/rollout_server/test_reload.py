@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,11 +26,14 @@ def error_of(answer: httpx.Response) -> dict[str, str]:
 
 async def test_a_new_version_is_loaded_while_paused_and_proved(harness: Harness) -> None:
     harness.engine.calls.clear()
+    began_at = time.monotonic()
     answer = await harness.reload(1, harness.policy(1))
+    took_s = time.monotonic() - began_at
     assert answer.status_code == 200
     body = answer.json()
     assert (body["ok"], body["version"]) == (True, 1)
     assert set(body["seconds"]) == {"fetch", "verify", "load"}
+    assert all(0 <= seconds <= took_s for seconds in body["seconds"].values())
     assert body["paused_s"] > 0
     assert harness.engine.calls == [
         "/pause_generation",

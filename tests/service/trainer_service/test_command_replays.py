@@ -11,6 +11,7 @@ from rollout_queue.commands.result import (
     Result,
     Saved,
 )
+from tests.support.long_cases import cases
 from tests.support.trainer_service.command_harness import (
     CommandHarness,
     MakeCommandHarness,
@@ -91,64 +92,60 @@ SETTINGS: dict[str, dict[str, int]] = {  # when checkpoints are made
     "when-it-frees": {"log": 1},
     "never": {"zero_stage": 0},
 }
-
-
+IN_SHORT = {("every-second-step", 6), ("every-second-step", 23), ("when-it-frees", 13), ("never", 16)}
+"""Before the answer to weights that are saved, loaded, published, and saved again. The long run has all."""
 KILLS = [
-    pytest.param(case, answers, marks=() if answers % 3 == at else pytest.mark.long)
-    for at, case in enumerate(SETTINGS)
+    pytest.param(case, answers, marks=() if (case, answers) in IN_SHORT else pytest.mark.long)
+    for case in SETTINGS
     for answers in range(len(SCRIPT))
 ]
-"""Every kill in every case. In the short run, each kill is made in one case."""
 
 
 @pytest.fixture(scope="module")
-def uninterrupted() -> dict[str, Outcome]:
-    """By settings."""
+def uninterrupted() -> dict[int, Outcome]:
+    """By the stage of ZeRO. When checkpoints are made changes nothing."""
     return {}
+
+
+def assert_as_uninterrupted(
+    make_command_harness: MakeCommandHarness,
+    uninterrupted: dict[int, Outcome],
+    kills: Sequence[int],
+    settings: dict[str, int],
+) -> None:
+    """Kill a trainer after so many answers, and the next one after so many of its own. A last one ends."""
+    settings = dict(settings)
+    log, request_ids = written()
+    log.bytes = (900 * settings.pop("log", 0), 1000)
+    stage = settings.get("zero_stage", 1)
+    if stage not in uninterrupted:
+        whole = finished(make_command_harness("whole", written()[0], zero_stage=stage))
+        assert [(each.name, each.version) for each in whole.adapters] == [("a", 1), ("c", 1), ("a", 2)]
+        uninterrupted[stage] = outcome(whole, request_ids)
+    for answers in kills:
+        log.answers_until_killed = answers
+        with pytest.raises(Killed):
+            finished(make_command_harness("killed", log, **settings))
+    log.answers_until_killed = None
+    after = finished(make_command_harness("killed", log, **settings))
+    _assert_same(outcome(after, request_ids), uninterrupted[stage])
 
 
 @pytest.mark.parametrize(("case", "answers"), KILLS)
 def test_a_kill_before_any_answer_changes_nothing(
-    make_command_harness: MakeCommandHarness, uninterrupted: dict[str, Outcome], answers: int, case: str
+    make_command_harness: MakeCommandHarness, uninterrupted: dict[int, Outcome], case: str, answers: int
 ) -> None:
-    settings = dict(SETTINGS[case])
-    log, request_ids = written()
-    log.bytes = (900 * settings.pop("log", 0), 1000)
-    if case not in uninterrupted:
-        whole = make_command_harness("whole", written()[0], **settings)
-        uninterrupted[case] = outcome(finished(whole), request_ids)
-    log.answers_until_killed = answers
-    with pytest.raises(Killed):
-        finished(make_command_harness("killed", log, **settings))
-    log.answers_until_killed = None
-    after = finished(make_command_harness("killed", log, **settings))
-    _assert_same(outcome(after, request_ids), uninterrupted[case])
+    assert_as_uninterrupted(make_command_harness, uninterrupted, [answers], SETTINGS[case])
 
 
-@pytest.mark.parametrize("first", [10, 15, 20, 25, 29])
-@pytest.mark.parametrize("second", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3)), 5])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    cases([(20, 5)], long=[(a, b) for a in (10, 15, 20, 25, 29) for b in (1, 2, 3, 5) if (a, b) != (20, 5)]),
+)
 def test_a_second_kill_while_commands_are_carried_out_again_changes_nothing(
-    make_command_harness: MakeCommandHarness, uninterrupted: dict[str, Outcome], first: int, second: int
+    make_command_harness: MakeCommandHarness, uninterrupted: dict[int, Outcome], first: int, second: int
 ) -> None:
-    log, request_ids = written()
-    log.bytes = (900, 1000)
-    if "two kills" not in uninterrupted:
-        uninterrupted["two kills"] = outcome(
-            finished(make_command_harness("whole", written()[0])), request_ids
-        )
-    for answers in (first, second):
-        log.answers_until_killed = answers
-        with pytest.raises(Killed):
-            finished(make_command_harness("killed", log))
-    log.answers_until_killed = None
-    _assert_same(
-        outcome(finished(make_command_harness("killed", log)), request_ids), uninterrupted["two kills"]
-    )
-
-
-def test_the_adapters_of_a_model_have_consecutive_versions(make_command_harness: MakeCommandHarness) -> None:
-    harness = finished(make_command_harness("whole", written()[0]))
-    assert [(each.name, each.version) for each in harness.adapters] == [("a", 1), ("c", 1), ("a", 2)]
+    assert_as_uninterrupted(make_command_harness, uninterrupted, [first, second], SETTINGS["when-it-frees"])
 
 
 def _assert_same(found: Outcome, expected: Outcome) -> None:

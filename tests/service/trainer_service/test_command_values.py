@@ -19,6 +19,7 @@ from rollout_queue.commands.command import (
 from rollout_queue.commands.datum import Datum
 from rollout_queue.commands.result import CommandFailed, Passed, Stepped
 from rollout_queue.contract.tokens import Logprobs
+from tests.support.long_cases import cases, in_turn
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.command_harness import (
     FULL,
@@ -92,10 +93,9 @@ def same(found: Sequence[Logprobs], wanted: Sequence[Tensor]) -> None:
         assert torch.tensor(list(mine)).view(plain.shape) == pytest.approx(plain, abs=EXACT)
 
 
-@pytest.mark.parametrize("name", SUMMED_LOSSES)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("name", "stage"), in_turn(list(SUMMED_LOSSES), [0, 1, 2]))
 def test_passes_and_steps_are_those_of_a_plain_model(
-    make_command_harness: MakeCommandHarness, model_path: Path, stage: int, name: str
+    make_command_harness: MakeCommandHarness, model_path: Path, name: str, stage: int
 ) -> None:
     """Each step has its own settings. An epsilon of 1 makes a step nearly one of gradient descent: there,
     rounding has a bound."""
@@ -123,7 +123,7 @@ def test_passes_and_steps_are_those_of_a_plain_model(
     assert_moved_alike(harness.weights("m"), plain.weights(), before)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", cases([1], long=[0, 2]))
 def test_two_models_in_turn_are_what_each_is_alone(
     make_command_harness: MakeCommandHarness, stage: int
 ) -> None:
@@ -220,7 +220,7 @@ def test_a_step_without_a_gradient_changes_nothing(make_command_harness: MakeCom
     assert results[:2] == results[2:]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", cases([2], long=[0, 1]))
 def test_a_gradient_that_is_not_finite_is_dropped_and_makes_no_step(
     make_command_harness: MakeCommandHarness, stage: int
 ) -> None:
@@ -274,20 +274,17 @@ REFUSED: dict[str, tuple[Command, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_command_that_is_refused_changes_nothing(
-    make_command_harness: MakeCommandHarness, case: str
-) -> None:
-    command, sentence = REFUSED[case]
+def test_commands_that_are_refused_change_nothing(make_command_harness: MakeCommandHarness) -> None:
     harness, other = (make_command_harness(name, algorithm={"max_row_tokens": 50}) for name in "ab")
     last = []
     for each in (harness, other):
         for before in (created(), learn(1), step(), learn(2)):
             each.send("m", before)
-        if each is harness:
-            failed = each.send("m", command)
-            assert isinstance(failed, CommandFailed)
-            assert failed.category == "user"
-            assert sentence in failed.error
+        for case, (command, sentence) in REFUSED.items():
+            if each is harness:
+                failed = each.send("m", command)
+                assert isinstance(failed, CommandFailed), case
+                assert failed.category == "user", case
+                assert sentence in failed.error, case
         last.append([each.send("m", step()), each.send("m", learn(3))])
     assert last[0] == last[1]

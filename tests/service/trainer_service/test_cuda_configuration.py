@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.long_cases import cases
 from tests.support.trainer_service.random_rows import MakeLearner
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
@@ -40,7 +41,7 @@ def test_deepspeed_accepts_the_configuration_for_cuda(imported: None, way: dict[
     assert not accepted.managed_gradient_accumulation
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", cases([2], long=[1, 3]))
 def test_the_configuration_for_cuda_learns_the_same(
     make_learner: MakeLearner, untrained: Weights, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.long_cases import cases, in_turn
 from tests.support.tolerances import BFLOAT16, FLOAT32, ulps
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
@@ -26,7 +27,6 @@ from trainer_service.storage.run_state import RunState
 
 pytestmark = pytest.mark.numeric
 
-STAGES = [0, 1, 2, 3]
 AGGREGATIONS: list[dict[str, Any]] = [
     {"mode": "token_mean"},
     {"mode": "token_sum"},
@@ -56,7 +56,7 @@ def learn(learner: OneRankLearner, rows: Sequence[Row], *parts: int) -> dict[str
     return learner.leader.optimise(StepRequest(rows[done:], 0, algorithm))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", cases([1, 3], long=[0, 2]))
 def test_a_step_in_parts_equals_the_step_at_once(
     make_learner: MakeLearner, untrained: Weights, stage: int
 ) -> None:
@@ -67,8 +67,7 @@ def test_a_step_in_parts_equals_the_step_at_once(
     assert_moved_alike(whole.exported(), parted.exported(), untrained)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda given: given["mode"])
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(("aggregation", "epochs"), in_turn(AGGREGATIONS, [1, 2]), ids=str)
 def test_a_step_in_parts_equals_the_step_at_once_with_every_aggregation(
     make_learner: MakeLearner, untrained: Weights, aggregation: dict[str, Any], epochs: int
 ) -> None:
@@ -80,7 +79,7 @@ def test_a_step_in_parts_equals_the_step_at_once_with_every_aggregation(
     assert_moved_alike(whole.exported(), parted.exported(), untrained)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", cases([0, 2], long=[1, 3]))
 def test_discarded_gradients_change_nothing(make_learner: MakeLearner, stage: int) -> None:
     spared, struck = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
     for learner in (spared, struck):
@@ -92,11 +91,10 @@ def test_discarded_gradients_change_nothing(make_learner: MakeLearner, stage: in
     assert differs_by(spared.exported(), struck.exported()) == 0
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
-    "given",
-    [{"dtype": "bfloat16"}, {"offload_optimizer": True}, {"lora": {"rank": 2}}],
-    ids=lambda given: next(iter(given)),
+    ("stage", "given"),
+    in_turn([1, 2, 3], [{"lora": {"rank": 2}}, {"offload_optimizer": True}, {"dtype": "bfloat16"}]),
+    ids=str,
 )
 def test_parts_and_discarded_gradients_change_nothing_with_other_settings(
     make_learner: MakeLearner, untrained: Weights, given: dict[str, Any], stage: int
@@ -112,7 +110,7 @@ def test_parts_and_discarded_gradients_change_nothing_with_other_settings(
     assert_moved_alike(whole.exported(), parted.exported(), untrained, roundings, steps=1, unit=unit)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", cases([0, 1, 3], long=[2]))
 def test_a_part_that_is_not_finite_spoils_only_its_own_step(make_learner: MakeLearner, stage: int) -> None:
     spared, struck = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
     struck.leader.accumulate(StepRequest(grouped(2, temperature=POISON), 0, struck.settings.algorithm))
@@ -123,7 +121,7 @@ def test_a_part_that_is_not_finite_spoils_only_its_own_step(make_learner: MakeLe
     assert differs_by(spared.exported(), struck.exported()) == 0
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", cases([1, 3], long=[0, 2]))
 def test_a_checkpoint_during_a_step_does_not_change_the_step(make_learner: MakeLearner, stage: int) -> None:
     straight, saved = (make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED) for _ in range(2))
     rows = grouped(1)

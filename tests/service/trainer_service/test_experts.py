@@ -8,6 +8,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.support.long_cases import in_turn
 from tests.support.trainer_service.expert_models import FAMILIES, made_experts
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner
 
@@ -23,8 +24,7 @@ def loaded(learner: OneRankLearner, base: Path, directory: Path) -> dict[str, Te
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "stage"), in_turn(list(FAMILIES), [1, 3]))
 def test_experts_learn_and_are_published_under_the_names_of_their_file(
     make_learner: MakeLearner, tmp_path: Path, family: str, stage: int
 ) -> None:

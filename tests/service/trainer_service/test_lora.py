@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.long_cases import cases
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.model_families import Family, made
@@ -39,7 +40,7 @@ def base_weights(learner: OneRankLearner) -> dict[str, torch.Tensor]:
     return {name: getattr(p, "ds_tensor", p).detach().clone() for name, p in named if "lora" not in name}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", cases([1, 3], long=[0]))
 def test_only_adapters_learn_and_the_merged_model_agrees_with_the_policy(
     make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int
 ) -> None:
@@ -68,7 +69,7 @@ def without_small_weights(settings: TrainerSettings, on_cuda: bool) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", cases([3], long=[0, 1]))
 def test_a_head_that_is_named_is_adapted_and_merged(
     make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
@@ -117,7 +118,7 @@ def test_peft_reads_the_adapter_of_a_checkpoint(
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", cases([3], long=[0, 1]))
 def test_adapters_go_on_bitwise_after_a_restore(
     make_learner: MakeLearner, tmp_path: Path, stage: int
 ) -> None:
@@ -146,14 +147,10 @@ def test_adapters_are_converted_for_another_stage(
 
 @pytest.mark.parametrize(
     "given",
-    [
-        {"lora": LORA},
-        {"lora": LORA, "zero_stage": 3},
-        {},
-        {"reference_offload": True},
-        {"zero_stage": 3},
-        {"zero_stage": 3, "reference_offload": True},
-    ],
+    cases(
+        [{"lora": LORA}, {}, {"reference_offload": True}, {"zero_stage": 3}],
+        long=[{"lora": LORA, "zero_stage": 3}, {"zero_stage": 3, "reference_offload": True}],
+    ),
 )
 def test_the_reference_is_the_base_model_also_after_training_and_a_restore(
     make_learner: MakeLearner, tmp_path: Path, given: dict[str, object]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.long_cases import cases
 from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from trainer_service.__main__ import marked_if_out_of_memory
@@ -95,21 +96,26 @@ def long(harness: Harness, group_id: str, tokens: int) -> None:
         )
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.long), True])
+IN_SHORT: list[tuple[int, str, Any, bool, str]] = [
+    (0, "float32", None, True, "forward"),
+    (1, "float32", None, True, "backward"),
+    (2, "bfloat16", None, True, "backward"),
+    (3, "float32", None, True, "forward"),
+    (1, "float32", {}, True, "backward"),
+]
+WAYS: list[tuple[int, str, Any]] = [
+    *((stage, "float32", None) for stage in (0, 1, 2, 3)),
+    *((stage, "bfloat16", None) for stage in (1, 2, 3)),
+    *((stage, "float32", {}) for stage in (1, 3)),
+]
+EVERY = [
+    (*way, recomputes, at) for way in WAYS for recomputes in (False, True) for at in ("forward", "backward")
+]
+
+
 @pytest.mark.parametrize(
-    ("stage", "dtype", "lora"),
-    [
-        (0, "float32", None),
-        (1, "float32", None),
-        pytest.param(1, "bfloat16", None, marks=pytest.mark.long),
-        pytest.param(2, "float32", None, marks=pytest.mark.long),
-        (2, "bfloat16", None),
-        (3, "float32", None),
-        pytest.param(3, "bfloat16", None, marks=pytest.mark.long),
-        (1, "float32", {}),
-        pytest.param(3, "float32", {}, marks=pytest.mark.long),
-    ],
+    ("stage", "dtype", "lora", "recomputes", "where"),
+    cases(IN_SHORT, long=[each for each in EVERY if each not in IN_SHORT]),
 )
 def test_the_step_is_made_with_half_as_many_tokens_and_nothing_of_the_failed_pass_is_left(
     make_harness: MakeHarness, where: str, recomputes: bool, stage: int, dtype: str, lora: Any
@@ -118,7 +124,9 @@ def test_the_step_is_made_with_half_as_many_tokens_and_nothing_of_the_failed_pas
     assert_halved(make_harness, settings, partial(limit_memory, where=where))
 
 
-@pytest.mark.parametrize("settings", [*WITH_BUCKETS, {"lora": {}}], ids=str)
+@pytest.mark.parametrize(
+    "settings", cases([*WITH_BUCKETS[::3], {"lora": {}}], long=WITH_BUCKETS[1:3]), ids=str
+)
 def test_buffers_of_gradients_that_do_not_fit_are_as_a_pass_that_does_not_fit(
     make_harness: MakeHarness, settings: dict[str, Any]
 ) -> None:

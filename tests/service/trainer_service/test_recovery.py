@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
 from rollout_queue.http.keys import Keyring
+from tests.support.long_cases import cases
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner
@@ -337,12 +338,10 @@ def test_a_trainer_says_whether_it_refuses_sessions_while_it_is_paused(make_harn
 @pytest.mark.numeric
 @pytest.mark.parametrize(
     "options",
-    [
-        *({"zero_stage": stage} for stage in (0, 1, 2, 3)),
-        {"zero_stage": 2, "dtype": "bfloat16"},
-        {"zero_stage": 2, "offload_optimizer": True},
-        {"lora": {"rank": 4}},
-    ],
+    cases(
+        [{"zero_stage": 0}, {"zero_stage": 3}, {"zero_stage": 2, "dtype": "bfloat16"}, {"lora": {"rank": 4}}],
+        long=[{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "offload_optimizer": True}],
+    ),
     ids=str,
 )
 def test_weights_optimizer_and_schedule_are_those_of_the_checkpoint(

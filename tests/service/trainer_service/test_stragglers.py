@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
+from tests.support.turned_clock import TurnedClock
 
 LATE = "its group went on without it, with 2 of its members"
 
@@ -40,15 +41,12 @@ def test_a_group_is_trained_at_its_deadline_without_its_stragglers(make_harness:
     assert not list(harness.stream.reclaim())
 
 
-def test_before_its_deadline_a_group_waits(
-    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_before_its_deadline_a_group_waits(make_harness: MakeHarness, turned: TurnedClock) -> None:
     harness = harness_with_deadline(make_harness, 3600.0)
     straggler(harness)
     pair(harness, at=time.time())
     assert not harness.trainer.run_once()
-    later = time.time() + 3601.0
-    monkeypatch.setattr("trainer_service.groups.assemble.time.time", lambda: later)
+    turned.turn(3601)
     assert harness.trainer.run_once()
 
 

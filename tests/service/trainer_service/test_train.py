@@ -10,6 +10,7 @@ import torch
 
 from rollout_queue.contract.stream import Verdicts
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
+from tests.support.turned_clock import TurnedClock
 from trainer_service.status.heartbeat import Stopped
 from trainer_service.step.group_trainer import Diverged
 from trainer_service.storage.checkpoint import CURRENT
@@ -205,12 +206,13 @@ def test_sessions_wait_until_enough_rows_have_an_advantage(
     assert set(harness.session_codes().values()) == {"trained"}
 
 
-def test_the_last_rows_are_trained_when_the_stream_is_silent(make_harness: MakeHarness) -> None:
+def test_the_last_rows_are_trained_when_the_stream_is_silent(
+    make_harness: MakeHarness, stopped: TurnedClock
+) -> None:
     harness = make_harness(algorithm={"min_live_rows": 100, "flush_after_s": 60.0}).start()
-    harness.clock.pass_by(0)
     harness.agents.group("g", [1.0, 0.0])
     assert not harness.trainer.run_once()
-    harness.clock.pass_by(61.0)
+    stopped.turn(61)
     assert harness.trainer.run_once()
 
 

@@ -22,9 +22,11 @@ from gateway.settings.service import GatewaySettings
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.serving import free_port, serving
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from tests.support.weir.examined import ExaminedSystem, examined_system
 from weir.__main__ import app
+from weir.doctor.asking import DATE_AGES_S
 from weir.stack.state import ProcessState, StackState
 
 NOBODY = f"http://127.0.0.1:{free_port()}"
@@ -78,9 +80,11 @@ def test_a_service_that_is_away_is_named(system: ExaminedSystem) -> None:
 
 @pytest.mark.parametrize(("options", "patience"), [([], "3 s"), (["--timeout", "0.2"], "0.2 s")])
 def test_services_that_hang_cost_a_bounded_time(
-    system: ExaminedSystem, options: list[str], patience: str
+    turned: TurnedClock, system: ExaminedSystem, options: list[str], patience: str
 ) -> None:
     async def hang(_: Request) -> JSONResponse:
+        await asyncio.sleep(0.2)  # the doctor asks Redis meanwhile
+        turned.turn(float(patience.split()[0]))
         await asyncio.Event().wait()
         return JSONResponse({})
 
@@ -88,9 +92,7 @@ def test_services_that_hang_cost_a_bounded_time(
     with serving(deaf) as url:
         system.report(last_seen=time.time(), url=url)
         command = ["doctor", "--redis-url", system.redis.url, "--gateway-url", url, *options]
-        began_at = time.monotonic()
         said = CliRunner().invoke(app, command)
-        assert time.monotonic() - began_at < 60  # at most 15, and what a busy machine adds
     assert said.exit_code == 1
     assert f"gateway at {url} does not answer: no answer within {patience}" in said.output
 
@@ -120,39 +122,54 @@ def test_a_report_of_another_release_is_found(system: ExaminedSystem) -> None:
 
 
 @contextmanager
-def a_trainer_whose_clock_is_late(system: ExaminedSystem, for_s: float) -> Iterator[None]:
-    """Its header `Date` is of 2015 for so many seconds after the first request, and right afterwards."""
+def a_trainer_whose_clock_is_late(
+    system: ExaminedSystem, turned: TurnedClock, for_s: float
+) -> Iterator[None]:
+    """Its header `Date` is of 2015 for so many seconds after the first request, and right afterwards. The
+    clock is turned when the doctor waits for another header."""
     first: list[float] = []
+    over = threading.Event()
 
     class Late(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            first.append(time.monotonic())
+            first.append(turned.monotonic())
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"{}")
 
         def date_time_string(self, timestamp: float | None = None) -> str:
-            is_late = time.monotonic() - first[0] < for_s
-            return "Thu, 01 Jan 2015 00:00:00 GMT" if is_late else super().date_time_string(timestamp)
+            is_late = turned.monotonic() - first[0] < for_s
+            return "Thu, 01 Jan 2015 00:00:00 GMT" if is_late else super().date_time_string(turned.now())
+
+    def turn() -> None:
+        while not over.wait(0.01):
+            if any(each.due - turned.monotonic() <= DATE_AGES_S for each in list(turned.timers)):
+                turned.turn(DATE_AGES_S)
+                return
 
     with http.server.HTTPServer(("127.0.0.1", free_port()), Late) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+        threads = threading.Thread(target=server.serve_forever), threading.Thread(target=turn)
+        for thread in threads:
+            thread.start()
         system.report(last_seen=time.time(), url=f"http://127.0.0.1:{server.server_port}")
         try:
             yield
         finally:
+            over.set()
             server.shutdown()
-            thread.join()
+            for thread in threads:
+                thread.join()
 
 
-def test_clocks_that_differ_are_found(system: ExaminedSystem) -> None:
-    with a_trainer_whose_clock_is_late(system, for_s=math.inf):
+def test_clocks_that_differ_are_found(turned: TurnedClock, system: ExaminedSystem) -> None:
+    with a_trainer_whose_clock_is_late(system, turned, for_s=math.inf):
         assert system.problems()["clocks_apart"].endswith("s ahead of trainer")
 
 
-def test_an_old_date_of_a_service_that_was_busy_is_no_wrong_clock(system: ExaminedSystem) -> None:
-    with a_trainer_whose_clock_is_late(system, for_s=1.0):
+def test_an_old_date_of_a_service_that_was_busy_is_no_wrong_clock(
+    turned: TurnedClock, system: ExaminedSystem
+) -> None:
+    with a_trainer_whose_clock_is_late(system, turned, for_s=1.0):
         assert "clocks_apart" not in system.problems()
 
 

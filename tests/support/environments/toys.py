@@ -182,10 +182,10 @@ class Longer(Race):
 
 
 class Faulty:
-    """Fails in the way that its task's number names, for the tasks `fails`."""
+    """Fails as `how` says, in the first `fails` tasks. When it hangs, there is the file `mark`."""
 
-    def __init__(self, how: str, fails: int = 1) -> None:
-        self.how, self.fails = how, fails
+    def __init__(self, how: str, fails: int = 1, mark: str = "") -> None:
+        self.how, self.fails, self.mark = how, fails, mark
 
     def reset(self, task: dict[str, int]) -> str:
         self.number = task["seed"]
@@ -199,6 +199,7 @@ class Faulty:
         if self.how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "hangs":
+            Path(self.mark).touch()
             time.sleep(1000)  # until it is killed
         if self.how == "prints":
             print("}{ noise on stdout")

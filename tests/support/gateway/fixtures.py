@@ -1,6 +1,5 @@
 """Fixtures: a gateway on a real port, in front of a fake engine, on a real Redis."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,8 +21,7 @@ from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
 from tests.support.redis_clients import redis_at
-from tests.support.rollout_server.processes import running
-from tests.support.rollout_server.stub_engine import stub_interpreter
+from tests.support.rollout_server.in_process import server_thread
 from tests.support.rollout_server.weights import write_model
 from tests.support.serving import free_port, serving
 from tests.support.tiny_vision_model import make_tiny_vision_model
@@ -52,11 +50,10 @@ def own_backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iter
 
 @pytest.fixture
 def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
-    """Starts rollout servers and a gateway in this process, with these settings."""
+    """Starts rollout servers and a gateway, in this process, with these settings."""
     own_backends.clear(None)
     write_model(tmp_path / "model")
     shutil.copy(own_backends.model_path / "tokenizer.json", tmp_path)
-    interpreter = stub_interpreter(tmp_path)
     with ExitStack() as started:
 
         def deploy(
@@ -71,7 +68,9 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
         ) -> Deployment:
             if gateway is None:
                 gateway = started.enter_context(
-                    own_backends.gateway(**{"engines": [], "engine_wait_s": 5.0} | settings)
+                    own_backends.gateway(
+                        **{"engines": [], "engine_wait_s": 5.0, "poll_every_s": 0.2} | settings
+                    )
                 )
             made = Deployment(gateway, tmp_path, own_backends.redis_url)
             for index in range(first, first + count):
@@ -79,8 +78,6 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                     "id": f"r{index}",
                     "port": free_port(),
                     "engine_port": free_port(),
-                    "engine_python": interpreter,
-                    "engine_device": "cpu",
                     "model_path": tmp_path / "model",
                     "gateway_url": gateway.url,
                     "register_every_s": 0.5,
@@ -88,8 +85,8 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                     "policies_dir": tmp_path / "policies",
                     "memory": memory,
                 } | ({"locations": f"{tmp_path},{locations}"} if locations else {})
-                given |= {"lora": json.dumps(lora)} if lora else {}
-                made.servers.append(started.enter_context(running(tmp_path, given)))
+                given |= {"lora": lora} if lora else {}
+                made.servers.append(started.enter_context(server_thread(tmp_path, given)))
             wait_until(lambda: ready(gateway) == first + count)
             return made
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.gateway.deployment import Deployment, Traffic
+from tests.support.gateway.deployment import Fleet, Traffic
 from tests.support.rollout_server.weights_sampler import logprob_of_weights
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
@@ -14,39 +14,39 @@ from weir.audit.audit import audit
 from weir.audit.sources import Sources
 
 
-def check_four_ends(deployment: Deployment, seen: Traffic, version: int) -> None:
+def check_four_ends(fleet: Fleet, seen: Traffic, version: int) -> None:
     """No call has failed, each recorded token has the version whose weights sampled it, the audit finds
     nothing, and the fleet ends on one version, in the engines, too."""
     assert set(seen.statuses) == {200}, seen.statuses
-    wait_until(lambda: ends_on(deployment, version))
-    assert not list(wrong_tokens(deployment, seen))
-    directory = deployment.directory / "checkpoints"  # a trainer's, if there is one
+    wait_until(lambda: ends_on(fleet, version))
+    assert not list(wrong_tokens(fleet, seen))
+    directory = fleet.directory / "checkpoints"  # a trainer's, if there is one
     directory.mkdir(exist_ok=True)
-    sources = Sources(deployment.redis_url, f"http://127.0.0.1:{free_port()}", None, directory)
+    sources = Sources(fleet.redis_url, f"http://127.0.0.1:{free_port()}", None, directory)
     assert audit(sources, seen.heard).findings == ()
 
 
-def ends_on(deployment: Deployment, version: int) -> bool:
+def ends_on(fleet: Fleet, version: int) -> bool:
     """Whether all gateways, servers and engines agree that this version, and no other, is served."""
-    plan = deployment.plan()
+    plan = fleet.plan()
     with suppress(httpx.HTTPError):
-        said = deployment.versions()
-        infos = [f"http://127.0.0.1:{each.engine_port}/model_info" for each in deployment.servers]
+        said = fleet.versions()
+        infos = [f"http://127.0.0.1:{each.engine_port}/model_info" for each in fleet.servers]
         engines = [int(httpx.get(info, timeout=120).json()["weight_version"]) for info in infos]
-        everyone = {plan["serving"], plan["target"], *said, *engines, *deployment.gateway_versions()}
+        everyone = {plan["serving"], plan["target"], *said, *engines, *fleet.gateway_versions()}
         return everyone == {version} and plan["push"]["state"] == "serving"
     return False
 
 
-def wrong_tokens(deployment: Deployment, seen: Traffic) -> Iterator[str]:
+def wrong_tokens(fleet: Fleet, seen: Traffic) -> Iterator[str]:
     """The recorded tokens whose version is not the one that sampled them."""
-    sampled = deployment.sampled
+    sampled = fleet.sampled
     for turn in seen.turns():
         assert [span["end"] for span in turn["versions"]][-1] == len(turn["output_ids"])
         for span in turn["versions"]:
             version = span["version"]
             if version not in sampled:
-                sampled[version] = logprob_of_weights(files_of(deployment.directory, version))
+                sampled[version] = logprob_of_weights(files_of(fleet.directory, version))
             said = set(turn["logprobs"][span["start"] : span["end"]])
             if said != {sampled[version]}:
                 yield f"{turn['turn_id']}: version {version} did not sample {said}"

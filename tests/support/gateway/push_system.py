@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from rollout_queue.contract.policies.policy import FileSpec, TensorSpec, sha256_of
 from rollout_queue.redis import keys
-from tests.support.gateway.deployment import Deployment, Traffic, live, traffic
+from tests.support.gateway.deployment import Fleet, Traffic, live, traffic
 from tests.support.gateway.four_ends import check_four_ends
 from tests.support.gateway.links import Link, link
 from tests.support.gateway.processes import Processes
@@ -86,9 +86,10 @@ class Source:
 
 
 @dataclass
-class PushSystem(Deployment):
+class PushSystem(Fleet):
     """The running processes. `publish` numbers the versions; a test goes on where the last one has ended."""
 
+    servers: list[ServerProcess] = field(default_factory=list)
     source: Source = field(kw_only=True)
     source_url: str = field(kw_only=True)
     processes: Processes = field(kw_only=True)

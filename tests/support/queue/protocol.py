@@ -17,6 +17,8 @@ import httpx
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from rollout_queue import clock
+from rollout_queue.clock import Clock
 from rollout_queue.contract.stream import Entry, Verdicts
 from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.redis import keys
@@ -188,6 +190,27 @@ class CutCheckpoints(Checkpoints):
         return tag
 
 
+class CountedSeconds(Clock):
+    """A clock that is the same in each replay of a history: each look at it takes a second."""
+
+    def __init__(self) -> None:
+        self._seconds = count()
+
+    def monotonic(self) -> float:
+        return next(self._seconds)
+
+
+class ReplayedTrainer(Trainer):
+    def start(self) -> None:
+        self._clock = CountedSeconds()
+        with clock.using(self._clock):
+            super().start()
+
+    def run_once(self) -> bool:
+        with clock.using(self._clock):
+            return super().run_once()
+
+
 class System:
     """One gateway and one trainer."""
 
@@ -245,11 +268,10 @@ class System:
             SharedState(),
             TrainerMetrics(CollectorRegistry()),
         )
-        seconds = count()  # a clock that is the same in each replay of a history
-        heartbeat = Heartbeat(stream, self.shared_state, self.settings.retry_s, lambda: next(seconds))
+        heartbeat = Heartbeat(stream, self.shared_state, self.settings.retry_s)
         store = PolicyStore(self.settings.policies_dir, self.folder, self.settings.keep_policies)
         gateway = GatewayClient(self._client, self.settings.push_timeout_s)
-        self.trainer = Trainer(
+        self.trainer = ReplayedTrainer(
             settings=self.settings.model_copy(update={"algorithm": algorithm}),
             policy=self.weights,  # type: ignore[arg-type]
             intake=Intake(stream, algorithm, Weights.vocab_size, heartbeat, metrics),

@@ -17,13 +17,12 @@ from tests.support.gateway.running import ADMIN_KEY
 
 
 @dataclass
-class ServerProcess:
-    """One `python -m rollout_server`."""
+class ServerClient:
+    """What a rollout server tells over HTTP."""
 
-    process: subprocess.Popen[bytes]
     url: str
-    log: Path
     engine_port: int
+    log: Path
 
     def status(self) -> dict[str, Any]:
         """What the server says of itself. Raises httpx.HTTPError."""
@@ -39,13 +38,25 @@ class ServerProcess:
             return ""
         return "" if reply.status_code == 200 else str(reply.json()["error"]["message"])
 
+    def is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=120).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+@dataclass
+class ServerProcess(ServerClient):
+    """One `python -m rollout_server`."""
+
+    process: subprocess.Popen[bytes]
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
 
     def control(self, **faults: Any) -> None:
-        """Set how the server's engine behaves from now on: `load_s`, `checksum_s`, `pace_s`, `scores` (see
-        `stub_engine`)."""
+        """Set how the server's engine behaves from now on (`Faults`)."""
         path = self.log.parent / f"engine-{self.engine_port}.json"
         aside = path.with_suffix(".new")
         aside.write_text(json.dumps(faults))
@@ -64,7 +75,7 @@ def running(directory: Path, settings: dict[str, Any], admin_key: str = ADMIN_KE
         command = [sys.executable, "-m", "rollout_server"]
         process = subprocess.Popen(command, cwd=directory, env=environment, stderr=output)
     try:
-        yield ServerProcess(process, f"http://127.0.0.1:{settings['port']}", log, settings["engine_port"])
+        yield ServerProcess(f"http://127.0.0.1:{settings['port']}", settings["engine_port"], log, process)
     finally:
         process.send_signal(signal.SIGCONT)
         process.terminate()

@@ -3,8 +3,7 @@
 import asyncio
 import hashlib
 import json
-import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,16 @@ def logprob_of_weights(directory: Path) -> float:
 class WeightsSampler:
     """Answers every prompt with `hello`, or with an adapter `hello from` its name. Its answers wait while the
     engine is paused, and go on afterwards with the weights that it has then, or are aborted, as SGLang's are.
-    The process dies if the engine has no weights then."""
+    The engine dies if it has no weights then: `die` does not return."""
 
-    def __init__(self, engine: FakeEngine, tokenizer: Tokenizer, pace_s: Callable[[], float]) -> None:
-        self._engine, self._pace_s = engine, pace_s
+    def __init__(
+        self,
+        engine: FakeEngine,
+        tokenizer: Tokenizer,
+        pace_s: Callable[[], float],
+        die: Callable[[], Awaitable[object]],
+    ) -> None:
+        self._engine, self._pace_s, self._die = engine, pace_s, die
         self._tokenizer = tokenizer
         self._logprob = 0.0
         self.note_weights()
@@ -55,7 +60,7 @@ class WeightsSampler:
             while engine.paused:  # noqa: ASYNC110 - another request resumes the engine
                 await asyncio.sleep(0.01)  # until it is resumed
             if engine.released or engine.garbage:
-                signal.raise_signal(signal.SIGKILL)
+                await self._die()
             version = engine.version
             if engine.aborts != aborts:
                 yield _aborted(version, spans, end - 1)

@@ -9,8 +9,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import transformers.modeling_flash_attention_utils as flash_utils
-import transformers.utils
 from torch import Tensor
 
 
@@ -79,6 +77,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, softcap
 
 def install_fake_flash(patch: pytest.MonkeyPatch) -> None:
     """Make transformers find the package, and a device for it."""
+    import transformers.modeling_flash_attention_utils as flash_utils
+    import transformers.utils
+
     package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
     vars(package).update(
         flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_func=None, flash_attn_with_kvcache=None

@@ -18,28 +18,25 @@ from tests.support.trainer_service.command_harness import (
     command_settings,
 )
 from tests.support.trainer_service.command_log import MemoryCommandLog
-from tests.support.trainer_service.device import DEVICE, ON_DEVICE
+from tests.support.trainer_service.conversion import convert_here
+from tests.support.trainer_service.device import ON_DEVICE, SPARING
 from tests.support.trainer_service.harness import FakeGateway, Harness, MakeHarness
 from tests.support.trainer_service.publications import InlineExecutor
 from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.rank_pair import RankPair, rank_pair
 from tests.support.trainer_service.same_training import Weights
 from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.sharding import universal
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.sink import Sink
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
 
-torch.set_num_threads(1)  # the models are too small for more, and other test processes use the other cores
-
 
 @pytest.fixture(autouse=True)
-def freed_memory() -> Iterator[None]:
-    """On a GPU, free the policies of the test. They are in circles, and each has gigabytes of buffers."""
-    yield
-    if DEVICE.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+def converted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert checkpoints in the test's process. The import of DeepSpeed would take a new one seconds."""
+    monkeypatch.setattr(universal, "run_converter", convert_here)
 
 
 @pytest.fixture(scope="session")
@@ -90,9 +87,12 @@ def imported(model_path: Path) -> None:
     transformers, each collection would take half a second.
     """
     settings = TrainerSettings(model_path=model_path, threads=1, zero_stage=3, **ON_DEVICE)
-    DistributedPolicy(DeepSpeedPolicy(settings)).optimise(
-        StepRequest(random_rows(0, 1), 0, settings.algorithm)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SPARING.items():
+            patch.setenv(name, value)
+        DistributedPolicy(DeepSpeedPolicy(settings)).optimise(
+            StepRequest(random_rows(0, 1), 0, settings.algorithm)
+        )
     gc.collect()
     gc.freeze()
 

@@ -1,7 +1,6 @@
 """A trainer in the test's own process, on a stream in memory, with a model so small that steps are fast."""
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -215,19 +214,6 @@ class Agents:
             )
 
 
-class Clock:
-    """The system's clock until the first `pass_by`; from then on, only `pass_by` moves it."""
-
-    def __init__(self) -> None:
-        self._stopped_at: float | None = None
-
-    def now(self) -> float:
-        return time.monotonic() if self._stopped_at is None else self._stopped_at
-
-    def pass_by(self, seconds: float) -> None:
-        self._stopped_at = self.now() + seconds
-
-
 @dataclass
 class Harness:
     """All parts of a trainer process except its HTTP. `restart` plays a new process on the same disk."""
@@ -243,7 +229,6 @@ class Harness:
     """Answers for the rollout servers of `shared_with`, if the settings have any."""
     sinks: Sequence[Sink] = ()
     """Sinks in addition to those in the settings."""
-    clock: Clock = field(default_factory=Clock)
     executor: Executor = field(default_factory=InlineExecutor)
     """Runs publications. By default a publication is complete when the step is."""
     writer: Executor = field(default_factory=InlineExecutor)
@@ -258,9 +243,7 @@ class Harness:
         client = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(self.gateway))
         self.closing.callback(client.close)
         self.closing.callback(metrics.close)
-        self.heartbeat = heartbeat = Heartbeat(
-            self.stream, self.shared_state, self.settings.retry_s, self.clock.now
-        )
+        self.heartbeat = heartbeat = Heartbeat(self.stream, self.shared_state, self.settings.retry_s)
         servers = httpx.Client(transport=httpx.MockTransport(lambda request: self.memory_server(request)))
         self.memory = DeviceMemory(
             [RolloutMemory(servers, url) for url in self.settings.shared_with], heartbeat

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from trainer_service.model.attention.packed_attention import Packing
 
@@ -52,6 +51,8 @@ FAMILIES = [
 
 def made(family: Family, directory: Path) -> Any:
     """A random model of the family, loaded by transformers."""
+    import transformers
+
     torch.manual_seed(5)
     config = getattr(transformers, f"{family.name}Config")(**SMALL | family.options)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -10,6 +10,7 @@ import torch
 
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import Row
+from trainer_service.rows.top_tokens import TopTokens
 from trainer_service.settings import TrainerSettings
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
@@ -54,6 +55,29 @@ def with_experts(rows: list[Row]) -> list[Row]:
         return np.concatenate(each, axis=1)
 
     return [replace(row, experts_LW=drawn(len(row))) for row in rows]
+
+
+def in_groups(seed: int, sizes: list[int], temperature: float = 1.0) -> list[Row]:
+    """Rows of groups of these sizes."""
+    groups = [f"g{number}" for number, size in enumerate(sizes) for _ in range(size)]
+    rows = random_rows(seed, len(groups), temperature)
+    return [replace(row, group_id=group_id) for row, group_id in zip(rows, groups, strict=True)]
+
+
+def taught(seed: int, count: int, top_k: int) -> list[Row]:
+    """The rows with so many tokens of a teacher at each trained place."""
+    draw = np.random.default_rng([seed, 9])
+
+    def top(tokens: int) -> TopTokens:
+        ids = draw.permuted(np.tile(np.arange(VOCABULARY, dtype=np.int32), (tokens, 1)), axis=1)[:, :top_k]
+        return TopTokens(
+            ids, np.log(draw.dirichlet(np.ones(top_k + 1), tokens)[:, :top_k]).astype(np.float32)
+        )
+
+    return [
+        replace(row, lp_teacher_L=row.logprobs_L, teacher_top=top(row.trained_tokens))
+        for row in random_rows(seed, count)
+    ]
 
 
 def row_of(length: int, seed: int = 0) -> Row:

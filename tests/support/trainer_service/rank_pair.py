@@ -11,19 +11,26 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.trainer_service.rank_tasks import OVER, Task, Told, held_path, place_of, put
+from tests.support.trainer_service.device import SPARING
+from tests.support.trainer_service.rank_tasks import (
+    OVER,
+    Task,
+    Told,
+    ended_path,
+    held_path,
+    place_of,
+    put,
+    ranks_path,
+)
 from tests.support.waiting import wait_until
-from weir.stack.services import launcher as launcher_of
 
-TORCH = (sys.executable, *launcher_of(2), "-m")
-"""The command by which `weir up` starts the ranks."""
 DEEPSPEED = (str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2", "--module")
 PATIENCE_S = 300.0
 """Processes start one after another, and the machine may be busy."""
 
 
 class RankPair:
-    """The launcher process of two ranks, and the folder from which they read their tasks."""
+    """The process that starts the ranks, and the folder from which they read their tasks."""
 
     def __init__(self, folder: Path, launcher: "subprocess.Popen[bytes]") -> None:
         self._folder, self.launcher = folder, launcher
@@ -51,10 +58,18 @@ class RankPair:
     def learn(self, task: Task) -> Told:
         return self.end(self.begin(task))
 
-    def ranks(self) -> list[psutil.Process]:
-        """The processes, in the order of their ranks."""
-        workers = psutil.Process(self.launcher.pid).children()
-        return sorted(workers, key=lambda worker: worker.environ()["RANK"])
+    def ranks(self, told: Path) -> list[psutil.Process]:
+        """The forked processes of the task that reports at this path, in the order of their ranks."""
+        path = ranks_path(told.parent)
+        wait_until(path.exists, PATIENCE_S)
+        return [psutil.Process(pid) for pid in pickle.loads(path.read_bytes())]  # noqa: S301 - the test's own
+
+    def ended(self, told: Path) -> list[int]:
+        """Wait until the forked processes of the task have ended. Returns their exit statuses."""
+        path = ended_path(told.parent)
+        wait_until(path.exists, PATIENCE_S)
+        statuses: list[int] = pickle.loads(path.read_bytes())  # noqa: S301 - the test's own
+        return statuses
 
     def close(self) -> int:
         """Tell the ranks that no task follows, and wait. Returns the launcher's exit status."""
@@ -63,13 +78,17 @@ class RankPair:
 
 
 @contextmanager
-def rank_pair(folder: Path, launched_by: Sequence[str] = TORCH, *, forks: bool = True) -> Iterator[RankPair]:
-    """With `forks`, a rank forks a process for each task. Otherwise the rank does the task itself."""
+def rank_pair(folder: Path, launched_by: Sequence[str] = ()) -> Iterator[RankPair]:
+    """Without a launcher, one process imports everything, and forks both ranks for each task."""
     folder.mkdir(exist_ok=True)
-    command = [*launched_by, "tests.support.trainer_service.two_ranks", str(folder)]
-    command += ["--forks"] if forks else []
+    module = "tests.support.trainer_service.two_ranks"
+    if launched_by:
+        command = [*launched_by, module, str(folder)]
+    else:
+        command = [sys.executable, "-m", module, str(folder), "--forks"]
     environment = {
         **os.environ,
+        **SPARING,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join([".", "queue"]),

@@ -38,6 +38,8 @@ class Task:
     """The steps after which a version is published, in `policies`; 0 is before the first step."""
     shares: bool = True
     """Whether ranks share the disk of `policies`. Otherwise each has a working directory of its own."""
+    may_fail: bool = False
+    """Whether the test ends ranks before the task is done."""
     script: Sequence[tuple[str, Command]] = ()
     """Commands and their models, in place of steps. The log is kept in the run's directory."""
     port: int = field(default_factory=free_port)
@@ -79,6 +81,16 @@ def place_of(folder: Path, number: int) -> Path:
 def held_path(place: Path, rank: int) -> Path:
     """The last file of a rank for a task: its number in `Told.held`."""
     return place / f"held-{rank}.pickle"
+
+
+def ranks_path(place: Path) -> Path:
+    """The process ids of the ranks of a task."""
+    return place / "ranks.pickle"
+
+
+def ended_path(place: Path) -> Path:
+    """The exit statuses of the ranks of a task, once all have ended."""
+    return place / "ended.pickle"
 
 
 def put(value: object, path: Path) -> None:

@@ -1,12 +1,12 @@
-"""One rank of a small trainer: python -m tests.support.trainer_service.two_ranks FOLDER [--forks]
+"""The ranks of a small trainer: python -m tests.support.trainer_service.two_ranks FOLDER [--forks]
 
 A test puts tasks into the folder, one after the other. At the end it adds the file `over`.
-Each task has its own policy and process group. With --forks it also has its own process, forked from one that
-has imported everything. A task trains the steps that the last checkpoint of its run lacks, and saves a
-checkpoint after each. With `memory: shared`, the states of all ranks are on the host between steps. With
-`in_parts` it first accumulates and discards gradients, and then learns each step in two parts. At the end
-rank 0 sends no command to rank 1 as long as the file `rest` exists. A task that publishes writes versions
-meanwhile, and no `weights.safetensors`.
+Each task has its own policy and process group. With --forks, this process has imported everything, and forks
+two ranks for each task. Otherwise this process is one rank, which a launcher has started. A task trains the
+steps that the last checkpoint of its run lacks, and saves a checkpoint after each. With `memory: shared`, the
+states of all ranks are on the host between steps. With `in_parts` it first accumulates and discards
+gradients, and then learns each step in two parts. At the end rank 0 sends no command to rank 1 as long as the
+file `rest` exists. A task that publishes writes versions meanwhile, and no `weights.safetensors`.
 """
 
 import gc
@@ -14,12 +14,17 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
-import deepspeed  # noqa: F401 - forked processes need it
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - forked processes need all of these
+import peft  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from safetensors.torch import save_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.command_harness import CommandHarness
@@ -30,7 +35,18 @@ from tests.support.trainer_service.publishing_ranks import (
     hinder_writes,
     note_synced,
 )
-from tests.support.trainer_service.rank_tasks import LOG, OVER, SYNCED, Task, Told, held_path, place_of, put
+from tests.support.trainer_service.rank_tasks import (
+    LOG,
+    OVER,
+    SYNCED,
+    Task,
+    Told,
+    ended_path,
+    held_path,
+    place_of,
+    put,
+    ranks_path,
+)
 from trainer_service.commands.ranks import follow_models
 from trainer_service.model.trained.models import Models
 from trainer_service.step.communication.launch import own_rank
@@ -44,19 +60,43 @@ LOOKS_EVERY_S = 0.02
 
 
 def main(folder: Path, forks: bool) -> None:
+    get_checkpoint_conversion_mapping("qwen3")  # makes those of all models
     gc.freeze()  # the garbage collector, which DeepSpeed calls, then skips the imported modules
     number = 0
     while (task := next_task(folder, number)) is not None:
+        place = place_of(folder, number)
         if not forks:
-            learn(task, place_of(folder, number))
-        elif child := os.fork():
-            _, status = os.waitpid(child, 0)
-            if status:
-                sys.exit(f"task {number} ended with {status}")
-        else:
-            learn(task, place_of(folder, number))
-            return
+            learn(task, place)
+        elif any(fork_ranks(task, place)) and not task.may_fail:
+            sys.exit(f"a rank failed in task {number}")
         number += 1
+
+
+def fork_ranks(task: Task, place: Path) -> list[int]:
+    """Returns the exit statuses of the ranks."""
+    ranks = []
+    for rank in range(2):
+        if not (process := os.fork()):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1"}
+            end_at_once(partial(learn, task, place))
+        ranks.append(process)
+    put(ranks, ranks_path(place))
+    ended = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
+    put(ended, ended_path(place))
+    return ended
+
+
+def end_at_once(work: Callable[[], None]) -> NoReturn:
+    """End this forked process with its work. An orderly end would copy all memory that it shares."""
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def learn(task: Task, place: Path) -> None:

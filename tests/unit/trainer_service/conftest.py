@@ -1,9 +1,3 @@
-"""The fixtures of trainer_service that these tests use."""
+"""The fixture of trainer_service that all of these tests use."""
 
-from tests.support.trainer_service.fixtures import (  # noqa: F401 - pytest finds them here
-    freed_memory,
-    harness,
-    imported,
-    make_harness,
-    model_path,
-)
+from tests.support.trainer_service.device import freed_memory  # noqa: F401 - pytest finds it here

@@ -55,18 +55,25 @@ def remove_converted(directory: Path) -> None:
 
 
 def _convert(source: Path, target: Path) -> None:
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-    command += ["--input_folder", str(source), "--output_folder", str(target)]
-    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise NotConverted(f"checkpoint {source.name} could not be converted: {last}")
+    arguments = ["--inject_missing_state", "--input_folder", str(source), "--output_folder", str(target)]
+    run_converter([*arguments, "--num_extract_workers", "1", "--num_merge_workers", "1"], source.name)
     if (reference := source / REFERENCE).exists():
         shutil.copytree(reference, target / REFERENCE, copy_function=os.link)
     _link_for_every_stage(target)
     _complete_for_every_stage(target / "zero")
+
+
+def run_converter(arguments: list[str], name: str) -> None:
+    """Run DeepSpeed's converter as a process, so that its memory is free afterwards.
+
+    Raises NotConverted.
+    """
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise NotConverted(f"checkpoint {name} could not be converted: {last}")
 
 
 def _link_for_every_stage(target: Path) -> None:

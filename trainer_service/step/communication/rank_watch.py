@@ -9,11 +9,13 @@ other hosts' ranks would wait for ever, and keep their GPUs.
 
 import logging
 import os
-import time
+from contextvars import copy_context
 from datetime import timedelta
 from threading import Event, Thread
 
 import torch
+
+from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ class RankWatch:
     def __init__(self, ranks: int, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
         self._over = Event()
-        self._thread = Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._thread = Thread(target=copy_context().run, args=(self._watch,), name="rank-watch", daemon=True)
         if ranks > 1:
             self._leads = torch.distributed.get_rank() == 0
             answers_within = timedelta(seconds=timeout_s * 3 / 4)
@@ -44,10 +46,10 @@ class RankWatch:
         try:
             while self._all_go_on():
                 if self._leads:
-                    self._over.wait(self._timeout_s / 4)
+                    clock.wait(self._over, self._timeout_s / 4)
         except RuntimeError as error:
             logger.error("ends: a rank is gone, or was silent for %g s: %s", self._timeout_s, error)
-            time.sleep(FAREWELL_S)
+            clock.pause(FAREWELL_S)
             os._exit(1)
 
     def _all_go_on(self) -> bool:

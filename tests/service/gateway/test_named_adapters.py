@@ -1,8 +1,5 @@
-"""Adapters that are policies of their own, on rollout servers that are real processes with engine doubles."""
+"""Adapters that are policies of their own, on rollout servers with engine doubles."""
 
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,9 +108,7 @@ def test_there_are_at_most_max_adapters(deploy: Deploy) -> None:
 def test_adapters_come_back_with_an_engine_that_was_killed(deploy: Deploy) -> None:
     deployment = deploy(1, lora=LORA)
     assert publish(deployment, "math", 1).status_code == 200
-    pid = deployment.servers[0].process.pid
-    (engine,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    os.kill(int(engine), signal.SIGKILL)
+    deployment.servers[0].kill_engine()
     wait_until(lambda: has(deployment, "math") == [[]])
     wait_until(lambda: has(deployment, "math") == [["r0"]])
     assert asked(deployment, "policy:math@1")[0] == 200
@@ -142,9 +137,9 @@ def test_an_adapter_that_is_published_again_stays_if_no_server_answers(deploy: D
     deployment = deploy(1, lora=LORA, push_timeout_s=10.0)
     assert publish(deployment, "math", 1).status_code == 200
     location = (deployment.directory / "policies" / "mathv1").as_uri()
-    deployment.servers[0].process.send_signal(signal.SIGSTOP)
+    deployment.servers[0].suspend()
     deployment.gateway.http.timeout = 60
     again = {"name": "math", "version": 1, "location": location}
     deployment.gateway.post("/admin/adapters", again, key=ADMIN_KEY)
-    deployment.servers[0].process.send_signal(signal.SIGCONT)
+    deployment.servers[0].resume()
     assert len(has(deployment, "math")) == 1

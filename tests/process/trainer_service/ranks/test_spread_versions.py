@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,10 +17,9 @@ from rollout_server.weights.safetensors_file import tensors_of
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
 from tests.support.trainer_service.expert_models import made_experts
 from tests.support.trainer_service.random_rows import MakeLearner, random_rows
-from tests.support.trainer_service.rank_pair import RankPair, rank_pair
+from tests.support.trainer_service.rank_pair import RankPair
 from tests.support.trainer_service.rank_tasks import FULL, SLOW, WRITING, Task
 from tests.support.waiting import wait_until
-from trainer_service.model.snapshot import shares_of
 
 TWO_FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
@@ -56,7 +54,13 @@ def saved_step(run: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("stage", "lora"), [(1, None), pytest.param(2, None, marks=pytest.mark.long), (3, None), (3, {"rank": 2})]
+    ("stage", "lora"),
+    [
+        (1, None),
+        pytest.param(2, None, marks=pytest.mark.long),
+        pytest.param(3, None, marks=pytest.mark.long),
+        (3, {"rank": 2}),
+    ],
 )
 def test_two_ranks_publish_the_tensors_of_one_and_each_holds_half(
     pair: RankPair, make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int, lora: object
@@ -145,19 +149,15 @@ def test_a_full_disk_of_another_rank_delays_the_version(
 def test_a_rank_that_dies_while_it_writes_ends_the_trainer_and_the_restart_writes_the_version(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
-    """Rank 0 notices it by itself: the launcher is stopped, so it ends nobody."""
-    task = Task(tmp_path / "run", make_learner().settings, [random_rows(1, 5)], publishes=[1])
+    """Rank 0 notices it by itself: nobody else ends it."""
+    settings, steps = make_learner().settings, [random_rows(1, 5)]
+    task = Task(tmp_path / "run", settings, steps, publishes=[1], may_fail=True)
     task.run.mkdir()
     (task.run / SLOW).touch()
-    with rank_pair(tmp_path / "tasks", forks=False) as dying:
-        told = dying.begin(task)
-        wait_until((task.run / WRITING).exists, 300)
-        dying.launcher.send_signal(signal.SIGSTOP)
-        leader, other = dying.ranks()
-        other.send_signal(signal.SIGKILL)
-        wait_until(lambda: leader.status() == psutil.STATUS_ZOMBIE)
-        dying.launcher.send_signal(signal.SIGCONT)
-        assert dying.launcher.wait(300) != 0
+    told = pair.begin(task)
+    wait_until((task.run / WRITING).exists, 300)
+    pair.ranks(told)[1].kill()
+    assert pair.ended(told) == [1, -signal.SIGKILL]
     assert not told.exists()
     assert [path.name for path in task.policies.iterdir()] == ["v00000001.tmp"]
     (task.run / SLOW).unlink()
@@ -178,18 +178,3 @@ def test_ranks_without_a_common_disk_leave_the_whole_version_to_rank_0(
     assert weight_files(version) == ["model.safetensors"]
     assert told.held[1] == 0
     assert not (task.directory_of(1) / "policies").exists()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "keepers", "shares"),
-    [
-        ([5, 5], 1, [[0, 1]]),
-        ([1, 2, 3, 4], 2, [[0, 3], [1, 2]]),
-        ([1, 100, 1, 1], 2, [[1], [0, 2, 3]]),
-        ([7], 3, [[0], [], []]),
-    ],
-)
-def test_shares_have_about_as_many_bytes_each_and_a_large_tensor_stands_alone(
-    sizes: list[int], keepers: int, shares: list[list[int]]
-) -> None:
-    assert shares_of(sizes, keepers) == shares

@@ -24,7 +24,6 @@ from tests.support.trainer_service.same_training import (
     same_metrics,
 )
 from tests.support.waiting import PATIENCE_S, wait_until
-from trainer_service.step.communication.rank_watch import FAREWELL_S
 from trainer_service.step.step_request import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
@@ -48,7 +47,7 @@ def test_each_rank_makes_its_own_shards_durable(
     assert own <= set((task.run / SYNCED).read_text(encoding="utf-8").splitlines())
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
 def test_two_ranks_learn_in_parts_what_one_learns_at_once(
     pair: RankPair, make_learner: MakeLearner, untrained: Weights, tmp_path: Path, stage: int
 ) -> None:
@@ -128,7 +127,7 @@ def test_the_launcher_of_deepspeed_starts_the_same_ranks(
 ) -> None:
     settings, steps = make_learner(optimizer=WELL_CONDITIONED).settings, [random_rows(1, 5)]
     by_torch = pair.learn(Task(tmp_path / "torch", settings, steps))
-    with rank_pair(tmp_path / "tasks", DEEPSPEED, forks=False) as other_pair:
+    with rank_pair(tmp_path / "tasks", DEEPSPEED) as other_pair:
         by_deepspeed = other_pair.learn(Task(tmp_path / "deepspeed", settings, steps))
         assert other_pair.close() == 0
     assert by_deepspeed.metrics == by_torch.metrics
@@ -175,20 +174,17 @@ def test_a_checkpoint_goes_on_with_fewer_and_with_more_ranks(
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_when_one_rank_dies_all_end_and_the_next_start_goes_on_bitwise(
+def test_when_one_rank_dies_the_other_ends_by_itself_and_the_next_start_goes_on_bitwise(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path, stage: int
 ) -> None:
     settings = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED).settings
     rows = [random_rows(seed, 8) for seed in range(8)]
     steps = [rows[step % len(rows)] for step in range(2000)]  # more than there is time for
     killed, straight = tmp_path / "killed", tmp_path / "straight"
-    with rank_pair(tmp_path / "tasks", forks=False) as dying:
-        told = dying.begin(Task(killed, settings, steps))
-        wait_until(lambda: saved_step(killed) >= 2)
-        ranks = dying.ranks()
-        ranks[1].send_signal(signal.SIGKILL)
-        assert dying.launcher.wait(300) != 0
-        assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
+    told = pair.begin(Task(killed, settings, steps, may_fail=True))
+    wait_until(lambda: saved_step(killed) >= 2)
+    pair.ranks(told)[1].kill()
+    assert pair.ended(told) == [1, -signal.SIGKILL]
     assert not told.exists()
     enough = steps[: saved_step(killed) + 2]
     resumed = pair.learn(Task(killed, settings, enough))
@@ -199,19 +195,19 @@ def test_when_one_rank_dies_all_end_and_the_next_start_goes_on_bitwise(
 
 
 def test_when_one_rank_is_silent_the_other_ends_though_nothing_is_to_be_trained(
-    make_learner: MakeLearner, tmp_path: Path
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "rest").touch()
-    with rank_pair(tmp_path / "tasks", forks=False) as hung:
-        hung.begin(Task(run, make_learner(rank_timeout_s=8).settings, [random_rows(1, 5)]))
-        wait_until((run / "idle").exists, PATIENCE_S)
-        leader, follower = hung.ranks()
-        follower.suspend()
-        leader.wait(8 + FAREWELL_S + PATIENCE_S)
-        follower.kill()  # the launcher waits for the other rank's end
-        assert hung.launcher.wait(PATIENCE_S) != 0
+    settings = make_learner(rank_timeout_s=8).settings
+    told = pair.begin(Task(run, settings, [random_rows(1, 5)], may_fail=True))
+    wait_until((run / "idle").exists, PATIENCE_S)
+    leader, follower = pair.ranks(told)
+    follower.suspend()
+    wait_until(lambda: not leader.is_running(), PATIENCE_S)
+    follower.kill()
+    assert pair.ended(told) == [1, -signal.SIGKILL]
 
 
 def test_a_rank_without_commands_takes_no_cpu_time(
@@ -223,7 +219,7 @@ def test_a_rank_without_commands_takes_no_cpu_time(
     (run / "rest").touch()
     told = pair.begin(Task(run, make_learner().settings, [random_rows(1, 5)]))
     wait_until((run / "idle").exists)
-    (follower,) = pair.ranks()[1].children()
+    follower = pair.ranks(told)[1]
     before = follower.cpu_times()
     time.sleep(3)  # the test measures how much CPU time the rank uses meanwhile
     after = follower.cpu_times()

@@ -169,9 +169,18 @@ SHAPES: dict[str, dict[str, bool]] = {
     "head": {"train_mlp": False, "train_attn": False},
     "attention": {"train_mlp": False, "train_unembed": False},
 }
+IN_SHORT = [("all", "head"), ("no head", "all"), ("head", "no head"), ("attention", "head")]
+"""Each is made first, and the others are in the long run."""
 
 
-@pytest.mark.parametrize("pair", list(itertools.permutations(SHAPES, 2)), ids=" then ".join)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, marks=() if pair in IN_SHORT else pytest.mark.long)
+        for pair in itertools.permutations(SHAPES, 2)
+    ],
+    ids=" then ".join,
+)
 def test_a_model_is_what_it_is_alone_whatever_layers_others_adapt(
     make_command_harness: MakeCommandHarness, pair: tuple[str, str]
 ) -> None:

@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.trainer_service.harness import MakeHarness
-from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
-from tests.support.trainer_service.rank_pair import RankPair
-from tests.support.trainer_service.rank_tasks import Task
+from tests.support.trainer_service.random_rows import POISON, MakeLearner, in_groups, random_rows
 from tests.support.trainer_service.same_training import (
     WELL_CONDITIONED,
     Weights,
     assert_moved_alike,
     differs_by,
-    same_metrics,
 )
 from trainer_service.rows.mini_batches import mini_batches
 from trainer_service.rows.rows import Row
@@ -27,13 +23,6 @@ pytestmark = pytest.mark.numeric
 
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, CAP = 0.2, 0.28, 3.0, 2.0
 HALVES: dict[str, Any] = {"mini_batches": 2, "epochs": 2, "max_tokens": 64}
-
-
-def grouped(seed: int, sizes: list[int], temperature: float = 1.0) -> list[Row]:
-    """Rows of groups of these sizes."""
-    groups = [f"g{number}" for number, size in enumerate(sizes) for _ in range(size)]
-    rows = random_rows(seed, len(groups), temperature)
-    return [replace(row, group_id=group_id) for row, group_id in zip(rows, groups, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +38,7 @@ def grouped(seed: int, sizes: list[int], temperature: float = 1.0) -> list[Row]:
 def test_mini_batches_have_whole_groups_or_else_whole_rollouts(
     sizes: list[int], count: int, split: list[list[int]]
 ) -> None:
-    assert [at.tolist() for at in mini_batches(grouped(0, sizes), count)] == split
+    assert [at.tolist() for at in mini_batches(in_groups(0, sizes), count)] == split
 
 
 def test_the_branches_of_a_rollout_stay_in_one_mini_batch() -> None:
@@ -93,13 +82,13 @@ def plain_updates(model: Any, batches: list[list[Row]], epochs: int) -> list[flo
     return losses
 
 
-def test_the_updates_are_those_of_a_plain_loop_on_one_rank_and_on_two(
-    pair: RankPair, make_learner: MakeLearner, untrained: Weights, model_path: Path, tmp_path: Path
+def test_the_updates_are_those_of_a_plain_loop(
+    make_learner: MakeLearner, untrained: Weights, model_path: Path
 ) -> None:
     """Two epochs over two mini-batches are four updates; *begin* is from before the first of them."""
     from transformers import AutoModelForCausalLM
 
-    rows = grouped(1, [2, 3, 2, 1])
+    rows = in_groups(1, [2, 3, 2, 1])
     model = AutoModelForCausalLM.from_pretrained(model_path)
     losses = plain_updates(model, [rows[:5], rows[5:]], epochs=2)
     given = {"optimizer": WELL_CONDITIONED, "algorithm": HALVES}
@@ -110,18 +99,13 @@ def test_the_updates_are_those_of_a_plain_loop_on_one_rank_and_on_two(
     assert (
         max(float((model.state_dict()[name] - one.exported()[name]).abs().max()) for name in untrained) < 1e-6
     )
-    for stage in (1, 3):
-        run = tmp_path / f"stage-{stage}"
-        of_two = pair.learn(Task(run, make_learner(zero_stage=stage, **given).settings, [rows]))
-        assert of_two.metrics == [same_metrics(told)]
-        assert_moved_alike(load_file(run / "weights.safetensors"), one.exported(), untrained)
 
 
 def test_a_mini_batch_learns_as_a_step_of_its_rows_alone(make_learner: MakeLearner) -> None:
     """The weights and the loss of an update do not depend on the rows of the other one. Two steps of one
     update each are the same as one step of two, if nothing depends on *begin*."""
     way = {"loss": "reinforce", "correction": "none", "masks": [], "aggregation": {"mode": "rollout_mean"}}
-    rows = grouped(2, [2, 3, 2, 1])
+    rows = in_groups(2, [2, 3, 2, 1])
     joint = make_learner(algorithm=way | {"mini_batches": 2}, optimizer=WELL_CONDITIONED)
     apart = make_learner(algorithm=way, optimizer=WELL_CONDITIONED)
     told = joint.leader.optimise(StepRequest(rows, 0, joint.settings.algorithm))
@@ -135,7 +119,7 @@ def test_a_mini_batch_learns_as_a_step_of_its_rows_alone(make_learner: MakeLearn
 
 def test_a_later_mini_batch_without_a_finite_gradient_ends_the_step(make_learner: MakeLearner) -> None:
     learner = make_learner(algorithm={"mini_batches": 2, "epochs": 2})
-    rows = [*grouped(1, [2, 2]), *(replace(row, session_id=f"p{row.session_id}") for row in poisoned())]
+    rows = [*in_groups(1, [2, 2]), *(replace(row, session_id=f"p{row.session_id}") for row in poisoned())]
     told = learner.leader.optimise(StepRequest(rows, 0, learner.settings.algorithm))
     assert told["updates"] == 1
     assert not told["grad_norm"] < float("inf")

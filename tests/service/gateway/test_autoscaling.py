@@ -14,9 +14,8 @@ def test_servers_join_and_leave_by_themselves_while_calls_go_on(deploy: Deploy) 
         added = deploy(1, gateway=gateway, first=2)
         wait_until(lambda: ready(gateway) == 3)
         assert added.versions() == [1], "it has loaded the served version before it gets calls"
-        wait_until(lambda: seen.engines()["r2"] > 0)
-        deployment.servers[0].process.terminate()
-        wait_until(lambda: deployment.servers[0].process.poll() is not None)
+        wait_until(lambda: added.servers[0].answers)
+        deployment.servers[0].leave()
         added.servers[0].kill()
         wait_until(lambda: ready(gateway) == 1)
     assert set(seen.statuses) == {200}

@@ -61,7 +61,17 @@ def learned_alike(pair: RankPair, make_learner: MakeLearner, run: Path, options:
     assert_moved_alike(weights, one.exported(), before)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+IN_SHORT = ("stage 1", "critic, reference", "whole step")
+"""One case of each kind. The others take other ways to the same weights, and are in the long run."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name in IN_SHORT else pytest.mark.long)
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_two_ranks_learn_together_what_one_learns(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -1,11 +1,8 @@
 """Versions that are adapters: calls name them at the engine, and one engine answers with several.
 
-The rollout servers are real processes; each has an engine double, whose answers say which adapter gave them.
+Each rollout server has an engine double, whose answers say which adapter gave them.
 """
 
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,12 +64,10 @@ def test_a_server_whose_engine_starts_again_loses_no_call(deploy: Deploy) -> Non
     deployment.until("serving")
     with traffic(deployment.gateway, per_s=20.0) as seen:
         server = deployment.servers[0]
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
-        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        server.kill_engine()
 
         def restarted() -> bool:
-            status = deployment.gateway.http.get(f"{server.url}/status", headers=headers).json()
+            status = server.status()
             return bool(status["restarts"] == 1 and status["state"] == "ready")
 
         wait_until(restarted)

@@ -1,9 +1,10 @@
-"""Pushes to rollout servers that are real processes: spread of the calls, slow servers, sources of the files.
+"""Pushes to rollout servers: spread of the calls, slow servers, sources of the files.
 
 Faults are in `test_push_faults`.
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from threading import Event
@@ -21,24 +22,41 @@ from tests.support.object_store import BUCKET, CuttingProxy, object_store, set_e
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
-LOAD_S = 6.0
+CALLS = 60
 
 
 def test_calls_spread_over_all_other_servers_while_each_one_loads(deploy: Deploy) -> None:
-    """Each of the four servers is left out for a quarter of the time, so each gets a quarter of the calls."""
     deployment = deploy(4)
-    for server in deployment.servers:
-        server.control(load_s=LOAD_S)
-    with traffic(deployment.gateway) as seen:
+    shares: list[list[int]] = []
+    """How many calls each server got while one of them loaded, the one with the fewest first."""
+
+    def load() -> Callable[[], bool]:
+        """Takes as long as so many calls."""
+        before = [server.answers for server in deployment.servers]
+
+        def over() -> bool:
+            got = [server.answers - old for server, old in zip(deployment.servers, before, strict=True)]
+            if sum(got) < CALLS:
+                return False
+            shares.append(sorted(got))
+            return True
+
+        return over
+
+    with traffic(deployment.gateway, per_s=100.0) as seen:
+        for server in deployment.servers:
+            server.control(load=load)
         deployment.announce(1)
         push = deployment.until("serving")
     assert set(seen.statuses) == {200}
     assert push["capacity"] == 0.75
-    assert push["ended_at"] - push["started_at"] > 4 * LOAD_S, "one after the other"
-    counts, even = seen.engines(), len(seen.sessions) / 4
-    assert set(counts) == {"r0", "r1", "r2", "r3"}
-    assert 0.8 * even < min(counts.values()), counts
-    assert max(counts.values()) < 1.2 * even, counts
+    assert len(shares) == 4
+    assert len(seen.sessions) >= 4 * CALLS, "one server after the other"
+    even = CALLS / 3
+    for share in shares:
+        assert share[0] < 0.4 * even, "calls that were on their way when the load began"
+        assert 0.6 * even < share[1] <= share[3] < 1.4 * even, shares
+    assert set(seen.engines()) == {"r0", "r1", "r2", "r3"}
     assert seen.versions() == {0, 1}
 
 
@@ -123,7 +141,7 @@ def test_all_servers_read_from_an_object_store_at_once(
 ) -> None:
     """No server waits for its turn, and the store gives each of them all files."""
     set_environment(monkeypatch, tmp_path)
-    with object_store(tmp_path) as store, closing(CuttingProxy(store.port)) as proxy:
+    with object_store() as store, closing(CuttingProxy(store.port)) as proxy:
         monkeypatch.setenv("WEIR_ROLLOUT_SERVER__OBJECT_STORE__ENDPOINT_URL", proxy.url)
         deployment = deploy(3, fetch_fan_out=1, max_unavailable=1.0, locations=f"s3://{BUCKET}/a")
         for path in deployment.write(1).iterdir():
@@ -140,8 +158,8 @@ def test_all_servers_read_from_an_object_store_at_once(
 def test_a_newer_version_replaces_one_under_way_and_every_server_ends_on_it(deploy: Deploy) -> None:
     deployment = deploy(3)
     for server in deployment.servers:
-        server.control(load_s=1.0)
-    with traffic(deployment.gateway, per_s=10.0) as seen:
+        server.control(load_s=0.2)
+    with traffic(deployment.gateway, per_s=20.0) as seen:
         for version in range(1, 8):
             deployment.announce(version)
             wait_until(lambda: begun(deployment.results(version)))  # noqa: B023 - called before the next one

@@ -1,51 +1,22 @@
 """Distillation from a teacher's most probable tokens: what is asked, kept and learned."""
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.trainer_service.harness import MakeHarness
-from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, random_rows
-from tests.support.trainer_service.rank_pair import RankPair
-from tests.support.trainer_service.rank_tasks import Task
-from tests.support.trainer_service.same_training import (
-    WELL_CONDITIONED,
-    Weights,
-    assert_moved_alike,
-    same_metrics,
-)
+from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, taught
 from trainer_service.model.head.sampled_logprobs import sampled_logprobs
-from trainer_service.rows.rows import Row, micro_batches
-from trainer_service.rows.top_tokens import TopTokens
-from trainer_service.step.step_request import StepRequest
+from trainer_service.rows.rows import micro_batches
 
 pytestmark = pytest.mark.numeric
 
 TOP_K = 3
 ALGORITHM: dict[str, Any] = {"loss": {"name": "forward_kl", "top_k": TOP_K}, "max_tokens": 64}
 TEACHER = {"url": "http://teacher"}
-
-
-def taught(seed: int, count: int) -> list[Row]:
-    """Random rows with three tokens of a teacher at each trained place."""
-    draw = np.random.default_rng([seed, 9])
-
-    def top(tokens: int) -> TopTokens:
-        ids = draw.permuted(np.tile(np.arange(VOCABULARY, dtype=np.int32), (tokens, 1)), axis=1)[:, :TOP_K]
-        return TopTokens(
-            ids, np.log(draw.dirichlet(np.ones(TOP_K + 1), tokens)[:, :TOP_K]).astype(np.float32)
-        )
-
-    return [
-        replace(row, lp_teacher_L=row.logprobs_L, teacher_top=top(row.trained_tokens))
-        for row in random_rows(seed, count)
-    ]
 
 
 def test_the_head_computes_log_p_of_several_targets_and_their_gradient() -> None:
@@ -71,7 +42,7 @@ def test_the_head_computes_log_p_of_several_targets_and_their_gradient() -> None
 
 
 def test_a_pass_scores_the_tokens_of_each_place_in_any_packing(make_learner: MakeLearner) -> None:
-    rows, policy = taught(1, 5), make_learner(algorithm=ALGORITHM, teacher=TEACHER).policy
+    rows, policy = taught(1, 5, TOP_K), make_learner(algorithm=ALGORITHM, teacher=TEACHER).policy
     (whole,) = micro_batches(rows, 1000)
     order = np.argsort(whole.rows_T, kind="stable")
     together = policy.scores(whole).top_TK
@@ -80,24 +51,6 @@ def test_a_pass_scores_the_tokens_of_each_place_in_any_packing(make_learner: Mak
     torch.testing.assert_close(
         together.detach()[order], torch.cat([each.detach() for each in apart if each is not None])
     )
-
-
-@pytest.mark.parametrize("given", [{"zero_stage": 1}, {"zero_stage": 3}, {"sequence_parallel": 2}], ids=str)
-def test_two_ranks_learn_what_one_learns(
-    pair: RankPair,
-    make_learner: MakeLearner,
-    untrained: Weights,
-    tmp_path: Path,
-    given: dict[str, Any],
-) -> None:
-    steps = [taught(1, 6), taught(2, 1)]
-    common = {"optimizer": WELL_CONDITIONED, "algorithm": ALGORITHM, "teacher": TEACHER}
-    one = make_learner(**common)
-    alone = [one.leader.optimise(StepRequest(rows, 0, one.settings.algorithm)) for rows in steps]
-    settings = make_learner(**common).settings.model_copy(update=given)
-    together = pair.learn(Task(tmp_path / "two", settings, steps)).metrics
-    assert together == [same_metrics(told) for told in alone]
-    assert_moved_alike(load_file(tmp_path / "two" / "weights.safetensors"), one.exported(), untrained)
 
 
 class TopTeacher:

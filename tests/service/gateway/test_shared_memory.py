@@ -8,25 +8,25 @@ import pytest
 
 from tests.support.gateway.deployment import Deploy, ready, traffic
 from tests.support.gateway.running import ADMIN_KEY
-from tests.support.rollout_server.processes import ServerProcess
+from tests.support.rollout_server.in_process import ServerThread
 from tests.support.waiting import wait_until
 
 RELEASED_S = 5.0
 """Longer than the silence (3 s) after which the gateway gives an engine up."""
 
 
-def asked(server: ServerProcess, path: str, **body: Any) -> httpx.Response:
+def asked(server: ServerThread, path: str, **body: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     reply = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=300)
     assert reply.status_code == 200, reply.text
     return reply
 
 
-def release(server: ServerProcess, for_s: float = 60.0) -> None:
+def release(server: ServerThread, for_s: float = 60.0) -> None:
     asked(server, "/memory/release", holder="trainer", for_s=for_s)
 
 
-def resume(server: ServerProcess) -> None:
+def resume(server: ServerThread) -> None:
     asked(server, "/memory/resume", holder="trainer")
 
 

@@ -1,18 +1,16 @@
-"""Rollout servers as real processes, with one id, URL or disk: none takes another's place or files."""
+"""Rollout servers with one id, URL or disk: none takes another's place or files."""
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from rollout_queue.redis import keys
+from rollout_server.weights.claim import DirectoryTaken
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
-from tests.support.rollout_server.processes import ServerProcess, running
-from tests.support.rollout_server.stub_engine import stub_interpreter
+from tests.support.rollout_server.in_process import ServerThread, server_thread
 from tests.support.rollout_server.weights import (
     float32_tensors,
     publish,
@@ -23,7 +21,7 @@ from tests.support.rollout_server.weights import (
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 
 
 @pytest.fixture(scope="module")
@@ -38,22 +36,20 @@ def start(fleet: RunningGateway, tmp_path: Path) -> Iterator[Start]:
     """Starts rollout servers of the gateway `fleet`; each stops when the test ends."""
     fleet.redis.flushdb()
     wait_until(lambda: servers(fleet) == {})
-    model, interpreter = write_model(tmp_path / "model"), stub_interpreter(tmp_path)
+    model = write_model(tmp_path / "model")
     with ExitStack() as started:
 
-        def start(**settings: Any) -> ServerProcess:
+        def start(**settings: Any) -> ServerThread:
             given = {
                 "port": free_port(),
                 "engine_port": free_port(),
-                "engine_python": interpreter,
-                "engine_device": "cpu",
                 "model_path": model,
                 "gateway_url": fleet.url,
                 "register_every_s": 0.1,
                 "weights_dir": tmp_path / "weights",
                 "policies_dir": tmp_path / "policies",
             } | settings
-            return started.enter_context(running(tmp_path, given))
+            return started.enter_context(server_thread(tmp_path, given))
 
         yield start
 
@@ -97,7 +93,7 @@ def test_two_servers_with_the_defaults_are_two_and_keep_their_own_files(
 def test_a_server_takes_the_directory_that_a_former_one_has_left(start: Start, tmp_path: Path) -> None:
     start().kill()
     third = start()
-    wait_until(lambda: is_ready(third))
+    wait_until(third.is_ready)
     assert [path.name for path in (tmp_path / "weights").glob("*.lock")] == ["server-0.lock"]
 
 
@@ -114,7 +110,7 @@ def test_a_second_server_with_one_id_is_refused_until_the_first_has_ended(
     assert servers(fleet) == {"same": one.url}
     one.kill()
     wait_until(lambda: ready(fleet) == {two.url})
-    wait_until(lambda: is_ready(two))
+    wait_until(two.is_ready)
 
 
 @pytest.mark.long
@@ -131,10 +127,10 @@ def test_a_server_that_was_replaced_while_it_stood_still_is_refused_when_it_goes
 ) -> None:
     one = start(id="same")
     wait_until(lambda: ready(fleet) == {one.url})
-    one.process.send_signal(signal.SIGSTOP)
+    one.suspend()
     two = start(id="same", weights_dir=tmp_path / "elsewhere")
     wait_until(lambda: ready(fleet) == {two.url})
-    one.process.send_signal(signal.SIGCONT)
+    one.resume()
     assert "two rollout servers have the id same" in wait_until(lambda: refusal(one))
     assert servers(fleet) == {"same": two.url}
 
@@ -152,10 +148,11 @@ def test_a_server_that_starts_again_under_its_id_joins_at_once(fleet: RunningGat
 
 def test_two_servers_with_one_id_and_one_disk_do_not_both_start(start: Start, tmp_path: Path) -> None:
     one = start(id="same")
-    wait_until(lambda: is_ready(one))
-    two = start(id="same")
-    assert two.process.wait(timeout=300) == 1
-    assert f"another rollout server uses the weights in {tmp_path}/weights/same" in two.log.read_text()
+    wait_until(one.is_ready)
+    with pytest.raises(
+        DirectoryTaken, match=f"another rollout server uses the weights in {tmp_path}/weights/same"
+    ):
+        start(id="same")
 
 
 def test_a_dead_server_is_forgotten_after_the_time_that_it_named(fleet: RunningGateway, start: Start) -> None:
@@ -167,13 +164,6 @@ def test_a_dead_server_is_forgotten_after_the_time_that_it_named(fleet: RunningG
     assert fleet.redis.hkeys(keys.SERVERS) == [b"lasting"]
 
 
-def refusal(server: ServerProcess) -> str:
+def refusal(server: ServerThread) -> str:
     said = server.why_unready()
     return said.removeprefix("the gateway refuses this server: ") if "refuses" in said else ""
-
-
-def is_ready(server: ServerProcess) -> bool:
-    try:
-        return httpx.get(f"{server.url}/ready", timeout=120).status_code == 200
-    except httpx.TransportError:
-        return False

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +14,8 @@ import pytest
 
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
+from tests.support.trainer_service.short_disk import states_while_full
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from trainer_service.model.huggingface import WEIGHTS
 from trainer_service.model.sharding.file_copies import StateCopy
@@ -28,6 +28,9 @@ from trainer_service.storage.files import write_atomically
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 Write = Callable[..., Any]
+
+ROUNDING_S = 1e-6
+"""More than the error of a difference of two times."""
 
 
 @pytest.fixture
@@ -64,18 +67,17 @@ class Disk:
 
         return writing
 
-    def wait(self, patch: pytest.MonkeyPatch, pauses: int) -> None:
+    def wait(self, patch: pytest.MonkeyPatch, stopped: TurnedClock, pauses: int) -> None:
         """Let pauses of the trainer take no real time, and make room at pause number `pauses`."""
 
         def paused(seconds: float) -> None:
-            self.harness.clock.pass_by(seconds)
+            stopped.turn(seconds + ROUNDING_S)
             publication = self.harness.trainer.publisher.waits_for
             self.said.append(publication or self.harness.shared_state.snapshot.waiting_for)
             self.pauses_s.append(seconds)
             self.gate.wait(300)
             self.room = len(self.pauses_s) == pauses
 
-        self.harness.clock.pass_by(0)
         patch.setattr(self.harness.shared_state, "sleep", paused)
 
 
@@ -94,14 +96,18 @@ def tags(harness: Harness) -> list[str]:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT, errno.EROFS])
 def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
-    make_harness: MakeHarness, writer: Executor, monkeypatch: pytest.MonkeyPatch, number: int
+    make_harness: MakeHarness,
+    writer: Executor,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    stopped: TurnedClock,
 ) -> None:
     harness = make_harness(writer=writer).start()
     harness.step("g")
     wait_until(lambda: harness.trainer.run_once() or harness.session_codes()["g-0"] == "trained")
     before = (harness.settings.checkpoint_dir / "CURRENT").read_text()
     disk = Disk(harness, full(number))
-    disk.wait(monkeypatch, 4)
+    disk.wait(monkeypatch, stopped, 4)
     monkeypatch.setattr(StateCopy, "write", disk.short(StateCopy.write, half_a_shard))
     disk.gate.clear()
     harness.step("h")
@@ -125,12 +131,12 @@ def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
 
 
 def test_the_training_waits_for_room_when_the_next_checkpoint_is_due(
-    make_harness: MakeHarness, writer: Executor, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, writer: Executor, monkeypatch: pytest.MonkeyPatch, stopped: TurnedClock
 ) -> None:
     """So at most one checkpoint is in memory, and the steps of two checkpoints can be lost."""
     harness = make_harness(writer=writer).start()
     disk = Disk(harness)
-    disk.wait(monkeypatch, 6)
+    disk.wait(monkeypatch, stopped, 6)
     monkeypatch.setattr(StateCopy, "write", disk.short(StateCopy.write, half_a_shard))
     beat, waiting = harness.heartbeat.beat, []
 
@@ -149,10 +155,10 @@ def test_the_training_waits_for_room_when_the_next_checkpoint_is_due(
 
 
 def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, stopped: TurnedClock
 ) -> None:
     disk = Disk(harness)
-    disk.wait(monkeypatch, 3)
+    disk.wait(monkeypatch, stopped, 3)
     monkeypatch.setattr(WeightSnapshot, "write", disk.short(WeightSnapshot.write, half_a_version))
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
@@ -206,11 +212,11 @@ def test_a_trainer_told_to_stop_while_its_disk_is_full_ends_in_order_and_loses_n
 
 
 def test_a_step_waits_until_its_version_number_is_on_disk(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, stopped: TurnedClock
 ) -> None:
     """The number is reserved before the step. Otherwise the weights would change, and be trained again."""
     disk, before = Disk(harness), harness.weights()
-    disk.wait(monkeypatch, 2)
+    disk.wait(monkeypatch, stopped, 2)
     changed: list[bool] = []
 
     def half(*_: object) -> None:
@@ -345,19 +351,9 @@ def test_incomplete_files_of_dead_processes_are_removed(make_harness: MakeHarnes
 
 
 def test_a_real_size_limit_stops_deepspeed_and_safetensors_until_it_is_lifted(
-    tmp_path: Path, model_path: Path
+    tmp_path: Path, model_path: Path, imported: None
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.trainer_service.short_disk",
-        str(tmp_path),
-        str(model_path),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "queue"])}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    saving, publishing, end = [json.loads(line) for line in ran.stdout.splitlines() if line[:1] == "{"]
+    saving, publishing, end = states_while_full(tmp_path, model_path)
     assert saving["checkpoints"] == [saving["current"]] == ["00000001-step-00000001"]
     assert (saving["ledger"], saving["ledger_lines"], saving["pending"]) == (1, 1, 6)
     assert saving["refusals"] == {"checkpoint": 3, "publish": None}

@@ -1,0 +1,111 @@
+"""Whether the format of calls of each family follows the grammar that the engine gets."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.errors import InvalidRequest
+from gateway.language.call_syntax import SYNTAX_OF_FAMILY
+from gateway.language.constraint import constraint_of
+from gateway.language.render import ChatRenderer
+from tests.support.gateway.families_agent import TOOL, renderer_of
+
+OTHER: Any = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
+JSON: Any = {"type": "json_object"}
+
+RendererOf = Callable[[str], ChatRenderer]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> RendererOf:
+    directory: Path = tmp_path_factory.mktemp("families")
+    return lambda family: renderer_of(directory, family)
+
+
+def spoken(form: Any, renderer: ChatRenderer, calls: int) -> list[int]:
+    """The ids of an answer with `calls` calls that the grammar accepts."""
+    kind = form["type"]
+    if kind == "token":
+        return [form["token"]]
+    if kind == "sequence":
+        return [each for part in form["elements"] for each in spoken(part, renderer, calls)]
+    if kind == "or":
+        return spoken(form["elements"][0], renderer, calls)
+    if kind == "star":
+        return spoken(form["content"], renderer, calls) * (calls - 1)
+    if kind == "optional":
+        return []
+    if kind == "const_string":
+        return renderer.tokenizer.encode(form["value"])
+    if kind == "regex":
+        return renderer.tokenizer.encode("0" if "d" in form["pattern"] else "")
+    return renderer.tokenizer.encode("so" if kind == "any_tokens" else WRITTEN[form["style"]])
+
+
+WRITTEN = {
+    "json": '{"key": "a", "n": 1}',
+    "qwen_xml": "<parameter=key>\na\n</parameter>\n<parameter=n>\n1\n</parameter>",
+    "glm_xml": "<arg_key>key</arg_key><arg_value>a</arg_value>\n<arg_key>n</arg_key><arg_value>1</arg_value>",
+    "minimax_xml": '<parameter name="key">a</parameter>\n<parameter name="n">1</parameter>\n',
+}
+
+
+@pytest.mark.parametrize("family", SYNTAX_OF_FAMILY)
+def test_an_answer_that_follows_the_grammar_is_parsed_as_calls(renderer: RendererOf, family: str) -> None:
+    syntax, of_family = SYNTAX_OF_FAMILY[family], renderer(family)
+    for calls in (1, 2) if syntax.parallel else (1,):
+        tag = constraint_of(of_family, [TOOL, OTHER], "required").structural_tag or ""
+        ids = [*spoken(json.loads(tag)["format"], of_family, calls), of_family.stop_ids[0]]
+        prompt = of_family.render([{"role": "user", "content": "hi"}], [TOOL, OTHER])
+        answer = of_family.parse(ids, [TOOL, OTHER], "t", prompt_ids=prompt)
+        assert [call.name for call in answer.tool_calls] == ["get"] * calls
+        assert [json.loads(call.arguments) for call in answer.tool_calls] == [{"key": "a", "n": 1}] * calls
+        assert not answer.content
+
+
+@pytest.mark.parametrize("family", SYNTAX_OF_FAMILY)
+def test_a_marker_that_is_a_token_is_asked_for_by_its_id(renderer: RendererOf, family: str) -> None:
+    """The family's parser recognizes only this id, and not ordinary tokens with the marker's text."""
+    of_family = renderer(family)
+    tag = constraint_of(of_family, [TOOL], "required").structural_tag or ""
+    added = [of_family.text_of([token_id]) for token_id in of_family.tokenizer.added_ids]
+    assert not [text for text in literals(json.loads(tag)) if any(marker in text for marker in added)]
+
+
+def literals(value: Any) -> list[str]:
+    """The texts in a grammar that the model writes with ordinary tokens."""
+    if isinstance(value, list):
+        return [text for each in value for text in literals(each)]
+    if not isinstance(value, dict):
+        return []
+    if value.get("type") == "const_string":
+        return [value["value"]]
+    return [text for each in value.values() for text in literals(each)]
+
+
+@pytest.mark.parametrize("wish", [("required", None), (None, JSON)])
+@pytest.mark.parametrize("family", ["gemma4", "inkling", "deepseek-v4", "hy3"])
+def test_a_family_without_a_known_call_format_is_named_in_the_error(
+    renderer: RendererOf, family: str, wish: Any
+) -> None:
+    with pytest.raises(InvalidRequest, match=family) as refused:
+        constraint_of(renderer(family), [TOOL], *wish, format_param="text.format")
+    assert refused.value.param == ("text.format" if wish[1] else "tool_choice")
+
+
+def test_a_thought_stays_possible_where_the_template_has_one(renderer: RendererOf) -> None:
+    asks = {family: json.loads(grammar_of(renderer(family)))["format"] for family in ("qwen3", "qwen3.5")}
+    think, over = (renderer("qwen3").tokenizer.backend.token_to_id(mark) for mark in ("<think>", "</think>"))
+    thought = next(part for part in asks["qwen3"]["elements"] if part["type"] == "optional")["content"]
+    assert thought["elements"][0] == {"type": "token", "token": think}
+    assert thought["elements"][-1] == {"type": "token", "token": over}
+    opened = asks["qwen3.5"]["elements"][0]
+    assert opened["elements"][0]["type"] == "any_tokens", "the prompt has opened the thought"
+    assert "any_tokens" not in grammar_of(renderer("llama-3"))
+
+
+def grammar_of(renderer: ChatRenderer) -> str:
+    return constraint_of(renderer, None, None, JSON).structural_tag or ""

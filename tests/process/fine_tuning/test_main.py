@@ -22,7 +22,7 @@ from tests.support.fine_tuning.running import fine_tuning as jobs_service
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
-SIZES = {"group_size": 4, "concurrency": 8}
+SIZES: dict[str, Any] = {"group_size": 4, "concurrency": 8}
 ROOT = Path(__file__).parents[3]
 
 
@@ -121,22 +121,3 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
     codes = Counter(each["verdict"]["code"] for each in running.sessions())
     assert codes["abandoned"] > 0, "half-played sessions are abandoned"
     assert codes["open"] == codes["waiting_reward"] == 0
-
-
-def test_a_service_that_is_stopped_leaves_its_job_to_the_next_one(running: RunTest, tmp_path: Path) -> None:
-    gate = Gate(open_for=2)
-    running.engine.answer = gate.answer
-    first, url = started(tmp_path, running.url)
-    try:
-        wait_until(lambda: live(url), 180)
-        with client_of(url, "none") as client:
-            job = RunningJobs(url, client).start(sums(3))
-            wait_until(lambda: RunningJobs(url, client).job(job.id).status == "running")
-            wait_until(lambda: gate.left < 0)
-    finally:
-        first.terminate()
-        gate.opened.set()
-        assert first.wait(180) == 0
-    assert {each["state"] for each in running.sessions()} == {"finished"}
-    with jobs_service(tmp_path / "jobs", running.url, **SIZES) as service:
-        assert service.ended(job.id).status == "succeeded"

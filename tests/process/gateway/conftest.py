@@ -2,14 +2,5 @@
 
 from tests.support.gateway.fixtures import (  # noqa: F401 - pytest finds them here
     backends,
-    deploy,
-    gated,
-    gateway,
-    gateway_url,
-    own_backends,
     processes,
-    retry_counts,
-    tokens,
-    trainer,
-    vision_model,
 )

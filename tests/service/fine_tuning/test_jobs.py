@@ -187,9 +187,13 @@ def test_a_job_in_progress_keeps_the_group_size_and_the_sampling_it_began_with(
     with fine_tuning(directory, running.url, group_size=4, sampling={"max_tokens": 50}) as service:
         job = service.start(sums(2))
         assert shut.asked.wait(300)
+    assert {each["state"] for each in running.sessions()} == {"finished"}, (
+        "a service that is stopped ends them"
+    )
     shut.opened.set()
     with fine_tuning(directory, running.url, group_size=2, sampling={"max_tokens": 60}) as service:
         assert service.ended(job.id).status == "succeeded"
+        assert service.messages(job.id).count("The job goes on") == 1
     done = [each for each in running.sessions() if each["status"] == "completed"]
     assert Counter(each["task_id"].rpartition(":")[2] for each in done) == {"0": 4, "1": 4}
     assert {each["sampling_params"]["max_new_tokens"] for each in running.engine.requests} == {50}

@@ -179,7 +179,7 @@ def in_steps(turned: TurnedClock, gateway: RunningGateway, seconds: float) -> No
         answers_in_flight(gateway)
 
 
-@pytest.mark.parametrize("http", ["httptools", "aiohttp"])
+@pytest.mark.parametrize("http", ["httptools", pytest.param("aiohttp", marks=pytest.mark.long)])
 def test_the_answers_of_a_silent_engine_move_and_the_engine_comes_back(
     backends: Backends, engines: list[Reached], turned: TurnedClock, http: str
 ) -> None:
@@ -222,8 +222,8 @@ def test_the_answers_of_an_engine_whose_scheduler_hangs_move_although_its_http_l
         assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
         assert ["engine-0", "engine-1"] in [engines_of(gateway, each) for each in streams]
         assert servers(gateway)[0]["error"] == "its engine gives no sign of life"
-        for number in range(8):
-            assert Stream(gateway, f"meanwhile-{number}").whole() == list(whole)
+        meanwhile = [Stream(gateway, f"meanwhile-{number}") for number in range(4)]
+        assert {tuple(each.whole()) for each in meanwhile} == {whole}
         engines[0].engine.hangs = False
         turned.turn_until(lambda: served_by_the_first(gateway), STEP_S)
         assert servers(gateway)[0]["error"] is None

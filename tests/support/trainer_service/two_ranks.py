@@ -148,7 +148,7 @@ def end_at_once(work: Callable[[], None]) -> NoReturn:
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -50,7 +50,7 @@ def test_a_moved_reference_is_the_policy_of_then(make_learner: MakeLearner, give
     assert not torch.equal(of_policy(learner), then)
 
 
-@pytest.mark.parametrize(("saved", "read"), cases([(3, 3), (1, 3)], long=[(1, 1), (3, 1)]))
+@pytest.mark.parametrize(("saved", "read"), cases([(1, 1), (1, 3)], long=[(3, 1), (3, 3)]))
 def test_a_checkpoint_brings_back_the_reference_at_any_stage(
     make_learner: MakeLearner, tmp_path: Path, saved: int, read: int
 ) -> None:

@@ -339,8 +339,13 @@ def test_a_trainer_says_whether_it_refuses_sessions_while_it_is_paused(make_harn
 @pytest.mark.parametrize(
     "options",
     cases(
-        [{"zero_stage": 0}, {"zero_stage": 3}, {"zero_stage": 2, "dtype": "bfloat16"}, {"lora": {"rank": 4}}],
-        long=[{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "offload_optimizer": True}],
+        [{"zero_stage": 1}, {"zero_stage": 2, "dtype": "bfloat16"}, {"lora": {"rank": 4}}],
+        long=[
+            {"zero_stage": 0},
+            {"zero_stage": 3},
+            {"zero_stage": 2},
+            {"zero_stage": 2, "offload_optimizer": True},
+        ],
     ),
     ids=str,
 )

@@ -14,6 +14,7 @@ import psutil
 from tests.support.trainer_service.device import SPARING
 from tests.support.trainer_service.rank_tasks import (
     OVER,
+    Program,
     Task,
     Told,
     ended_path,
@@ -38,9 +39,16 @@ class RankPair:
 
     def begin(self, task: Task) -> Path:
         """Give the ranks a task. Returns the path where rank 0 will write its report."""
+        task.run.mkdir(exist_ok=True)
+        return self._begin(task)
+
+    def run(self, programs: Sequence[Program]) -> Path:
+        """Fork processes of `trainer_service`. Returns the path by which `ranks` and `ended` know them."""
+        return self._begin(programs)
+
+    def _begin(self, task: Task | Sequence[Program]) -> Path:
         place = place_of(self._folder, self._tasks)
         place.mkdir(parents=True)
-        task.run.mkdir(exist_ok=True)
         put(task, place / "task.pickle")
         self._tasks += 1
         return place / "told.pickle"
@@ -63,6 +71,9 @@ class RankPair:
         path = ranks_path(told.parent)
         wait_until(path.exists, PATIENCE_S)
         return [psutil.Process(pid) for pid in pickle.loads(path.read_bytes())]  # noqa: S301 - the test's own
+
+    def has_ended(self, told: Path) -> bool:
+        return ended_path(told.parent).exists()
 
     def ended(self, told: Path) -> list[int]:
         """Wait until the forked processes of the task have ended. Returns their exit statuses."""

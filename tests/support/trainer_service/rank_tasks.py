@@ -1,7 +1,7 @@
 """The files by which a test gives two ranks a task, and rank 0 reports on it."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,6 +53,16 @@ class Task:
     def directory_of(self, rank: int) -> Path:
         """The working directory of a rank that shares no disk."""
         return self.run / f"host-{rank}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A process as `python -m trainer_service` makes one."""
+
+    environment: Mapping[str, str]
+    log: Path
+    """What it writes to its standard output and error output."""
+    arguments: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

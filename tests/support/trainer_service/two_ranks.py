@@ -2,11 +2,12 @@
 
 A test puts tasks into the folder, one after the other. At the end it adds the file `over`.
 Each task has its own policy and process group. With --forks, this process has imported everything, and forks
-two ranks for each task. Otherwise this process is one rank, which a launcher has started. A task trains the
-steps that the last checkpoint of its run lacks, and saves a checkpoint after each. With `memory: shared`, the
-states of all ranks are on the host between steps. With `in_parts` it first accumulates and discards
-gradients, and then learns each step in two parts. At the end rank 0 sends no command to rank 1 as long as the
-file `rest` exists. A task that publishes writes versions meanwhile, and no `weights.safetensors`.
+two ranks for each task, or processes of `trainer_service`. Otherwise this process is one rank, which a
+launcher has started. A task trains the steps that the last checkpoint of its run lacks, and saves a
+checkpoint after each. With `memory: shared`, the states of all ranks are on the host between steps. With
+`in_parts` it first accumulates and discards gradients, and then learns each step in two parts. At the end
+rank 0 sends no command to rank 1 as long as the file `rest` exists. A task that publishes writes versions
+meanwhile, and no `weights.safetensors`.
 """
 
 import gc
@@ -14,8 +15,8 @@ import os
 import pickle
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +27,7 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from safetensors.torch import save_file
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import trainer_service.__main__
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.command_harness import CommandHarness
 from tests.support.trainer_service.command_log import MemoryCommandLog
@@ -39,6 +41,7 @@ from tests.support.trainer_service.rank_tasks import (
     LOG,
     OVER,
     SYNCED,
+    Program,
     Task,
     Told,
     ended_path,
@@ -59,43 +62,96 @@ from trainer_service.storage.run_state import RunState
 LOOKS_EVERY_S = 0.02
 
 
+@dataclass
+class Job:
+    """The forked processes of a task."""
+
+    place: Path
+    processes: Sequence[int]
+    may_fail: bool
+    statuses: dict[int, int] = field(default_factory=dict)
+    """How those that have ended did so."""
+
+    def look(self) -> bool:
+        """Whether all have ended. Ends this process if one failed and may not."""
+        for process in self.processes:
+            if process not in self.statuses and (found := os.waitpid(process, os.WNOHANG))[0]:
+                self.statuses[process] = os.waitstatus_to_exitcode(found[1])
+        if len(self.statuses) < len(self.processes):
+            return False
+        put([self.statuses[each] for each in self.processes], ended_path(self.place))
+        if any(self.statuses.values()) and not self.may_fail:
+            sys.exit(f"a rank failed in {self.place.name}")
+        return True
+
+
 def main(folder: Path, forks: bool) -> None:
     get_checkpoint_conversion_mapping("qwen3")  # makes those of all models
     gc.freeze()  # the garbage collector, which DeepSpeed calls, then skips the imported modules
+    jobs: list[Job] = []
     number = 0
-    while (task := next_task(folder, number)) is not None:
+    while True:
+        jobs = [job for job in jobs if not job.look()]
         place = place_of(folder, number)
-        if not forks:
-            learn(task, place)
-        elif any(fork_ranks(task, place)) and not task.may_fail:
-            sys.exit(f"a rank failed in task {number}")
-        number += 1
+        if (path := place / "task.pickle").exists():
+            task: Task | Sequence[Program] = pickle.loads(path.read_bytes())  # noqa: S301 - the test's own
+            number += 1
+            if forks:
+                jobs.append(job_of(task, place))
+            elif isinstance(task, Task):
+                learn(task, place)
+        elif not jobs and (folder / OVER).exists():
+            return
+        time.sleep(LOOKS_EVERY_S)  # another process makes the file, and nothing else announces it
 
 
-def fork_ranks(task: Task, place: Path) -> list[int]:
-    """Returns the exit statuses of the ranks."""
-    ranks = []
-    for rank in range(2):
+def job_of(task: Task | Sequence[Program], place: Path) -> Job:
+    if isinstance(task, Task):
+        works = [partial(be_rank, rank, task, place) for rank in range(2)]
+        return Job(place, forked(works, place), task.may_fail)
+    return Job(place, forked([partial(be_trainer, each) for each in task], place), may_fail=True)
+
+
+def forked(works: Sequence[Callable[[], None]], place: Path) -> list[int]:
+    """Returns the ids of processes that do these works."""
+    processes = []
+    for work in works:
         if not (process := os.fork()):
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1"}
-            end_at_once(partial(learn, task, place))
-        ranks.append(process)
-    put(ranks, ranks_path(place))
-    ended = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
-    put(ended, ended_path(place))
-    return ended
+            end_at_once(work)
+        processes.append(process)
+    put(processes, ranks_path(place))
+    return processes
+
+
+def be_rank(rank: int, task: Task, place: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    learn(task, place)
+
+
+def be_trainer(program: Program) -> None:
+    os.environ |= program.environment
+    with program.log.open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    trainer_service.__main__.main(program.arguments)
 
 
 def end_at_once(work: Callable[[], None]) -> NoReturn:
-    """End this forked process with its work. An orderly end would copy all memory that it shares."""
+    """End this forked process with its work, as Python ends a process, but without freeing any memory: that
+    would copy all of it."""
     status = 1
     try:
         work()
         status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
 
 
@@ -136,16 +192,6 @@ def follow_script(task: Task, place: Path) -> None:
         harness.ranks.close()
         put(Told([], [], finite=True), place / "told.pickle")
     put(0, held_path(place, own_rank()))
-
-
-def next_task(folder: Path, number: int) -> Task | None:
-    path = place_of(folder, number) / "task.pickle"
-    while not path.exists():
-        if (folder / OVER).exists():
-            return None
-        time.sleep(LOOKS_EVERY_S)  # another process makes the file, and nothing else announces it
-    task: Task = pickle.loads(path.read_bytes())  # noqa: S301 - the test's own
-    return task
 
 
 def lead(leader: DistributedPolicy, task: Task) -> Told:

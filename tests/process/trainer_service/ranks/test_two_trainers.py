@@ -1,9 +1,6 @@
 """Two trainer processes use one Redis, by mistake or after a sleep. Only one of them reads the stream."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,17 +17,18 @@ from rollout_queue.redis.lease.holder import Holder
 from rollout_queue.redis.lease.lease import LOST
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
+from tests.support.trainer_service.rank_pair import RankPair
+from tests.support.trainer_service.rank_tasks import Program
 from tests.support.waiting import wait_until
 
 LEASE_S = 8.0
 """A busy machine may let a process wait for seconds, and its lease must outlast that."""
-STARTS_WITHIN_S = 400.0
 
 
 class Process:
-    """`python -m trainer_service`, with a checkpoint directory of its own."""
+    """`python -m trainer_service`, forked, with a checkpoint directory of its own."""
 
-    def __init__(self, directory: Path, name: str, model_path: Path, redis_url: str) -> None:
+    def __init__(self, pair: RankPair, directory: Path, name: str, model_path: Path, redis_url: str) -> None:
         self.checkpoints = directory / name / "checkpoints"
         self.log = directory / f"{name}.log"
         settings = {
@@ -42,34 +40,31 @@ class Process:
             "WEIR_TRAINER__LEASE_S": str(LEASE_S),
             "WEIR_TRAINER__THREADS": "1",
             "WEIR_TRAINER__DEVICE": "cpu",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
-        with self.log.open("wb") as log:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "trainer_service"],
-                env=os.environ | settings,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        self.pid = self._popen.pid
+        self._pair = pair
+        self._place = pair.run([Program(settings, self.log)])
+        (self._process,) = pair.ranks(self._place)
+        self.pid = self._process.pid
 
     @property
     def said(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
     def ends(self) -> int:
-        return self._popen.wait(STARTS_WITHIN_S)
+        (status,) = self._pair.ended(self._place)
+        return status
 
     def signal(self, number: signal.Signals) -> None:
-        self._popen.send_signal(number)
+        self._process.send_signal(number)
 
     def kill(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
+        if not self._pair.has_ended(self._place):
+            self._process.kill()
+            self.ends()
 
     def takes_up_the_stream(self) -> None:
-        wait_until(lambda: "pending entries" in self.said or self._popen.poll() is not None)
-        assert self._popen.poll() is None, self.said
+        wait_until(lambda: "pending entries" in self.said or self._pair.has_ended(self._place))
+        assert not self._pair.has_ended(self._place), self.said
 
 
 @pytest.fixture
@@ -81,12 +76,12 @@ def redis(redis_url: str) -> Iterator[Redis]:
 
 @pytest.fixture
 def start(
-    tmp_path: Path, model_path: Path, redis: Redis, redis_url: str
+    pair: RankPair, tmp_path: Path, model_path: Path, redis: Redis, redis_url: str
 ) -> Iterator[Callable[[str], Process]]:
     started: list[Process] = []
 
     def begin(name: str) -> Process:
-        started.append(Process(tmp_path, name, model_path, redis_url))
+        started.append(Process(pair, tmp_path, name, model_path, redis_url))
         return started[-1]
 
     yield begin

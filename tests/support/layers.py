@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePath
+from typing import Any, cast
 
-REDIS = {"redis-server", "redis_server", "redis.executable", "valkey-server", "server"}
+REDIS = {"start-redis.sh", "redis-server", "redis_server", "redis.executable", "valkey-server", "server"}
 """`server` is the name of those that `make redis-servers` unpacks."""
 STARTS = {"unit": set[str](), "service": REDIS}
 """The programs that a test of a layer may start, by their file names. Other layers may start any."""
@@ -23,6 +24,8 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
     if _allowed is None or event not in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"):
         return
     program = PurePath(str(arguments[0])).name if arguments else event
+    if program == "sh" and event == "subprocess.Popen":  # a script: sh SCRIPT …
+        program = PurePath(str(list(cast(Any, arguments[1]))[1])).name
     if program not in _allowed:
         raise WrongLayer(f"a test of this layer may not start {program}: see CONTRIBUTING.md, Tests")
 

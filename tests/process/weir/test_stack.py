@@ -143,7 +143,13 @@ def test_a_second_stack_in_the_same_run_directory_is_refused(
         pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+LONG = pytest.mark.long  # the stack handles the other signals alike
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=LONG), pytest.param(signal.SIGHUP, marks=LONG)],
+)
 def test_a_signal_to_the_parent_stops_the_services_in_order(
     tmp_path: Path, notes: Path, unused_ports: list[int], number: signal.Signals
 ) -> None:

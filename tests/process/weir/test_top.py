@@ -164,7 +164,7 @@ class Terminal:
         return code
 
 
-@pytest.mark.parametrize("key", [b"q", b"\x03"])
+@pytest.mark.parametrize("key", [b"q", pytest.param(b"\x03", marks=pytest.mark.long)])
 def test_on_a_terminal_it_refreshes_until_a_key_quits(tmp_path: Path, key: bytes) -> None:
     status = [report(step=3)]
     with gateway(status) as url:

@@ -23,7 +23,10 @@ GATEWAY = "http://10.77.0.1:8000"
 STARTS_WITHIN_S = 400.0
 REASON = why_not()
 
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"two hosts on one machine: {REASON}")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(REASON is not None, reason=f"two hosts on one machine: {REASON}"),
+]
 
 
 def adapted(block: str, folder: Path, model: Path) -> str:

@@ -9,6 +9,11 @@ from tests.support.environments.running import RunTest, running_gateway
 
 
 @pytest.fixture
-def running(redis_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[RunTest]:
+def running(
+    redis_url: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RunTest]:
+    """Runs draw no pictures, which take half a second each."""
+    for name in ("draw", "draw_evaluations"):
+        monkeypatch.setattr(f"environments.start.{name}", lambda path, *_: path.write_text("a picture"))
     with running_gateway(redis_url, tiny_model, tmp_path) as running:
         yield running

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -275,15 +276,8 @@ class HttpThread:
     """Serves the app on a thread, as long as the `with` block runs."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        config = uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
+        logs: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
+        config = uvicorn.Config(app, host=host, port=port, timeout_keep_alive=KEEP_ALIVE_S, **logs)
         self._server = uvicorn.Server(config)
         # The main thread binds the address. If the address is in use, uvicorn then ends the whole process.
         self._socket = config.bind_socket()

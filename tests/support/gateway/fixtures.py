@@ -6,13 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from tokenizers import Tokenizer
 
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls
-from rollout_queue.redis import keys
 from tests.support.gateway.deployment import Deploy, Deployment, ready
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import ANSWER, GatedEngine
@@ -25,6 +23,7 @@ from tests.support.rollout_server.in_process import server_thread
 from tests.support.rollout_server.weights import write_model
 from tests.support.serving import free_port, serving
 from tests.support.tiny_vision_model import make_tiny_vision_model
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 
@@ -98,40 +97,43 @@ def gateway_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
     """A gateway that calls an engine without a rollout server, and its secret."""
     backends.clear(None)
     with backends.gateway_url() as url:
-        yield url, bytes(backends.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+        yield url, backends.secret()
 
 
 @pytest.fixture
 def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
-    url, secret = gateway_url
-    backends.clear(secret)
-    with httpx.Client(timeout=120) as http:
-        gateway = RunningGateway(url, backends.engine, backends.redis, http)
-        wait_until(lambda: gateway.get("/ready").status_code == 200)
+    with backends.shared(*gateway_url) as gateway:
         yield gateway
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_vision_model(tmp_path_factory.mktemp("vision") / "model")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokens(vision_model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(vision_model / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pad(tokens: Tokenizer) -> int:
     return tokens.get_vocab()["<|image_pad|>"]
 
 
-@pytest.fixture
-def seeing(backends: Backends, vision_model: Path, tokens: Tokenizer) -> Iterator[RunningGateway]:
+@pytest.fixture(scope="module")
+def seeing_url(backends: Backends, vision_model: Path) -> Iterator[tuple[str, bytes]]:
+    """A gateway whose model sees, and its secret."""
     backends.clear(None)
-    backends.engine.tokenizer = tokens
     limits = {"max_images": 3, "max_bytes": 100_000, "max_pixels": 300 * 300}
-    with backends.gateway(model_path=vision_model, images=limits) as gateway:
+    with backends.gateway_url(model_path=vision_model, images=limits) as url:
+        yield url, backends.secret()
+
+
+@pytest.fixture
+def seeing(backends: Backends, seeing_url: tuple[str, bytes], tokens: Tokenizer) -> Iterator[RunningGateway]:
+    with backends.shared(*seeing_url) as gateway:
+        gateway.engine.tokenizer = tokens
         yield gateway
 
 
@@ -164,8 +166,27 @@ def retry_counts(monkeypatch: pytest.MonkeyPatch) -> RetryCounts:
 
 
 @pytest.fixture
+def timed(backends: Backends, turned: TurnedClock) -> Iterator[RunningGateway]:
+    """A gateway on the clock that the test turns."""
+    backends.clear(None)
+    with backends.gateway() as gateway:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
+
+
+@pytest.fixture
 def gated(gateway: RunningGateway, backends: Backends) -> RunningGateway:
     """A gateway whose engine stops after three tokens of its answer."""
+    return _gated(gateway, backends)
+
+
+@pytest.fixture
+def gated_timed(timed: RunningGateway, backends: Backends) -> RunningGateway:
+    """`gated` on the clock that the test turns."""
+    return _gated(timed, backends)
+
+
+def _gated(gateway: RunningGateway, backends: Backends) -> RunningGateway:
     backends.engine = gateway.engine = GatedEngine(backends.tokenizer, stall_after=3)
     gateway.engine.script.extend(list(ANSWER) for _ in range(20))
     return gateway

@@ -17,6 +17,7 @@ from rollout_queue.redis import keys
 from rollout_queue.signals.access_log import AccessLog
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.serving import serving
+from tests.support.waiting import wait_until
 
 CLIENT_KEY, OTHER_KEY, ADMIN_KEY = "client-key", "other-key", "admin-key"
 
@@ -87,6 +88,18 @@ class Backends:
         self.redis.flushdb()
         if secret is not None:
             self.redis.set(keys.SECRET, secret)
+
+    def secret(self) -> bytes:
+        return bytes(self.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+
+    @contextmanager
+    def shared(self, url: str, secret: bytes) -> Iterator[RunningGateway]:
+        """A gateway that several tests share, for the next of them."""
+        self.clear(secret)
+        with httpx.Client(timeout=120) as http:
+            gateway = RunningGateway(url, self.engine, self.redis, http)
+            wait_until(lambda: gateway.get("/ready").status_code == 200)
+            yield gateway
 
     def settings(self, **settings: Any) -> GatewaySettings:
         given: dict[str, Any] = {

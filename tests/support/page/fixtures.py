@@ -9,7 +9,6 @@ import pytest
 from playwright.sync_api import Browser
 from tokenizers import Tokenizer
 
-from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.page.browser import (
@@ -53,16 +52,14 @@ def gateway_url(backends: Backends) -> Iterator[tuple[str, bytes]]:
     """A gateway that several tests share, and its secret."""
     backends.clear(None)
     with backends.gateway_url(page={"every_s": 0.2}) as url:
-        yield url, bytes(backends.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+        yield url, backends.secret()
 
 
 @pytest.fixture
 def gateway(backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
     """It has a bare engine. Redis is empty."""
-    url, secret = gateway_url
-    backends.clear(secret)
-    with httpx.Client(timeout=120) as http:
-        yield RunningGateway(url, backends.engine, backends.redis, http)
+    with backends.shared(*gateway_url) as gateway:
+        yield gateway
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from redis import ConnectionPool, Redis
+from redis import ConnectionPool, DriverInfo, Redis
 from redis.asyncio import ConnectionPool as AsyncConnectionPool
 from redis.asyncio import Redis as AsyncRedis
 
@@ -22,6 +22,8 @@ from rollout_queue.redis.client.settings import RedisSettings
 
 CONNECT_TIMEOUT_S = 2.0
 """How long one attempt to connect may take, to Redis and to each sentinel or node that is asked for it."""
+DRIVER = DriverInfo()
+"""What every connection says of redis-py. Without it, each would read the metadata of the package anew."""
 
 
 def open_redis(settings: RedisSettings, timeout_s: float, **more: Any) -> Redis:
@@ -49,7 +51,7 @@ def _fields(settings: RedisSettings, address: RedisAddress, timeout_s: float) ->
     """The arguments of redis-py's connection. Those that the URL gives count before the timeouts."""
     secured = _tls(settings) if address.tls else {}
     timeouts = {"socket_connect_timeout": CONNECT_TIMEOUT_S, "socket_timeout": timeout_s}
-    fields = timeouts | secured | address.fields
+    fields = {"driver_info": DRIVER} | timeouts | secured | address.fields
     if settings.redis_password_file is not None:
         fields.pop("password", None)
         fields["credential_provider"] = PasswordFile(

@@ -189,6 +189,7 @@ class PushSystem(Fleet):
             push_timeout_s=PUSH_TIMEOUT_S,
             push_lease_s=1,
             poll_every_s=0.1,
+            engine_wait_s=120,  # the machine may be busy
             max_unavailable=0.34,
             max_version_lag=self.max_version_lag,
         )

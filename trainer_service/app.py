@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -241,7 +242,9 @@ def _collective(sender: TensorSender) -> APIRouter:
             answer = asyncio.wrap_future(sender.join(version, body))
             until_s = clock.monotonic() + body.wait_s
             while not answer.done() and clock.monotonic() < until_s and not await request.is_disconnected():
-                await asyncio.wait({answer}, timeout=min(body.wait_s, DISCONNECT_POLL_S))
+                with suppress(TimeoutError):
+                    async with clock.timeout(min(body.wait_s, DISCONNECT_POLL_S)):
+                        await asyncio.wait({answer})
             if not answer.done():
                 answer.cancel()
                 raise ApiError(503, "every sender is busy", type="storage_unavailable")
@@ -273,15 +276,8 @@ class HttpThread:
     """Serves the app on a thread, as long as the `with` block runs."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        config = uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
+        logs: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
+        config = uvicorn.Config(app, host=host, port=port, timeout_keep_alive=KEEP_ALIVE_S, **logs)
         self._server = uvicorn.Server(config)
         # The main thread binds the address. If the address is in use, uvicorn then ends the whole process.
         self._socket = config.bind_socket()

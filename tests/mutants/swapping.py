@@ -35,14 +35,18 @@ class LoadedFunctions:
         tree = mutated(self._root, found)
         function = functions(tree)[found.function]
         lineno = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+        loaded = self._found.get((found.module, name, lineno), [])
+        if not loaded:
+            raise CannotSwap(f"{found.module} has no function {name} in this process")
+        if any("__class__" in each.__code__.co_freevars for each in loaded):
+            # A mutant that removes `super()` still refers to its class, as the code does that it replaces.
+            function.body.append(ast.Expr(ast.Name("__class__", ast.Load())))
+            ast.fix_missing_locations(tree)
         new = next(
             code
             for code in codes(tree, str((self._root / found.module).resolve()))
             if (code.co_qualname, code.co_firstlineno) == (name, lineno)
         )
-        loaded = self._found.get((found.module, name, lineno), [])
-        if not loaded:
-            raise CannotSwap(f"{found.module} has no function {name} in this process")
         if any(each.__code__.co_freevars != new.co_freevars for each in loaded):
             raise CannotSwap(f"the mutant of {name} uses other variables of the code around it")
         for each in loaded:

@@ -1,14 +1,11 @@
-"""A real S3-compatible store for tests: a process with one bucket, and a proxy that cuts its connections.
+"""A real S3-compatible store for tests, with one bucket, and a proxy that cuts its connections.
 
 The store is moto's server. It keeps everything in memory, and checks signatures once `check_keys` was called.
 """
 
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,40 +15,59 @@ from typing import Any
 import botocore.session
 import httpx
 import pytest
+from moto import settings
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
+from werkzeug.serving import make_server
 
 from tests.support.serving import free_port
-from tests.support.waiting import wait_until
 
 BUCKET = "policies"
 KEYS = {"AWS_ACCESS_KEY_ID": "a-key", "AWS_SECRET_ACCESS_KEY": "a-secret"}
 ENVIRONMENT = KEYS | {"AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+SESSION = botocore.session.Session()
 ALLOW_ALL = {"Version": "2012-10-17", "Statement": {"Effect": "Allow", "Action": "*", "Resource": "*"}}
 
 
-class StoreProcess:
-    """A store that keeps its port when it is started again. Its objects are lost with the process."""
+class RunningStore:
+    """A store that keeps its port when it is started again, and has lost its objects then. Moto keeps objects
+    for the whole process, so a store that starts empties the others, too."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._log = directory / "object-store.log"
         self.client: Any = self._client("s3")
+        self._answers = threading.Event()
+        self._answers.set()
+        self._app = DomainDispatcherApplication(create_backend_app)
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT)
-        wait_until(self._answers)
+        self._server = make_server(
+            "127.0.0.1", self.port, self._answer, threaded=True, request_handler=MotoRequestHandler
+        )
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+        self._reset()
         self.client.create_bucket(Bucket=BUCKET)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=120)
+        """Nobody listens at its port any more."""
+        self._answers.set()
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
 
     def hang(self) -> None:
         """Accept connections, and answer nothing."""
-        self.process.send_signal(signal.SIGSTOP)
+        self._answers.clear()
+
+    def go_on(self) -> None:
+        self._answers.set()
 
     def keys(self, prefix: str = "") -> list[str]:
         """The keys of all objects that begin with `prefix`, in their order."""
@@ -79,28 +95,26 @@ class StoreProcess:
         httpx.post(f"{self.url}/moto-api/reset-auth", content=b"0", timeout=120).raise_for_status()
         return {"AWS_ACCESS_KEY_ID": made["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": made["SecretAccessKey"]}
 
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
     def close(self) -> None:
         self.kill()
+        settings.INITIAL_NO_AUTH_ACTION_COUNT = float("inf")
         self.client.close()
 
+    def _answer(self, environ: Any, start_response: Any) -> Any:
+        self._answers.wait()
+        return self._app(environ, start_response)
+
+    def _reset(self) -> None:
+        httpx.post(f"{self.url}/moto-api/reset", timeout=120).raise_for_status()
+
     def _client(self, service: str) -> Any:
-        return botocore.session.Session().create_client(
+        return SESSION.create_client(
             service,
             region_name="us-east-1",
             endpoint_url=self.url,
             aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
             aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
         )
-
-    def _answers(self) -> bool:
-        assert self.process.poll() is None, self._log.read_text()[-2000:]
-        with suppress(OSError):
-            socket.create_connection(("127.0.0.1", self.port), 1).close()
-            return True
-        return False
 
 
 class CuttingProxy:
@@ -166,8 +180,8 @@ class CuttingProxy:
 
 
 @contextmanager
-def object_store(directory: Path) -> Iterator[StoreProcess]:
-    store = StoreProcess(directory)
+def object_store() -> Iterator[RunningStore]:
+    store = RunningStore()
     try:
         yield store
     finally:

@@ -5,8 +5,12 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rollout_queue.clock import Clock, Timer
+from tests.support.waiting import wait_until
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -62,6 +66,16 @@ class TurnedClock(Clock):
                 timer.loop.call_soon_threadsafe(timer.arm)
             except RuntimeError:  # its loop has ended
                 self.timers.discard(timer)
+
+    def turn_until(self, ask: Callable[[], T], step_s: float) -> T:
+        """Turn in steps until the answer is truthy, and return it. After each step, sockets and threads have
+        a little of the real time that they need."""
+
+        def turned() -> T:
+            self.turn(step_s)
+            return ask()
+
+        return wait_until(turned)
 
     def now(self) -> float:
         return (self._began[0] if self.stopped else super().now()) + self._turned_s

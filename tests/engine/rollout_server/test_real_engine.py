@@ -20,7 +20,7 @@ from tests.support.rollout_server.real_server import PATIENCE_S, REAL_ENGINE, Ru
 from tests.support.rollout_server.weights import WEIGHTS, publish
 from tests.support.waiting import wait_until
 
-pytestmark = REAL_ENGINE
+pytestmark = [*REAL_ENGINE, pytest.mark.long]
 
 ENGINE_KEY = "a-key-of-the-engine"
 
@@ -130,7 +130,6 @@ def test_a_broken_push_leaves_the_old_version_serving(running: Running, breaks: 
     assert len(running.generates()) == 4
 
 
-@pytest.mark.long
 def test_an_engine_killed_while_idle_comes_back_with_the_current_policy(running: Running) -> None:
     assert running.reload(3, running.version(3)).status_code == 200
     checksum, ids, pid = running.checksum(), running.generates(), running.engine_pid()
@@ -183,9 +182,7 @@ PATHS = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.long
 def test_the_engine_dies_where_its_double_dies(running: Running, tmp_path: Path, order: str) -> None:
     busy, asked, survives = ORDERS[order]
     assert _double_survives(tmp_path, busy, asked) == survives

@@ -12,7 +12,7 @@ from tests.support.tolerances import ulps
 from tests.support.waiting import wait_until
 from weir.stack.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

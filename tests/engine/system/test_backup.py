@@ -21,7 +21,7 @@ from weir.audit.sources import Sources
 from weir.backup.backup import BackupPlan, back_up
 from weir.backup.restore import RestoreTarget, restore
 
-pytestmark = [pytest.mark.system, pytest.mark.long]
+pytestmark = pytest.mark.long
 PATIENCE_S = 240.0
 
 

@@ -35,8 +35,9 @@ from tests.support.waiting import PATIENCE_S, wait_until
 from weir.audit.audit import audit
 from weir.audit.facts import ClientAnswer
 from weir.audit.sources import Sources
+from weir.stack.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 HOUR_S = 3600.0
 BOOTS_WITHIN_S = 1200.0
@@ -246,10 +247,12 @@ class Stream:
 
 
 def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_seam(
-    system: System, tmp_path: Path
+    stacked: System, tmp_path: Path
 ) -> None:
     """One server gives its calls no time to end, and the other continues them. Then the last server is told
     to end: its calls end first, and new calls wait."""
+    system, stack = stacked, stacked.stack
+    assert isinstance(stack, Stack)
 
     def streams(number: int, max_tokens: int) -> list[Stream]:
         started = [Stream(system, pool, max_tokens) for _ in range(number)]
@@ -272,7 +275,7 @@ def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_s
         engines = [{span.get("engine") for span in turn["versions"]} for turn, _ in answers]
         assert {"rollout-0", "rollout-1"} in engines, "no answer began on one server and ended on the other"
 
-        first = system.stack.processes["rollout_server"]
+        first = stack.processes["rollout_server"]
         left = family(psutil.Process(first.pid))
         calls = streams(4, 200)
         psutil.Process(first.pid).terminate()
@@ -286,11 +289,11 @@ def test_rollout_servers_that_are_told_to_end_under_load_leave_no_error_and_no_s
         answers += [stream.heard() for stream in calls]
         assert retried(system) == faults, "the server ended the answers that it had begun"
         assert not any(stream.begun() for stream in waiting)
-        system.stack.restart("rollout_server")
+        stack.restart("rollout_server")
         answers += [stream.heard() for stream in waiting]
 
     sources = Sources(
-        system.stack.redis_url,
+        stack.redis_url,
         system.stack.trainer_url,
         SYSTEM_ADMIN_KEY,
         system.settings.run_dir / "checkpoints",

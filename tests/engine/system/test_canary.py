@@ -16,7 +16,7 @@ from tests.support.serving import free_port
 from tests.support.system.real_system import ADMIN_KEY, ENGINE_PYTHON, System
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.system, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 NOISE = 0.1
 """Added to weights whose standard deviation is 0.02."""

@@ -16,8 +16,6 @@ from gateway.language.constraint import constraint_of
 from tests.support.gateway.families_agent import TOOL, call, renderer_of, sampled, told
 from tests.support.system.real_system import ENGINE_PYTHON, System
 
-pytestmark = pytest.mark.system
-
 GET: Any = {
     "type": "function",
     "function": {
@@ -78,6 +76,7 @@ def test_a_required_call_is_made_with_arguments_that_fit(thoughtless: Any) -> No
                 assert (made.function.name, arguments["v"] in (True, False)) == ("put", True)
 
 
+@pytest.mark.long
 def test_a_guided_answer_matches_its_pattern_or_is_one_of_its_choices(thoughtless: Any) -> None:
     for wish, fits in (
         ({"guided_regex": "[a-c]{2,4}-[0-9]"}, lambda text: re.fullmatch("[a-c]{2,4}-[0-9]", text)),
@@ -88,18 +87,20 @@ def test_a_guided_answer_matches_its_pattern_or_is_one_of_its_choices(thoughtles
         assert fits(choice.message.content), (wish, choice)
 
 
+@pytest.mark.long
 def test_a_named_function_is_called_once(thoughtless: Any) -> None:
     wish = {"type": "function", "function": {"name": "put"}}
     (choice,) = thoughtless(tools=[GET, PUT], tool_choice=wish).choices
     assert [made.function.name for made in choice.message.tool_calls] == ["put"]
 
 
+@pytest.mark.long
 def test_one_call_at_a_time_is_one_call(thoughtless: Any) -> None:
     replies = thoughtless(tools=[GET, PUT], tool_choice="required", parallel_tool_calls=False, n=6)
     assert [len(choice.message.tool_calls) for choice in replies.choices] == [1] * 6
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 def test_an_answer_fits_its_schema(thoughtless: Any, stream: bool) -> None:
     reply = thoughtless(response_format=FORMAT, stream=stream)
     if stream:
@@ -130,6 +131,7 @@ def test_recorded_logprobs_are_of_the_masked_distribution(
     assert turn["sampling"]["used"]["constraint"] == "json_schema"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "schema",
@@ -151,6 +153,7 @@ def test_a_schema_that_cannot_be_compiled_is_the_callers_fault(
     assert system.say(ticket, "hi").choices
 
 
+@pytest.mark.long
 def test_the_largest_schemas_that_are_taken_leave_the_engine_alive(system: System, ticket: Any) -> None:
     deep: Any = {"type": "integer"}
     for _ in range(31):

@@ -13,7 +13,7 @@ import pytest
 from tests.support.serving import free_port
 from tests.support.tolerances import ulps
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.long
 
 PORTS = (
     "WEIR_STACK__REDIS_PORT",

@@ -11,7 +11,7 @@ from tests.support.system.real_system import System, system_settings
 from tests.support.waiting import wait_until
 from weir.stack.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,6 @@ from tests.support.serving import serving
 from tests.support.system.real_system import System
 from tests.support.tolerances import ulps
 
-pytestmark = pytest.mark.system
-
 
 @dataclass
 class Tee:
@@ -128,6 +126,7 @@ def test_the_record_is_what_the_engine_returned_and_turn_two_begins_with_it(
     assert watched.tee.asked[first_call + 1]["input_ids"] == whole
 
 
+@pytest.mark.long
 def test_usage_tells_what_the_engine_had_cached(watched: Watched) -> None:
     ticket = watched.session()
     client = openai.OpenAI(base_url=ticket["base_url"], api_key=ticket["api_key"], max_retries=0)

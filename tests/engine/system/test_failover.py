@@ -9,16 +9,12 @@ from typing import Any
 
 import httpx
 import psutil
-import pytest
 
 from tests.support.system.real_system import ADMIN_KEY, System
 from tests.support.system.turns import retried, versions_of
 from tests.support.tolerances import ulps
-from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.system
-
-STREAMS = 32
+STREAMS = 8
 
 
 def stream(system: System, ticket: dict[str, Any], max_tokens: int) -> Iterator[str]:
@@ -46,10 +42,7 @@ def push(system: System, version: int) -> None:
 
 
 def test_no_stream_fails_while_weights_change_and_each_token_knows_its_version(system: System) -> None:
-    if system.serving() == 0:
-        system.train_one_group()
-        wait_until(lambda: system.serving() > 0)
-    newest = system.serving()
+    newest = system.trained()
     over = threading.Event()
 
     def agent(_: int) -> list[list[int]]:
@@ -65,7 +58,7 @@ def test_no_stream_fails_while_weights_change_and_each_token_knows_its_version(s
     with ThreadPoolExecutor(STREAMS) as pool:
         agents = [pool.submit(agent, n) for n in range(STREAMS)]
         try:
-            for version in (0, newest, 0, newest, 0, newest):
+            for version in (0, newest, 0, newest):
                 push(system, version)
         finally:
             over.set()
@@ -74,7 +67,6 @@ def test_no_stream_fails_while_weights_change_and_each_token_knows_its_version(s
     assert any(len(set(versions)) > 1 for versions in answers), "no answer was under way during a push"
 
 
-@pytest.mark.long
 def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
     streams, begun, faults = 8, threading.Semaphore(0), retried(system)
     engine = engine_processes(system)
@@ -83,7 +75,7 @@ def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
     def agent(ticket: dict[str, Any]) -> tuple[dict[str, Any], str]:
         heard, signed = "", False
         client = system.client(ticket)
-        for chunk in client.completions.create(model="policy", prompt="on", max_tokens=1000, stream=True):
+        for chunk in client.completions.create(model="policy", prompt="on", max_tokens=400, stream=True):
             heard += chunk.choices[0].text if chunk.choices else ""
             if len(heard) > 20 and not signed:
                 signed = True

@@ -14,8 +14,6 @@ import pytest
 from tests.support.system.real_system import ADMIN_KEY, System
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.system
-
 
 def engine_processes(system: System) -> list[psutil.Process]:
     port = str(system.settings.engine_port)
@@ -40,12 +38,9 @@ def push(system: System, version: int, location: Path) -> httpx.Response:
     return reply
 
 
-@pytest.mark.parametrize("damage", ["truncated", "wrong shape"])
+@pytest.mark.parametrize("damage", ["truncated", pytest.param("wrong shape", marks=pytest.mark.long)])
 def test_broken_weights_never_reach_the_engine(system: System, tmp_path: Path, damage: str) -> None:
-    before = system.serving()
-    system.train_one_group()
-    wait_until(lambda: system.serving() > before)
-    serving, engine = system.serving(), engine_processes(system)
+    serving, engine = system.trained(), engine_processes(system)
     location = published(system, tmp_path)
     manifest = json.loads((location / "manifest.json").read_text())
     weights = location / "model.safetensors"
@@ -73,10 +68,7 @@ def test_broken_weights_never_reach_the_engine(system: System, tmp_path: Path, d
 
 @pytest.mark.long
 def test_a_killed_engine_comes_back_with_the_current_policy(system: System) -> None:
-    before = system.serving()
-    system.train_one_group()
-    wait_until(lambda: system.serving() > before)
-    version, restarts = system.serving(), system.rollout()["restarts"]
+    version, restarts = system.trained(), system.rollout()["restarts"]
     for process in engine_processes(system):
         process.send_signal(signal.SIGKILL)
     wait_until(lambda: system.rollout()["restarts"] > restarts, 60)
@@ -90,15 +82,16 @@ def test_a_killed_engine_comes_back_with_the_current_policy(system: System) -> N
     assert turn["versions"][0]["version"] == version
 
 
+@pytest.mark.long
 def test_without_redis_no_call_succeeds(system: System) -> None:
     ticket = system.post("/sessions", {})
-    redis = system.stack.processes["redis"]
-    os.kill(redis.pid, signal.SIGSTOP)
+    redis = system.redis.process.pid
+    os.kill(redis, signal.SIGSTOP)
     try:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
         reply = system.request("POST", f"/sessions/{ticket['session_id']}/v1/chat/completions", body)
     finally:
-        os.kill(redis.pid, signal.SIGCONT)
+        os.kill(redis, signal.SIGCONT)
     assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
     assert reply.headers["retry-after"]
     system.say(ticket, "back again")

@@ -10,7 +10,7 @@ import pytest
 from tests.support.fine_tuning.running import fine_tuning, sums
 from tests.support.system.real_system import ADMIN_KEY, System
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.long
 
 HAS_AN_E = {
     "type": "string_check",

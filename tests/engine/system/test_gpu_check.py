@@ -4,7 +4,7 @@ import pytest
 
 from bench.gpu import __main__ as gpu_check
 
-pytestmark = [pytest.mark.system, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def test_the_loop_samples_trains_and_pushes(capfd: pytest.CaptureFixture[str]) -> None:

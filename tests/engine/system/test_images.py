@@ -27,7 +27,7 @@ from trainer_service.model.images import ImageInputs
 from trainer_service.rows.rows import Row, micro_batches, planned_rows
 from weir.stack.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 SESSIONS, TOKENS = 4, 12
 CLOSE = 1e-4

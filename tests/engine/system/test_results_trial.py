@@ -9,7 +9,7 @@ from results.figures import WINDOW
 from results.trial import Place, run
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.system, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def tiny_model(models: Path, say: Say) -> Path:

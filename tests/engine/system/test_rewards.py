@@ -8,7 +8,7 @@ from tests.support.reward_service.running import reward_service
 from tests.support.system.real_system import ADMIN_KEY, System
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.long
 
 
 def test_a_group_is_trained_on_the_rewards_of_a_rule(system: System) -> None:

@@ -27,7 +27,7 @@ from trainer_service.model.routers import Routers
 from trainer_service.rows.rows import Row, micro_batches, planned_rows
 from weir.stack.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 SESSIONS, TURNS, TOKENS = 6, 3, 24
 

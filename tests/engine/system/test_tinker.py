@@ -18,7 +18,7 @@ from tests.support.gateway.tinker_loop import ADAM, SamplingLoop, datum, passed
 from tests.support.redis_clients import redis_at
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.system, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 IDS, TARGETS = [5, 6, 7, 8], [6, 7, 8, 9]
 PASS = datum(IDS, TARGETS, weights=[0.5, 1.0, -1.0, 2.0])

@@ -46,9 +46,7 @@ def test_a_way_to_train_is_compared_with_float32_on_cpu_and_says_why_it_failed()
     assert checks["stage 2"].measured == "ValueError: no"
 
 
-@pytest.mark.parametrize(
-    "ways", [("stage 1", "images, adapters"), pytest.param(tuple(WAYS), marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("ways", [("images, adapters",), pytest.param(tuple(WAYS), marks=pytest.mark.long)])
 def test_two_steps_are_made_in_each_way(
     ways: tuple[str, ...],
     tmp_path: Path,

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import yaml
 
+import fine_tuning.__main__
 from environments.results.journal import EpisodeEnded, entries_of
 from tests.support.environments.running import RunTest
-from tests.support.fine_tuning.running import RunningJobs, client_of, fine_tuning, sums
+from tests.support.fine_tuning.running import RunningJobs, client_of, sums
+from tests.support.fine_tuning.running import fine_tuning as jobs_service
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
@@ -36,8 +39,8 @@ class Gate:
         return str(2 * int(re.findall(r"double of (\d+)", prompt)[-1]))
 
 
-def started(directory: Path, gateway_url: str) -> tuple[subprocess.Popen[bytes], str]:
-    """The process, and its URL."""
+def configuration(directory: Path, gateway_url: str) -> tuple[Path, str]:
+    """The file of a service, and its URL."""
     port = free_port()
     section: dict[str, Any] = {
         "port": port,
@@ -49,14 +52,19 @@ def started(directory: Path, gateway_url: str) -> tuple[subprocess.Popen[bytes],
     }
     file = directory / f"weir-{port}.yaml"
     file.write_text(yaml.safe_dump({"fine_tuning": section}))
+    return file, f"http://127.0.0.1:{port}"
+
+
+def started(directory: Path, gateway_url: str) -> tuple[subprocess.Popen[bytes], str]:
+    """The process, and its URL."""
+    file, url = configuration(directory, gateway_url)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "queue", ROOT / "deploy"])),
         "WEIR_ADMIN_KEYS": "",
         "WEIR_CLIENT_KEYS": "",
     }
     command = [sys.executable, "-m", "fine_tuning", "--config", str(file)]
-    process = subprocess.Popen(command, env=environment, cwd=directory, stderr=subprocess.PIPE)
-    return process, f"http://127.0.0.1:{port}"
+    return subprocess.Popen(command, env=environment, cwd=directory), url
 
 
 def live(url: str) -> bool:
@@ -69,6 +77,19 @@ def ended(run_dir: Path) -> list[EpisodeEnded]:
     return [each for each in entries_of(run_dir) if isinstance(each, EpisodeEnded)]
 
 
+def check_a_directory_in_use_is_refused(file: Path) -> None:
+    """By a second service, in this process."""
+    said = r"^fine_tuning: another service uses .*/jobs: set fine_tuning.directory"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEIR_CONFIG", "")  # the program sets it
+        patch.setattr(sys, "argv", ["fine_tuning", "--config", str(file)])
+        patch.setattr("rollout_queue.http.starting.begin_log", lambda _: None)
+        patch.setattr(fine_tuning.__main__, "hide_from_children", lambda: None)
+        with pytest.raises(SystemExit, match=said) as end:
+            fine_tuning.__main__.main()
+    assert isinstance(end.value.code, str), "Python prints it, and exits with status 1"
+
+
 def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
     running: RunTest, tmp_path: Path
 ) -> None:
@@ -77,12 +98,7 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
     first, url = started(tmp_path, running.url)
     try:
         wait_until(lambda: live(url), 180)
-        second, _ = started(tmp_path, running.url)
-        refusal = second.communicate(timeout=180)[1].decode()
-        assert second.returncode == 1
-        assert re.search(
-            r"^fine_tuning: another service uses .*/jobs: set fine_tuning.directory", refusal, re.M
-        )
+        check_a_directory_in_use_is_refused(configuration(tmp_path, running.url)[0])
         with client_of(url, "none") as client:
             job = RunningJobs(url, client).start(sums(6))
             queued = RunningJobs(url, client).start(sums(1))
@@ -90,11 +106,11 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
         wait_until(lambda: len(ended(run_dir)) >= 6, 180)
     finally:
         first.kill()
-        first.communicate()
+        first.wait()
     before = len(ended(run_dir))
     assert before < 24
     gate.opened.set()
-    with fine_tuning(tmp_path / "jobs", running.url, **SIZES) as service:
+    with jobs_service(tmp_path / "jobs", running.url, **SIZES) as service:
         assert service.ended(job.id).status == "succeeded"
         assert service.ended(queued.id).status == "succeeded"
         assert service.messages(job.id).count("The job goes on") == 1
@@ -121,7 +137,6 @@ def test_a_service_that_is_stopped_leaves_its_job_to_the_next_one(running: RunTe
         first.terminate()
         gate.opened.set()
         assert first.wait(180) == 0
-        first.communicate()
     assert {each["state"] for each in running.sessions()} == {"finished"}
-    with fine_tuning(tmp_path / "jobs", running.url, **SIZES) as service:
+    with jobs_service(tmp_path / "jobs", running.url, **SIZES) as service:
         assert service.ended(job.id).status == "succeeded"

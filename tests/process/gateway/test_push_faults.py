@@ -1,7 +1,8 @@
 """Bad days around a push, with real gateways, rollout servers and a Redis, while calls go on.
 
 After each, no call has failed, every recorded token has the version that sampled it, the audit finds nothing,
-and the fleet ends on one version (`four_ends`).
+and the fleet ends on one version (`four_ends`). In `tests/service/gateway`, gateways and servers are in one
+process.
 """
 
 import shutil
@@ -48,6 +49,7 @@ def test_another_gateway_goes_on_with_the_push_of_one_that_is_killed(system: Pus
     system.check(seen)
 
 
+@pytest.mark.long
 def test_a_gateway_that_hung_in_a_push_does_not_undo_a_rollback(system: PushSystem) -> None:
     """When it wakes up, servers wait for their slot in its push."""
     served = system.publish(wait=True)
@@ -75,6 +77,7 @@ def test_a_gateway_that_hung_in_a_push_does_not_undo_a_rollback(system: PushSyst
     system.check(seen, served)
 
 
+@pytest.mark.long
 def test_a_gateway_without_redis_leaves_its_push_to_another_one(system: PushSystem) -> None:
     system.until_led_by(system.leader())
     if system.leader() != 0:  # only gateway 0 has a link to Redis
@@ -93,6 +96,7 @@ def test_a_gateway_without_redis_leaves_its_push_to_another_one(system: PushSyst
     system.check(seen)
 
 
+@pytest.mark.long
 def test_pushes_and_rollbacks_through_two_gateways_end_on_one_version(system: PushSystem) -> None:
     first = system.publish(wait=True)
     one, other = system.gateways
@@ -111,7 +115,10 @@ def test_pushes_and_rollbacks_through_two_gateways_end_on_one_version(system: Pu
 # Rollout servers
 
 
-@pytest.mark.parametrize("moment", [pytest.param("fetch", marks=pytest.mark.long), "load", "proof"])
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param("fetch", marks=pytest.mark.long), "load", pytest.param("proof", marks=pytest.mark.long)],
+)
 def test_a_server_that_dies_takes_the_version_when_it_is_back(system: PushSystem, moment: str) -> None:
     if moment == "fetch":
         system.source.flowing.clear()
@@ -145,7 +152,8 @@ def test_a_server_or_engine_that_hangs_in_a_load_takes_the_version_when_it_goes_
     system.check(seen)
 
 
-@pytest.mark.parametrize("to", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("to", [False, True])
+@pytest.mark.long
 def test_a_server_that_is_cut_off_takes_the_version_when_it_is_reached_again(
     system: PushSystem, to: bool
 ) -> None:
@@ -160,7 +168,8 @@ def test_a_server_that_is_cut_off_takes_the_version_when_it_is_reached_again(
     system.check(seen)
 
 
-@pytest.mark.parametrize("moment", ["fetch", pytest.param("load", marks=pytest.mark.long), "proof"])
+@pytest.mark.parametrize("moment", ["fetch", "load", "proof"])
+@pytest.mark.long
 def test_gateways_know_what_a_server_serves_when_a_push_times_out(system: PushSystem, moment: str) -> None:
     """Each part of a push takes longer than the timeout, at its moment."""
     late = PUSH_TIMEOUT_S * 1.3
@@ -212,6 +221,7 @@ def test_a_canary_that_cannot_be_judged_well_is_rolled_back(system: PushSystem, 
 # Files
 
 
+@pytest.mark.long
 def test_a_fetch_that_is_cut_off_goes_on_where_it_broke(system: PushSystem) -> None:
     system.source.flowing.clear()
     with system.traffic() as seen:
@@ -233,6 +243,7 @@ def test_a_chunk_that_arrives_broken_is_fetched_again(system: PushSystem) -> Non
     assert {each["state"] for each in system.results(system.newest).values()} == {"proved"}
 
 
+@pytest.mark.long
 def test_files_that_are_broken_are_refused_and_the_next_version_is_served(system: PushSystem) -> None:
     served = system.newest
     system.source.spoiled = 10**6
@@ -248,9 +259,8 @@ def test_files_that_are_broken_are_refused_and_the_next_version_is_served(system
     system.check(seen)
 
 
-@pytest.mark.parametrize(
-    "fault", ["another base", pytest.param("base removed meanwhile", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("fault", ["another base", "base removed meanwhile"])
+@pytest.mark.long
 def test_a_server_whose_base_does_not_fit_fetches_the_whole_version(system: PushSystem, fault: str) -> None:
     system.publish(wait=True)
     (base,) = (system.directory / "weights" / "r1").glob(f"v{system.newest:08d}-*")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.engine.process import TETHER, EngineProcess, port_in_use
+from rollout_server.engine.process import TETHER, EngineProcess
 from tests.support.waiting import wait_until
 
 # Parent and child sleep until the test ends them.
@@ -93,13 +92,6 @@ def test_an_engine_dies_with_a_server_that_is_killed(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     assert until_gone(pid)
-
-
-def test_a_port_in_use_is_detected() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert port_in_use("127.0.0.1", taken.getsockname()[1])
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """The fixtures of trainer_service that these tests use."""
 
-from tests.support.trainer_service.device import freed_memory  # noqa: F401 - pytest finds it here
+from tests.support.trainer_service.device import (  # noqa: F401 - pytest finds them here
+    freed_memory,
+    sparing_environment,
+)
 from tests.support.trainer_service.fixtures import (  # noqa: F401 - pytest finds them here
     converted_here,
     harness,

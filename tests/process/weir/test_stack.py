@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from weir.errors import ServiceDied, StackError
 from weir.stack import state
@@ -60,13 +61,19 @@ def test_what_is_waited_for_is_told_with_its_reason(
 
 
 def test_a_service_that_never_gets_ready_is_named_with_its_reason(
-    settings: StackSettings, fake_service: FakeService, tmp_path: Path
+    settings: StackSettings, fake_service: FakeService, tmp_path: Path, turned: TurnedClock
 ) -> None:
+    def on_wait(sentence: str) -> None:
+        if "the gate is shut" in sentence:
+            turned.turn(601)
+
     with (
         Stack(settings, [fake_service("gateway", gate=tmp_path / "never")]) as stack,
-        pytest.raises(StackError, match=r"not ready after 2 s: gateway: the gate is shut; logs: .*/run/logs"),
+        pytest.raises(
+            StackError, match=r"not ready after 600 s: gateway: the gate is shut; logs: .*/run/logs"
+        ),
     ):
-        stack.wait_ready(timeout_s=2)
+        stack.wait_ready(timeout_s=600, on_wait=on_wait)
 
 
 def test_a_taken_port_is_named_with_the_setting_to_change(

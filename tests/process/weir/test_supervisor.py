@@ -14,6 +14,7 @@ from rollout_queue.protocol.policies import ServingShape
 from rollout_queue.protocol.status import QueueReport
 from rollout_queue.protocol.trainer import TrainerReport
 from tests.support.system_status import server_shape, system_status
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from weir import status
 from weir.errors import StackError
@@ -22,7 +23,7 @@ from weir.stack.process import Service
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 from weir.stack.state import ProcessState, StackState
-from weir.stack.supervisor import STAY, Backoff, Supervisor
+from weir.stack.supervisor import FIRST_BACKOFF_S, STAY, Backoff, Supervisor
 
 FakeService = Callable[..., Service]
 
@@ -34,7 +35,7 @@ def written(settings: StackSettings) -> StackState:
 
 
 def test_a_service_that_dies_is_started_again_without_its_orphans(
-    settings: StackSettings, fake_service: FakeService, tmp_path: Path
+    settings: StackSettings, fake_service: FakeService, tmp_path: Path, turned: TurnedClock
 ) -> None:
     child = tmp_path / "child"
     with Stack(settings, [fake_service("rollout_server", child=child)]) as stack:
@@ -45,6 +46,7 @@ def test_a_service_that_dies_is_started_again_without_its_orphans(
         os.kill(first, signal.SIGKILL)
 
         def is_back() -> bool:
+            turned.turn(FIRST_BACKOFF_S)
             supervisor.check()
             return process.restarts == 1
 

@@ -20,11 +20,15 @@ from gateway.engines.fleet import Fleet
 from gateway.keys.api_keys import ApiKeys
 from gateway.metrics.metrics import Metrics
 from gateway.settings.service import GatewaySettings, LimitSettings
+from rollout_queue import clock
 from rollout_queue.redis import keys
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
+STEP_S = 20.0
+"""How long a step of the trainer takes."""
 RATES = ("requests_per_minute", "tokens_per_minute")
 
 
@@ -84,7 +88,7 @@ def used_up(gateway: RunningGateway, per_minute: int, burst: int) -> UsedUp:
 def trainer_says(gateway: RunningGateway, **fields: float | str) -> None:
     """Write fields of the trainer's heartbeat to Redis."""
     usual = {"version": 0, "rollouts_waiting": 0, "rollouts_owed": 0, "rollouts_per_step": 4.0}
-    said: Any = usual | {"last_seen": time.time()} | fields
+    said: Any = usual | {"last_seen": clock.now()} | fields
     gateway.redis.hset(keys.TRAINER, mapping=said)
     polled(gateway.redis)
 
@@ -101,12 +105,14 @@ def test_without_limits_nothing_is_refused_and_nothing_counted(gateway: RunningG
     assert gateway.redis.keys("weir:open*") == []
 
 
-def test_a_key_that_calls_too_often_waits_as_long_as_it_is_told(limited: Any) -> None:
+def test_a_key_that_calls_too_often_waits_as_long_as_it_is_told(limited: Any, turned: TurnedClock) -> None:
     with limited(requests_per_minute=120, burst_s=1) as gateway:
         refused = used_up(gateway, 120, burst=2)
         assert (refused.code, refused.retry_s) == ("rate_limited", 1)
         assert "120 calls a minute" in refused.message
-        time.sleep(refused.retry_s)  # a real wait, because the limit uses the clock of Redis
+        polled(gateway.redis)
+        gateway.redis.delete(*gateway.redis.keys("weir:b:*"))  # Redis' own clock is not turned
+        turned.turn(refused.retry_s)
         assert gateway.chat().status_code == 200
         assert refusals(gateway) == {"rate_limited": 1.0}
 
@@ -213,10 +219,11 @@ def test_the_open_sessions_of_a_deployment_are_limited(limited: Any) -> None:
         assert refusal(gateway.chat(headers={"x-session-id": "new"}))[0] == "sessions_limit"
 
 
-def test_a_session_that_expires_gives_its_place_back(limited: Any) -> None:
+def test_a_session_that_expires_gives_its_place_back(limited: Any, turned: TurnedClock) -> None:
     with limited(open_sessions=1) as gateway:
-        gateway.session(ttl_s=5)
+        gateway.session(ttl_s=60)
         refusal(gateway.post("/sessions"))
+        turned.turn(60)
         wait_until(lambda: gateway.post("/sessions").status_code == 201)
 
 
@@ -300,14 +307,16 @@ def test_engines_that_lag_behind_the_trainer_use_up_the_budget(limited: Any) -> 
         assert "serve version 7 while the trainer is at 10" in reply.json()["error"]["message"]
 
 
-def test_a_trainer_that_waits_for_rollouts_does_not_make_clients_wait_as_long(limited: Any) -> None:
+def test_a_trainer_that_waits_for_rollouts_does_not_make_clients_wait_as_long(
+    limited: Any, turned: TurnedClock
+) -> None:
     with limited(staleness_versions=0) as gateway:
         gateway.redis.set(keys.SERVING, 2)
         began = time.monotonic()
         trainer_says(gateway, version=1, rollouts_waiting=4, state="training")
         trainer_says(gateway, version=2, rollouts_waiting=4, state="waiting")
         busy_s = time.monotonic() - began  # at most so long was its step
-        time.sleep(busy_s + 1.5)  # the trainer waits longer, by the clock of the gateway
+        turned.turn(busy_s + 60)  # the trainer waits longer
         polled(gateway.redis)
         code, retry_s = refusal(gateway.post("/sessions"))
         assert code == "staleness_budget"
@@ -326,17 +335,17 @@ def test_a_budget_without_a_trainer_refuses_nobody(limited: Any) -> None:
         assert [gateway.post("/sessions").status_code for _ in range(3)] == [201] * 3
 
 
-def test_a_wait_for_the_trainer_is_as_long_as_its_steps_take(limited: Any) -> None:
+def test_a_wait_for_the_trainer_is_as_long_as_its_steps_take(limited: Any, turned: TurnedClock) -> None:
     began = time.monotonic()
     with limited(staleness_versions=0) as gateway:
         trainer_says(gateway, version=0)
-        time.sleep(2)  # the least duration of a step, which the gateway measures by its own clock
+        turned.turn(STEP_S)
         trainer_says(gateway, version=1, rollouts_waiting=12, rollouts_per_step=4)
         gateway.redis.set(keys.SERVING, 1)
         polled(gateway.redis)
         _, retry_s = refusal(gateway.post("/sessions"))
-        step_s = time.monotonic() - began  # its greatest duration
-        assert math.ceil(9 / 4 * 2) <= retry_s <= math.ceil(9 / 4 * step_s)  # nine too many, four a step
+        step_s = STEP_S + time.monotonic() - began  # its greatest duration
+        assert math.ceil(9 / 4 * STEP_S) <= retry_s <= math.ceil(9 / 4 * step_s)  # nine too many, four a step
 
 
 # The queue

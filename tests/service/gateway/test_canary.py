@@ -15,8 +15,8 @@ from tests.support.gateway.canaries import (
     play_until_ended,
     state_of,
 )
-from tests.support.gateway.deployment import Deploy
-from tests.support.gateway.running import ADMIN_KEY
+from tests.support.gateway.deployment import Deploy, gateway_thread
+from tests.support.gateway.running import ADMIN_KEY, Backends
 from tests.support.waiting import wait_until
 
 
@@ -291,6 +291,25 @@ def test_a_version_for_a_single_server_is_pushed_without_a_canary(deploy: Deploy
     assert deployment.announce(1)["state"] == "canary"
     wait_until(lambda: deployment.versions() == [1])
     assert state_of(deployment, 1) == "none"
+
+
+# The loop of a gateway that is killed ends with open connections.
+@pytest.mark.filterwarnings("ignore:unclosed resource:ResourceWarning")
+def test_another_gateway_decides_about_the_canary_of_one_that_is_killed(
+    own_backends: Backends, deploy: Deploy
+) -> None:
+    with gateway_thread(own_backends, canary=EVEN_ODDS) as (first, one):
+        deployment = deploy(2, gateway=one)
+        with gateway_thread(own_backends, canary=EVEN_ODDS) as (_, other):
+            begin(deployment, 1, {"gates": {"min_groups": 6, "max_length_change": None}})
+            for _ in range(4):
+                play(other)
+            first.kill()
+            deployment.gateway = other
+            play_until_ended(deployment, 1)
+            canary = canary_of(deployment, 1)
+            assert (canary["state"], canary["groups"] >= 6) == ("promoted", True)
+            wait_until(lambda: deployment.versions() == [1, 1])
 
 
 # Pins

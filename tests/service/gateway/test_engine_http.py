@@ -13,6 +13,7 @@ from gateway.engines.transports.aiohttp_transport import AiohttpTransport
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.engines.transports.transport import ConnectFailed, ConnectionLost, EngineTransport, ReadTimedOut
 from tests.support.serving import free_port
+from tests.support.turned_clock import TurnedClock
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -23,6 +24,19 @@ Transport = type[HttptoolsTransport] | type[AiohttpTransport]
 def transport(request: pytest.FixtureRequest) -> Transport:
     made: Transport = request.param
     return made
+
+
+@pytest.fixture
+def passes(transport: Transport, turned: TurnedClock) -> Callable[[float], Awaitable[None]]:
+    """Lets time pass. One client reads the clock of the test, the other the machine's."""
+
+    async def passes(seconds: float) -> None:
+        if transport is HttptoolsTransport:
+            turned.turn(seconds)
+        else:
+            await asyncio.sleep(seconds)  # the client's library has timers of its own
+
+    return passes
 
 
 @dataclass
@@ -226,19 +240,24 @@ async def test_silence_is_noticed(transport: Transport, answer: bytes) -> None:
             await whole(http, peer.url)
 
 
-async def test_each_request_on_a_connection_has_its_own_timeout(transport: Transport) -> None:
+async def test_each_request_on_a_connection_has_its_own_timeout(
+    transport: Transport, passes: Callable[[float], Awaitable[None]]
+) -> None:
     read_timeout_s = 2.0  # long enough that a busy machine's delay does not matter
 
     async def answer_late(writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.6 * read_timeout_s)  # two such pauses take longer than one timeout
+        await passes(0.6 * read_timeout_s)  # two such pauses take longer than one timeout
         writer.write(OK)
+
+    async def never_answer(_: asyncio.StreamWriter) -> None:
+        await passes(read_timeout_s)
 
     peer = Peer(transport, b"", after=answer_late)
     async with peer.there(read_timeout_s) as http:
         for _ in range(3):
             assert await whole(http, peer.url) == (200, b"ok")
         assert peer.connections == 1
-        peer.after = None
+        peer.after = never_answer
         with pytest.raises(ReadTimedOut):
             await whole(http, peer.url)
 
@@ -251,7 +270,7 @@ async def test_a_refused_connection_is_reported_at_once(transport: Transport) ->
 
 
 async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(
-    transport: Transport,
+    transport: Transport, passes: Callable[[float], Awaitable[None]]
 ) -> None:
     size, written = 64 * 2**20, 0
     piece = bytes(2**16)
@@ -267,7 +286,11 @@ async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(
     # The timeout is long, because a busy machine may write nothing for some time.
     async with peer.there(read_timeout_s=8.0) as http:
         response = await http.post(peer.url, "/generate", b"{}")
-        await asyncio.sleep(8.3)  # longer than the timeout, which must not count the reader's own pauses
+        before = -1
+        while before < written:
+            before = written
+            await asyncio.sleep(0.3)  # until no more is written; no event tells that
+        await passes(8.3)  # longer than the timeout, which must not count the reader's own pauses
         assert written < 32 * 2**20, "more was written than sockets and bounded buffers hold"
         total = 0
         while data := await response.read():

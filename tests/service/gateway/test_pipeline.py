@@ -11,6 +11,7 @@ import pytest
 from redis import Redis
 from redis.commands.core import AsyncScript
 
+from rollout_queue import clock
 from rollout_queue.contract.episodes import Episode
 from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
 from rollout_queue.redis import keys
@@ -18,6 +19,7 @@ from rollout_queue.redis.restore import restore
 from rollout_queue.redis.scripts import sessions as session_scripts
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 REDIS_BYTES = 8 * 2**30
@@ -108,13 +110,13 @@ def test_the_pipeline_says_what_waits_for_what(backends: Backends) -> None:
     assert "the trainer, at step 3 and version 4, is waiting and waits for 16 rows with an advantage" in said
 
 
-def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(backends: Backends) -> None:
-    backends.clear(None)
-    with backends.gateway() as gateway:
-        session = gateway.session(group_id="g", group_size=2, ttl_s=12)
-        end(gateway, session, reward=1.0)
-        wait_until(lambda: backends.redis.zcard(keys.DEADLINES) == 0)
-        report = pipeline(gateway)
+def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(
+    timed: RunningGateway, turned: TurnedClock
+) -> None:
+    end(timed, timed.session(group_id="g", group_size=2, ttl_s=60), reward=1.0)
+    turned.turn(60)
+    wait_until(lambda: timed.redis.zcard(keys.DEADLINES) == 0)
+    report = pipeline(timed)
     assert report["states"]["finished"] == 1
     assert any(
         sentence.startswith("1 session has ended and can no longer expire")
@@ -179,7 +181,7 @@ def warned(backends: Backends) -> Iterator[Callable[..., Any]]:
     backends.redis.config_set("maxmemory", REDIS_BYTES)
 
     def start(**settings: Any) -> Any:
-        backends.redis.hset(keys.TRAINER, mapping={"step": 1, "version": 1, "last_seen": time.time()})
+        backends.redis.hset(keys.TRAINER, mapping={"step": 1, "version": 1, "last_seen": clock.now()})
         return backends.gateway(**settings)
 
     yield start
@@ -219,12 +221,17 @@ def test_a_trainer_that_is_paused_is_a_warning_with_the_reason(warned: Callable[
         assert not heard(gateway, "paused")
 
 
-def test_nothing_trained_though_sessions_ended_is_a_warning(warned: Callable[..., Any]) -> None:
-    with warned(warnings={"nothing_trained_s": 0.4}) as gateway:
-        time.sleep(0.6)  # the warning would come within this time; no event tells that it does not
+def test_nothing_trained_though_sessions_ended_is_a_warning(
+    warned: Callable[..., Any], turned: TurnedClock
+) -> None:
+    with warned(warnings={"nothing_trained_s": 600}) as gateway:
+        polled(gateway.redis)
+        turned.turn(900)
         polled(gateway.redis)
         assert not heard(gateway, "nothing was trained")  # because no session has ended either
         end(gateway, gateway.session(), status="failed")
+        polled(gateway.redis)
+        turned.turn(900)
         wait_until(lambda: heard(gateway, "nothing was trained for", "though 1 session ended: 1 failed"))
         gateway.redis.hset(keys.TRAINER, "step", 2)
         wait_until(lambda: not heard(gateway, "nothing was trained"))
@@ -408,7 +415,7 @@ def test_what_is_still_missing_is_said(gateway: RunningGateway) -> None:
 
 # Heartbeats
 
-TTL_S = 2.0
+TTL_S = 60.0
 """How late a heartbeat may come on a busy machine."""
 
 
@@ -416,31 +423,33 @@ def beat(gateway: RunningGateway, session: dict[str, Any], **more: Any) -> Any:
     return gateway.post(f"/sessions/{session['session_id']}/heartbeat", **more)
 
 
-def test_a_heartbeat_prolongs_a_session_as_a_call_does(gateway: RunningGateway) -> None:
-    session, began = gateway.session(ttl_s=TTL_S), time.monotonic()
-    while time.monotonic() < began + 1.5 * TTL_S:
-        time.sleep(0.1)  # the agent's tool runs; without heartbeats the session would expire
-        before = time.time()
-        reply = beat(gateway, session, key=session["api_key"])
+def test_a_heartbeat_prolongs_a_session_as_a_call_does(timed: RunningGateway, turned: TurnedClock) -> None:
+    session = timed.session(ttl_s=TTL_S)
+    path = f"/sessions/{session['session_id']}"
+    for _ in range(3):
+        turned.turn(TTL_S / 2)  # the agent's tool runs; without heartbeats the session would expire
+        before = clock.now()
+        reply = beat(timed, session, key=session["api_key"])
         assert reply.status_code == 200, reply.text
-        assert before + TTL_S <= reply.json()["expires_at"] <= time.time() + TTL_S
-    view = gateway.get(f"/sessions/{session['session_id']}").json()
+        assert before + TTL_S <= reply.json()["expires_at"] <= clock.now() + TTL_S
+    view = timed.get(path).json()
     assert (view["state"], view["expires_at"]) == ("open", reply.json()["expires_at"])
-    assert gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions").status_code == 200
-    wait_until(
-        lambda: gateway.get(f"/sessions/{session['session_id']}").json()["verdict"]["code"] == "expired"
-    )
+    assert timed.chat(path=f"{path}/v1/chat/completions").status_code == 200
+    turned.turn(TTL_S)
+    wait_until(lambda: timed.get(path).json()["verdict"]["code"] == "expired")
 
 
-def test_a_gateway_serves_a_call_after_a_heartbeat_at_another_gateway(backends: Backends) -> None:
+def test_a_gateway_serves_a_call_after_a_heartbeat_at_another_gateway(
+    backends: Backends, turned: TurnedClock
+) -> None:
     backends.clear(None)
     with backends.gateway() as one, backends.gateway() as other:
-        session, began = one.session(ttl_s=TTL_S), time.monotonic()
+        session = one.session(ttl_s=TTL_S)
         path = f"/sessions/{session['session_id']}/v1/chat/completions"
         assert beat(other, session).status_code == 200
         assert one.chat(path=path).status_code == 200
-        while time.monotonic() < began + 1.5 * TTL_S:
-            time.sleep(0.1)  # the agent's tool runs; without heartbeats the session would expire
+        for _ in range(3):
+            turned.turn(TTL_S / 2)  # the agent's tool runs; without heartbeats the session would expire
             assert beat(other, session).status_code == 200
         assert one.chat(path=path).status_code == 200
 

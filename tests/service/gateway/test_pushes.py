@@ -141,7 +141,7 @@ def test_all_servers_read_from_an_object_store_at_once(
 ) -> None:
     """No server waits for its turn, and the store gives each of them all files."""
     set_environment(monkeypatch, tmp_path)
-    with object_store(tmp_path) as store, closing(CuttingProxy(store.port)) as proxy:
+    with object_store() as store, closing(CuttingProxy(store.port)) as proxy:
         monkeypatch.setenv("WEIR_ROLLOUT_SERVER__OBJECT_STORE__ENDPOINT_URL", proxy.url)
         deployment = deploy(3, fetch_fan_out=1, max_unavailable=1.0, locations=f"s3://{BUCKET}/a")
         for path in deployment.write(1).iterdir():

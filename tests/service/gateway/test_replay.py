@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from rollout_queue.redis import keys
 from tests.support.gateway.exports import episode, export
 from tests.support.gateway.running import ADMIN_KEY, RunningGateway
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from weir.__main__ import app
 
@@ -140,17 +141,18 @@ def test_what_was_deleted_stays_deleted(gateway: RunningGateway, tmp_path: Path)
 
 
 def test_an_expired_session_that_was_rewarded_late_counts_in_a_replay(
-    gateway: RunningGateway, tmp_path: Path
+    timed: RunningGateway, turned: TurnedClock, tmp_path: Path
 ) -> None:
-    session = gateway.session(session_id="slow", ttl_s=12)
-    gateway.chat(path="/sessions/slow/v1/chat/completions")
-    gateway.post("/sessions/slow/finish", {"status": "completed"})
-    wait_until(lambda: gateway.get("/sessions/slow").json()["verdict"]["code"] == "expired")
-    assert gateway.post("/sessions/slow/reward", {"value": 1.0}).json()["late"] is True
-    file = save(gateway, tmp_path / "export")
-    empty(gateway)
-    assert weir_import(gateway, file).exit_code == 0
-    view = gateway.get(f"/sessions/{session['session_id']}").json()
+    session = timed.session(session_id="slow", ttl_s=60)
+    timed.chat(path="/sessions/slow/v1/chat/completions")
+    timed.post("/sessions/slow/finish", {"status": "completed"})
+    turned.turn(60)
+    wait_until(lambda: timed.get("/sessions/slow").json()["verdict"]["code"] == "expired")
+    assert timed.post("/sessions/slow/reward", {"value": 1.0}).json()["late"] is True
+    file = save(timed, tmp_path / "export")
+    empty(timed)
+    assert weir_import(timed, file).exit_code == 0
+    view = timed.get(f"/sessions/{session['session_id']}").json()
     assert (view["verdict"]["code"], view["reward"], view["rewards"][0]["late"]) == ("ready", 1.0, False)
 
 

@@ -23,9 +23,13 @@ from tests.support.gateway.calls import RETRY, Call, codes
 from tests.support.gateway.gated_engine import ANSWER, asked, let_on
 from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from weir.audit.audit import audit
 from weir.audit.sources import Sources
+
+GRACE_S = 1.0
+"""How long a call continues without a client."""
 
 
 def chat(gateway: RunningGateway, session: dict[str, Any], attempt: int = 0) -> Any:
@@ -278,32 +282,39 @@ def test_a_turn_that_was_continued_is_no_orphan(gateway: RunningGateway) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_without_a_client_is_aborted(gated: RunningGateway, stream: bool) -> None:
+def test_an_answer_without_a_client_is_aborted(
+    gated_timed: RunningGateway, turned: TurnedClock, stream: bool
+) -> None:
+    gated = gated_timed
     session = gated.session()
     first = Call(gated, session, stream=stream)
     asked(gated, 1)
     first.hang_up()
-    wait_until(lambda: gated.engine.aborted)  # its gate is shut: nothing but an abort ends this
+    turned.turn_until(lambda: gated.engine.aborted, GRACE_S)  # its gate is shut: only an abort ends this
     wait_until(lambda: gated.turns(session))
     assert codes(gated, session) == [("root", "abort", "aborted")]
 
 
 def test_an_answer_without_a_retry_in_time_is_aborted(
-    gated: RunningGateway, retry_counts: RetryCounts
+    gated_timed: RunningGateway, turned: TurnedClock, retry_counts: RetryCounts
 ) -> None:
+    gated = gated_timed
     session = gated.session()
     first = Call(gated, session)
     asked(gated, 1)
     first.hang_up()
     wait_until(lambda: retry_counts.left)
     let_on(gated)
-    wait_until(lambda: gated.turns(session))
+    turned.turn_until(lambda: gated.turns(session), GRACE_S)
     (turn,) = gated.turns(session)
     assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")
     assert turn["output_ids"][:100] == ANSWER
 
 
-def test_a_retry_that_leaves_too_ends_the_call(gated: RunningGateway, retry_counts: RetryCounts) -> None:
+def test_a_retry_that_leaves_too_ends_the_call(
+    gated_timed: RunningGateway, turned: TurnedClock, retry_counts: RetryCounts
+) -> None:
+    gated = gated_timed
     session = gated.session()
     first = Call(gated, session)
     asked(gated, 1)
@@ -311,19 +322,23 @@ def test_a_retry_that_leaves_too_ends_the_call(gated: RunningGateway, retry_coun
     wait_until(lambda: retry_counts.joined)
     first.hang_up()
     wait_until(lambda: retry_counts.left)
-    time.sleep(1.2)  # longer than a call continues without a client; no event tells that it continues
+    turned.turn(2 * GRACE_S)
+    assert gated.session()  # a round trip, within which the gateway would have ended the call
     assert gated.engine.aborted == []
     again.hang_up()
-    wait_until(lambda: gated.turns(session))
+    turned.turn_until(lambda: gated.turns(session), GRACE_S)
     assert codes(gated, session) == [("root", "abort", "aborted")]
 
 
-def test_a_retry_after_the_abort_replaces_the_aborted_turn(gated: RunningGateway) -> None:
+def test_a_retry_after_the_abort_replaces_the_aborted_turn(
+    gated_timed: RunningGateway, turned: TurnedClock
+) -> None:
+    gated = gated_timed
     session = gated.session()
     first = Call(gated, session)
     asked(gated, 1)
     first.hang_up()
-    wait_until(lambda: gated.turns(session))
+    turned.turn_until(lambda: gated.turns(session), GRACE_S)
     let_on(gated)
     Call(gated, session, attempt=1).completion()
     assert codes(gated, session) == [("root", "abort", "orphan_retry"), ("retry", "stop", "open")]

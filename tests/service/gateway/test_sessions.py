@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, RunningGateway
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 
@@ -338,13 +339,14 @@ def test_the_largest_reward_may_be_said_twice(gateway: RunningGateway) -> None:
         assert gateway.post(f"{path}/reward", {"value": 1.7e308, "key": "a"}).status_code == 200
 
 
-def test_a_finished_and_rewarded_session_does_not_expire(gateway: RunningGateway) -> None:
-    rewarded, bystander = gateway.session(ttl_s=12), gateway.session(ttl_s=12)
+def test_a_finished_and_rewarded_session_does_not_expire(timed: RunningGateway, turned: TurnedClock) -> None:
+    rewarded, bystander = timed.session(ttl_s=60), timed.session(ttl_s=60)
     path = f"/sessions/{rewarded['session_id']}"
-    gateway.post(f"{path}/finish", {"status": "completed", "reward": 1.0})
+    timed.post(f"{path}/finish", {"status": "completed", "reward": 1.0})
+    turned.turn(60)
     other = f"/sessions/{bystander['session_id']}"
-    wait_until(lambda: gateway.get(other).json()["verdict"]["code"] == "expired")
-    assert gateway.get(path).json()["verdict"]["code"] == "ready"
+    wait_until(lambda: timed.get(other).json()["verdict"]["code"] == "expired")
+    assert timed.get(path).json()["verdict"]["code"] == "ready"
 
 
 @pytest.mark.parametrize("status", ["failed", "abandoned"])

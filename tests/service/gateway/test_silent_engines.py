@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import math
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,34 +19,43 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
+from rollout_queue import clock
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import let_on
 from tests.support.gateway.links import Link, link
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.serving import serving
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
-TOKENS, PACE_S = 150, 0.02
-STATUS_TIMEOUT_S, MOVED_WITHIN_S = 60.0, 60.0
-"""The rule moves an answer after 3 s and a poll. The fleet's own judgment takes two timeouts of a status."""
-LONGER_THAN_SILENCE_S = 5.0
-SCHEDULER_SILENCE_S = 3.0
-POLL_AND_REPLY_S = 60.0
+TOKENS, STOP_AT = 150, 20
+STATUS_TIMEOUT_S = 60.0
+"""The fleet's own judgment takes two timeouts of a status, which are real time."""
+STEP_S = 0.25
+"""A gateway that finds a longer time gone has stood still itself, and blames no engine."""
+LONGER_THAN_SILENCE_S = 6.0
+REPLY_S = 60.0
 """Time enough for the gateway's polls and its reply on a busy machine."""
+SCHEDULER_SILENCE_S = 3.0
 
 
 class PacedEngine(FakeEngine):
-    """Gives every call the same long answer. Its scheduler may hang: then the engine sends no tokens and
-    answers no `/server_info`, but still answers other requests."""
+    """Gives every call the same long answer, and stops in its middle until `flows`. Its scheduler may hang:
+    then the engine sends no tokens and answers no `/server_info`, but still answers other requests."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer, mind=[10 + n % 50 for n in range(TOKENS)], pace_s=PACE_S)
+        super().__init__(tokenizer, mind=[10 + n % 50 for n in range(TOKENS)], stall_after=STOP_AT)
+        self.flows = False
         self.hangs = False
         self._app = self.app()
         self._app.router.routes.append(Route("/server_info", self._server_info))
 
     async def _server_info(self, _: Request) -> Response:
         return JSONResponse({"internal_states": []})
+
+    async def _stall(self) -> None:
+        while not self.flows:  # noqa: ASYNC110 - the test that ends it runs in another thread
+            await asyncio.sleep(0.005)  # until the test lets the answers flow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_when_it_works(message: Message) -> None:
@@ -72,13 +82,12 @@ class Reached:
 
 @dataclass
 class Stream:
-    """One streamed answer: its token ids, and the longest time between two events."""
+    """One streamed answer: its token ids, which come at its end, and the number of its events."""
 
     gateway: RunningGateway
     session_id: str
     ids: list[int] = field(default_factory=list)
     events: int = 0
-    longest_gap_s: float = 0.0
     failure: Any = None
     thread: threading.Thread = field(init=False)
 
@@ -93,12 +102,9 @@ class Stream:
         try:
             with httpx.stream("POST", url, json=body, headers=headers, timeout=300) as reply:
                 assert reply.status_code == 200, reply.read()
-                last_at = time.monotonic()
                 for line in reply.iter_lines():
                     if not line.startswith("data: {"):
                         continue
-                    now = time.monotonic()
-                    self.longest_gap_s, last_at = max(self.longest_gap_s, now - last_at), now
                     self.events += 1
                     event = json.loads(line[6:])
                     self.failure = event.get("error", self.failure)
@@ -150,100 +156,117 @@ def engines_of(gateway: RunningGateway, stream: Stream) -> list[str]:
     return [span.get("engine") or turn["engine"] for span in turn["versions"]]
 
 
-def spread(gateway: RunningGateway) -> list[Stream]:
-    """Streams on both engines, each of which has begun."""
+def spread(gateway: RunningGateway, engines: list[Reached]) -> list[Stream]:
+    """Streams on both engines, each of which has begun and is not complete."""
+    flow(engines, False)
     streams = [Stream(gateway, f"s{n}") for n in range(8)]
-    wait_until(lambda: all(each.events > 5 for each in streams))
+    wait_until(lambda: all(each.events > 1 for each in streams))
     assert all(answers_in_flight(gateway))
     return streams
 
 
+def flow(engines: list[Reached], flows: bool = True) -> None:
+    """Let the engines complete their answers, or stop in the middle of each."""
+    for each in engines:
+        each.engine.flows = flows
+
+
+def in_steps(turned: TurnedClock, gateway: RunningGateway, seconds: float) -> None:
+    """Let time pass. After each step, the gateway serves two calls, while engines answer its probes."""
+    for _ in range(math.ceil(seconds / STEP_S)):
+        turned.turn(STEP_S)
+        answers_in_flight(gateway)
+        answers_in_flight(gateway)
+
+
 @pytest.mark.parametrize("http", ["httptools", "aiohttp"])
 def test_the_answers_of_a_silent_engine_move_and_the_engine_comes_back(
-    backends: Backends, engines: list[Reached], http: str
+    backends: Backends, engines: list[Reached], turned: TurnedClock, http: str
 ) -> None:
     urls = [each.url for each in engines]
     with gateway_over(backends, urls, engine_http=http) as gateway, ExitStack() as stack:
-        streams = spread(gateway)
+        streams = spread(gateway, engines)
         engines[0].engine.aborted.clear()
         engines[0].link.cut()
         stack.callback(engines[0].link.mend)
-        wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
+        turned.turn_until(lambda: answers_in_flight(gateway)[0] == 0, STEP_S)
+        flow(engines)
         (whole,) = {tuple(each.whole()) for each in streams}
         assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
-        assert max(each.longest_gap_s for each in streams) < MOVED_WITHIN_S
         used = [engines_of(gateway, each) for each in streams]
         assert ["engine-0", "engine-1"] in used
         assert ["engine-1"] in used
         silent, _ = servers(gateway)
         assert silent["breaker"] != "closed"
 
-        began = time.monotonic()
         assert Stream(gateway, "meanwhile").whole() == list(whole)
-        assert time.monotonic() - began < MOVED_WITHIN_S + TOKENS * PACE_S
 
         engines[0].link.mend()
-        wait_until(lambda: engines[0].engine.aborted)
-        wait_until(lambda: served_by_the_first(gateway))
+        turned.turn_until(lambda: engines[0].engine.aborted, STEP_S)
+        turned.turn_until(lambda: served_by_the_first(gateway), STEP_S)
         assert servers(gateway)[0]["breaker"] == "closed"
 
 
 def test_the_answers_of_an_engine_whose_scheduler_hangs_move_although_its_http_lives(
-    backends: Backends, engines: list[Reached]
+    backends: Backends, engines: list[Reached], turned: TurnedClock
 ) -> None:
     urls = [each.url for each in engines]
     with ExitStack() as stack:
         gateway = stack.enter_context(gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S))
-        streams = spread(gateway)
+        streams = spread(gateway, engines)
         engines[0].engine.hangs = True
         stack.callback(setattr, engines[0].engine, "hangs", False)
-        wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
+        turned.turn_until(lambda: answers_in_flight(gateway)[0] == 0, STEP_S)
+        flow(engines)
         (whole,) = {tuple(each.whole()) for each in streams}
         assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
-        assert max(each.longest_gap_s for each in streams) < MOVED_WITHIN_S
         assert ["engine-0", "engine-1"] in [engines_of(gateway, each) for each in streams]
         assert servers(gateway)[0]["error"] == "its engine gives no sign of life"
         for number in range(8):
             assert Stream(gateway, f"meanwhile-{number}").whole() == list(whole)
         engines[0].engine.hangs = False
-        wait_until(lambda: served_by_the_first(gateway))
+        turned.turn_until(lambda: served_by_the_first(gateway), STEP_S)
         assert servers(gateway)[0]["error"] is None
 
 
 def test_answers_stay_while_no_scheduler_of_the_fleet_responds(
-    backends: Backends, engines: list[Reached]
+    backends: Backends, engines: list[Reached], turned: TurnedClock
 ) -> None:
     """On a slow machine a forward pass may take longer than the setting; then it does so on every engine."""
     urls = [each.url for each in engines]
     with gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S) as gateway:
-        streams = spread(gateway)
+        streams = spread(gateway, engines)
         for each in engines:
             each.engine.hangs = True
         try:
-            time.sleep(LONGER_THAN_SILENCE_S)  # longer than a scheduler may be silent where another works
+            in_steps(turned, gateway, LONGER_THAN_SILENCE_S)
         finally:
             for each in engines:
                 each.engine.hangs = False
+        flow(engines)
         assert len({tuple(each.whole()) for each in streams}) == 1
         assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
 
 
 def test_calls_of_a_hung_engine_get_a_503_if_there_is_no_other(
-    backends: Backends, engines: list[Reached]
+    backends: Backends, engines: list[Reached], turned: TurnedClock
 ) -> None:
     engine, wait_s = engines[0], 4.0
-    path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
-    with gateway_over(backends, [engine.url], engine_wait_s=wait_s) as gateway:
+    flow(engines, False)
+    with gateway_over(backends, [engine.url], engine_wait_s=wait_s) as gateway, ThreadPoolExecutor(1) as pool:
         stream = Stream(gateway, "s")
-        wait_until(lambda: stream.events > 5)
+        wait_until(lambda: stream.events > 1)
         engine.link.cut()
         try:
-            refused = gateway.post(path, body, timeout=2 * wait_s + POLL_AND_REPLY_S)
-            assert (refused.status_code, refused.json()["error"]["type"]) == (503, "engine_unavailable")
-            again = gateway.post(path, body, timeout=wait_s + POLL_AND_REPLY_S)
-            assert again.status_code == 503, "it is known to be silent"
+            for within_s in (2 * wait_s, wait_s):  # the second time, it is known to be silent
+                began, calling = clock.monotonic(), pool.submit(gateway.chat)
+                turned.turn_until(calling.done, STEP_S)
+                refused = calling.result()
+                assert (refused.status_code, refused.json()["error"]["type"]) == (503, "engine_unavailable")
+                assert clock.monotonic() - began < within_s + REPLY_S
         finally:
             engine.link.mend()
+        flow(engines)
         assert len(stream.whole()) == TOKENS + 1, "the answer that had begun goes on"
 
 
@@ -258,9 +281,10 @@ def served_by_the_first(gateway: RunningGateway) -> bool:
 
 
 def test_the_answers_of_a_server_that_reports_its_engines_death_move_at_once(
-    gated: RunningGateway, backends: Backends, engines: list[Reached]
+    gated: RunningGateway, backends: Backends, engines: list[Reached], turned: TurnedClock
 ) -> None:
     """The connections of a killed engine may stay open, because its children hold them."""
+    flow(engines)
     states = {"r0": "ready", "r1": "ready"}
 
     async def status(request: Request) -> Response:
@@ -276,23 +300,25 @@ def test_the_answers_of_a_server_that_reports_its_engines_death_move_at_once(
         streams = [Stream(gateway, f"s{n}") for n in range(8)]
         wait_until(lambda: gated.engine.stalled)
         states["r0"] = "dead"
-        wait_until(lambda: answers_in_flight(gateway)[0] == 0, MOVED_WITHIN_S)
+        turned.turn_until(lambda: answers_in_flight(gateway)[0] == 0, STEP_S)
         for stream in streams:
             stream.whole()
 
 
 def test_a_hung_engine_keeps_its_answers_while_there_is_no_other(
-    backends: Backends, engines: list[Reached]
+    backends: Backends, engines: list[Reached], turned: TurnedClock
 ) -> None:
     engine = engines[0]
+    flow(engines, False)
     with gateway_over(backends, [engine.url]) as gateway:
         stream = Stream(gateway, "s")
-        wait_until(lambda: stream.events > 5)
+        wait_until(lambda: stream.events > 1)
         engine.link.cut()
         try:
-            time.sleep(LONGER_THAN_SILENCE_S)  # longer than an engine may be silent where there is another
+            in_steps(turned, gateway, LONGER_THAN_SILENCE_S)
         finally:
             engine.link.mend()
+        flow(engines)
         assert len(stream.whole()) == TOKENS + 1
         assert engines_of(gateway, stream) == ["engine-0"]
         assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
@@ -303,20 +329,17 @@ def test_an_engine_that_works_in_silence_keeps_its_answers(
     gated: RunningGateway,
     backends: Backends,
     engines: list[Reached],
+    turned: TurnedClock,
     tokens: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A long prefill delays the answer's begin, and the next tokens of every other answer."""
-    silence_s = 15.0
-    monkeypatch.setattr("gateway.engines.silence.SILENCE_S", silence_s)
-    monkeypatch.setattr("gateway.engines.silence.PROBE_TIMEOUT_S", silence_s * 2 / 3)
+    flow(engines)
     gated.engine.stall_after = tokens
     with gateway_over(backends, [backends.engine_url, engines[1].url]) as gateway:
         backends.engine = gated.engine
         streams = [Stream(gateway, f"s{n}") for n in range(8)]
         wait_until(lambda: gated.engine.stalled)
-        # Longer than a hung engine may be silent. This one's probes have 10 s on a busy machine.
-        time.sleep(silence_s + 2)
+        in_steps(turned, gateway, LONGER_THAN_SILENCE_S)
         let_on(gated)
         for stream in streams:
             stream.whole()

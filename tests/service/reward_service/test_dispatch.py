@@ -10,6 +10,7 @@ from tests.support.gateway.running import ADMIN_KEY, RunningGateway
 from tests.support.reward_service.running import RunningRewards, reward_service
 from tests.support.reward_service.scripted_grader import ScriptedGrader
 from tests.support.serving import serving
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 QUICK = {"poll_every_s": 0.05, "backoff_limit_s": 0.1, "page": 2}
@@ -223,10 +224,13 @@ def test_a_grader_that_never_answers_leaves_the_session_waiting(gateway: Running
     assert shown(gateway, session_id)["reward"] is None
 
 
-def test_a_session_that_nobody_could_grade_expires_without_a_reward(gateway: RunningGateway) -> None:
-    session_id = finished(gateway, ttl_s=1.5)
+def test_a_session_that_nobody_could_grade_expires_without_a_reward(
+    turned: TurnedClock, gateway: RunningGateway
+) -> None:
+    session_id = finished(gateway, ttl_s=3600)
     with rewarding(gateway, python("float('nan')", attempts=1)) as rewards:
         wait_for(rewards, "own", "dead_letter")
+        turned.turn(3600)
         found = wait_until(lambda: (one := shown(gateway, session_id))["state"] == "finished" and one)
         assert found["verdict"]["code"] == "expired"
         assert (found["reward"], found["rewards"]) == (None, [])

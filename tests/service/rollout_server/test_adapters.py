@@ -20,6 +20,7 @@ async def test_an_adapter_is_loaded_without_a_pause_and_under_a_name_of_its_own(
     harness.engine.calls.clear()
     answer = await harness.reload(1, adapter(harness, 1))
     assert (answer.status_code, answer.json()["paused_s"]) == (200, 0.0), answer.text
+    assert answer.json()["seconds"]["load"] > 0
     assert "/pause_generation" not in harness.engine.calls
     assert "/update_weights_from_disk" not in harness.engine.calls
     status = await harness.status()

@@ -112,14 +112,14 @@ def test_a_requested_checkpoint_is_durable_when_the_request_is_answered(make_har
 
 
 def test_evaluations_alone_make_no_checkpoint_before_the_end(
-    make_harness: MakeHarness, stopped: TurnedClock
+    make_harness: MakeHarness, turned: TurnedClock
 ) -> None:
     harness = make_harness(**BY_TIME).start()
     harness.step("a")
     current = harness.settings.checkpoint_dir / "CURRENT"
     before = current.read_text()
     harness.agents.evaluate("e", 1.0, version=1)
-    stopped.turn(1e6)
+    turned.turn(1e6)
     harness.trainer.run_once()
     assert current.read_text() == before
     harness.save()

@@ -113,6 +113,10 @@ def test_a_checkpoint_loads_with_another_rounding(
     assert differs_by(other.exported(), learner.exported()) > 0
 
 
+COUNT = 1 << 16
+"""How many values are rounded."""
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("at", [1.0, -1.0, 3.1e-3, -(2.0**-14), 2.0**-17])
 @pytest.mark.parametrize("share", [2.0**-6, 0.3, 0.75])
@@ -122,11 +126,11 @@ def test_a_value_is_rounded_up_as_often_as_it_lies_between_its_neighbours(
     low = torch.tensor(at, dtype=dtype)
     high = torch.nextafter(low, torch.tensor(at * 2, dtype=dtype))
     value = low.float() + share * (high.float() - low.float())
-    rounded = stochastically_rounded(value.expand(1 << 20), dtype, seed=3)
+    rounded = stochastically_rounded(value.expand(COUNT), dtype, seed=3)
     assert set(rounded.tolist()) == {float(low), float(high)}
     share = float((value - low.float()) / (high.float() - low.float()))
     wrong = float((rounded == high).double().mean()) - share
-    assert abs(wrong) < SIGMAS * (share * (1 - share) / (1 << 20)) ** 0.5
+    assert abs(wrong) < SIGMAS * (share * (1 - share) / (COUNT)) ** 0.5
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -175,7 +175,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+IN_LONG = ("stage 3", "reference")
+"""Two ranks do the former in the short run too."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=pytest.mark.long if name in IN_LONG else ())
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_a_policy_learns_the_same_from_rows_that_share_prefixes(
     make_learner: MakeLearner, untrained: Weights, options: dict[str, Any]
 ) -> None:

@@ -141,7 +141,12 @@ def test_the_next_snapshot_waits_longer_than_the_timeout_for_an_engine_that_goes
     @contextmanager
     def watched(*given: Any) -> Iterator[Broadcaster]:
         with joined_group(*given) as group:
-            yield SimpleNamespace(broadcast=lambda bucket: (copied.release(), group.broadcast(bucket)))
+
+            def broadcast(bucket: torch.Tensor) -> None:
+                copied.release()
+                group.broadcast(bucket)
+
+            yield SimpleNamespace(broadcast=broadcast)
 
     sender = TensorSender(CollectiveSettings(timeout_s=TIMEOUT_S), CPU, bucket_bytes=128, join=watched)
     sender.offer(1, DIGEST, tensors())

@@ -13,6 +13,7 @@ import torch
 
 from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
+from tests.support.long_cases import in_turn
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.recorded import (
@@ -63,8 +64,7 @@ class Loss:
         return [advantage for part in found for advantage in part]
 
 
-@pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("algorithm", ADVANTAGES.values(), ids=ADVANTAGES)
+@pytest.mark.parametrize(("algorithm", "mean"), in_turn(list(ADVANTAGES.values()), MEANS), ids=str)
 def test_the_recorded_advantages_are_those_of_the_loss(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any], mean: str
 ) -> None:

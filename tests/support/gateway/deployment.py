@@ -8,14 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import Popen
 from threading import Event, Thread
 from typing import Any
 
 import httpx
 
+from gateway.app import create_app
 from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.rollout_server.in_process import ServerThread
 from tests.support.rollout_server.processes import ServerClient
@@ -25,6 +24,7 @@ from tests.support.rollout_server.weights import (
     published_copy,
     write_safetensors,
 )
+from tests.support.serving import Served
 from tests.support.waiting import wait_until
 from weir.audit.facts import ClientAnswer
 
@@ -169,20 +169,17 @@ Deploy = Callable[..., Deployment]
 
 
 @contextmanager
-def gateway_process(
-    own_backends: Backends, logs: Path, **more: Any
-) -> Iterator[tuple[Popen[bytes], RunningGateway]]:
-    """A gateway without bare engines, in its own process."""
-    settings: dict[str, Any] = {"engines": "", "push_lease_s": 1, "poll_every_s": 0.1, "engine_wait_s": 5}
-    process, url = Processes(own_backends, logs).start(**settings | more)
+def gateway_thread(own_backends: Backends, **more: Any) -> Iterator[tuple[Served, RunningGateway]]:
+    """A gateway without bare engines, which a test may treat as a process."""
+    settings: dict[str, Any] = {"engines": [], "push_lease_s": 1, "poll_every_s": 0.2, "engine_wait_s": 5.0}
+    served = Served(create_app(own_backends.settings(**settings | more)))
     try:
-        gateway = RunningGateway(url, own_backends.engine, own_backends.redis)
-        wait_until(lambda: live(gateway))
-        yield process, gateway
-        gateway.http.close()
+        with httpx.Client(timeout=120) as http:
+            yield served, RunningGateway(served.url, own_backends.engine, own_backends.redis, http)
     finally:
-        process.kill()
-        process.wait()
+        served.resume()
+        served.end()
+        served.join()
 
 
 def live(gateway: RunningGateway) -> bool:

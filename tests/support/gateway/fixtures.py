@@ -23,6 +23,7 @@ from tests.support.rollout_server.in_process import server_thread
 from tests.support.rollout_server.weights import write_model
 from tests.support.serving import free_port, serving
 from tests.support.tiny_vision_model import make_tiny_vision_model
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 
@@ -165,8 +166,27 @@ def retry_counts(monkeypatch: pytest.MonkeyPatch) -> RetryCounts:
 
 
 @pytest.fixture
+def timed(backends: Backends, turned: TurnedClock) -> Iterator[RunningGateway]:
+    """A gateway on the clock that the test turns."""
+    backends.clear(None)
+    with backends.gateway() as gateway:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
+
+
+@pytest.fixture
 def gated(gateway: RunningGateway, backends: Backends) -> RunningGateway:
     """A gateway whose engine stops after three tokens of its answer."""
+    return _gated(gateway, backends)
+
+
+@pytest.fixture
+def gated_timed(timed: RunningGateway, backends: Backends) -> RunningGateway:
+    """`gated` on the clock that the test turns."""
+    return _gated(timed, backends)
+
+
+def _gated(gateway: RunningGateway, backends: Backends) -> RunningGateway:
     backends.engine = gateway.engine = GatedEngine(backends.tokenizer, stall_after=3)
     gateway.engine.script.extend(list(ANSWER) for _ in range(20))
     return gateway

@@ -101,8 +101,7 @@ class Backends:
             wait_until(lambda: gateway.get("/ready").status_code == 200)
             yield gateway
 
-    @contextmanager
-    def gateway_url(self, **settings: Any) -> Iterator[str]:
+    def settings(self, **settings: Any) -> GatewaySettings:
         given: dict[str, Any] = {
             "redis_url": self.redis_url,
             "model_path": self.model_path,
@@ -113,7 +112,11 @@ class Backends:
             "failover_patience_s": 0.5,
             "poll_every_s": 0.05,
         }
-        own = GatewaySettings(**given | settings)
+        return GatewaySettings(**given | settings)
+
+    @contextmanager
+    def gateway_url(self, **settings: Any) -> Iterator[str]:
+        own = self.settings(**settings)
         app = create_app(own)
         bounds = own.connections if "connections" in settings else None
         with serving(AccessLog(app) if own.access_log else app, bounds=bounds) as url:

@@ -23,7 +23,8 @@ from rollout_server.weights.policy import LocalPolicy
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.rollout_server.processes import ServerClient
 from tests.support.rollout_server.stub_engine import Faults, StubEngine
-from tests.support.serving import Served
+from tests.support.rollout_server.weights import write_model
+from tests.support.serving import Served, free_port
 
 _running: ContextVar["ServerThread | None"] = ContextVar("_running", default=None)
 """The rollout server whose code runs."""
@@ -173,6 +174,18 @@ class ServerThread(ServerClient):
     async def _start_engine(self, policy: LocalPolicy) -> EngineThread:
         self.engine = EngineThread(policy, self.settings.engine_port, self._tokenizer, lambda: self.faults)
         return await self.engine.start()
+
+
+def memory_sharing(directory: Path) -> dict[str, Any]:
+    """Settings of a server without a gateway that shares its engine's memory."""
+    return {
+        "port": free_port(),
+        "engine_port": free_port(),
+        "model_path": write_model(directory / "model"),
+        "weights_dir": directory / "weights",
+        "policies_dir": directory / "policies",
+        "memory": "shared",
+    }
 
 
 @contextmanager

@@ -16,6 +16,17 @@ ON_DEVICE: dict[str, Any] = {"device": DEVICE.type}
 if DEVICE.type == "cuda":
     ON_DEVICE |= {"dtype": "float32", "activation_checkpointing": False}
 
+SPARING = {"TORCHDYNAMO_DISABLE": "1", "LOCAL_SIZE": "1"}
+"""The environment in which DeepSpeed does not import `torch.compile`, which takes seconds and which nothing
+uses, and does not start numactl at each gradient of stage 3."""
+
+
+@pytest.fixture(autouse=True)
+def sparing_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the processes that the test starts."""
+    for name, value in SPARING.items():
+        monkeypatch.setenv(name, value)
+
 
 @pytest.fixture(autouse=True)
 def freed_memory() -> Iterator[None]:

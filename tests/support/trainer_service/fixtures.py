@@ -1,7 +1,6 @@
 """Fixtures of the trainer's tests: a tiny model, and a trainer around it."""
 
 import gc
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from tests.support.trainer_service.command_harness import (
 )
 from tests.support.trainer_service.command_log import MemoryCommandLog
 from tests.support.trainer_service.conversion import convert_here
-from tests.support.trainer_service.device import ON_DEVICE
+from tests.support.trainer_service.device import ON_DEVICE, SPARING
 from tests.support.trainer_service.harness import FakeGateway, Harness, MakeHarness
 from tests.support.trainer_service.publications import InlineExecutor
 from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, OneRankLearner, random_rows
@@ -32,8 +31,6 @@ from trainer_service.settings import TrainerSettings
 from trainer_service.sinks.sink import Sink
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_request import StepRequest
-
-os.environ.setdefault("LOCAL_SIZE", "1")  # else DeepSpeed starts numactl at each gradient of stage 3
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +87,12 @@ def imported(model_path: Path) -> None:
     transformers, each collection would take half a second.
     """
     settings = TrainerSettings(model_path=model_path, threads=1, zero_stage=3, **ON_DEVICE)
-    DistributedPolicy(DeepSpeedPolicy(settings)).optimise(
-        StepRequest(random_rows(0, 1), 0, settings.algorithm)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SPARING.items():
+            patch.setenv(name, value)
+        DistributedPolicy(DeepSpeedPolicy(settings)).optimise(
+            StepRequest(random_rows(0, 1), 0, settings.algorithm)
+        )
     gc.collect()
     gc.freeze()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.trainer_service.device import SPARING
 from tests.support.trainer_service.rank_tasks import (
     OVER,
     Task,
@@ -87,9 +88,9 @@ def rank_pair(folder: Path, launched_by: Sequence[str] = ()) -> Iterator[RankPai
         command = [sys.executable, "-m", module, str(folder), "--forks"]
     environment = {
         **os.environ,
+        **SPARING,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": "1",
         "PYTHONPATH": os.pathsep.join([".", "queue"]),
     }
     with subprocess.Popen(command, env=environment, start_new_session=True) as launcher:

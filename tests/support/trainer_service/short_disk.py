@@ -1,12 +1,11 @@
-"""A trainer process on a disk with too little room: python -m tests.support.trainer_service.short_disk …
+"""A trainer on a disk with too little room.
 
-RLIMIT_FSIZE makes every write beyond it fail with EFBIG, in Python, in torch and in safetensors alike. The
-process prints the trainer's state as JSON: one line for each wait for room, and one at the end.
+RLIMIT_FSIZE makes every write of this process beyond it fail with EFBIG, in Python, in torch and in
+safetensors alike.
 """
 
-import json
 import resource
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ PAUSES = 3
 """How many tries fail before there is room again."""
 
 
-def main(root: Path, model_path: Path) -> None:
+def states_while_full(root: Path, model_path: Path) -> list[dict[str, Any]]:
+    """The trainer's states: one for each wait for room, and one at the end."""
     settings = TrainerSettings(
         model_path=model_path,
         checkpoint_dir=root / "checkpoints",
@@ -39,15 +39,17 @@ def main(root: Path, model_path: Path) -> None:
         update={"algorithm": settings.algorithm.model_copy(update={"min_live_rows": 2})}
     )
     stopped = TurnedClock(stopped=True)
-    with clock.using(stopped):
-        fill(Harness(root, settings, MemoryStream(), FakeGateway()), stopped)
+    with clock.using(stopped), ExitStack() as closing:
+        closing.callback(limit, resource.RLIM_INFINITY)
+        return fill(Harness(root, settings, MemoryStream(), FakeGateway(), closing=closing), stopped)
 
 
-def fill(harness: Harness, stopped: TurnedClock) -> None:
+def fill(harness: Harness, stopped: TurnedClock) -> list[dict[str, Any]]:
     harness.start()
     harness.agents.group("g", [1.0, 0.0])
     assert harness.trainer.run_once()
-    room_comes_after(harness, stopped, PAUSES)
+    states: list[dict[str, Any]] = []
+    room_comes_after(harness, stopped, states)
     write = harness.checkpoints.write
 
     def write_and_fill_the_disk_again(*arguments: Any) -> str:
@@ -59,20 +61,20 @@ def fill(harness: Harness, stopped: TurnedClock) -> None:
     harness.agents.group("h", [1.0, 0.0])
     limit(SHORT)
     assert harness.trainer.run_once()
-    report(harness, "the end")
+    return [*states, state_of(harness, "the end")]
 
 
-def room_comes_after(harness: Harness, stopped: TurnedClock, pauses: int) -> None:
-    """Make pauses take no time. Every `pauses`th pause prints a report and then makes room."""
+def room_comes_after(harness: Harness, stopped: TurnedClock, states: list[dict[str, Any]]) -> None:
+    """Make pauses take no time. After every PAUSES of them, note the state and then make room."""
     slept = 0
 
     def sleep(seconds: float) -> None:
         nonlocal slept
         stopped.turn(seconds + ROUNDING_S)
         slept += 1
-        if slept % pauses == 0:
+        if slept % PAUSES == 0:
             publication = harness.trainer.publisher.waits_for
-            report(harness, publication or harness.shared_state.snapshot.waiting_for)
+            states.append(state_of(harness, publication or harness.shared_state.snapshot.waiting_for))
             limit(resource.RLIM_INFINITY)
 
     harness.shared_state.sleep = sleep  # type: ignore[method-assign]
@@ -82,9 +84,9 @@ def limit(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def report(harness: Harness, waiting_for: str) -> None:
+def state_of(harness: Harness, waiting_for: str | None) -> dict[str, Any]:
     checkpoints, policies = harness.settings.checkpoint_dir, harness.settings.policies_dir
-    seen = {
+    return {
         "waiting_for": waiting_for,
         "state": harness.shared_state.snapshot.state,
         "checkpoints": sorted(path.name for path in checkpoints.iterdir() if path.is_dir()),
@@ -99,9 +101,3 @@ def report(harness: Harness, waiting_for: str) -> None:
             for what in ("checkpoint", "publish")
         },
     }
-    sys.stdout.write(json.dumps(seen) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -14,13 +14,17 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
-import deepspeed  # noqa: F401 - forked processes need it
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - forked processes need all of these
 import peft  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from safetensors.torch import save_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.command_harness import CommandHarness
@@ -56,6 +60,7 @@ LOOKS_EVERY_S = 0.02
 
 
 def main(folder: Path, forks: bool) -> None:
+    get_checkpoint_conversion_mapping("qwen3")  # makes those of all models
     gc.freeze()  # the garbage collector, which DeepSpeed calls, then skips the imported modules
     number = 0
     while (task := next_task(folder, number)) is not None:
@@ -74,13 +79,24 @@ def fork_ranks(task: Task, place: Path) -> list[int]:
         if not (process := os.fork()):
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1"}
-            learn(task, place)
-            sys.exit()
+            end_at_once(partial(learn, task, place))
         ranks.append(process)
     put(ranks, ranks_path(place))
     ended = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
     put(ended, ended_path(place))
     return ended
+
+
+def end_at_once(work: Callable[[], None]) -> NoReturn:
+    """End this forked process with its work. An orderly end would copy all memory that it shares."""
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def learn(task: Task, place: Path) -> None:

@@ -13,7 +13,7 @@ from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, s
 from rollout_queue.http import object_store as client
 from rollout_queue.http.object_store import StoreUnavailable
 from rollout_queue.settings import ObjectStoreSettings
-from tests.support.object_store import BUCKET, CuttingProxy, StoreProcess, object_store, set_environment
+from tests.support.object_store import BUCKET, CuttingProxy, RunningStore, object_store, set_environment
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.waiting import wait_until
 from trainer_service.publishing import places
@@ -29,13 +29,13 @@ LEAST_PART_BYTES = 5 * 2**20
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreProcess]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningStore]:
     set_environment(monkeypatch, tmp_path)
-    with object_store(tmp_path) as store:
+    with object_store() as store:
         yield store
 
 
-def published_there(make_harness: MakeHarness, store: StoreProcess, **more: object) -> Harness:
+def published_there(make_harness: MakeHarness, store: RunningStore, **more: object) -> Harness:
     """A trainer that copies its versions to the store."""
     settings = {"publish_url": f"s3://{BUCKET}/{ROOT}", "object_store": {"endpoint_url": store.url}}
     return make_harness(**(settings | more)).start()
@@ -46,11 +46,11 @@ def files_of(harness: Harness, version: int) -> dict[str, bytes]:
     return {f"{ROOT}/{directory.name}/{path.name}": path.read_bytes() for path in directory.iterdir()}
 
 
-def in_store(store: StoreProcess) -> dict[str, bytes]:
+def in_store(store: RunningStore) -> dict[str, bytes]:
     return {key: store.get(key) for key in store.keys()}  # noqa: SIM118 - no dictionary
 
 
-def test_a_version_is_copied_before_it_is_announced(make_harness: MakeHarness, store: StoreProcess) -> None:
+def test_a_version_is_copied_before_it_is_announced(make_harness: MakeHarness, store: RunningStore) -> None:
     harness = published_there(make_harness, store)
     harness.step("g")
     assert in_store(store) == files_of(harness, 1)
@@ -59,7 +59,7 @@ def test_a_version_is_copied_before_it_is_announced(make_harness: MakeHarness, s
     assert announced["manifest_sha256"] == sha256_of(harness.store.path_of(1) / MANIFEST)
 
 
-def test_old_versions_are_removed_from_the_store(make_harness: MakeHarness, store: StoreProcess) -> None:
+def test_old_versions_are_removed_from_the_store(make_harness: MakeHarness, store: RunningStore) -> None:
     harness = published_there(make_harness, store, keep_policies=2)
     for group_id in ("a", "b", "c", "d"):
         harness.step(group_id)
@@ -68,7 +68,7 @@ def test_old_versions_are_removed_from_the_store(make_harness: MakeHarness, stor
 
 
 def test_a_version_that_the_gateway_needs_stays_in_the_store(
-    make_harness: MakeHarness, store: StoreProcess
+    make_harness: MakeHarness, store: RunningStore
 ) -> None:
     harness = published_there(make_harness, store, keep_policies=2)
     harness.gateway.serving = 1
@@ -77,7 +77,7 @@ def test_a_version_that_the_gateway_needs_stays_in_the_store(
     assert {key.split("/")[2] for key in store.keys()} == {"v00000001", "v00000003", "v00000004"}  # noqa: SIM118
 
 
-def test_the_training_goes_on_while_the_store_is_away(make_harness: MakeHarness, store: StoreProcess) -> None:
+def test_the_training_goes_on_while_the_store_is_away(make_harness: MakeHarness, store: RunningStore) -> None:
     with ThreadPoolExecutor(1) as executor:
         harness = published_there(make_harness, store, publish_every_steps=2, executor=executor)
         store.kill()
@@ -96,7 +96,7 @@ def test_the_training_goes_on_while_the_store_is_away(make_harness: MakeHarness,
 
 
 def test_a_trainer_that_is_told_to_stop_leaves_a_store_that_hangs_and_publishes_after_its_restart(
-    make_harness: MakeHarness, store: StoreProcess
+    make_harness: MakeHarness, store: RunningStore
 ) -> None:
     with ThreadPoolExecutor(1) as executor:
         harness = published_there(make_harness, store, publish_every_steps=2, executor=executor)
@@ -117,7 +117,7 @@ def test_a_trainer_that_is_told_to_stop_leaves_a_store_that_hangs_and_publishes_
 
 
 def test_leftovers_of_a_dead_process_are_removed_first(
-    make_harness: MakeHarness, store: StoreProcess
+    make_harness: MakeHarness, store: RunningStore
 ) -> None:
     for name in (STABLE, MANIFEST, "model-00009.safetensors"):
         store.put(f"{FIRST}/{name}", b"of other weights")
@@ -133,7 +133,7 @@ def test_leftovers_of_a_dead_process_are_removed_first(
 
 
 def test_a_version_that_cannot_be_removed_from_the_store_is_removed_later(
-    make_harness: MakeHarness, store: StoreProcess, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, store: RunningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(_: ObjectStorePlace, version: int) -> None:
         raise StoreUnavailable("it refuses")
@@ -176,7 +176,7 @@ class Version:
 
 
 @pytest.fixture
-def proxy(store: StoreProcess) -> Iterator[CuttingProxy]:
+def proxy(store: RunningStore) -> Iterator[CuttingProxy]:
     proxy = CuttingProxy(store.port)
     yield proxy
     proxy.close()
@@ -198,7 +198,7 @@ def order(proxy: CuttingProxy) -> list[str]:
 
 
 def test_large_files_are_copied_in_parts_and_stable_comes_last(
-    version: Version, store: StoreProcess, proxy: CuttingProxy
+    version: Version, store: RunningStore, proxy: CuttingProxy
 ) -> None:
     version.place.offer(1)
     assert in_store(store) == version.files()
@@ -211,7 +211,7 @@ def test_large_files_are_copied_in_parts_and_stable_comes_last(
 
 
 def test_a_copy_that_failed_goes_on_after_the_files_that_are_there(
-    version: Version, store: StoreProcess, proxy: CuttingProxy
+    version: Version, store: RunningStore, proxy: CuttingProxy
 ) -> None:
     write, written = client.ObjectStore.write, list[str]()
 
@@ -238,7 +238,7 @@ def test_a_copy_that_failed_goes_on_after_the_files_that_are_there(
 
 
 def test_a_copy_to_a_store_that_hangs_fails_after_the_timeout(
-    version: Version, store: StoreProcess, monkeypatch: pytest.MonkeyPatch
+    version: Version, store: RunningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hangs before a file that fits into no buffer of a connection."""
     monkeypatch.setattr(client, "PART_BYTES", 4 * LEAST_PART_BYTES)

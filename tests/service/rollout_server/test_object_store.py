@@ -18,7 +18,7 @@ from tests.support.object_store import (
     BUCKET,
     KEYS,
     CuttingProxy,
-    StoreProcess,
+    RunningStore,
     object_store,
     set_environment,
 )
@@ -36,8 +36,8 @@ TIMEOUT_S = 5.0
 
 
 @pytest.fixture(scope="module")
-def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
-    with object_store(tmp_path_factory.mktemp("store")) as store:
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStore]:
+    with object_store() as store:
         yield store
 
 
@@ -47,7 +47,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def proxy(shared_store: StoreProcess) -> Iterator[CuttingProxy]:
+def proxy(shared_store: RunningStore) -> Iterator[CuttingProxy]:
     proxy = CuttingProxy(shared_store.port)
     yield proxy
     proxy.close()
@@ -108,7 +108,7 @@ def prefix(harness: Harness) -> ObjectPrefix:
     return ObjectPrefix(BUCKET, harness.directory.name)
 
 
-async def offer(harness: Harness, store: StoreProcess, version: int, anchor_every: int | None = None) -> str:
+async def offer(harness: Harness, store: RunningStore, version: int, anchor_every: int | None = None) -> str:
     """Copy a version to the store, as the trainer does. Returns its location."""
     versions = write_version(harness, version, anchor_every)
     settings = ObjectStoreSettings(endpoint_url=store.url)
@@ -123,7 +123,7 @@ def kept(harness: Harness, version: int) -> bytes:
     return found.read_bytes()
 
 
-async def test_a_version_is_fetched_from_the_store(harness: Harness, shared_store: StoreProcess) -> None:
+async def test_a_version_is_fetched_from_the_store(harness: Harness, shared_store: RunningStore) -> None:
     location = await offer(harness, shared_store, 1)
     answer = await harness.reload(1, location)
     assert answer.status_code == 200, answer.text
@@ -132,7 +132,7 @@ async def test_a_version_is_fetched_from_the_store(harness: Harness, shared_stor
 
 
 async def test_a_broken_connection_goes_on_where_it_broke(
-    harness: Harness, shared_store: StoreProcess, proxy: CuttingProxy
+    harness: Harness, shared_store: RunningStore, proxy: CuttingProxy
 ) -> None:
     location = await offer(harness, shared_store, 1)
     proxy.cut_after = SIZE // 3
@@ -147,7 +147,7 @@ async def test_a_broken_connection_goes_on_where_it_broke(
 
 
 async def test_a_store_that_sends_nothing_more_is_503(
-    harness: Harness, shared_store: StoreProcess, proxy: CuttingProxy
+    harness: Harness, shared_store: RunningStore, proxy: CuttingProxy
 ) -> None:
     location = await offer(harness, shared_store, 1)
     proxy.cut_after = 0
@@ -157,7 +157,7 @@ async def test_a_store_that_sends_nothing_more_is_503(
 
 
 async def test_a_corrupt_object_is_422_and_the_old_version_serves(
-    harness: Harness, shared_store: StoreProcess
+    harness: Harness, shared_store: RunningStore
 ) -> None:
     location = await offer(harness, shared_store, 1)
     key = f"{harness.directory.name}/v00000001/{WEIGHTS}"
@@ -174,7 +174,7 @@ async def test_a_corrupt_object_is_422_and_the_old_version_serves(
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "manifest.json", "STABLE"])
-async def test_a_missing_object_is_422(harness: Harness, shared_store: StoreProcess, name: str) -> None:
+async def test_a_missing_object_is_422(harness: Harness, shared_store: RunningStore, name: str) -> None:
     location = await offer(harness, shared_store, 1)
     shared_store.client.delete_object(Bucket=BUCKET, Key=f"{harness.directory.name}/v00000001/{name}")
     answer = await harness.reload(1, location)
@@ -183,7 +183,7 @@ async def test_a_missing_object_is_422(harness: Harness, shared_store: StoreProc
 
 
 async def test_a_server_with_the_base_fetches_the_changes(
-    harness: Harness, shared_store: StoreProcess, proxy: CuttingProxy
+    harness: Harness, shared_store: RunningStore, proxy: CuttingProxy
 ) -> None:
     for version in (1, 2):
         location = await offer(harness, shared_store, version, anchor_every=10)
@@ -200,13 +200,13 @@ async def test_a_server_with_the_base_fetches_the_changes(
 
 
 @pytest.fixture
-def own_store(tmp_path: Path) -> Iterator[StoreProcess]:
-    with object_store(tmp_path) as store:
+def own_store(tmp_path: Path) -> Iterator[RunningStore]:
+    with object_store() as store:
         yield store
 
 
 @pytest.fixture
-async def its_server(tmp_path: Path, own_store: StoreProcess) -> AsyncIterator[Harness]:
+async def its_server(tmp_path: Path, own_store: RunningStore) -> AsyncIterator[Harness]:
     """A server that fetches from `own_store`."""
     harness = await started(tmp_path, own_store.url, fetch_timeout_s=TIMEOUT_S)
     yield harness
@@ -220,7 +220,7 @@ async def test_a_missing_bucket_is_503_because_the_store_may_be_the_wrong_one(ha
 
 
 async def test_credentials_that_are_refused_are_503_until_they_are_mended(
-    its_server: Harness, own_store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    its_server: Harness, own_store: RunningStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location = await offer(its_server, own_store, 1)
     right = own_store.check_keys()
@@ -236,7 +236,7 @@ async def test_credentials_that_are_refused_are_503_until_they_are_mended(
 
 
 async def test_a_signature_with_another_secret_is_503(
-    its_server: Harness, own_store: StoreProcess, monkeypatch: pytest.MonkeyPatch
+    its_server: Harness, own_store: RunningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location = await offer(its_server, own_store, 1)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", own_store.check_keys()["AWS_ACCESS_KEY_ID"])
@@ -245,7 +245,7 @@ async def test_a_signature_with_another_secret_is_503(
 
 
 async def test_a_store_that_is_down_is_503_until_it_is_back(
-    its_server: Harness, own_store: StoreProcess
+    its_server: Harness, own_store: RunningStore
 ) -> None:
     location = await offer(its_server, own_store, 1)
     own_store.kill()
@@ -258,7 +258,7 @@ async def test_a_store_that_is_down_is_503_until_it_is_back(
 
 
 async def test_a_store_that_hangs_is_503_after_the_timeout(
-    its_server: Harness, own_store: StoreProcess
+    its_server: Harness, own_store: RunningStore
 ) -> None:
     location = await offer(its_server, own_store, 1)
     own_store.hang()
@@ -271,7 +271,7 @@ async def test_a_store_that_hangs_is_503_after_the_timeout(
 
 
 async def test_a_file_whose_bytes_stop_coming_goes_on_after_the_timeout_if_there_are_more(
-    stopping_server: Harness, shared_store: StoreProcess, proxy: CuttingProxy
+    stopping_server: Harness, shared_store: RunningStore, proxy: CuttingProxy
 ) -> None:
     location = await offer(stopping_server, shared_store, 1)
     proxy.cut_after, proxy.gate = SIZE * 2 // 3, threading.Event()
@@ -280,7 +280,7 @@ async def test_a_file_whose_bytes_stop_coming_goes_on_after_the_timeout_if_there
 
 
 async def test_a_file_of_which_nothing_comes_for_the_whole_timeout_is_asked_for_once(
-    stopping_server: Harness, shared_store: StoreProcess, proxy: CuttingProxy
+    stopping_server: Harness, shared_store: RunningStore, proxy: CuttingProxy
 ) -> None:
     location = await offer(stopping_server, shared_store, 1)
     proxy.cut_after, proxy.gate, proxy.only = 0, threading.Event(), WEIGHTS
@@ -290,7 +290,7 @@ async def test_a_file_of_which_nothing_comes_for_the_whole_timeout_is_asked_for_
 
 
 async def test_a_reload_that_is_ended_leaves_no_connection_and_no_file(
-    harness: Harness, shared_store: StoreProcess, proxy: CuttingProxy
+    harness: Harness, shared_store: RunningStore, proxy: CuttingProxy
 ) -> None:
     location = await offer(harness, shared_store, 1)
     proxy.cut_after, proxy.gate = SIZE // 3, threading.Event()
@@ -308,7 +308,7 @@ async def test_a_reload_that_is_ended_leaves_no_connection_and_no_file(
 
 
 async def test_files_come_from_the_peer_and_the_manifest_from_the_store(
-    harness: Harness, shared_store: StoreProcess, proxy: CuttingProxy
+    harness: Harness, shared_store: RunningStore, proxy: CuttingProxy
 ) -> None:
     location = await offer(harness, shared_store, 1)
     directory = harness.directory / "written/v00000001"

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
+from tests.support.trainer_service.short_disk import states_while_full
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from trainer_service.model.huggingface import WEIGHTS
@@ -352,19 +351,9 @@ def test_incomplete_files_of_dead_processes_are_removed(make_harness: MakeHarnes
 
 
 def test_a_real_size_limit_stops_deepspeed_and_safetensors_until_it_is_lifted(
-    tmp_path: Path, model_path: Path
+    tmp_path: Path, model_path: Path, imported: None
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.trainer_service.short_disk",
-        str(tmp_path),
-        str(model_path),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "queue"])}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    saving, publishing, end = [json.loads(line) for line in ran.stdout.splitlines() if line[:1] == "{"]
+    saving, publishing, end = states_while_full(tmp_path, model_path)
     assert saving["checkpoints"] == [saving["current"]] == ["00000001-step-00000001"]
     assert (saving["ledger"], saving["ledger_lines"], saving["pending"]) == (1, 1, 6)
     assert saving["refusals"] == {"checkpoint": 3, "publish": None}

@@ -1,15 +1,10 @@
 """A request may hold the beginning of the answer. The record's output is exactly the sampled continuation."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.errors import InvalidRequest
-from gateway.language.begun_answer import beginning
-from tests.support.gateway.families_agent import renderer_of, user
-from tests.support.gateway.families_models import CONTROL_TOKENS
 from tests.support.gateway.running import RunningGateway
 
 ASKED: Any = {"role": "user", "content": "what is it?"}
@@ -119,22 +114,3 @@ def test_a_begun_answer_is_counted_as_it_is_sampled(gateway: RunningGateway) -> 
     body = body_of("messages", messages)
     count = gateway.post("/v1/messages/count_tokens", body).json()["input_tokens"]
     assert gateway.post("/v1/messages", body).json()["usage"]["input_tokens"] == count
-
-
-REFUSING = {"deepseek-r1", "glm-5", "minimax-m2", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"}
-
-
-@pytest.mark.parametrize("family", sorted(CONTROL_TOKENS))
-def test_each_family_writes_the_beginning_as_it_is_or_refuses(tmp_path: Path, family: str) -> None:
-    renderer = renderer_of(tmp_path, family)
-    if family in REFUSING:
-        with pytest.raises(InvalidRequest, match="thought"):
-            beginning(renderer, [user("hi")], None, BEGUN)
-        return
-    ids = beginning(renderer, [user("hi")], None, BEGUN)
-    assert renderer.text_of(ids).endswith(BEGUN)
-    asked = renderer.render([user("hi")], None)
-    for rest in (" 42", "n't 42"):
-        sampled = [*renderer.tokenizer.encode(rest), renderer.stop_ids[0]]
-        whole = renderer.parse([*ids, *sampled], None, "t", prompt_ids=asked)
-        assert (whole.content, whole.reasoning or None) == (BEGUN + rest, None)

@@ -1,16 +1,11 @@
 """`functions` and `function_call`, the older form of tools in chat requests."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.dialects.chat import call_of
-from gateway.dialects.chat_wire import ChatRequest
-from gateway.errors import InvalidRequest
 from tests.support.gateway.examples import CALL_TEXT
-from tests.support.gateway.families_agent import renderer_of
 from tests.support.gateway.running import RunningGateway
 
 FUNCTION: Any = {
@@ -106,10 +101,3 @@ def test_a_history_of_function_calls_reads_like_one_of_tool_calls(gateway: Runni
         assert gateway.post("/v1/chat/completions", {"messages": messages}).status_code == 200
     one, two = gateway.engine.requests
     assert one["input_ids"] == two["input_ids"]
-
-
-@pytest.mark.parametrize("family", ["kimi-k2", "gemma4"])
-def test_functions_are_refused_where_they_would_not_be_exact(tmp_path: Path, family: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        call_of(renderer_of(tmp_path, family), ChatRequest(messages=[ASKED], functions=[FUNCTION]))
-    assert caught.value.param == "functions"

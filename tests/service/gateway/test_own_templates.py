@@ -13,9 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.language.own.sandbox import RENDER_S
-from gateway.language.render import ChatRenderer
 from tests.support.gateway.fake_engine import FakeEngine
-from tests.support.gateway.own_templates import CHATML, MODELS, THOUGHTFUL, OwnModel
+from tests.support.gateway.own_templates import BASE, CHATML, LOOP, MODELS, THOUGHTFUL, OwnModel
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
@@ -267,47 +266,6 @@ def test_calls_that_a_parser_reads_can_be_required(choice: Any, redis_url: str, 
         assert '{\\"name\\": \\"get\\", \\"arguments\\": ' in tag
 
 
-LOOP = "{%- set r = range(99999) %}{%- for a in r %}{%- for b in r %}{%- endfor %}{%- endfor %}"
-DOUBLED = (
-    "{%- set ns = namespace(x='ab') %}{%- for a in range(60) %}{%- set ns.x = ns.x ~ ns.x %}{%- endfor %}"
-)
-LIST = (
-    "{%- set ns = namespace(x=['a']) %}{%- for a in range(60) %}{%- set ns.x = [ns.x, ns.x] %}{%- endfor %}"
-)
-BASE = "{%- for m in messages %}{{- '<|im_start|>' ~ m.role ~ ': ' ~ m.content ~ '<|im_end|>' }}{%- endfor %}"
-HOSTILE = {
-    "nested loops": LOOP,
-    "much output": LOOP.replace("%}{%- endfor", "%}{{- 'x' * 9999 }}{%- endfor", 1),
-    "a doubled text": DOUBLED,
-    "a doubled sum": DOUBLED.replace("~", "+"),
-    "a list that holds itself": LIST + "{{- ns.x | tojson }}",
-    "the text of such a list": LIST + "{{- ns.x }}",
-    "a power": "{{- 9 ** 999999999 }}",
-    "a long product": "{{- 'x' * 9999999999 }}",
-    "a repeated square": DOUBLED.replace("~", "*").replace("'ab'", "9"),
-    "a wide format": "{{- '{:9999999999}'.format(1) }}",
-    "a wide percent": "{{- '%9999999999d' % 1 }}",
-    "a wide filter": "{{- 'x' | center(9999999999) }}",
-    "a wide method": "{{- 'x'.ljust(9999999999) }}",
-    "bytes of a number": "{{- (1).to_bytes(9999999999, 'big') }}",
-    "many replacements": "{%- set x = 'a' * 99999 %}{{- x | replace('a', x) | replace('a', x) }}",
-    "many joined": "{%- set x = 'a' * 99999 %}{{- x | list | join(x) }}{{- x.join(x | list) }}",
-    "recursion": "{%- macro f() %}{{- f() }}{{- f() }}{%- endmacro %}{{- f() }}",
-    "a class": "{{- ''.__class__.__mro__[1].__subclasses__() }}",
-    "an attribute by filter": "{{- ''|attr('__class__')|attr('__mro__') + '' }}",
-    "globals of a macro": "{%- macro f() %}{%- endmacro %}{{- f.__globals__.x }}",
-    "a file": "{%- include '/etc/passwd' %}",
-    "no template": "{%- for",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_refused_at_the_start(name: str, tmp_path: Path) -> None:
-    model = OwnModel(HOSTILE[name] + BASE, CHATML, "<|im_end|>")
-    with pytest.raises(SystemExit, match="chat template"):
-        ChatRenderer(model.make(tmp_path))
-
-
 def test_a_call_that_makes_the_template_run_forever_is_a_400(redis_url: str, tmp_path: Path) -> None:
     trap = "{%- if messages[-1].content == 'trap' %}" + LOOP + "{%- endif %}"
     model = OwnModel(trap + BASE, CHATML, "<|im_end|>")
@@ -325,19 +283,3 @@ def test_a_call_that_makes_the_template_run_forever_is_a_400(redis_url: str, tmp
         assert reply.status_code == 400, reply.text
         assert reply.json()["error"]["param"] == "messages"
         assert gateway.chat("hi").status_code == 200
-
-
-def test_a_template_that_does_not_fit_its_model_type_is_not_used(tmp_path: Path) -> None:
-    directory = MODELS["granite"].make(tmp_path)
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    (directory / "config.json").write_text(json.dumps(config | {"model_type": "llama"}), encoding="utf-8")
-    assert ChatRenderer(directory).family.name == "own-template"
-    with pytest.raises(SystemExit, match="does not fit the model"):
-        ChatRenderer(directory, "llama-3")
-
-
-def test_a_model_without_any_template_does_not_start(tmp_path: Path) -> None:
-    directory = OwnModel(BASE, CHATML, "<|im_end|>").make(tmp_path)
-    (directory / "chat_template.jinja").unlink()
-    with pytest.raises(SystemExit, match=r"gateway\.renderer"):
-        ChatRenderer(directory)

@@ -1,6 +1,6 @@
 """An agent whose calls go straight to `locate`, without HTTP, and the ids that a model would sample."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ TOOL: Tool = {
     },
 }
 MARK = "marked-by-nobody"
+RendererOf = Callable[..., ChatRenderer]
+"""Of a family, and of the choice of the thoughts that prompts keep."""
 
 
 @cache

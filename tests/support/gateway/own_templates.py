@@ -74,3 +74,7 @@ MODELS = {
     "llama4": OwnModel(_template("llama4"), LLAMA, "<|eot|>"),
     "granite": OwnModel(_template("granite"), GRANITE, "<|end_of_text|>"),
 }
+LOOP = "{%- set r = range(99999) %}{%- for a in r %}{%- for b in r %}{%- endfor %}{%- endfor %}"
+"""A template that never ends."""
+BASE = "{%- for m in messages %}{{- '<|im_start|>' ~ m.role ~ ': ' ~ m.content ~ '<|im_end|>' }}{%- endfor %}"
+"""The simplest template."""

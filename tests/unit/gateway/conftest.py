@@ -1,6 +1,17 @@
-"""The fixtures of gateway that these tests use."""
+"""The fixture of the tests of families."""
 
-from tests.support.gateway.fixtures import (  # noqa: F401 - pytest finds them here
-    tokens,
-    vision_model,
-)
+import pytest
+
+from gateway.language.families import Thinking
+from gateway.language.render import ChatRenderer
+from tests.support.gateway.families_agent import RendererOf, renderer_of
+
+
+@pytest.fixture(scope="session")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> RendererOf:
+    directory = tmp_path_factory.mktemp("families")
+
+    def of(family: str, thinking: Thinking = "template") -> ChatRenderer:
+        return renderer_of(directory, family, thinking)
+
+    return of

@@ -195,7 +195,7 @@ def test_the_deltas_add_up_to_the_answer(family: tuple[str, ChatRenderer]) -> No
     hi = [{"role": "user", "content": "hi"}]
     prompts = [None] if name == "gpt-oss" else [None, renderer.render(hi, None)]  # some open a thought
 
-    @settings(max_examples=examples(200), deadline=None)
+    @settings(max_examples=examples(70), deadline=None)
     @given(answers(renderer, SAYINGS[name]), CUTS, st.sampled_from(prompts))
     def holds(ids: list[int], cuts: list[int], prompt: TokenIds | None) -> None:
         answer = renderer.parse(ids, None, "t", prompt_ids=prompt)
@@ -344,7 +344,7 @@ def test_pieces_decode_as_the_whole(qwen: ChatRenderer, kind: str) -> None:
     some = st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=6)
     pieces = st.lists(some | st.sampled_from(emoji), max_size=8)
 
-    @settings(max_examples=examples(1000), deadline=None)
+    @settings(max_examples=examples(300), deadline=None)
     @given(pieces, CUTS)
     def holds(pieces: list[list[int]], cuts: list[int]) -> None:
         ids = [token for piece in pieces for token in piece]

@@ -19,9 +19,9 @@ from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.families_agent import (
     TOOL,
     Agent,
+    RendererOf,
     as_sent_back,
     call,
-    renderer_of,
     result,
     sampled,
     told,
@@ -33,17 +33,6 @@ from tests.support.hypothesis_profiles import examples
 EVERY = sorted(CONTROL_TOKENS)
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 THOUGHT = {"reasoning_content": "let me look"}
-RendererOf = Callable[..., ChatRenderer]
-
-
-@pytest.fixture(scope="session")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> RendererOf:
-    directory: Path = tmp_path_factory.mktemp("families")
-
-    def of(family: str, thinking: Thinking = "template") -> ChatRenderer:
-        return renderer_of(directory, family, thinking)
-
-    return of
 
 
 def drawn(count: int) -> settings:

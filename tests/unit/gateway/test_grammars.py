@@ -1,8 +1,6 @@
 """Whether the format of calls of each family follows the grammar that the engine gets."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,18 +9,10 @@ from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.constraint import constraint_of
 from gateway.language.render import ChatRenderer
-from tests.support.gateway.families_agent import TOOL, renderer_of
+from tests.support.gateway.families_agent import TOOL, RendererOf
 
 OTHER: Any = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
 JSON: Any = {"type": "json_object"}
-
-RendererOf = Callable[[str], ChatRenderer]
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> RendererOf:
-    directory: Path = tmp_path_factory.mktemp("families")
-    return lambda family: renderer_of(directory, family)
 
 
 def spoken(form: Any, renderer: ChatRenderer, calls: int) -> list[int]:

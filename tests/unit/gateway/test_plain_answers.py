@@ -24,7 +24,7 @@ def renderer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return renderer_of(directory, request.param)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(text=ANSWERS, ends=st.booleans())
 def test_the_fast_parser_reads_what_the_full_parser_reads(
     renderer: ChatRenderer, text: str, ends: bool

@@ -102,6 +102,18 @@ def test_answers_that_became_much_longer_or_shorter_break_the_gate(tokens: int) 
     assert length.low < length.value < length.high
 
 
+def test_the_interval_of_a_ratio_is_that_of_its_inverse_when_the_arms_change_places() -> None:
+    varying = [{"reward": 1.0, "tokens": 20 + index} for index in range(5)]
+    steady = [{"reward": 1.0, "tokens": 10} for _ in range(5)]
+    one, other = (
+        next(each for each in evidence_of(*arms).report(GATES).readings if each.gate == "length")
+        for arms in ((varying, steady), (steady, varying))
+    )
+    assert one.low is not None
+    assert one.high is not None
+    assert (other.low, other.high) == (pytest.approx(1 / one.high), pytest.approx(1 / one.low))
+
+
 def test_a_difference_that_may_be_chance_decides_nothing() -> None:
     evidence = evidence_of(
         [{"reward": value} for value in (0.0, 0.0, 1.0, 0.0)],

@@ -30,6 +30,7 @@ def test_with_equal_sizes_the_mean_and_its_error_are_the_usual_ones(values: list
 def test_groups_count_by_their_size() -> None:
     found = estimate([(10.0, 10), (0.0, 90), (5.0, 0)])
     assert (found.mean, found.groups) == (0.1, 2)
+    assert estimate([(2.0, 1), (4.0, 2), (60.0, 30)]).error == 0, "every group has the mean"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def test_with_equal_sizes_the_mean_and_its_error_are_the_usual_ones(values: list
 def test_groups_count_by_their_size() -> None:
     found = estimate([(10.0, 10), (0.0, 90), (5.0, 0)])
     assert (found.mean, found.groups) == (0.1, 2)
+    assert estimate([(2.0, 1), (4.0, 2), (60.0, 30)]).error == 0, "every group has the mean"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,19 @@ def test_answers_that_became_much_longer_or_shorter_break_the_gate(tokens: int) 
     assert length.low is not None
     assert length.high is not None
     assert length.low < length.value < length.high
+
+
+def test_the_interval_of_a_ratio_is_that_of_its_inverse_when_the_arms_change_places() -> None:
+    varying = [{"reward": 1.0, "tokens": 20 + index} for index in range(5)]
+    steady = [{"reward": 1.0, "tokens": 10} for _ in range(5)]
+    one, other = (
+        next(each for each in evidence_of(*arms).report(GATES).readings if each.gate == "length")
+        for arms in ((varying, steady), (steady, varying))
+    )
+    assert one.low is not None
+    assert one.high is not None
+    assert other.low == pytest.approx(1 / one.high)
+    assert other.high == pytest.approx(1 / one.low)
 
 
 def test_a_difference_that_may_be_chance_decides_nothing() -> None:

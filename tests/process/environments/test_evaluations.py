@@ -24,11 +24,11 @@ def advance(running: RunTest, calls_a_version: int) -> None:
 
 
 async def test_the_model_is_judged_at_the_start_and_after_each_so_many_versions(running: RunTest) -> None:
-    advance(running, calls_a_version=20)
+    advance(running, calls_a_version=10)
     summary = await running.play(
         "Double",
         group_size=2,
-        episodes=120,
+        episodes=64,
         concurrency=2,
         eval_every=3,
         eval_tasks=8,
@@ -46,7 +46,7 @@ async def test_the_model_is_judged_at_the_start_and_after_each_so_many_versions(
     assert (running.run_dir / "evaluations.png").exists()
     judged = running.sessions(verdict="not_for_training")
     assert len(judged) == 16 * len(began)
-    assert len(running.sessions()) == len(judged) + 120
+    assert len(running.sessions()) == len(judged) + 64
     temperatures = {turn["sampling"]["used"]["temperature"] for each in judged for turn in each["turns"]}
     assert temperatures == {0.0}
 

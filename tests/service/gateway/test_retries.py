@@ -308,7 +308,8 @@ def test_an_answer_without_a_retry_in_time_is_aborted(
     turned.turn_until(lambda: gated.turns(session), GRACE_S)
     (turn,) = gated.turns(session)
     assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")
-    assert turn["output_ids"][:100] == ANSWER
+    ids = turn["output_ids"]  # as many as had come when the clock was turned
+    assert ids[: len(ANSWER)] == ANSWER[: len(ids)]
 
 
 def test_a_retry_that_leaves_too_ends_the_call(

@@ -11,7 +11,6 @@ from rollout_server.engine.command import (
     SHIM,
     engine_command,
     engine_environment,
-    find_device,
 )
 from rollout_server.settings import RolloutServerSettings
 
@@ -107,18 +106,6 @@ def test_the_engine_gets_no_keys_and_only_on_cpu_the_stand_ins() -> None:
         assert environment["PATH"] == "/bin"
         assert environment["HF_HUB_OFFLINE"] == "1"
         assert environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0", "a push does not clear this cache"
-
-
-def test_without_a_gpu_tool_the_device_is_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_device("auto") == "cpu"
-    assert find_device("cuda") == "cuda"
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: a fine one'\n")
-    tool.chmod(0o755)
-    assert find_device("auto") == "cuda"
-    tool.write_text("#!/bin/sh\nexit 9\n")
-    assert find_device("auto") == "cpu"
 
 
 def test_the_default_locations_are_the_weights_the_policies_and_the_trainer(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def run(asked: argparse.Namespace) -> None:
         if chosen:
             tried.append((mutant.number, found, chosen))
         else:
-            report(mutant.number, Outcome("import only" if tests else "not covered"))
+            report(mutant.number, Outcome("not covered"))
     if not tried:
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a child has no other threads than its first

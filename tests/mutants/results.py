@@ -19,7 +19,7 @@ class Outcome:
     """What came of a mutant."""
 
     status: str
-    """found, survived, timeout, or why it was not tried: not covered, import only, gone, not applied"""
+    """found, survived, timeout, or why it was not tried: not covered, gone, not applied"""
     by: str = ""
     """The test that found it, or that did not end."""
     tests: int = 0

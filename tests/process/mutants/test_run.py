@@ -47,7 +47,7 @@ EXPECTED = {
     "4": "found",
     "count >= 9": "survived",
     "count - 1": "not covered",
-    "7 * 2": "import only",
+    "7 * 2": "not covered",
 }
 
 

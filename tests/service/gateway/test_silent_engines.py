@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ STATUS_TIMEOUT_S = 60.0
 """The fleet's own judgment takes two timeouts of a status, which are real time."""
 STEP_S = 0.25
 """A gateway that finds a longer time gone has stood still itself, and blames no engine."""
-LONGER_THAN_SILENCE_S = 6.0
+LONGER_THAN_SILENCE_S = 5
 REPLY_S = 60.0
 """Time enough for the gateway's polls and its reply on a busy machine."""
 SCHEDULER_SILENCE_S = 3.0
@@ -47,6 +47,8 @@ class PacedEngine(FakeEngine):
         super().__init__(tokenizer, mind=[10 + n % 50 for n in range(TOKENS)], stall_after=STOP_AT)
         self.flows = False
         self.hangs = False
+        self.pings = 0
+        """How often it has said that its process lives."""
         self._app = self.app()
         self._app.router.routes.append(Route("/server_info", self._server_info))
 
@@ -65,6 +67,7 @@ class PacedEngine(FakeEngine):
 
         by_scheduler = scope.get("path") in ("/generate", "/server_info")
         await self._app(scope, receive, send_when_it_works if by_scheduler else send)
+        self.pings += scope.get("path") == "/ping"
 
 
 @dataclass
@@ -171,12 +174,17 @@ def flow(engines: list[Reached], flows: bool = True) -> None:
         each.engine.flows = flows
 
 
-def in_steps(turned: TurnedClock, gateway: RunningGateway, seconds: float) -> None:
-    """Let time pass. After each step, the gateway serves two calls, while engines answer its probes."""
-    for _ in range(math.ceil(seconds / STEP_S)):
-        turned.turn(STEP_S)
-        answers_in_flight(gateway)
-        answers_in_flight(gateway)
+def longer_than_silence(
+    turned: TurnedClock, gateway: RunningGateway, living: Sequence[PacedEngine | Backends] = ()
+) -> None:
+    """Let so much time pass that answers would move. Meanwhile, the processes of the `living` engines, which
+    have answers in flight, respond to probes, which the gateway sends each second."""
+    for _ in range(LONGER_THAN_SILENCE_S):
+        before = [each.pings for each in living]
+        for _ in range(math.ceil(1 / STEP_S) + 1):
+            turned.turn(STEP_S)
+            answers_in_flight(gateway)
+        wait_until(lambda: all(each.pings > ping for each, ping in zip(living, before, strict=True)))  # noqa: B023
 
 
 @pytest.mark.parametrize("http", ["httptools", pytest.param("aiohttp", marks=pytest.mark.long)])
@@ -239,7 +247,7 @@ def test_answers_stay_while_no_scheduler_of_the_fleet_responds(
         for each in engines:
             each.engine.hangs = True
         try:
-            in_steps(turned, gateway, LONGER_THAN_SILENCE_S)
+            longer_than_silence(turned, gateway, [each.engine for each in engines])
         finally:
             for each in engines:
                 each.engine.hangs = False
@@ -315,7 +323,7 @@ def test_a_hung_engine_keeps_its_answers_while_there_is_no_other(
         wait_until(lambda: stream.events > 1)
         engine.link.cut()
         try:
-            in_steps(turned, gateway, LONGER_THAN_SILENCE_S)
+            longer_than_silence(turned, gateway)
         finally:
             engine.link.mend()
         flow(engines)
@@ -339,7 +347,7 @@ def test_an_engine_that_works_in_silence_keeps_its_answers(
         backends.engine = gated.engine
         streams = [Stream(gateway, f"s{n}") for n in range(8)]
         wait_until(lambda: gated.engine.stalled)
-        in_steps(turned, gateway, LONGER_THAN_SILENCE_S)
+        longer_than_silence(turned, gateway, [backends])
         let_on(gated)
         for stream in streams:
             stream.whole()

@@ -78,9 +78,12 @@ class Backends:
     redis: Redis
     engine: FakeEngine
     engine_url: str = ""
+    pings: int = 0
+    """How often the engine has said that its process lives."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self.engine.app()(scope, receive, send)
+        self.pings += scope.get("path") == "/ping"
 
     def clear(self, secret: bytes | None) -> None:
         """Empty Redis but keep the secret, which gateways read once, when they start."""

@@ -4,8 +4,8 @@ PYTHON ?= python3
 SEED ?= 0
 KILLS ?= 20
 MINUTES ?= 30
-# How many tests run at once. Some tests wait, so three keep two cores busy.
-WORKERS ?= 3
+# How many tests run at once. Some tests wait, so four keep two cores busy.
+WORKERS ?= 4
 # The long tests, in pieces that each end within 30 minutes on two cores; each is a target of its own: test-process, …
 PIECES := process engine crash soak numerics properties clients agents presets page mutants
 GPU := $(shell command -v nvidia-smi 2>/dev/null)

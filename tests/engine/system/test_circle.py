@@ -156,7 +156,7 @@ def test_the_official_client_streams_what_a_plain_call_would_say(system: System)
     assert plain.logprobs is not None
     assert sum(tokens) == len(plain.logprobs.content or ()) == 64
     # The number of tokens in a chunk depends on the machine, but they must not all come in the last chunk.
-    assert sum(1 for count in tokens if count) > 4
+    assert sum(1 for count in tokens if count) > 1
 
 
 @pytest.mark.long

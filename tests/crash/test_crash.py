@@ -12,7 +12,6 @@ from tests.crash.windows import WINDOWS
 KILLS, SEED = len(WINDOWS), 1
 
 
-@pytest.mark.system
 @pytest.mark.long
 def test_whatever_dies_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, tiny_model: Path) -> None:
     run = crash(tmp_path, tiny_model, Path(".venv-engine/bin/python"), plan(KILLS, SEED), SEED)
@@ -23,7 +22,6 @@ def test_whatever_dies_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Pa
     assert sum(kill.hit for kill in run.kills) >= KILLS * 2 // 3
 
 
-@pytest.mark.system
 @pytest.mark.long
 def test_the_windows_of_redis_with_a_cluster_of_six_nodes(tmp_path: Path, tiny_model: Path) -> None:
     windows = plan(4, SEED, "redis:")

@@ -14,7 +14,7 @@ from tests.support.page.demo_run import ADMIN_KEY, SECOND, DemoRun, demo_run
 from tests.support.page.dialogs import act, version_row
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(7200)]
+pytestmark = pytest.mark.timeout(7200)
 
 
 @pytest.fixture(scope="module")

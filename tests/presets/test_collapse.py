@@ -26,8 +26,6 @@ from weir.stack.services import merged
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
-pytestmark = pytest.mark.system
-
 SEEDS = [0, 1, 2, 3, 4]
 LAG = 4
 RECIPE = {"optimizer": {"lr": 1e-3}, "algorithm": {"min_live_rows": 1}}

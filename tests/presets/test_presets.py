@@ -16,8 +16,6 @@ from weir.stack.services import merged
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
-pytestmark = pytest.mark.system
-
 STEPS = 5
 WARNED = re.compile(r"WARNING|ERROR|Warning:")
 """Matches warnings and errors in the formats of logging, DeepSpeed and Python."""

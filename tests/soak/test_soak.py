@@ -27,7 +27,6 @@ GOOD = SoakResult(
 )
 
 
-@pytest.mark.system
 @pytest.mark.long
 def test_a_short_soak_passes(tmp_path: Path, tiny_model: Path) -> None:
     result = soak(tmp_path / "run", tiny_model, MINUTES, AGENTS, seed=1)

@@ -28,7 +28,6 @@ ENGINE_PYTHON = Path(
 )
 PATIENCE_S = 600.0
 REAL_ENGINE = [
-    pytest.mark.system,
     pytest.mark.skipif(not ENGINE_PYTHON.exists(), reason="no Python with SGLang"),
 ]
 

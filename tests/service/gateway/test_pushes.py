@@ -4,6 +4,7 @@ Faults are in `test_push_faults`.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -56,10 +57,10 @@ def test_calls_spread_over_all_other_servers_while_each_one_loads(deploy: Deploy
     assert loading == [1, 1, 1, 1]
     assert len(shares) == 4
     assert len(seen.sessions) >= 4 * CALLS, "one server after the other"
-    even = CALLS / 3
+    even, deviation = CALLS / 3, math.sqrt(CALLS * 1 / 3 * 2 / 3)  # of calls that choose a server at random
     for share in shares:
         assert share[0] < 0.4 * even, "calls that were on their way when the load began"
-        assert 0.6 * even < share[1] <= share[3] < 1.4 * even, shares
+        assert even - 5 * deviation < share[1] <= share[3] < even + 5 * deviation, shares
     assert set(seen.engines()) == {"r0", "r1", "r2", "r3"}
     assert seen.versions() == {0, 1}
 

@@ -57,7 +57,7 @@ from trainer_service.storage.run_state import RunState
 
 LONG = long()
 HISTORIES = settings(
-    max_examples=LONG_EXAMPLES if LONG else 40,
+    max_examples=LONG_EXAMPLES if LONG else 20,
     stateful_step_count=60 if LONG else 40,
     derandomize=not LONG,
     database=None,

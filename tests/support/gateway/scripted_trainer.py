@@ -40,7 +40,7 @@ from rollout_queue.redis.lease.lease import Lease
 
 @dataclass
 class ScriptedTrainer:
-    """`seen` has the commands that it has answered, in order."""
+    """`seen` has the commands that it answers, in order."""
 
     reader: RedisCommandReader
     seen: list[LoggedCommand] = field(default_factory=list)
@@ -55,8 +55,8 @@ class ScriptedTrainer:
             for command in self.reader.read(after, 100, 0.05):
                 while not (self.go_on.wait(0.05) or self.ended.is_set()):
                     pass
+                self.seen.append(command)  # before a client hears of it
                 self.reader.answer(command, self.result_of(command))
-                self.seen.append(command)
                 after = command.position
 
 

@@ -8,7 +8,7 @@ from bench.traffic.__main__ import main
 from bench.traffic.day import CHOICES, MAX_STALENESS, Day, Outcomes, jain
 from bench.traffic.demand import GROUP_SIZE, GROUPS_PER_STEP, HOUR_S, STEP_S, Demand, demands
 
-HOURS = 8.0
+HOURS = 4.0
 STEPS = HOURS * HOUR_S / STEP_S
 
 

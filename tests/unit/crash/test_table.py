@@ -34,6 +34,6 @@ def test_results_of_several_runs_make_one_table(
 
 
 def test_the_reliability_page_names_every_window() -> None:
-    page = (Path(__file__).parents[2] / "docs/reliability.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/reliability.md").read_text(encoding="utf-8")
     rows = {tuple(line.strip("| ").split(" | ")[:2]) for line in page.splitlines() if line.startswith("| ")}
     assert {(window.victim, window.name) for window in WINDOWS} <= rows

@@ -1,0 +1,82 @@
+"""A soak with unexpected answers, growing memory or findings of the audit fails."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollout_queue.redis.heads.cache import OUTPUT_BYTES
+from tests.soak.dialects import CHAT, DIALECTS, MESSAGES, NotWhole
+from tests.soak.memory import MIB, TURN_OVERHEAD_BYTES, MemoryRow, MemorySample, judged
+from tests.soak.result import CallRow, SoakResult, lines, write
+
+FLAT = MemoryRow("gateway 0", 100, 109, 130, 110)
+GOOD = SoakResult(
+    minutes=30,
+    agents=64,
+    seed=1,
+    calls=tuple(CallRow(dialect.name, {"200": 9}, 1, 2) for dialect in DIALECTS),
+    faults={"kill": 1},
+    turns=36,
+    unexpected=0,
+    details=(),
+    memory=(FLAT,),
+    findings=(),
+)
+
+
+def test_a_good_soak_is_shown_and_written(tmp_path: Path) -> None:
+    assert (GOOD.exit_code, lines(GOOD)[-1]) == (0, "all well")
+    write(GOOD, tmp_path / "soak.json")
+    assert msgspec.json.decode((tmp_path / "soak.json").read_bytes(), type=SoakResult) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"unexpected": 2}, "unexpected: 2"),
+        ({"findings": ("lost: a turn",)}, "findings of the audit: 1"),
+        ({"memory": (FLAT, MemoryRow("gateway 1", 100, 111, 130, 110))}, "the memory of gateway 1 grows"),
+        ({"calls": GOOD.calls[1:]}, "no call in chat: the soak shows nothing"),
+        ({"faults": {}}, "no engine was killed or hung: the soak shows nothing"),
+    ],
+)
+def test_any_fault_fails_the_soak(changes: dict[str, object], said: str) -> None:
+    result = msgspec.structs.replace(GOOD, **changes)
+    assert result.exit_code == 1
+    assert lines(result)[-1] == f"FAULT: {said}"
+
+
+def test_a_soak_of_less_than_two_minutes_does_not_judge_memory() -> None:
+    grown = (MemoryRow("gateway 0", 100, 111, 130, 110),)
+    assert not msgspec.structs.replace(GOOD, minutes=1, memory=grown).faulty
+
+
+def test_memory_may_grow_by_a_tenth_and_by_what_the_cache_fills() -> None:
+    def row(last: int) -> MemoryRow:
+        samples = [MemorySample(n / 100, (last if n > 80 else 100) * MIB) for n in range(101)]
+        return judged("g", samples, turns=1024, tokens_per_turn=256)
+
+    filled = 1024 * (TURN_OVERHEAD_BYTES + 256 * OUTPUT_BYTES) // MIB
+    assert row(110 + filled).flat
+    assert not row(111 + filled).flat
+
+
+def test_the_peak_of_one_moment_is_no_growth() -> None:
+    samples = [MemorySample(n / 100, (900 if n == 95 else 100) * MIB) for n in range(101)]
+    found = judged("g", samples, turns=0, tokens_per_turn=1)
+    assert (found.flat, found.highest) == (True, 900)
+
+
+def test_a_stream_without_an_end_is_not_whole() -> None:
+    piece = b'data: {"id": "c", "choices": [{"delta": {"content": "a"}}]}\n\n'
+    assert CHAT.read(piece + b"data: [DONE]\n\n", True) == ("a", "c")
+    begun = b'event: message_start\ndata: {"type": "message_start", "message": {"id": "m"}}\n\n'
+    assert MESSAGES.read(begun + b'data: {"type": "message_stop"}\n\n', True) == ("", "m")
+    for dialect, raw in (
+        (CHAT, piece),
+        (MESSAGES, begun),
+        (CHAT, piece + b'data: {"error": {"type": "x"}}\n\n'),
+    ):
+        with pytest.raises(NotWhole):
+            dialect.read(raw, True)

@@ -21,13 +21,11 @@ def send(which: signal.Signals, processes: Iterable[psutil.Process]) -> None:
             process.send_signal(which)
 
 
-def stopped(root: psutil.Process) -> list[psutil.Process]:
-    """Stop the process and all below it, those that start meanwhile included."""
-    found: list[psutil.Process] = []
-    while new := [each for each in [root, *root.children(recursive=True)] if each not in found]:
+def stop(root: psutil.Process, stopped: list[psutil.Process]) -> None:
+    """Stop the process and all below it, those that start meanwhile included, and add them to `stopped`."""
+    while new := [each for each in [root, *root.children(recursive=True)] if each not in stopped]:
+        stopped += new
         send(signal.SIGSTOP, new)
-        found += new
-    return found
 
 
 def main() -> int:
@@ -37,12 +35,14 @@ def main() -> int:
             code = command.wait(EVERY_S)
             print(f"{pauses} pauses of {PAUSE_S:g} s", file=sys.stderr)
             return code
-        with suppress(psutil.NoSuchProcess):
-            processes = stopped(psutil.Process(command.pid))
-            with suppress(subprocess.TimeoutExpired):
+        stopped: list[psutil.Process] = []
+        try:
+            with suppress(psutil.NoSuchProcess, subprocess.TimeoutExpired):
+                stop(psutil.Process(command.pid), stopped)
+                pauses += 1
                 command.wait(PAUSE_S)
-            send(signal.SIGCONT, processes)
-            pauses += 1
+        finally:
+            send(signal.SIGCONT, stopped)
 
 
 if __name__ == "__main__":

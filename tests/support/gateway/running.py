@@ -44,7 +44,19 @@ class RunningGateway:
     def get(self, path: str, **more: Any) -> Any:
         return self.call("GET", path, **more)
 
-    def chat(self, text: str = "hi", path: str = "/v1/chat/completions", **more: Any) -> Any:
+    def admin(self, method: str, path: str, body: Any = None) -> Any:
+        """A request of an operator; `path` is below `/admin`."""
+        return self.call(method, f"/admin{path}", body, key=ADMIN_KEY)
+
+    def chat(
+        self,
+        text: str = "hi",
+        path: str = "/v1/chat/completions",
+        session: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        """A call, in this session if one is given."""
+        path = f"/sessions/{session['session_id']}{path}" if session else path
         fields = {name: more.pop(name) for name in list(more) if name not in ("key", "headers")}
         return self.post(path, {"messages": [{"role": "user", "content": text}], **fields}, **more)
 
@@ -53,6 +65,13 @@ class RunningGateway:
         assert reply.status_code == 201, reply.text
         opened: dict[str, Any] = reply.json()
         return opened
+
+    def finish(self, session: dict[str, Any], **said: Any) -> dict[str, Any]:
+        """End a session, as `completed` unless another status is `said`; returns the reply."""
+        reply = self.post(f"/sessions/{session['session_id']}/finish", {"status": "completed"} | said)
+        assert reply.status_code == 200, reply.text
+        ended: dict[str, Any] = reply.json()
+        return ended
 
     def turns(self, session: dict[str, Any]) -> list[dict[str, Any]]:
         view = self.get(f"/sessions/{session['session_id']}?tokens=true").json()
@@ -130,3 +149,10 @@ class Backends:
         """One more gateway for this test, on the same Redis and engine."""
         with self.gateway_url(**settings) as url, httpx.Client(timeout=120) as http:
             yield RunningGateway(url, self.engine, self.redis, http)
+
+    @contextmanager
+    def ready_gateway(self, **settings: Any) -> Iterator[RunningGateway]:
+        """`gateway`, once it takes calls."""
+        with self.gateway(**settings) as gateway:
+            wait_until(lambda: gateway.get("/ready").status_code == 200)
+            yield gateway

@@ -1,15 +1,15 @@
 """A user's training loop, as far as it is HTTP: the requests of the Tinker SDK, made by hand."""
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
 from gateway.rest.json_bodies import PROTOBUF
 from gateway.rest.tinker_api.wire import messages_pb2 as wire
-from tests.support.gateway.running import CLIENT_KEY, RunningGateway
+from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, RunningGateway
 
 ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
 
@@ -24,9 +24,20 @@ class TinkerLoop:
     session_id: str = ""
     model_id: str = ""
 
+    def call(self, method: str, path: str, body: Any = None, key: str = "", **more: Any) -> Any:
+        """Any request, with the key of this client or another one."""
+        headers = {"x-api-key": key or self.key} | more.pop("headers", {})
+        return self.gateway.call(method, f"/api/v1/{path}", body, key=None, headers=headers, **more)
+
     def post(self, verb: str, body: Any, **more: Any) -> Any:
-        headers = {"x-api-key": self.key}
-        return self.gateway.call("POST", f"/api/v1/{verb}", body, key=None, headers=headers, **more)
+        return self.call("POST", verb, body, **more)
+
+    def get(self, path: str, **query: Any) -> Any:
+        return self.call("GET", path, params=query or None)
+
+    def of_another_key(self) -> Self:
+        """A client with another key, which knows the names of this one's session and model."""
+        return replace(self, key=f"tml-{OTHER_KEY}")
 
     def begin(self, lora: dict[str, Any] | None = None, seq: int = 0, **session: Any) -> dict[str, Any]:
         """Make a session and a model; returns its promise. `session`: more of the session's body."""
@@ -58,6 +69,21 @@ class TinkerLoop:
     def command(self, verb: str, number: int, **body: Any) -> Any:
         return self.post(verb, {"model_id": self.model_id, "seq_id": number, "type": verb, **body})
 
+    def done(self, verb: str, number: int, **body: Any) -> Any:
+        """A command and its result."""
+        return self.poll(self.command(verb, number, **body).json()).json()
+
+    def stepped(self) -> Self:
+        """Make a step, with the commands 1 and 2."""
+        self.pass_(1, ONE)
+        self.done("optim_step", 2, adam_params=ADAM)
+        return self
+
+    def finish(self, reason: str = "success", **more: Any) -> int:
+        """End the client session; returns the status."""
+        body = {"reason": {"type": reason}, **more}
+        return int(self.post(f"sessions/{self.session_id}/finish", body).status_code)
+
     def pass_(self, number: int, *datums: wire.Datum, loss: str = "cross_entropy", **more: Any) -> Any:
         request = wire.ForwardBackwardRequest(
             model_id=self.model_id, seq_id=number, data=datums, loss_fn=loss, **more
@@ -74,12 +100,13 @@ class TinkerLoop:
         return self.post("retrieve_future", {"request_id": promise["request_id"], **more})
 
 
+@dataclass
 class SamplingLoop(TinkerLoop):
     """A client session with a sampling session of the base model."""
 
     sampler: str = ""
 
-    def start(self, **session: Any) -> "SamplingLoop":
+    def start(self, **session: Any) -> Self:
         self.begin(**session)
         body = {"session_id": self.session_id, "sampling_session_seq_id": 0, "base_model": self.base_model}
         self.sampler = self.post("create_sampling_session", body).json()["sampling_session_id"]
@@ -123,6 +150,9 @@ def datum(tokens: list[int], targets: list[int], **numbers: list[float]) -> wire
 def tensor(values: "array[Any]", shape: list[int]) -> wire.Tensor:
     dtype = {"q": wire.DTYPE_INT64, "i": wire.DTYPE_INT32, "f": wire.DTYPE_FLOAT32}[values.typecode]
     return wire.Tensor(dense=values.tobytes(), dtype=dtype, shape=shape)
+
+
+ONE = datum([1, 2, 3], [2, 3, 7], weights=[0.0, 1.0, -2.5])
 
 
 def passed(reply: httpx.Response) -> tuple[list[list[float]], dict[str, float]]:

@@ -90,7 +90,6 @@ class PushSystem(Fleet):
     links: dict[str, Link] = field(default_factory=dict)
     """The paths of r1, by what they lead to: `server`, `engine` and `gateway`."""
     newest: int = 0
-    max_version_lag: int = 4
     _number: Iterator[int] = field(default_factory=itertools.count)
 
     # Versions
@@ -181,7 +180,7 @@ class PushSystem(Fleet):
             poll_every_s=0.1,
             engine_wait_s=120,  # the machine may be busy
             max_unavailable=0.34,
-            max_version_lag=self.max_version_lag,
+            max_version_lag=4,
         )
         self.stack.callback(ended, process)
         gateway = RunningGateway(f"http://127.0.0.1:{port}", own.engine, own.redis)
@@ -256,19 +255,9 @@ def limit_files(process: subprocess.Popen[bytes], size: int = resource.RLIM_INFI
 
 
 @contextmanager
-def push_system(
-    root: Path,
-    backends: Backends,
-    *,
-    source_url: str | None = None,
-    max_version_lag: int = 4,
-) -> Iterator[PushSystem]:
-    """`backends` gives the model whose tokenizer the gateways use. With a `source_url`, files come from
-    there, and the rollout servers have that model; else files come from `Source`, of a smaller model."""
-    if source_url is None:
-        write_model(root / "model", float32_tensors(1.0, SHAPES))
-    else:
-        shutil.copytree(backends.model_path, root / "model")
+def push_system(root: Path, backends: Backends) -> Iterator[PushSystem]:
+    """`backends` gives the model whose tokenizer the gateways use. The servers have a smaller model."""
+    write_model(root / "model", float32_tensors(1.0, SHAPES))
     shutil.copy(backends.model_path / "tokenizer.json", root)
     stub_interpreter(root)
     with ExitStack() as stack:
@@ -283,12 +272,11 @@ def push_system(
             root,
             redis.url,
             source=source,
-            source_url=source_url or stack.enter_context(serving(source.app())),
+            source_url=stack.enter_context(serving(source.app())),
             processes=Processes(own, root),
             stack=stack,
             redis_link=stack.enter_context(link(f"http://127.0.0.1:{redis.port}")),
             gateways=gateways,
-            max_version_lag=max_version_lag,
         )
         system.gateway_processes = [system.start_gateway(index, port) for index, port in enumerate(ports)]
         addresses = [(free_port(), free_port()) for _ in range(SERVERS)]

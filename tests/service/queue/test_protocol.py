@@ -35,7 +35,16 @@ from rollout_queue.contract.errors import LeaseLost, SessionClosed, SessionDelet
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import LIST_START
 from rollout_queue.contract.policies.trained_step import TrainedStep
-from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Status, Turn, Verdict
+from rollout_queue.contract.records import (
+    Outcome,
+    Record,
+    Reward,
+    SessionSpec,
+    Span,
+    Status,
+    Turn,
+    Verdict,
+)
 from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.redis import keys, reader
 from rollout_queue.redis.pages import Pages, RawEntry
@@ -49,11 +58,12 @@ from tests.support.queue.records import turn as made_turn
 from tests.support.redis_clients import redis_at
 from tests.support.redis_faults import break_script
 from trainer_service.groups.acknowledgement import Acknowledgement
+from trainer_service.intake import intake
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.intake.intake import Intake
 from trainer_service.storage import checkpoint, run_files
 from trainer_service.storage import files as durable
-from trainer_service.storage.run_state import RunState
+from trainer_service.storage.run_state import LedgerStep, RunState
 
 LONG = long()
 HISTORIES = settings(
@@ -78,6 +88,23 @@ class Known:
     ended: bool = False
     deleted: bool = False
     scrubbed: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What disk and Redis have between two actions."""
+
+    trained: list[str]
+    """The turns in the weights that a new trainer would restore."""
+    ledger: list[LedgerStep]
+    heads: dict[str, SessionHead]
+    records: list[Record]
+    waiting: list[Record]
+    """The records that are pending or not delivered."""
+
+    @property
+    def owed(self) -> list[str]:
+        return [record.turn_id for record in self.waiting if isinstance(record, Turn)]
 
 
 class Protocol(RuleBasedStateMachine):
@@ -253,77 +280,71 @@ class Protocol(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.nothing_is_lost_or_twice()
-        self.the_ledger_says_what_the_weights_contain()
-        self.what_taught_a_version_is_durable()
+        stored = self._stored()
+        self.nothing_is_lost_or_twice(stored)
+        self.the_ledger_says_what_the_weights_contain(stored)
+        self.what_taught_a_version_is_durable(stored)
         self.versions_grow()
-        self.what_is_deleted_leaves_the_stream()
-        self.verdicts_are_counted_once()
+        self.what_is_deleted_leaves_the_stream(stored)
+        self.verdicts_are_counted_once(stored)
 
     # What must hold at any time
 
-    def nothing_is_lost_or_twice(self) -> None:
-        trained, _ = self.system.durable()
-        owed = self._owed()
+    def nothing_is_lost_or_twice(self, stored: Stored) -> None:
         assert _once(self.system.weights.trained), "trained twice, in memory"
-        assert _once(trained), "trained twice, in a checkpoint"
-        assert _once(owed), "twice in the stream"
-        heads = self._heads()
+        assert _once(stored.trained), "trained twice, in a checkpoint"
+        assert _once(stored.owed), "twice in the stream"
         for session_id, known in self.known.items():
             if known.deleted:
-                assert session_id not in heads
+                assert session_id not in stored.heads
                 continue
-            head = heads[session_id]
+            head = stored.heads[session_id]
             assert set(head.by_id) == set(known.turns)
             for turn_id in known.turns:
                 verdict = head.turn_verdicts.get(turn_id) or head.verdict
                 if verdict is None:
-                    assert turn_id in owed, f"{turn_id} is lost"
+                    assert turn_id in stored.owed, f"{turn_id} is lost"
                 else:
-                    assert (verdict.code == "trained") == (turn_id in trained), f"{turn_id}: {verdict}"
+                    assert (verdict.code == "trained") == (turn_id in stored.trained), f"{turn_id}: {verdict}"
 
-    def the_ledger_says_what_the_weights_contain(self) -> None:
-        trained, ledger = self.system.durable()
-        assert [turn_id for row in ledger for turn_id in row.turns] == trained
-        assert [row.step for row in ledger] == list(range(1, len(ledger) + 1))
-        assert _grows([row.version for row in ledger])
+    def the_ledger_says_what_the_weights_contain(self, stored: Stored) -> None:
+        assert [turn_id for row in stored.ledger for turn_id in row.turns] == stored.trained
+        assert [row.step for row in stored.ledger] == list(range(1, len(stored.ledger) + 1))
+        assert _grows([row.version for row in stored.ledger])
 
-    def what_taught_a_version_is_durable(self) -> None:
+    def what_taught_a_version_is_durable(self, stored: Stored) -> None:
         """A turn has numbers if its verdict is `trained`, and they are those of the step that lasts. So have
         the steps and the index of their sessions."""
-        trained, ledger = self.system.durable()
-        versions = {turn_id: row.version for row in ledger for turn_id in row.turns}
+        versions = {turn_id: row.version for row in stored.ledger for turn_id in row.turns}
         taught: dict[str, int] = {}
-        for session_id, head in self._heads().items():
+        for session_id, head in stored.heads.items():
             own = {name for name, verdict in head.turn_verdicts.items() if verdict.code == "trained"}
             assert set(head.trained_tokens) == own
             for turn_id in own:
                 numbers = TrainedTokens.unpack(head.trained_tokens[turn_id])
-                assert numbers.advantage_mean == trained.index(turn_id)
+                assert numbers.advantage_mean == stored.trained.index(turn_id)
                 taught[session_id] = versions[turn_id]
         redis: Any = self.system.redis
         indexed = redis.zrange(keys.TRAINED, 0, -1, withscores=True)
         assert {name.decode(): int(version) for name, version in indexed} == taught
         steps = [msgspec.json.decode(each, type=TrainedStep) for each in redis.zrange(keys.STEPS, 0, -1)]
-        by_version = {row.version: row.step for row in ledger}
+        by_version = {row.version: row.step for row in stored.ledger}
         assert [by_version.get(each.version) for each in steps] == [each.step for each in steps]
 
     def versions_grow(self) -> None:
         told = [(each["version"], each["manifest_sha256"]) for each in self.system.fleet.announced]
         assert _grows([version for version, _ in dict.fromkeys(told)])
 
-    def what_is_deleted_leaves_the_stream(self) -> None:
+    def what_is_deleted_leaves_the_stream(self, stored: Stored) -> None:
         scrubbed = {name for name, known in self.known.items() if known.scrubbed}
-        left = {
-            record.session_id for record in self._records() if isinstance(record, Turn | Reward | Outcome)
-        }
+        left = {each.session_id for each in stored.records if isinstance(each, Turn | Reward | Outcome)}
         assert not left & scrubbed
 
-    def verdicts_are_counted_once(self) -> None:
-        stored: Any = self.system.redis.hgetall(keys.VERDICTS)
-        counted = {name.decode(): int(count) for name, count in stored.items()}
+    def verdicts_are_counted_once(self, stored: Stored) -> None:
+        found: Any = self.system.redis.hgetall(keys.VERDICTS)
+        counted = {name.decode(): int(count) for name, count in found.items()}
         expected = Counter(self.buried)
-        for head in self._heads().values():
+        for head in stored.heads.values():
             expected += _verdicts(head)
         expected["session:deleted"] += sum(known.deleted for known in self.known.values())
         assert +Counter(counted) == +expected
@@ -335,7 +356,7 @@ class Protocol(RuleBasedStateMachine):
         try:
             self._expire(AFTER_ALL)
             self._train_all()
-            assert not self._waiting()
+            assert not self._stored().waiting
             self.holds()
             assert all(head.verdict for head in self._heads().values()), "a session without an end"
         finally:
@@ -372,12 +393,11 @@ class Protocol(RuleBasedStateMachine):
 
     def _delete(self, session_id: str, dies: bool) -> None:
         known = self.known[session_id]
-        head = self._heads().get(session_id)
-        deleter = self.system.deleter
+        head = self.system.run(self.system.writer.load(session_id))
         with pytest.MonkeyPatch.context() as patch:
             if dies:
                 break_script(patch, self.system.async_redis, deletion_scripts.REMOVE_ENTRIES)
-            tombstone = self.system.run(deleter.delete_session(session_id))
+            tombstone = self.system.run(self.system.deleter.delete_session(session_id))
         assert (tombstone is None) == known.deleted
         if head is not None and tombstone is not None:
             assert tombstone.turns == len(known.turns)
@@ -397,32 +417,28 @@ class Protocol(RuleBasedStateMachine):
         listed = self.system.run(self.system.writer.sessions(LIST_START, 10**6))
         return {place.session_id: each for place, each in listed if isinstance(each, SessionHead)}
 
-    def _entries(self) -> list[tuple[bytes, Any]]:
-        found: Any = self.system.redis.xrange(keys.STREAM)
-        return [(entry_id, decode(fields[keys.STREAM_FIELD])) for entry_id, fields in found]
-
-    def _records(self) -> Iterator[Any]:
-        return (record for _, record in self._entries())
-
-    def _waiting(self) -> list[Any]:
-        """Records that are pending or not delivered."""
+    def _stored(self) -> Stored:
         redis: Any = self.system.redis
         (group,) = redis.xinfo_groups(keys.STREAM)
-        delivered = _place(group["last-delivered-id"])
-        found = redis.xpending_range(keys.STREAM, keys.GROUP, "-", "+", 10**6)
-        pending = {each["message_id"] for each in found}
-        return [record for entry, record in self._entries() if entry in pending or _place(entry) > delivered]
+        delivered, pending = _place(group["last-delivered-id"]), set(self._pending())
+        records, waiting = list[Record](), list[Record]()
+        for entry_id, fields in redis.xrange(keys.STREAM):
+            records.append(decode(fields[keys.STREAM_FIELD]))
+            if entry_id in pending or _place(entry_id) > delivered:
+                waiting.append(records[-1])
+        return Stored(*self.system.durable(), self._heads(), records, waiting)
 
-    def _owed(self) -> list[str]:
-        return [record.turn_id for record in self._waiting() if isinstance(record, Turn)]
+    def _pending(self) -> list[bytes]:
+        redis: Any = self.system.redis
+        found = redis.xpending_range(keys.STREAM, keys.GROUP, "-", "+", 10**6)
+        return [each["message_id"] for each in found]
 
     def _seen_by_all(self) -> object:
         """All shared state that one trainer could damage for another."""
         redis: Any = self.system.redis
-        pending = redis.xpending_range(keys.STREAM, keys.GROUP, "-", "+", 10**6)
         return (
             self.system.durable(),
-            [each["message_id"] for each in pending],
+            self._pending(),
             redis.xinfo_groups(keys.STREAM)[0]["last-delivered-id"],
             redis.hgetall(keys.VERDICTS),
             len(self.system.fleet.announced),
@@ -470,7 +486,7 @@ def machine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Pr
     redis.config_set("hz", 500)  # how often Redis checks whether a blocking read has timed out
     monkeypatch.setattr(checkpoint, "write_atomically", cut)
     monkeypatch.setattr(run_files, "write_atomically", cut)
-    monkeypatch.setattr("trainer_service.intake.entry_reader.BLOCK_S", 0.001)
+    monkeypatch.setattr(intake, "BLOCK_S", 0.001)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     yield type("Protocol", (Protocol,), {"url": redis_url, "knife": knife})
     redis.config_set("hz", 10)

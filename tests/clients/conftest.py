@@ -1,11 +1,13 @@
 """Public client libraries, each in its own environment, call one real stack: Redis, SGLang, the gateway."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.support.clients.stack import ADMIN_KEY, CLIENT_KEY, ROOT, SHARP, Figures, RunningStack
+from tests.support.environments.running import RunTest, running_gateway
 from tests.support.serving import free_port
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
@@ -36,6 +38,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
             client_side = RunningStack(running.gateway_url, http)
             request.config.stash[FIGURES] = client_side.figures
             yield client_side
+
+
+@pytest.fixture
+def running(
+    redis_url: str, tiny_model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[RunTest]:
+    """A real gateway. Its engine answers as the module's `answer` says, if it has one."""
+    with running_gateway(redis_url, tiny_model, tmp_path) as running:
+        running.engine.answer = getattr(request.module, "answer", running.engine.answer)
+        yield running
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

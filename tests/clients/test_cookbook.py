@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.clients.counting import CountingProxy
+from tests.support.clients.proxies import CountingProxy
 from tests.support.clients.tinker_stack import TinkerStack, tinker_stack
 from tests.support.serving import serving
 from tests.support.tiny_model import PEAKED, make_tiny_model

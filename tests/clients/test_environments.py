@@ -6,28 +6,9 @@ gateway.
 
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from environments.settings import RunSettings
-from environments.start import RunPlace, play_run
-from tests.support.environments.running import RunTest, running_gateway
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def running(redis_url: str, tiny_model: Path, tmp_path: Path) -> Any:
-    with running_gateway(redis_url, tiny_model, tmp_path) as running:
-        yield running
-
-
-async def play(running: RunTest, environment: str, name: str = "run", **given: Any) -> Any:
-    settings = RunSettings(environment=environment, **given)
-    place = RunPlace(running.run_dir / name, running.url, None, ROOT / "run" / "environments")
-    return await play_run(settings, place, lambda line: None)
+from tests.support.environments.running import RunTest
 
 
 def sum_of(prompt: str) -> str:
@@ -37,12 +18,12 @@ def sum_of(prompt: str) -> str:
 
 
 async def test_reasoning_gym_scores_the_answers(running: RunTest) -> None:
-    options = {"min_terms": 2, "max_terms": 2}
+    given: Any = {"mode": "eval", "tasks": 40, "options": {"min_terms": 2, "max_terms": 2}}
     running.engine.answer = sum_of
-    right = await play(running, "reasoning_gym:chain_sum", mode="eval", tasks=40, options=options)
+    right = await running.play_library("reasoning_gym:chain_sum", **given)
     assert right["reward"]["mean"] == 1.0
     running.engine.answer = lambda prompt: "0"
-    wrong = await play(running, "reasoning_gym:chain_sum", "wrong", mode="eval", tasks=40, options=options)
+    wrong = await running.play_library("reasoning_gym:chain_sum", name="wrong", **given)
     assert wrong["reward"]["mean"] < 0.1
     assert [each["task_id"] for each in right["tasks"]] == [each["task_id"] for each in wrong["tasks"]]
 
@@ -55,7 +36,7 @@ def free_cell(prompt: str) -> str:
 
 async def test_textarena_rewards_each_player(running: RunTest) -> None:
     running.engine.answer = free_cell
-    summary = await play(running, "textarena:TicTacToe-v0-raw", group_size=2, episodes=2)
+    summary = await running.play_library("textarena:TicTacToe-v0-raw", group_size=2, episodes=2)
     assert summary["by_status"] == {"completed": 4}
     rewards = Counter(each["reward"] for each in running.sessions())
     assert rewards == {1.0: 2, -1.0: 2}, "the first free cell wins for the player that begins"
@@ -66,7 +47,8 @@ async def test_textarena_plays_the_same_game_for_the_same_seed(running: RunTest)
     """Games run side by side in one process, and the library draws from process-wide random numbers."""
     running.engine.answer = lambda prompt: "[1]"
     for name in ("one", "two"):
-        await play(running, "textarena:SimpleNegotiation-v0-raw", name, episodes=8, group_size=2, max_turns=2)
+        given: Any = {"episodes": 8, "group_size": 2, "max_turns": 2}
+        await running.play_library("textarena:SimpleNegotiation-v0-raw", name=name, **given)
     begun: dict[str, set[str]] = {}
     for session in running.sessions():
         key = f"{session['task_id']}/{session['group_id'].split('.')[-1]}"
@@ -78,8 +60,8 @@ async def test_textarena_plays_the_same_game_for_the_same_seed(running: RunTest)
 async def test_gymnasium_takes_actions_and_refuses_what_is_none(running: RunTest) -> None:
     actions = iter(["go down", "1", "1", "1", "1"])
     running.engine.answer = lambda prompt: next(actions)
-    summary = await play(
-        running, "gymnasium:FrozenLake-v1", options={"is_slippery": False}, group_size=1, episodes=1
+    summary = await running.play_library(
+        "gymnasium:FrozenLake-v1", options={"is_slippery": False}, group_size=1, episodes=1
     )
     assert summary["by_status"] == {"completed": 1}, "the fourth step down falls into a hole"
     (session,) = running.sessions()

@@ -1,8 +1,6 @@
 """verl, TRL and OpenEnv, each in its own environment, read exported rows with their own classes."""
 
-import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.clients.stack import ENVIRONMENTS, HERMETIC, ROOT
+from tests.support.clients.stack import ENVIRONMENTS, HERMETIC, told
 from tests.support.gateway.exports import export
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
@@ -46,20 +44,9 @@ def played(gateway: RunningGateway, directory: Path, form: str, client: str, *as
     """What the program of a library printed last about the export in this format."""
     file = directory / f"{form}.jsonl"
     file.write_bytes(gateway.get(f"/admin/export?format={form}", key=ADMIN_KEY).content)
-    python, program = (
-        ENVIRONMENTS / client / "bin" / "python",
-        ROOT / "tests" / "clients" / client / "play.py",
-    )
-    done = subprocess.run(
-        [python, program, file, *asked],
-        env=HERMETIC | {"PATH": os.environ["PATH"], "HOME": str(directory), "TRL_EXPERIMENTAL_SILENCE": "1"},
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=PLAY_TIMEOUT_S,
-    )
-    assert done.returncode == 0, f"{client}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return json.loads(done.stdout.splitlines()[-1])
+    python, program = ENVIRONMENTS / client / "bin" / "python", Path(__file__).parent / client / "play.py"
+    own = {"PATH": os.environ["PATH"], "HOME": str(directory), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    return told([python, program, file, *asked], HERMETIC | own, PLAY_TIMEOUT_S, directory)
 
 
 def test_verl_makes_its_batch_and_the_advantages_of_each_group(

@@ -19,9 +19,8 @@ import pytest
 from aiohttp import ClientSession
 
 from environments.errors import UnknownEnvironment
-from environments.settings import RunSettings
-from environments.start import play_run
-from tests.support.environments.running import RunTest, running_gateway
+from tests.support.agents.acting_engine import tool_call
+from tests.support.environments.running import RunTest
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
@@ -58,19 +57,11 @@ def answers(url: str) -> bool:
         return False
 
 
-@pytest.fixture
-def running(redis_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[RunTest]:
-    with running_gateway(redis_url, tiny_model, tmp_path) as running:
-        running.engine.answer = counted
-        yield running
-
-
 async def play(running: RunTest, url: str, **given: Any) -> Any:
-    settings = RunSettings(environment=f"openenv:{url}", **({"step_s": 20.0} | given))
-    return await play_run(settings, running.place, lambda line: None)
+    return await running.play_library(f"openenv:{url}", **({"step_s": 20.0} | given))
 
 
-def counted(prompt: str) -> str:
+def answer(prompt: str) -> str:
     """The next number of an episode. In every fifth task the model first says something else."""
     first = int(re.findall(r"count from (\d)", prompt)[-1])
     if first == 4 and "error" not in prompt:
@@ -121,13 +112,13 @@ async def test_a_server_without_a_place_fails_the_episode(running: RunTest) -> N
 async def test_a_killed_or_hung_server_fails_its_sessions(running: RunTest, how: signal.Signals) -> None:
     asked = Counter[str]()
 
-    def answer(prompt: str) -> str:
+    def strike(prompt: str) -> str:
         asked["all"] += 1
         if asked["all"] == 40:
             served.process.send_signal(how)
-        return counted(prompt)
+        return answer(prompt)
 
-    running.engine.answer = answer
+    running.engine.answer = strike
     with serving_openenv("count") as served:
         summary = await play(
             running, served.url, group_size=1, episodes=32, concurrency=16, step_s=2.0, most_failed_groups=99
@@ -163,48 +154,36 @@ async def test_the_model_reads_what_the_schema_has_against_its_action(running: R
 
 
 async def test_a_connection_lives_while_the_model_thinks(running: RunTest) -> None:
-    def answer(prompt: str) -> str:
+    def slowly(prompt: str) -> str:
         time.sleep(4.0)  # longer than the server waits for the answer to a ping
-        return counted(prompt)
+        return answer(prompt)
 
-    running.engine.answer = answer
+    running.engine.answer = slowly
     with serving_openenv("count", ping_timeout_s=1.5) as served:
         summary = await play(running, served.url, group_size=1, episodes=1)
     assert summary["by_status"] == {"completed": 1}
 
 
-async def test_tasks_that_a_server_lists_are_played(running: RunTest) -> None:
+async def test_tasks_that_a_server_lists_are_played_and_other_splits_refused_at_once(
+    running: RunTest,
+) -> None:
     with serving_openenv("listed") as served:
+        with pytest.raises(UnknownEnvironment, match="no split 'dev', only test, train"):
+            await play(running, served.url, options={"split": "dev"})
         summary = await play(running, served.url, mode="eval", group_size=1)
-    assert sorted(each["task_id"] for each in summary["tasks"]) == [
-        f"openenv:Listed:train:{index}" for index in range(4)
-    ]
+    tasks = sorted(each["task_id"] for each in summary["tasks"])
+    assert tasks == [f"openenv:Listed:train:{index}" for index in range(4)]
     assert summary["reward"]["mean"] == 1.25
 
 
-async def test_a_split_that_a_server_does_not_list_is_told_at_once(running: RunTest) -> None:
-    with (
-        serving_openenv("listed") as served,
-        pytest.raises(UnknownEnvironment, match="no split 'dev', only test, train"),
-    ):
-        await play(running, served.url, options={"split": "dev"})
-
-
 async def test_tools_are_called_and_their_rewards_land_on_their_turns(running: RunTest) -> None:
-    calls = iter(
-        [
-            ("add", '{"a": "x", "b": 3}'),
-            ("ad", "{}"),
-            ("add", '{"a": 2, "b": 3}'),
-            ("submit", '{"value": 5}'),
-        ]
-    )
-
-    def answer(prompt: str) -> str:
-        name, arguments = next(calls)
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-    running.engine.answer = answer
+    calls = [
+        tool_call("add", a="x", b=3),
+        tool_call("ad"),
+        tool_call("add", a=2, b=3),
+        tool_call("submit", value=5),
+    ]
+    running.engine.answer = lambda prompt: calls.pop(0)
     with serving_openenv("sums") as served:
         summary = await play(running, served.url, group_size=1, episodes=1)
     assert summary["by_status"] == {"completed": 1}

@@ -14,9 +14,9 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
+from tests.support.clients.proxies import UnreliableProxy
 from tests.support.clients.stack import CLIENT_KEY, ROOT
 from tests.support.clients.tinker_stack import ADMIN_KEY, LOOP_WITHIN_S, MOST_KILLS, TinkerStack, tinker_stack
-from tests.support.clients.unreliable import UnreliableProxy
 from tests.support.serving import serving
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_service.peft_models import peft_model

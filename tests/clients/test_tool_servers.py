@@ -3,7 +3,6 @@
 `make test-clients` installs the package. The engine is scripted.
 """
 
-import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ import environments.tools.servers
 from environments.errors import UnknownEnvironment
 from environments.hosts.libraries import tools_command
 from environments.settings import ToolServerSettings
-from environments.start import RunPlace, play_run
 from environments.tools.servers import ToolServers
+from tests.support.agents.acting_engine import tool_call
 from tests.support.environments.nothing import NoEnvironments
-from tests.support.environments.running import RunTest, running_gateway
+from tests.support.environments.running import RunTest
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
@@ -32,11 +31,7 @@ PROGRAM = ROOT / "tests" / "clients" / "mcp_servers" / "vault.py"
 STDIO = {"command": str(PYTHON), "args": [str(PROGRAM), "stdio"]}
 
 
-def tool_call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def opens_the_vault(prompt: str) -> str:
+def answer(prompt: str) -> str:
     """Ask for the hint, look with a text and then with the number, and say what is kept."""
     if found := re.findall(r"keeps (\d+)", prompt):
         return str(found[-1])
@@ -45,17 +40,8 @@ def opens_the_vault(prompt: str) -> str:
     return tool_call("hint")
 
 
-@pytest.fixture
-def running(redis_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[RunTest]:
-    with running_gateway(redis_url, tiny_model, tmp_path) as running:
-        running.engine.answer = opens_the_vault
-        yield running
-
-
 async def play(running: RunTest, servers: dict[str, Any], **given: Any) -> Any:
-    settings = running.settings("Vault", tool_servers=servers, **({"step_s": 30.0} | given))
-    place = RunPlace(running.run_dir, running.url, None, ROOT / "run" / "environments")
-    return await play_run(settings, place, lambda line: None)
+    return await running.play("Vault", tool_servers=servers, **({"step_s": 30.0} | given))
 
 
 @contextmanager
@@ -119,14 +105,14 @@ async def test_a_long_result_is_cut_off_and_says_so(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_dies_or_hangs_fails_its_episode_alone(running: RunTest) -> None:
-    def answer(prompt: str) -> str:
+    def faulty(prompt: str) -> str:
         if re.search(r"the key is 1\b", prompt):
             return tool_call("die")
         if re.search(r"the key is 2\b", prompt):
             return tool_call("wait", seconds=1000)
-        return opens_the_vault(prompt)
+        return answer(prompt)
 
-    running.engine.answer = answer
+    running.engine.answer = faulty
     summary = await play(running, {"vault": STDIO}, group_size=1, episodes=6, concurrency=6, step_s=20.0)
     assert summary["by_status"] == {"completed": 4, "failed": 2}
     dead, hung = [each for each in running.sessions() if each["status"] == "failed"]
@@ -138,41 +124,29 @@ async def test_a_server_that_dies_or_hangs_fails_its_episode_alone(running: RunT
 async def test_servers_end_with_their_episodes_and_a_dead_host_is_replaced(running: RunTest) -> None:
     killed: list[int] = []
 
-    def answer(prompt: str) -> str:
+    def strike(prompt: str) -> str:
         if not killed and "the key is" in prompt:
             (host,) = hosts()
             killed.append(host.pid)
             host.kill()
-        return opens_the_vault(prompt)
+        return answer(prompt)
 
-    running.engine.answer = answer
+    running.engine.answer = strike
     summary = await play(running, {"vault": STDIO}, group_size=2, episodes=8, concurrency=2)
     assert summary["by_status"]["completed"] >= 4
     assert sum(summary["by_status"].values()) == 8
-    wait_until(lambda: not hosts() and not vaults(), 60)
+    wait_until(lambda: not hosts() and not running_program(str(PROGRAM)), 60)
 
 
 def hosts() -> list[psutil.Process]:
-    return descendants("tool_servers.py")
+    children = [each.pid for each in psutil.Process().children(recursive=True)]
+    return [each for each in running_program("tool_servers.py") if each.pid in children]
 
 
-def vaults() -> list[psutil.Process]:
-    return [each for each in psutil.process_iter(["cmdline"]) if str(PROGRAM) in (each.info["cmdline"] or ())]
-
-
-def descendants(program: str) -> list[psutil.Process]:
-    return [
-        each
-        for each in psutil.Process().children(recursive=True)
-        if any(part.endswith(program) for part in command_of(each))
-    ]
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+def running_program(program: str) -> list[psutil.Process]:
+    """All processes of this machine whose command has such a part."""
+    found = psutil.process_iter(["cmdline"])
+    return [each for each in found if any(part.endswith(program) for part in each.info["cmdline"] or ())]
 
 
 async def test_variables_are_for_the_server_and_not_for_the_record(

@@ -10,13 +10,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 import pytest
 
 from environments.settings import RunSettings
 from environments.start import RunPlace, play_run
-from tests.support.clients.stack import ADMIN_KEY, CLIENT_KEY, ROOT, RunningStack
+from tests.support.clients.stack import CLIENT_KEY, ROOT, RunningStack
 
 CLIENT = "verifiers"
 TIMEOUT_S = 400.0
@@ -28,20 +26,10 @@ ROUTE: dict[str, Any] = {
 """How this machine reaches the package index: the library installs its harness with `uv` at its first run."""
 
 
-def exported(stack: RunningStack) -> dict[str, list[dict[str, Any]]]:
-    """The recorded turns of each session, the oldest first."""
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    lines = httpx.get(f"{stack.url}/admin/export?format=jsonl", headers=headers, timeout=60).text.splitlines()
-    turns = defaultdict(list)
-    for turn in sorted(map(msgspec.json.decode, lines), key=lambda turn: turn["created_at"]):
-        turns[turn["session_id"]].append(turn)
-    return turns
-
-
 def test_what_the_library_trains_on_is_what_weir_has_recorded(stack: RunningStack) -> None:
     said = stack.play(CLIENT, "train", timeout_s=TIMEOUT_S, MODEL_DIRECTORY=MODEL, **ROUTE)
     assert all(said["ok"]), [trace["errors"] for trace in said["traces"]]
-    recorded = exported(stack)
+    recorded = stack.exported()
     assert len({trace["id"] for trace in said["traces"]}) == len(said["traces"]) == len(said["ok"]) > 1
     relations = {each for trace in said["traces"] for each in compared(trace, recorded[trace["id"]])}
     assert relations == {"root", "extends"}
@@ -80,13 +68,13 @@ async def test_a_run_has_the_rewards_and_the_groups_of_the_traces(
         max_turns=6,
         sampling={"temperature": 1.0, "max_tokens": 64},
     )
-    toys = ROOT / "tests" / "clients" / "verifiers"
-    place = RunPlace(tmp_path / "run", stack.url, CLIENT_KEY, ROOT / "run" / "environments", toys)
+    toys = Path(__file__).with_name("verifiers")
+    place = RunPlace(tmp_path / "run", stack.url, CLIENT_KEY, directory=toys)
     summary = await play_run(settings, place, lambda line: None)
     assert sum(summary["by_status"].values()) == 8
     assert "failed" not in summary["by_status"], summary["reasons"]
     traces = {trace["id"]: trace for trace in map(json.loads, record.read_text().splitlines())}
-    recorded, groups = exported(stack), defaultdict(set)
+    recorded, groups = stack.exported(), defaultdict(set)
     sessions = [each for each in stack.sessions() if each.session_id in traces]
     assert len(sessions) == len(traces) == 8
     for session in sessions:
@@ -106,11 +94,9 @@ def test_each_trace_of_a_relayed_episode_is_one_session(stack: RunningStack) -> 
     assert all(said["ok"]), [trace["errors"] for trace in said["traces"]]
     new = {session.session_id for session in stack.sessions()} - before
     assert new == {trace["id"] for trace in said["traces"]}
-    recorded = exported(stack)
-    assert {turn["relation"] for trace in said["traces"] for turn in recorded[trace["id"]]} == {
-        "root",
-        "extends",
-    }
+    recorded = stack.exported()
+    relations = {turn["relation"] for trace in said["traces"] for turn in recorded[trace["id"]]}
+    assert relations == {"root", "extends"}
 
 
 def test_the_engine_takes_each_parameter_of_token_ids(stack: RunningStack) -> None:
@@ -130,18 +116,7 @@ def test_the_engine_takes_each_parameter_of_token_ids(stack: RunningStack) -> No
     long = generate(max_tokens=20, min_tokens=12, stop_token_ids=[first], temperature=0)["token_ids"]
     assert len(long) >= 12
     assert first not in long[:12]
-    everything = {
-        "seed": 5,
-        "top_k": 9,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "repetition_penalty": 1.1,
-        "stop": ["zzz"],
-    }
-    penalties = {
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.1,
-        "logit_bias": {"9": -1.0},
-        "temperature": 0.7,
-    }
-    assert generate(max_tokens=5, **everything, **penalties)["token_ids"]
+    everything: dict[str, Any] = dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.1)
+    everything |= {"repetition_penalty": 1.1, "logit_bias": {"9": -1.0}, "temperature": 0.7}
+    everything |= {"seed": 5, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "stop": ["zzz"]}
+    assert generate(max_tokens=5, **everything)["token_ids"]

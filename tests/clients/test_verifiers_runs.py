@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ import pytest
 
 from environments.errors import UnknownEnvironment
 from environments.results.journal import EpisodeEnded, entries_of
-from environments.settings import RunSettings
-from environments.start import RunPlace, play_run
-from tests.support.environments.running import RunTest, running_gateway
+from tests.support.environments.running import RunTest
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -33,23 +30,18 @@ TOYS = ROOT / "tests" / "clients" / "verifiers"
 PYTHON = ROOT / "run" / "environments" / "verifiers" / "bin" / "python"
 
 
-@pytest.fixture
-def running(redis_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[RunTest]:
-    with running_gateway(redis_url, tiny_model, tmp_path) as running:
-        running.engine.answer = summed
-        yield running
-
-
 async def play(running: RunTest, environment: str = "sums", **given: Any) -> Any:
     options = {"harness": None, **given.pop("options", {})}
-    settings = RunSettings(
-        environment=f"verifiers:{environment}", options=options, **({"concurrency": 4} | given)
-    )
-    place = RunPlace(running.run_dir, running.url, None, ROOT / "run" / "environments", TOYS)
-    return await play_run(settings, place, lambda line: None)
+    given = {"concurrency": 4, "options": options} | given
+    return await running.play_library(f"verifiers:{environment}", toys=TOYS, **given)
 
 
-def summed(prompt: str) -> str:
+async def play_each_once(running: RunTest, tasks: int, **given: Any) -> Any:
+    """An evaluation of the first tasks, one after the other."""
+    return await play(running, mode="eval", tasks=tasks, group_size=1, concurrency=1, **given)
+
+
+def answer(prompt: str) -> str:
     """Adds even numbers, and is wrong about odd ones."""
     number = int(re.findall(r"what is (\d+) \+ 3", prompt)[-1])
     return str(number + 3 + number % 2)
@@ -77,7 +69,7 @@ async def test_named_rewards_of_groups_are_those_of_the_traces(running: RunTest,
 
 async def test_a_failure_of_scoring_is_never_a_reward(running: RunTest) -> None:
     options = {"taskset": {"count": 2, "task": {"how": "raises"}}}
-    summary = await play(running, mode="eval", tasks=2, group_size=1, options=options)
+    summary = await play_each_once(running, 2, options=options)
     assert summary["by_status"] == {"failed": 1, "completed": 1}
     (failed,) = running.sessions(verdict="failed")
     assert "the grader is gone" in failed["verdict"]["detail"]
@@ -87,14 +79,8 @@ async def test_a_failure_of_scoring_is_never_a_reward(running: RunTest) -> None:
 
 async def test_an_answer_that_is_cut_off_is_truncated_and_rewarded(running: RunTest) -> None:
     running.engine.answer = lambda prompt: "1 + 1 + 1 + 1 + 1 + 1"
-    summary = await play(
-        running,
-        mode="eval",
-        tasks=1,
-        group_size=1,
-        sampling={"max_tokens": 4},
-        options={"taskset": {"count": 1}},
-    )
+    options = {"taskset": {"count": 1}}
+    summary = await play_each_once(running, 1, sampling={"max_tokens": 4}, options=options)
     assert summary["by_status"] == {"truncated": 1}
     (session,) = running.sessions()
     assert session["status"] == "truncated"
@@ -105,9 +91,7 @@ async def test_an_episode_that_takes_too_long_is_truncated_and_cancelled_in_the_
     running: RunTest,
 ) -> None:
     options = {"taskset": {"count": 2, "task": {"how": "waits"}}}
-    summary = await play(
-        running, mode="eval", tasks=2, group_size=1, concurrency=1, episode_s=25.0, options=options
-    )
+    summary = await play_each_once(running, 2, episode_s=25.0, options=options)
     assert summary["by_status"] == {"truncated": 1, "completed": 1}
     assert summary["reasons"] == {"the episode took longer than 25 s": 1}
 
@@ -117,9 +101,7 @@ async def test_a_killed_or_hung_host_fails_its_episode_and_the_run_goes_on(
     running: RunTest, how: str
 ) -> None:
     options = {"taskset": {"count": 2, "task": {"how": how}}}
-    summary = await play(
-        running, mode="eval", tasks=2, group_size=1, concurrency=1, step_s=6.0, options=options
-    )
+    summary = await play_each_once(running, 2, step_s=6.0, options=options)
     assert summary["by_status"] == {"failed": 1, "completed": 1}
     (failed,) = running.sessions(verdict="failed")
     told = {"dies": "ended with -9", "hangs": "did not answer 'ping' within 6 s"}[how]
@@ -131,15 +113,15 @@ async def test_what_a_killed_host_has_started_is_ended(running: RunTest) -> None
     """The harness has a process group of its own, and waits for the model."""
     started: list[psutil.Process] = []
 
-    def answer(prompt: str) -> str:
+    def strike(prompt: str) -> str:
         if not started:
             children = psutil.Process().children()
             (host,) = [child for child in children if any("play.py" in each for each in child.cmdline())]
             started.extend(host.children(recursive=True))
             host.kill()
-        return summed(prompt)
+        return answer(prompt)
 
-    running.engine.answer = answer
+    running.engine.answer = strike
     summary = await play(running, group_size=1, episodes=2, concurrency=1)
     assert summary["by_status"] == {"failed": 1, "completed": 1}
     assert started
@@ -151,12 +133,12 @@ async def test_a_group_that_can_teach_nothing_ends_early_and_frees_the_engine(ru
     """Two members are alike; the third one is in the middle of its answer."""
     calls = itertools.count(1)
 
-    def answer(prompt: str) -> str:
+    def alike(prompt: str) -> str:
         if next(calls) == 3:
             running.engine.stall_after = 0
         return "3"
 
-    running.engine.answer = answer
+    running.engine.answer = alike
     summary = await play(
         running, group_size=3, episodes=3, stop_uniform_after=2, options={"taskset": {"count": 1}}
     )
@@ -179,9 +161,8 @@ async def test_attempts_of_one_episode_are_sessions_with_groups_of_their_own(run
 
 
 async def test_more_traces_than_were_announced_fail_the_episode(running: RunTest) -> None:
-    summary = await play(
-        running, "best-of-n+sums", mode="eval", group_size=1, tasks=1, options={"env": {"n": 2}}
-    )
+    given: Any = {"mode": "eval", "group_size": 1, "tasks": 1, "options": {"env": {"n": 2}}}
+    summary = await play(running, "best-of-n+sums", **given)
     assert summary["by_status"] == {"failed": 1}
     (session,) = running.sessions()
     assert "more traces in an episode" in session["verdict"]["detail"]
@@ -202,12 +183,12 @@ async def test_an_agent_that_the_environment_does_not_train_is_not_trained(runni
 def test_a_killed_runner_is_resumed_and_its_host_ends(running: RunTest) -> None:
     opened = threading.Event()
 
-    def answer(prompt: str) -> str:
+    def held_up(prompt: str) -> str:
         if len(running.engine.requests) >= 3:
             opened.wait()
-        return summed(prompt)
+        return answer(prompt)
 
-    running.engine.answer = answer
+    running.engine.answer = held_up
     command = [sys.executable, "-m", "weir", "env", "run", "verifiers:sums", "-o", "harness=null"]
     command += ["--set", f"python={PYTHON}", "--gateway", running.url, "--run-dir", str(running.run_dir)]
     command += ["--group-size", "2", "--episodes", "6", "--concurrency", "2"]

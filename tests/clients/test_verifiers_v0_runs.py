@@ -8,37 +8,26 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from environments.errors import UnknownEnvironment
 from environments.settings import RunSettings
 from environments.start import RunPlace, play_run
-from tests.support.clients.stack import ADMIN_KEY, CLIENT_KEY, RunningStack
-from tests.support.environments.running import RunTest, running_gateway
+from tests.support.clients.stack import CLIENT_KEY, RunningStack
+from tests.support.environments.running import RunTest
 
-ROOT = Path(__file__).parents[2]
-TOYS = ROOT / "tests" / "clients" / "verifiers_v0"
-
-
-@pytest.fixture
-def running(redis_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[RunTest]:
-    with running_gateway(redis_url, tiny_model, tmp_path) as running:
-        running.engine.answer = doubled
-        yield running
+TOYS = Path(__file__).with_name("verifiers_v0")
 
 
-async def play(running: RunTest, environment: str = "doubles", **given: Any) -> Any:
-    settings = RunSettings(environment=f"verifiers_v0:{environment}", **({"concurrency": 16} | given))
-    place = RunPlace(running.run_dir, running.url, None, ROOT / "run" / "environments", TOYS)
-    return await play_run(settings, place, lambda line: None)
+async def play(running: RunTest, **given: Any) -> Any:
+    given = {"concurrency": 16} | given
+    return await running.play_library("verifiers_v0:doubles", toys=TOYS, **given)
 
 
-def doubled(prompt: str) -> str:
+def answer(prompt: str) -> str:
     """Doubles even numbers at once, and odd ones when it is asked again."""
     number = int(re.findall(r"double of (\d+)", prompt)[-1])
     return str(2 * number) if number % 2 == 0 or "no, double" in prompt else "?"
@@ -56,12 +45,12 @@ async def test_every_turn_has_the_tokens_that_weir_has_recorded(stack: RunningSt
         max_turns=2,
         sampling={"max_tokens": 8, "temperature": 1.0},
     )
-    place = RunPlace(tmp_path / "run", stack.url, CLIENT_KEY, ROOT / "run" / "environments", TOYS)
+    place = RunPlace(tmp_path / "run", stack.url, CLIENT_KEY, directory=TOYS)
     summary = await play_run(settings, place, lambda line: None)
     assert sum(summary["by_status"].values()) == 256
     assert "failed" not in summary["by_status"], summary["reasons"]
     rollouts = {each["id"]: each for each in map(json.loads, record.read_text().splitlines())}
-    exported = exported_turns(stack)
+    exported = stack.exported()
     groups = Counter[str]()
     for session_id, rollout in rollouts.items():
         view = stack.http.get(f"/sessions/{session_id}").raise_for_status().json()
@@ -77,16 +66,6 @@ async def test_every_turn_has_the_tokens_that_weir_has_recorded(stack: RunningSt
             whole += known["output_ids"]
     assert sorted(groups.values()) == [4] * 64
     assert {len(rollout["turns"]) for rollout in rollouts.values()} == {2}
-
-
-def exported_turns(stack: RunningStack) -> dict[str, list[dict[str, Any]]]:
-    """The exported turns of each session, the oldest first."""
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    lines = httpx.get(f"{stack.url}/admin/export?format=jsonl", headers=headers, timeout=60).text.splitlines()
-    found: dict[str, list[dict[str, Any]]] = {}
-    for turn in sorted(map(json.loads, lines), key=lambda turn: float(turn["created_at"])):
-        found.setdefault(turn["session_id"], []).append(turn)
-    return found
 
 
 async def test_a_group_has_the_rewards_of_its_rollouts(running: RunTest) -> None:

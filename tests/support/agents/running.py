@@ -1,9 +1,7 @@
 """Runs published agents, each installed in its own environment, on a gateway with a scripted engine."""
 
-import json
 import os
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import httpx
 
 from tests.support.agents.acting_engine import ActingEngine
-from tests.support.clients.stack import Session
+from tests.support.clients.stack import Session, addresses, told
 from tests.support.gateway.running import CLIENT_KEY
 
 ROOT = Path(__file__).parents[3]
@@ -59,20 +57,11 @@ class RunningAgents:
         Then check that each answer of the engine is recorded in exactly one turn, token for token.
         """
         self.engine.answers = answers
-        done = subprocess.run(
-            [*_command(agent), scene],
-            env=self._environment(agent, session) | more,
-            cwd=self.work,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SCENE_TIMEOUT_S,
-        )
-        told = f"{agent} {scene}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-        assert done.returncode == 0, f"{told}\nunexpected: {self.engine.unexpected}"
-        assert not self.engine.unexpected, f"{told}\nunexpected: {self.engine.unexpected}"
+        environment = self._environment(agent, session) | more
+        said = told([*_command(agent), scene], environment, SCENE_TIMEOUT_S, self.work)
+        assert not self.engine.unexpected, f"{agent} {scene}: {said}"
         self.check_tokens()
-        return json.loads(done.stdout.splitlines()[-1])
+        return said
 
     def check_tokens(self) -> None:
         sampled = [(each.prompt_ids, each.output_ids, each.logprobs) for each in self.engine.exchanges]
@@ -81,21 +70,12 @@ class RunningAgents:
         assert sorted(recorded) == sorted(sampled)
 
     def _environment(self, agent: str, session: Session | None) -> dict[str, str]:
-        home, inherited = ENVIRONMENTS / agent, {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+        home = ENVIRONMENTS / agent
         base_url = session.ticket["base_url"] if session else f"{self.url}/v1"
         key = session.ticket["api_key"] if session else CLIENT_KEY
-        return (
-            inherited
-            | HERMETIC
-            | {
-                "PATH": ":".join([*(str(home / folder) for folder in PROGRAMS), inherited["PATH"]]),
-                "HOME": str(self.work.with_name("home")),
-                "OPENAI_BASE_URL": base_url,
-                "OPENAI_API_KEY": key,
-                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": key,
-            }
-        )
+        path = ":".join([*(str(home / folder) for folder in PROGRAMS), os.environ["PATH"]])
+        own = {"PATH": path, "LANG": "C.UTF-8", "HOME": str(self.work.with_name("home"))}
+        return own | HERMETIC | addresses(base_url, key)
 
 
 def kinds(session: Session) -> list[str]:
@@ -104,8 +84,9 @@ def kinds(session: Session) -> list[str]:
     return [" ".join(filter(None, (turn["relation"], turn["reason"]))) for turn in session.turns()]
 
 
-def finishes(session: Session) -> list[str]:
-    return [turn["finish_reason"] for turn in session.turns()]
+def thoughtful(answers: dict[str, str]) -> dict[str, str]:
+    """The same answers, each after a thought."""
+    return {cue: f"<think>\nI know what to do.\n</think>\n\n{answer}" for cue, answer in answers.items()}
 
 
 def exchanges_of(session: Session) -> list[tuple[list[int], list[int], list[float]]]:

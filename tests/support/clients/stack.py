@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,9 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).parents[3]
-
-
 ENVIRONMENTS = ROOT / "run" / "clients"
-
-
 CLIENT_KEY, ADMIN_KEY = "clients-client", "clients-admin"
-
-
 SCENE_TIMEOUT_S = 120.0
-
-
 SHARP = 0.2
 """The sampling temperature. At 1, the small model errs now and then. A test could not tell such an answer
 from one that the gateway gave to the wrong client."""
@@ -36,6 +30,38 @@ HERMETIC = {
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 """Keeps clients from the network, apart from their calls to the gateway."""
+
+
+def told(
+    command: Sequence[str | Path], environment: Mapping[str, str], timeout_s: float, cwd: Path | None = None
+) -> Any:
+    """Run a user's program, which knows this environment alone; return what it printed last, as JSON."""
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def inherited() -> dict[str, str]:
+    """What programs know of this machine."""
+    return {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+
+
+def addresses(base_url: str, key: str) -> dict[str, str]:
+    """The variables in which SDKs look for their server."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
+    }
 
 
 @dataclass(frozen=True)
@@ -95,6 +121,19 @@ class RunningStack:
         rows = self.http.get("/sessions", params={"limit": 1000, **query}).raise_for_status().json()["data"]
         return [Session(row, self.http) for row in rows]
 
+    def session_of(self, session_id: str) -> Session:
+        (found,) = [each for each in self.sessions() if each.session_id == session_id]
+        return found
+
+    def exported(self) -> dict[str, list[dict[str, Any]]]:
+        """The recorded turns of each session, the oldest first."""
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        lines = httpx.get(f"{self.url}/admin/export?format=jsonl", headers=headers, timeout=60).text
+        turns = defaultdict(list)
+        for turn in sorted(map(json.loads, lines.splitlines()), key=lambda turn: float(turn["created_at"])):
+            turns[turn["session_id"]].append(turn)
+        return turns
+
     def play(
         self,
         client: str,
@@ -111,41 +150,17 @@ class RunningStack:
         """
         before = self._turns()
         started = time.monotonic()
-        environment = self._environment(session) | more
+        base_url = session.ticket["base_url"] if session else f"{self.url}/v1"
+        key = session.ticket["api_key"] if session else CLIENT_KEY
+        environment = inherited() | HERMETIC | addresses(base_url, key) | more
         if url:
             environment = {name: value.replace(self.url, url) for name, value in environment.items()}
-        said = self._run(client, scene, environment, timeout_s)
+        said = told([*_command(client), scene], environment, timeout_s)
         figures = self.figures.setdefault(client, Figures())
         figures.scenes += 1
         figures.turns += self._turns() - before
         figures.seconds += time.monotonic() - started
         return said
-
-    def _run(self, client: str, scene: str, environment: dict[str, str], timeout_s: float) -> Any:
-        done = subprocess.run(
-            [*_command(client), scene],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-        assert done.returncode == 0, f"{client} {scene}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        return json.loads(done.stdout.splitlines()[-1])
-
-    def _environment(self, session: Session | None) -> dict[str, str]:
-        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-        base_url = session.ticket["base_url"] if session else f"{self.url}/v1"
-        key = session.ticket["api_key"] if session else CLIENT_KEY
-        return (
-            inherited
-            | HERMETIC
-            | {
-                "OPENAI_BASE_URL": base_url,
-                "OPENAI_API_KEY": key,
-                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": key,
-            }
-        )
 
     def _turns(self) -> int:
         rows = self.http.get("/sessions", params={"limit": 1000}).raise_for_status().json()["data"]

@@ -1,10 +1,8 @@
 """One real stack whose trainer carries out commands, users' loops against it, and kills of its parts."""
 
-import json
 import os
 import random
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.clients.stack import CLIENT_KEY, ENVIRONMENTS, HERMETIC, ROOT
+from tests.support.clients.stack import CLIENT_KEY, ENVIRONMENTS, HERMETIC, ROOT, inherited, told
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 from trainer_service.commands.live_model import safe_name
@@ -28,6 +26,12 @@ MOST_KILLS = int(os.environ.get("TINKER_KILLS", "8"))
 LOOP_WITHIN_S = max(900.0, 60.0 * MOST_KILLS)
 PARTS = ("trainer_service", "gateway", "rollout_server", "redis")
 LORA = {"max_rank": 8, "max_loaded": 8}
+PROGRAMS = {
+    "cookbook_former": "cookbook_newest",
+    "tinker_first": "tinker_newest",
+    "tinker_middle": "tinker_newest",
+}
+"""The versions of an SDK whose user's program is that of another version."""
 
 
 @dataclass
@@ -40,23 +44,15 @@ class TinkerStack:
 
     def play(self, client: str, scene: str, **more: str) -> Any:
         """Run a scene of a user's program in the environment of this SDK; returns what it printed last."""
-        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         given = {
             "TINKER_BASE_URL": self.stack.gateway_url,
             "TINKER_API_KEY": f"tml-{CLIENT_KEY}",
             "MODEL": str(self.model),
             "PYTHONWARNINGS": "ignore",
         }
-        python, script = ENVIRONMENTS / client / "bin" / "python", ROOT / "tests/clients" / client / "play.py"
-        done = subprocess.run(
-            [str(python), str(script), scene],
-            env=inherited | HERMETIC | given | more,
-            capture_output=True,
-            text=True,
-            timeout=LOOP_WITHIN_S,
-        )
-        assert done.returncode == 0, f"{client} {scene}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        return json.loads(done.stdout.splitlines()[-1])
+        script = ROOT / "tests/clients" / PROGRAMS.get(client, client) / "play.py"
+        command = [ENVIRONMENTS / client / "bin" / "python", script, scene]
+        return told(command, inherited() | HERMETIC | given | more, LOOP_WITHIN_S)
 
     def adapter(self, model_id: str, version: int) -> Path:
         """The directory of an adapter's version that the trainer has published."""

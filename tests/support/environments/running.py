@@ -38,6 +38,13 @@ class RunTest:
     def settings(self, toy: str, **given: Any) -> RunSettings:
         return RunSettings(environment=f"{TOYS}:{toy}", **({"step_s": 20.0} | given))
 
+    async def play_library(
+        self, environment: str, *, name: str = "run", toys: Path = Path(), **given: Any
+    ) -> Any:
+        """Play environments of a library, in its own Python environment; `toys` has those that are ours."""
+        place = RunPlace(self.run_dir.with_name(name), self.url, None, directory=toys)
+        return await play_run(RunSettings(environment=environment, **given), place, lambda line: None)
+
     async def play(self, toy: str, *, resume: bool = False, loop: str | None = None, **given: Any) -> Any:
         return await play_run(self.settings(toy, **given), self.place, lambda line: None, loop, resume)
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import openai
 import pytest
 
 from tests.support.gateway.examples import CALL_TEXT
@@ -13,6 +14,14 @@ TOOL: Any = {
     "type": "function",
     "function": {"name": "get", "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}},
 }
+
+
+def answer(client: openai.OpenAI, stream: bool, **asked: Any) -> Any:
+    """The choice of an answer, plain or streamed."""
+    if not stream:
+        return client.chat.completions.create(model="m", **asked).choices[0]
+    with client.chat.completions.stream(model="m", **asked) as events:
+        return events.get_final_completion().choices[0]
 
 
 def test_the_official_client_gets_an_answer(gateway: RunningGateway) -> None:
@@ -27,13 +36,18 @@ def test_the_official_client_gets_an_answer(gateway: RunningGateway) -> None:
 
 def test_the_record_holds_what_the_engine_returned(gateway: RunningGateway) -> None:
     session = gateway.session()
-    gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+    reply = gateway.chat(session=session, headers={"x-request-id": "mine-1"})
     (turn,) = gateway.turns(session)
     (asked,) = gateway.engine.requests
     assert turn["context_ids"] == asked["input_ids"]
     assert turn["output_ids"][-1] == gateway.engine.tokenizer.token_to_id("<|im_end|>")
     assert turn["logprobs"] == [logprob_of(index) for index in range(len(turn["output_ids"]))]
     assert turn["versions"] == [{"version": 0, "start": 0, "end": len(turn["output_ids"])}]
+    assert reply.headers["x-request-id"] == "mine-1"
+    assert reply.headers["x-weir-session-id"] == session["session_id"]
+    assert reply.headers["x-weir-turn-id"] == turn["turn_id"]
+    assert reply.headers["x-weir-policy-version"] == "0"
+    assert json.loads(reply.headers["x-weir-sampling"])["temperature"] == 1.0
 
 
 def test_both_ways_of_engine_streaming_give_the_same_record(gateway: RunningGateway) -> None:
@@ -41,12 +55,7 @@ def test_both_ways_of_engine_streaming_give_the_same_record(gateway: RunningGate
     for cumulative in (False, True):
         gateway.engine.cumulative = cumulative
         gateway.engine.script.append("one two three four five")
-        session = gateway.session()
-        with gateway.client(session).chat.completions.stream(
-            model="m", messages=[{"role": "user", "content": "x"}]
-        ) as s:
-            s.until_done()
-        (turn,) = gateway.turns(session)
+        (turn,) = gateway.turns_of(gateway.chat(stream=True))
         outputs.append((turn["output_ids"], turn["logprobs"]))
     assert outputs[0] == outputs[1]
 
@@ -87,13 +96,7 @@ def test_streamed_text_is_the_answer_token_by_token(gateway: RunningGateway) -> 
 def test_a_tool_call_reaches_the_client(gateway: RunningGateway, stream: bool) -> None:
     gateway.engine.script.append("let me see" + CALL_TEXT)
     client = gateway.client(gateway.session())
-    arguments: Any = {"model": "m", "messages": [{"role": "user", "content": "a?"}], "tools": [TOOL]}
-    if stream:
-        with client.chat.completions.stream(**arguments) as events:
-            completion: Any = events.get_final_completion()
-    else:
-        completion = client.chat.completions.create(**arguments)
-    choice = completion.choices[0]
+    choice = answer(client, stream, messages=[{"role": "user", "content": "a?"}], tools=[TOOL])
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "let me see"
     (call,) = choice.message.tool_calls
@@ -108,17 +111,13 @@ def test_a_malformed_tool_call_stays_readable_and_the_session_goes_on(
     session = gateway.session()
     client = gateway.client(session)
     history: list[Any] = [{"role": "user", "content": "a?"}]
-    if stream:
-        with client.chat.completions.stream(model="m", messages=history) as events:
-            message: Any = events.get_final_completion().choices[0].message
-    else:
-        message = client.chat.completions.create(model="m", messages=history).choices[0].message
+    message = answer(client, stream, messages=history).message
     assert "nonsense" in message.content
     history += [
         {"role": "assistant", "content": message.content},
         {"role": "tool", "content": "no", "tool_call_id": "x"},
     ]
-    client.chat.completions.create(model="m", messages=history)
+    answer(client, stream, messages=history)
     assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "extends"]
 
 
@@ -136,11 +135,9 @@ def test_turn_two_is_turn_one_and_its_sample_and_the_new_messages(gateway: Runni
     assert (
         gateway.engine.requests[1]["input_ids"] == one["context_ids"] + one["output_ids"] + two["context_ids"]
     )
+    result = "<tool_response>\na = 7\n</tool_response>"
     new = gateway.engine.tokenizer.decode(two["context_ids"], skip_special_tokens=False)
-    assert (
-        new
-        == "\n<|im_start|>user\n<tool_response>\na = 7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert new == f"\n<|im_start|>user\n{result}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_sessions_that_begin_alike_go_on_apart(gateway: RunningGateway) -> None:
@@ -158,54 +155,6 @@ def test_sessions_that_begin_alike_go_on_apart(gateway: RunningGateway) -> None:
         assert given[0] == first["context_ids"]
         assert given[1][-len(second["context_ids"]) :] == second["context_ids"]
     assert prompts[0] == prompts[1] == prompts[2]
-
-
-def test_an_edited_history_is_its_own_branch(gateway: RunningGateway) -> None:
-    session = gateway.session()
-    path = f"/sessions/{session['session_id']}/v1/chat/completions"
-    gateway.chat("one", path=path)
-    gateway.chat("another", path=path)
-    root, fork = gateway.turns(session)
-    assert (root["relation"], fork["relation"], fork["parent_id"]) == ("root", "forks", None)
-
-
-def test_a_new_user_turn_rerenders_where_the_template_says_so(gateway: RunningGateway) -> None:
-    session = gateway.session()
-    client = gateway.client(session)
-    history: list[Any] = [{"role": "user", "content": "a"}]
-    reply = client.chat.completions.create(model="m", messages=history).choices[0].message
-    history += [reply, {"role": "user", "content": "b"}]
-    client.chat.completions.create(model="m", messages=history)
-    _, second = gateway.turns(session)
-    assert (
-        gateway.engine.requests[1]["input_ids"][: len(gateway.engine.requests[0]["input_ids"])]
-        == (gateway.engine.requests[0]["input_ids"])
-    )
-    assert second["relation"] == "extends"
-
-
-def test_the_gateway_owns_the_sampling_of_training_traffic(gateway: RunningGateway) -> None:
-    gateway.chat(temperature=0.0, top_p=0.1, frequency_penalty=1.0)
-    sent = gateway.engine.requests[0]["sampling_params"]
-    assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["min_p"]) == (1.0, 1.0, -1, 0.0)
-    assert sent["repetition_penalty"] == 1.0
-    assert "frequency_penalty" not in sent
-
-
-def test_an_evaluation_keeps_its_own_sampling(gateway: RunningGateway) -> None:
-    session = gateway.session(train=False)
-    gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", temperature=0.25)
-    assert gateway.engine.requests[0]["sampling_params"]["temperature"] == 0.25
-    (turn,) = gateway.turns(session)
-    assert turn["sampling"]["asked"] == {"temperature": 0.25}
-
-
-def test_an_answer_may_use_what_the_context_leaves(gateway: RunningGateway) -> None:
-    gateway.chat()
-    request = gateway.engine.requests[0]
-    assert request["sampling_params"]["max_new_tokens"] == 4096 - len(request["input_ids"])
-    gateway.chat(max_tokens=7)
-    assert gateway.engine.requests[1]["sampling_params"]["max_new_tokens"] == 7
 
 
 def test_a_cut_answer_says_length(gateway: RunningGateway) -> None:
@@ -233,28 +182,12 @@ def test_logprobs_and_ids_on_request(gateway: RunningGateway) -> None:
     assert choice["logprobs"]["content"][0]["top_logprobs"][0]["logprob"] == -0.1
 
 
-def test_reply_headers_name_session_turn_version_and_sampling(gateway: RunningGateway) -> None:
-    session = gateway.session()
-    reply = gateway.chat(
-        path=f"/sessions/{session['session_id']}/v1/chat/completions", headers={"x-request-id": "mine-1"}
-    )
-    assert reply.headers["x-request-id"] == "mine-1"
-    assert reply.headers["x-weir-session-id"] == session["session_id"]
-    assert reply.headers["x-weir-policy-version"] == "0"
-    assert json.loads(reply.headers["x-weir-sampling"])["temperature"] == 1.0
-
-
 def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_record(gateway: RunningGateway) -> None:
     gateway.engine.script.append("yes. Observation: no")
     reply = gateway.chat(stop=["Observation:"], stream=True)
     events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
     text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
     assert text == "yes."
-
-
-def test_models_lists_the_policy(gateway: RunningGateway) -> None:
-    client = gateway.client(gateway.session())
-    assert [model.id for model in client.models.list()] == ["policy"]
 
 
 def test_side_by_side_each_streamed_token_has_its_own_logprob_once(gateway: RunningGateway) -> None:

@@ -1,7 +1,5 @@
 """OpenAI's completions API over HTTP: prompts without a chat template."""
 
-import pytest
-
 from tests.support.gateway.running import RunningGateway
 
 
@@ -32,13 +30,6 @@ def test_ids_are_continued_as_they_are_and_extend_the_turn_that_they_begin_with(
     assert (three["relation"], three["parent_id"]) == ("forks", None)
 
 
-def test_an_answer_is_as_long_as_was_asked_for(gateway: RunningGateway) -> None:
-    gateway.engine.script.append("a long story that goes on and on")
-    reply = gateway.post("/v1/completions", {"prompt": "Once", "max_tokens": 3}).json()
-    assert reply["usage"]["completion_tokens"] == 3
-    assert reply["choices"][0]["finish_reason"] == "length"
-
-
 def test_several_prompts_have_several_answers_in_order(gateway: RunningGateway) -> None:
     session = gateway.session()
     gateway.engine.script += ["a", "b", "c", "d"]
@@ -49,18 +40,15 @@ def test_several_prompts_have_several_answers_in_order(gateway: RunningGateway) 
     assert turns == {tuple(gateway.engine.tokenizer.encode(text).ids) for text in ("x", "y")}
 
 
-@pytest.mark.parametrize(
-    "answer", ["  spaces stay  ", "<think>no tags here</think>", "ends\n\n", "漢字 🙂 ok"]
-)
-def test_a_stream_adds_up_to_the_plain_text(gateway: RunningGateway, answer: str) -> None:
-    session = gateway.session()
-    gateway.engine.script += [answer, answer]
-    client = gateway.client(session)
-    plain = client.completions.create(model="p", prompt="go", echo=True).choices[0].text
-    chunks = list(client.completions.create(model="p", prompt="go", echo=True, stream=True))
-    assert plain == "go" + answer
-    assert "".join(chunk.choices[0].text for chunk in chunks) == plain
-    assert chunks[-1].choices[0].finish_reason == "stop"
+def test_a_stream_adds_up_to_the_plain_text(gateway: RunningGateway) -> None:
+    client = gateway.client(gateway.session())
+    for answer in ("  spaces stay  ", "<think>no tags here</think>", "ends\n\n", "漢字 🙂 ok"):
+        gateway.engine.script += [answer, answer]
+        plain = client.completions.create(model="p", prompt="go", echo=True).choices[0].text
+        chunks = list(client.completions.create(model="p", prompt="go", echo=True, stream=True))
+        assert plain == "go" + answer
+        assert "".join(chunk.choices[0].text for chunk in chunks) == plain
+        assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 def test_logprobs_are_those_of_the_record(gateway: RunningGateway) -> None:
@@ -75,7 +63,10 @@ def test_logprobs_are_those_of_the_record(gateway: RunningGateway) -> None:
     assert (logprobs.text_offset or [])[0] == 0
 
 
-def test_a_stop_string_ends_the_text_before_it(gateway: RunningGateway) -> None:
-    gateway.engine.script.append("one, two END three")
-    reply = gateway.post("/v1/completions", {"prompt": "count", "stop": "END"}).json()
-    assert reply["choices"][0]["text"] == "one, two "
+def test_an_answer_ends_where_it_was_asked_to(gateway: RunningGateway) -> None:
+    for more, text, reason in (({"max_tokens": 3}, None, "length"), ({"stop": "END"}, "one, two ", "stop")):
+        gateway.engine.script.append("one, two END three")
+        reply = gateway.post("/v1/completions", {"prompt": "count", **more}).json()
+        (choice,) = reply["choices"]
+        assert choice["finish_reason"] == reason, more
+        assert choice["text"] == text if text else reply["usage"]["completion_tokens"] == 3, more

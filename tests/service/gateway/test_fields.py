@@ -1,4 +1,4 @@
-"""Fields of a request that are served, or accepted because they change nothing."""
+"""Fields of requests, messages, parts, items and tools that change no token, and what is left out."""
 
 from typing import Any
 
@@ -6,17 +6,29 @@ import pytest
 
 from tests.support.gateway.running import RunningGateway
 
-HI: list[Any] = [{"role": "user", "content": "hi"}]
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+HI: Any = {"role": "user", "content": "hi"}
+FUNCTION: Any = {"name": "get", "parameters": {"type": "object"}}
+CHAT_TOOL: Any = {"type": "function", "function": FUNCTION}
+TOOL: Any = {"type": "function", **FUNCTION}
+MY_TOOL: Any = {"name": "get", "input_schema": {"type": "object"}}
+CALL: Any = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}
+ITEM_CALL: Any = {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"}
+OUTPUT: Any = {"type": "function_call_output", "call_id": "c", "output": "7"}
+USE: Any = {"type": "tool_use", "id": "c", "name": "get", "input": {}}
+RESULT: Any = {"type": "tool_result", "tool_use_id": "c", "content": "7"}
+TEXT: Any = {"type": "text", "text": "hi"}
+CACHED: Any = {"cache_control": {"type": "ephemeral"}}
 BODIES: dict[str, dict[str, Any]] = {
-    "chat/completions": {"messages": HI},
-    "completions": {"prompt": "hi"},
-    "responses": {"input": "hi"},
-    "messages": {"messages": HI, "max_tokens": 9},
-    "messages/count_tokens": {"messages": HI},
+    CHAT: {"messages": [HI]},
+    RESPONSES: {"input": "hi"},
+    MESSAGES: {"messages": [HI], "max_tokens": 9},
 }
-ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+
+
+OF_THE_REQUEST: list[tuple[str, dict[str, Any]]] = [
     (
-        "chat/completions",
+        CHAT,
         {
             "store": True,
             "service_tier": "auto",
@@ -34,7 +46,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (
-        "responses",
+        RESPONSES,
         {
             "truncation": "disabled",
             "background": False,
@@ -47,7 +59,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (
-        "messages",
+        MESSAGES,
         {
             "cache_control": {"type": "ephemeral"},
             "service_tier": "auto",
@@ -59,84 +71,148 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
         },
     ),
 ]
-
-
-@pytest.mark.parametrize(("path", "fields"), ACCEPTED)
-def test_what_changes_no_token_is_accepted(
-    gateway: RunningGateway, path: str, fields: dict[str, Any]
-) -> None:
-    for body in (BODIES[path], BODIES[path] | fields):
-        assert gateway.post(f"/v1/{path}", body).status_code == 200
-    plain, given = gateway.engine.requests
-    assert given["input_ids"] == plain["input_ids"]
-
-
-THINKING = [
-    ("chat/completions", {"reasoning_effort": "none"}, False),
-    ("chat/completions", {"reasoning_effort": "low"}, True),
-    ("chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}, False),
-    ("chat/completions", {"chat_template_kwargs": {"enable_thinking": True}}, True),
-    ("responses", {"reasoning": {"effort": "none"}}, False),
-    ("responses", {"reasoning": {"effort": "xhigh", "summary": "auto"}}, True),
-    ("messages", {"thinking": {"type": "disabled"}}, False),
-    ("messages", {"thinking": {"type": "enabled", "budget_tokens": 2048}}, True),
+SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        CHAT,
+        {
+            "messages": [
+                HI | {"content": [TEXT | CACHED, TEXT | {"prompt_cache_breakpoint": {"type": "x"}}]},
+                {
+                    "role": "assistant",
+                    "content": "yes",
+                    "refusal": None,
+                    "audio": None,
+                    "annotations": [],
+                    "function_call": None,
+                    "parsed": None,
+                    "provider_specific_fields": {},
+                    "tool_calls": [
+                        CALL | {"index": 0, "function": {**CALL["function"], "parsed_arguments": {}}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c", "content": "7", "name": "get"} | CACHED,
+            ],
+            "tools": [CHAT_TOOL | CACHED],
+        },
+        {
+            "messages": [
+                HI | {"content": "hihi"},
+                {"role": "assistant", "content": "yes", "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c", "content": "7", "name": "get"},
+            ],
+            "tools": [CHAT_TOOL],
+        },
+    ),
+    (
+        CHAT,
+        {"messages": [HI, {"role": "assistant", "content": None, "refusal": "no"}, HI]},
+        {"messages": [HI, {"role": "assistant", "content": "no"}, HI]},
+    ),
+    (
+        RESPONSES,
+        {
+            "input": [
+                HI
+                | {"type": "message", "id": "msg_1", "status": "completed"}
+                | {"internal_chat_message_metadata_passthrough": {"turn_id": "t1"}},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "id": "msg_2",
+                    "status": "completed",
+                    "phase": "commentary",
+                    "content": [{"type": "output_text", "text": "yes", "annotations": [], "logprobs": []}],
+                },
+                ITEM_CALL
+                | {"id": "fc_1", "status": "completed", "caller": {"type": "direct"}, "namespace": None},
+                OUTPUT | {"id": "fco_1", "status": "completed"},
+            ],
+            "tools": [TOOL | {"strict": None, "defer_loading": False, "allowed_callers": ["direct"]}],
+        },
+        {"input": [HI, {"role": "assistant", "content": "yes"}, ITEM_CALL, OUTPUT], "tools": [TOOL]},
+    ),
+    (
+        MESSAGES,
+        {
+            "max_tokens": 9,
+            "system": [TEXT | CACHED],
+            "messages": [
+                HI,
+                {
+                    "role": "assistant",
+                    "content": [TEXT | {"citations": None}, USE | {"caller": {"type": "direct"}} | CACHED],
+                },
+                {"role": "user", "content": [RESULT | CACHED | {"is_error": True}]},
+            ],
+            "tools": [MY_TOOL | CACHED | {"type": "custom", "eager_input_streaming": True}],
+        },
+        {
+            "max_tokens": 9,
+            "system": "hi",
+            "messages": [
+                HI,
+                {"role": "assistant", "content": [TEXT, USE]},
+                {"role": "user", "content": [RESULT]},
+            ],
+            "tools": [MY_TOOL],
+        },
+    ),
+    *((path, BODIES[path] | fields, BODIES[path]) for path, fields in OF_THE_REQUEST),
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "on"), THINKING)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_turns_thinking_on_or_off_in_its_dialects_words(
-    gateway: RunningGateway, path: str, fields: dict[str, Any], on: bool, stream: bool
+@pytest.mark.parametrize(("path", "given", "plain"), SAME)
+def test_what_sdks_add_changes_no_token(
+    gateway: RunningGateway, path: str, given: dict[str, Any], plain: dict[str, Any]
 ) -> None:
-    reply = gateway.post(f"/v1/{path}", BODIES[path] | fields | {"stream": stream})
-    assert reply.status_code == 200, reply.text
-    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
-    prompt = gateway.engine.tokenizer.decode(turn["context_ids"], skip_special_tokens=False)
-    assert prompt.endswith("</think>\n\n") is not on
-    assert turn["sampling"]["used"]["thinking"] == {"enable_thinking": on}
-    assert turn["sampling"]["asked"]["thinking"] == ("on" if on else "off")
-    assert "thinking" not in gateway.engine.requests[0]["sampling_params"]
+    for body in (given, plain):
+        reply = gateway.post(path, body)
+        assert reply.status_code == 200, reply.text
+    one, two = gateway.engine.requests
+    assert one["input_ids"] == two["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [("chat/completions", {"verbosity": "low"}), ("responses", {"text": {"verbosity": "high"}})],
-)
+SEALED: Any = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+REDACTED: Any = {"type": "redacted_thinking", "data": "x"}
+WEB: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+ELSEWHERE: list[Any] = [
+    {"type": "web_search"},
+    TOOL,
+    {"type": "code_interpreter", "container": {"type": "auto"}},
+    {"type": "mcp", "server_label": "x", "server_url": "http://x"},
+    {"type": "custom", "name": "apply_patch"},
+]
+SAID: Any = {"role": "assistant", "content": [TEXT]}
+LEFT_OUT: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
+    (RESPONSES, {"tools": ELSEWHERE}, {"tools": [TOOL]}, ["code_interpreter", "custom", "mcp", "web_search"]),
+    (RESPONSES, {"input": [HI, SEALED, HI]}, {"input": [HI, HI]}, ["reasoning"]),
+    (MESSAGES, {"tools": [MY_TOOL, WEB]}, {"tools": [MY_TOOL]}, ["web_search"]),
+    (
+        MESSAGES,
+        {"messages": [HI, {"role": "assistant", "content": [REDACTED, TEXT]}, HI]},
+        {"messages": [HI, SAID, HI]},
+        ["redacted_thinking"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "plain", "kinds"), LEFT_OUT)
+def test_what_the_model_does_not_get_is_recorded_and_told(
+    gateway: RunningGateway, path: str, fields: dict[str, Any], plain: dict[str, Any], kinds: list[str]
+) -> None:
+    (whole,) = gateway.turns_of(gateway.post(path, BODIES[path] | plain))
+    assert "left_out" not in whole["sampling"]["asked"]
+    for stream in (False, True):
+        reply = gateway.post(path, BODIES[path] | fields | {"stream": stream})
+        (turn,) = gateway.turns_of(reply)
+        assert turn["sampling"]["asked"]["left_out"] == kinds
+        assert f'"left_out":["{kinds[0]}"' in reply.headers["x-weir-sampling-asked"]
+        assert turn["context_ids"] == whole["context_ids"]
+
+
 def test_the_models_one_verbosity_serves_all_and_the_turn_records_the_one_asked(
-    gateway: RunningGateway, path: str, fields: dict[str, Any]
-) -> None:
-    reply = gateway.post(f"/v1/{path}", BODIES[path] | fields)
-    assert reply.status_code == 200, reply.text
-    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
-    assert turn["sampling"]["asked"]["verbosity"] == fields.get("text", fields)["verbosity"]
-
-
-def test_a_conversation_without_thinking_extends_and_is_counted_as_it_is_sampled(
     gateway: RunningGateway,
 ) -> None:
-    off = {"thinking": {"type": "disabled"}}
-    path = f"/sessions/{gateway.session()['session_id']}/v1/messages"
-    said = gateway.post(path, BODIES["messages"] | off).json()
-    history = [*HI, {"role": "assistant", "content": said["content"]}, *HI]
-    body = {"messages": history, **off}
-    count = gateway.post("/v1/messages/count_tokens", body).json()["input_tokens"]
-    reply = gateway.post(path, body | {"max_tokens": 9})
-    turns = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
-    assert [turn["relation"] for turn in turns] == ["root", "extends"]
-    assert reply.json()["usage"]["input_tokens"] == count
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"policy": "policy@x"}, "policy"),
-        ({"metadata": {"a": "x" * 20_000}}, "metadata"),
-        ({"lineage": "x" * 201}, "lineage"),
-    ],
-)
-def test_a_session_that_no_call_could_use_is_not_opened(
-    gateway: RunningGateway, body: dict[str, Any], param: str
-) -> None:
-    for path, more in (("/sessions", {}), ("/groups", {"size": 2})):
-        reply = gateway.post(path, body | more)
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    for path, fields in ((CHAT, {"verbosity": "low"}), (RESPONSES, {"text": {"verbosity": "low"}})):
+        (turn,) = gateway.turns_of(gateway.post(path, BODIES[path] | fields))
+        assert turn["sampling"]["asked"]["verbosity"] == "low", path

@@ -41,63 +41,43 @@ def test_a_function_is_called_and_its_result_extends_the_conversation(
     assert (call.name, json.loads(call.arguments)) == ("get", {"key": "a"})
     history: Any = [
         ASKED,
-        {
-            "role": "assistant",
-            "content": content,
-            "function_call": {"name": "get", "arguments": call.arguments},
-        },
+        {"role": "assistant", "content": content, "function_call": call.to_dict()},
         {"role": "function", "name": "get", "content": "a = 7"},
     ]
     (choice,) = client.chat.completions.create(messages=history, **arguments).choices
     assert (choice.message.content, choice.finish_reason) == ("seven", "stop")
     one, two = gateway.turns(session)
-    assert (one["finish_reason"], two["relation"], two["parent_id"]) == (
-        "tool_calls",
-        "extends",
-        one["turn_id"],
-    )
+    assert one["finish_reason"] == "tool_calls"
+    assert (two["relation"], two["parent_id"]) == ("extends", one["turn_id"])
     assert "a = 7" in gateway.engine.tokenizer.decode(two["context_ids"])
 
 
-@pytest.mark.parametrize(
-    ("older", "newer"),
-    [
-        ({}, {}),
-        ({"function_call": "auto"}, {"tool_choice": "auto"}),
-        ({"function_call": "none"}, {"tool_choice": "none"}),
-        (
-            {"function_call": {"name": "put"}},
-            {"tool_choice": {"type": "function", "function": {"name": "put"}}},
-        ),
-    ],
-)
-def test_functions_are_read_as_tools_of_which_one_may_be_called(
-    gateway: RunningGateway, older: Any, newer: Any
-) -> None:
-    assert gateway.chat(functions=[FUNCTION, OTHER], **older).status_code == 200
-    assert gateway.chat(tools=TOOLS, parallel_tool_calls=False, **newer).status_code == 200
-    one, two = gateway.engine.requests
-    assert one["input_ids"] == two["input_ids"]
-    assert one["sampling_params"] == two["sampling_params"]
+PUT: Any = {"name": "put"}
+CHOICES: list[tuple[Any, Any]] = [
+    ({}, {}),
+    ({"function_call": "auto"}, {"tool_choice": "auto"}),
+    ({"function_call": "none"}, {"tool_choice": "none"}),
+    ({"function_call": PUT}, {"tool_choice": {"type": "function", "function": PUT}}),
+]
+
+
+def test_functions_are_read_as_tools_of_which_one_may_be_called(gateway: RunningGateway) -> None:
+    for older, newer in CHOICES:
+        assert gateway.chat(functions=[FUNCTION, OTHER], **older).status_code == 200
+        assert gateway.chat(tools=TOOLS, parallel_tool_calls=False, **newer).status_code == 200
+        one, two = gateway.engine.requests[-2:]
+        assert one["input_ids"] == two["input_ids"], older
+        assert one["sampling_params"] == two["sampling_params"], older
 
 
 def test_a_history_of_function_calls_reads_like_one_of_tool_calls(gateway: RunningGateway) -> None:
     call = {"name": "get", "arguments": '{"key": "a"}'}
-    older = [
-        ASKED,
-        {"role": "assistant", "content": None, "function_call": call},
-        {"role": "function", "name": "get", "content": "7"},
-    ]
-    newer = [
-        ASKED,
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "c", "type": "function", "function": call}],
-        },
-        {"role": "tool", "tool_call_id": "c", "content": "7"},
-    ]
-    for messages in (older, newer):
-        assert gateway.post("/v1/chat/completions", {"messages": messages}).status_code == 200
+    made = {"tool_calls": [{"id": "c", "type": "function", "function": call}]}
+    asked = {"role": "assistant", "content": None}
+    for history in (
+        [asked | {"function_call": call}, {"role": "function", "name": "get", "content": "7"}],
+        [asked | made, {"role": "tool", "tool_call_id": "c", "content": "7"}],
+    ):
+        assert gateway.post("/v1/chat/completions", {"messages": [ASKED, *history]}).status_code == 200
     one, two = gateway.engine.requests
     assert one["input_ids"] == two["input_ids"]

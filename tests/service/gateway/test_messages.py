@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.gateway.running import RunningGateway
 
-UUID = "0b0b0b0b-1111-2222-3333-444444444444"
 WEATHER = {"name": "weather", "description": "…", "input_schema": {"type": "object", "properties": {}}}
 
 
@@ -33,7 +32,7 @@ def test_a_message_is_answered_as_anthropics_clients_expect(gateway: RunningGate
     assert (body["type"], body["role"], body["model"]) == ("message", "assistant", "claude-x")
     assert body["content"] == [{"type": "text", "text": "hello"}]
     assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
-    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+    (turn,) = gateway.turns_of(reply)
     assert body["usage"]["output_tokens"] == turn["output_len"]
     assert body["usage"]["input_tokens"] == turn["context_len"]
     assert reply.headers["request-id"] == reply.headers["x-request-id"]
@@ -115,19 +114,24 @@ def test_a_stop_sequence_is_named(gateway: RunningGateway) -> None:
     assert body["content"] == [{"type": "text", "text": "one"}]
 
 
-def test_a_call_whose_arguments_are_no_object_survives_the_round_trip(gateway: RunningGateway) -> None:
+@pytest.mark.parametrize("arguments", ["[1, 2]", '{"at": "Zürich", "n": [1, 2]}'], ids=["list", "object"])
+def test_a_call_that_comes_back_is_written_as_it_was_sampled(gateway: RunningGateway, arguments: str) -> None:
+    """After a new question, the template renders the whole history, and still gives the recorded tokens."""
     session = gateway.session()
     path = f"/sessions/{session['session_id']}/v1/messages"
-    gateway.engine.script.append('<tool_call>\n{"name": "weather", "arguments": [1, 2]}\n</tool_call>')
-    history: list[Any] = [{"role": "user", "content": "go"}]
-    first = ask(gateway, history, path, tools=[WEATHER])
-    assert first.status_code == 200
-    history += [
-        {"role": "assistant", "content": first.json()["content"]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "no"}]},
-    ]
-    assert ask(gateway, history, path, tools=[WEATHER]).status_code == 200
-    assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "extends"]
+    gateway.engine.script.append(
+        f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+    )
+    history: list[Any] = [{"role": "user", "content": "what is it like?"}]
+    first = ask(gateway, history, path, tools=[WEATHER]).json()
+    history.append({"role": "assistant", "content": first["content"]})
+    result = {"type": "tool_result", "tool_use_id": "x", "content": "no"}
+    for then in ("no, tell me of yourself", [result]):
+        said = [*history, {"role": "user", "content": then}]
+        assert ask(gateway, said, path, tools=[WEATHER]).status_code == 200
+    one, two, three = gateway.turns(session)
+    assert (two["relation"], two["parent_id"]) == ("extends", one["turn_id"])
+    assert three["parent_id"] == one["turn_id"]
 
 
 def test_count_tokens_counts_the_prompt_that_a_call_would_have(gateway: RunningGateway) -> None:
@@ -138,108 +142,45 @@ def test_count_tokens_counts_the_prompt_that_a_call_would_have(gateway: RunningG
     assert len(gateway.engine.requests) == 1
 
 
-@pytest.mark.parametrize("user_id", [f"user_abc_account__session_{UUID}", json.dumps({"session_id": UUID})])
-def test_claude_codes_metadata_names_the_session(gateway: RunningGateway, user_id: str) -> None:
-    reply = ask(gateway, [{"role": "user", "content": "hi"}], metadata={"user_id": user_id})
-    assert reply.headers["x-weir-session-id"] == UUID
-
-
-@pytest.mark.parametrize(
-    "user_id", ["user-7", "{}", '{"session_id": 7}', '{"session_id": "a/b"}', "[" * 9999]
-)
-def test_a_user_id_without_a_session_names_no_session(gateway: RunningGateway, user_id: str) -> None:
-    reply = ask(gateway, [{"role": "user", "content": "hi"}], metadata={"user_id": user_id})
-    assert reply.status_code == 200
-    assert gateway.get(f"/sessions/{reply.headers['x-weir-session-id']}").json()["inferred"] is True
-
-
-def test_claude_code_with_a_sessions_key_is_in_that_session(gateway: RunningGateway) -> None:
-    """Claude Code sends the id of its own conversation with every call. The session of the key wins."""
-    session = gateway.session()
-    stamp = {"headers": {"x-claude-code-session-id": UUID}}
-    metadata = {"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": UUID})}
-    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "metadata": metadata}
-    path = f"/sessions/{session['session_id']}/v1/messages"
-    for reply in (
-        gateway.post("/v1/messages", body, key=session["api_key"], **stamp),
-        gateway.post(path, body, key=session["api_key"], **stamp),
-        gateway.post(path, body, **stamp),
-    ):
-        assert reply.headers.get("x-weir-session-id") == session["session_id"], reply.text
-
-
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_a_thread_is_refused_in_the_words_that_make_the_sdk_send_whole_histories(
-    gateway: RunningGateway, path: str
+    gateway: RunningGateway,
 ) -> None:
     thread = {"type": "continue", "previous_message_id": "msg_1"}
-    reply = ask(gateway, [{"role": "user", "content": "and then?"}], path, thread=thread)
-    assert (reply.status_code, reply.json()["type"]) == (400, "error")
-    error = reply.json()["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", "thread")
-    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        reply = ask(gateway, [{"role": "user", "content": "and then?"}], path, thread=thread)
+        assert (reply.status_code, reply.json()["type"]) == (400, "error")
+        error = reply.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", "thread")
+        assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     assert not gateway.engine.requests
 
 
-def test_a_call_that_comes_back_is_written_as_it_was_sampled(gateway: RunningGateway) -> None:
-    """After a new question the template renders the whole history, and still gives the recorded tokens."""
-    session = gateway.session()
-    path = f"/sessions/{session['session_id']}/v1/messages"
-    gateway.engine.script.append(
-        '<tool_call>\n{"name": "weather", "arguments": {"at": "Zürich", "n": [1, 2]}}\n</tool_call>'
-    )
-    history: list[Any] = [{"role": "user", "content": "what is it like?"}]
-    first = ask(gateway, history, path, tools=[WEATHER]).json()
-    history += [
-        {"role": "assistant", "content": first["content"]},
-        {"role": "user", "content": "no, tell me of yourself"},
-    ]
-    ask(gateway, history, path, tools=[WEATHER])
-    one, two = gateway.turns(session)
-    assert (two["relation"], two["parent_id"]) == ("extends", one["turn_id"])
-
-
-@pytest.mark.parametrize(
-    "field", [lambda form: {"output_config": {"format": form}}, lambda form: {"output_format": form}]
-)
-def test_an_output_format_holds_the_answer_to_its_schema(gateway: RunningGateway, field: Any) -> None:
+def test_an_output_format_holds_the_answer_to_its_schema(gateway: RunningGateway) -> None:
     schema = {"type": "object", "properties": {"digit": {"type": "integer"}}, "required": ["digit"]}
-    gateway.engine.script.append('{"digit": 7}')
     form = {"type": "json_schema", "schema": schema}
-    reply = ask(gateway, [{"role": "user", "content": "a digit?"}], **field(form))
-    assert reply.json()["content"] == [{"type": "text", "text": '{"digit": 7}'}]
-    tag = json.loads(gateway.engine.requests[0]["sampling_params"]["structural_tag"])
-    assert json.dumps(schema) in json.dumps(tag)
-    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
-    assert turn["sampling"]["used"]["constraint"] == "json_schema"
-
-
-def test_an_effort_alone_holds_the_answer_to_nothing(gateway: RunningGateway) -> None:
-    reply = ask(gateway, [{"role": "user", "content": "hi"}], output_config={"effort": "low", "format": None})
-    assert reply.status_code == 200
-    assert "structural_tag" not in gateway.engine.requests[0]["sampling_params"]
+    messages = [{"role": "user", "content": "a digit?"}]
+    for field in ({"output_config": {"format": form}}, {"output_format": form}):
+        gateway.engine.script.append('{"digit": 7}')
+        reply = ask(gateway, messages, **field)
+        assert reply.json()["content"] == [{"type": "text", "text": '{"digit": 7}'}], field
+        tag = json.loads(gateway.engine.requests[-1]["sampling_params"]["structural_tag"])
+        assert json.dumps(schema) in json.dumps(tag)
+        (turn,) = gateway.turns_of(reply)
+        assert turn["sampling"]["used"]["constraint"] == "json_schema"
+    assert ask(gateway, messages, output_config={"effort": "low", "format": None}).status_code == 200
+    assert "structural_tag" not in gateway.engine.requests[-1]["sampling_params"], "an effort alone"
 
 
 def test_token_ids_come_on_request(gateway: RunningGateway) -> None:
     messages = [{"role": "user", "content": "hi"}]
     reply = ask(gateway, messages, return_token_ids=True)
-    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+    (turn,) = gateway.turns_of(reply)
     assert reply.json()["token_ids"] == turn["output_ids"]
     assert reply.json()["prompt_token_ids"] == turn["context_ids"]
     events = events_of(ask(gateway, messages, return_token_ids=True, stream=True))
     (ending,) = [event for event in events if event["type"] == "message_delta"]
     assert ending["prompt_token_ids"] == turn["context_ids"]
     assert len(ending["token_ids"]) == turn["output_len"]
-
-
-def test_tools_that_anthropics_servers_run_are_left_out(gateway: RunningGateway) -> None:
-    tools = [{"type": "web_search_20250305", "name": "web_search"}, WEATHER]
-    reply = ask(gateway, [{"role": "user", "content": "hi"}], tools=tools)
-    (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
-    prompt = gateway.engine.tokenizer.decode(turn["context_ids"])
-    assert "weather" in prompt
-    assert "web_search" not in prompt
-    assert turn["sampling"]["asked"]["left_out"] == ["web_search"]
 
 
 THOUGHT = "<think>\nhm, 7\n</think>\n\nseven"

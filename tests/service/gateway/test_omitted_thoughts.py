@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from tests.support.gateway.running import RunningGateway
 
 THOUGHT = "The größte key is a."
@@ -58,11 +56,12 @@ def test_a_stream_has_only_the_signature_of_the_thought(gateway: RunningGateway)
     assert whole["signature"] in shown
 
 
-@pytest.mark.parametrize("forged", ["c2VjcmV0.VGhlIGtleSBpcyBiLg==", "x.y", "a.", ".", "ö.ö"])
-def test_a_carried_thought_that_was_changed_is_refused(gateway: RunningGateway, forged: str) -> None:
+def test_a_carried_thought_that_was_changed_is_refused(gateway: RunningGateway) -> None:
     thought, call = answer_of(gateway)
-    reply = ask(gateway, continued([thought | {"signature": forged}, call]))
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages[1].content[0].signature")
+    for forged in ("c2VjcmV0.VGhlIGtleSBpcyBiLg==", "x.y", "a.", ".", "ö.ö"):
+        reply = ask(gateway, continued([thought | {"signature": forged}, call]))
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "messages[1].content[0].signature"), forged
 
 
 def test_another_display_is_refused_by_name(gateway: RunningGateway) -> None:

@@ -10,6 +10,8 @@ import pytest
 from tests.support.gateway.running import RunningGateway
 
 HI: Any = {"role": "user", "content": "hi"}
+LONG: Any = {"role": "user", "content": "word " * 6000}
+UNKNOWN: Any = {"type": "item_reference", "id": f"msg_{'0' * 32}"}
 TOOL: Any = {"type": "function", "function": {"name": "get"}}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [HI]},
@@ -34,17 +36,16 @@ def refused(gateway: RunningGateway, path: str, **fields: Any) -> tuple[Any, Any
     return error, told
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 def test_a_refusal_has_the_shape_of_its_dialect_and_leaves_nothing_behind(
-    gateway: RunningGateway, path: str, stream: bool
+    gateway: RunningGateway, path: str
 ) -> None:
-    error, more = refused(gateway, path, misspelled=1, **({"stream": True} if stream else {}))
-    assert (error["param"], error["code"]) == ("misspelled", "unknown_parameter")
-    assert more == ({"type": "error"} if "messages" in path else {})
+    for stream in ({}, {"stream": True}):
+        error, more = refused(gateway, path, misspelled=1, **stream)
+        assert (error["param"], error["code"]) == ("misspelled", "unknown_parameter")
+        assert more == ({"type": "error"} if "messages" in path else {})
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "fields", "param", "code"),
     [
@@ -53,33 +54,23 @@ def test_a_refusal_has_the_shape_of_its_dialect_and_leaves_nothing_behind(
         ("/v1/chat/completions", {"messages": [HI | {"mood": "x"}]}, "messages[0].mood", None),
         ("/v1/chat/completions", {"model": "policy@x"}, "model", None),
         ("/v1/chat/completions", {"model": f"policy@{'9' * 5000}"}, "model", None),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "word " * 6000}]},
-            "messages",
-            "context_length_exceeded",
-        ),
+        ("/v1/chat/completions", {"messages": [LONG]}, "messages", "context_length_exceeded"),
         ("/v1/completions", {"prompt": [[]]}, "prompt", None),
-        (
-            "/v1/responses",
-            {"input": [{"type": "item_reference", "id": f"msg_{'0' * 32}"}]},
-            "input[0].id",
-            None,
-        ),
+        ("/v1/responses", {"input": [UNKNOWN]}, "input[0].id", None),
     ],
-    ids=[
-        "bound",
-        "grammar",
-        "inner field",
-        "policy",
-        "endless number",
-        "context",
-        "empty prompt",
-        "reference",
-    ],
+    ids=["bound", "grammar", "inner", "policy", "endless number", "context", "empty prompt", "reference"],
 )
 def test_each_part_of_the_gateway_refuses_by_name(
-    gateway: RunningGateway, path: str, fields: Any, param: str, code: str | None, stream: bool
+    gateway: RunningGateway, path: str, fields: Any, param: str, code: str | None
 ) -> None:
-    error, _ = refused(gateway, path, **fields, stream=stream)
-    assert (error["param"], error["code"]) == (param, code)
+    for stream in (False, True):
+        error, _ = refused(gateway, path, **fields, stream=stream)
+        assert (error["param"], error["code"]) == (param, code)
+
+
+def test_embeddings_are_refused_in_a_sentence(gateway: RunningGateway) -> None:
+    for path in ("/v1/embeddings", "/sessions/s1/v1/embeddings"):
+        reply = gateway.post(path, {"input": "hi", "model": "m"})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["type"], error["code"]) == (404, "not_found_error", "not_supported")
+        assert "generates text" in error["message"]

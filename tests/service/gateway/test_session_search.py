@@ -1,5 +1,8 @@
 """`GET /sessions` finds sessions by what is known of them, in both orders, and reads no tokens for it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from gateway.rest import listing
@@ -9,11 +12,12 @@ from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
 from tests.support.claimed import claimed_reader
-from tests.support.gateway.redis_traffic import TURN_BYTES, sent_by_redis
-from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.queue.records import turn
 
 TOKENS = 2**18
+TURN_BYTES = 4 * TOKENS
+"""An id takes four bytes, so no answer of Redis with a turn of so many tokens is shorter."""
 
 
 def found(gateway: RunningGateway, query: str, key: str = ADMIN_KEY) -> list[str]:
@@ -104,14 +108,77 @@ def test_a_search_ends_after_some_sessions_and_says_how_far_it_looked(
     assert found(gateway, "task_id=rare&order=newest&limit=1") == ["s0"]
 
 
-def test_a_row_reads_no_tokens(gateway: RunningGateway) -> None:
-    session_id = str(gateway.session(session_id="long")["session_id"])
+def long_session(gateway: RunningGateway) -> str:
+    """A session with one very long turn."""
+    session_id = str(gateway.session()["session_id"])
     output = {"output_ids": TokenIds([1]), "logprobs": Logprobs([0.0]), "versions": (Span(0, 0, 1),)}
-    long = turn("fat", session_id, context_ids=TokenIds([7] * TOKENS), finished_at=9.0, **output)
-    gateway.redis.hset(keys.session(session_id), mapping={"t:fat": encode(long), "turns": "1 1 9 0 0"})
+    long = turn("long", session_id, context_ids=TokenIds([7] * TOKENS), finished_at=9.0, **output)
+    gateway.redis.hset(keys.session(session_id), mapping={"t:long": encode(long), "turns": "1 1 9 0 0"})
+    return session_id
+
+
+def sent_by_redis(gateway: RunningGateway, act: Callable[[], object]) -> int:
+    """How many bytes Redis sent meanwhile, to all of its clients."""
+
+    def sent() -> int:
+        stats: Any = gateway.redis.info("stats")
+        return int(stats["total_net_output_bytes"])
+
+    before = sent()
+    act()
+    return sent() - before
+
+
+def test_lists_and_rewards_read_no_tokens(gateway: RunningGateway) -> None:
+    session_id = long_session(gateway)
+    path = f"/sessions/{session_id}/reward"
 
     def listed() -> None:
+        assert gateway.get("/sessions?task_id=t").json()["data"] == []
         (row,) = gateway.get("/sessions").json()["data"]
         assert (row["turn_count"], row["output_len"], row["versions"]) == (1, 1, {"first": 0, "last": 0})
 
-    assert sent_by_redis(gateway, listed) < TURN_BYTES / 8
+    def rewarded() -> None:
+        replies = [gateway.post(path, {"value": 1.0}).json()["reward"] for _ in range(3)]
+        assert replies == [1.0, 2.0, 3.0]
+
+    for act in (listed, rewarded):
+        assert sent_by_redis(gateway, act) < TURN_BYTES / 2, act
+
+
+def test_a_list_reads_no_sessions_of_other_owners_groups_and_users(gateway: RunningGateway) -> None:
+    long_session(gateway)
+    theirs = gateway.call("POST", "/sessions", {}, key=OTHER_KEY).json()["session_id"]
+    mine = gateway.session(group_id="g", user="u")["session_id"]
+
+    def listed() -> None:
+        for query, key, name in (
+            ("", OTHER_KEY, theirs),
+            ("?group_id=g", CLIENT_KEY, mine),
+            ("?user=u", CLIENT_KEY, mine),
+        ):
+            rows = gateway.get(f"/sessions{query}", key=key).json()["data"]
+            assert [row["session_id"] for row in rows] == [name], query
+
+    assert sent_by_redis(gateway, listed) < TURN_BYTES / 2
+
+
+def test_a_list_reads_each_group_once(gateway: RunningGateway) -> None:
+    size = 60
+    members = gateway.post("/groups", {"size": size}).json()["sessions"]
+    for member in members[:30]:
+        end = {"status": "completed", "reward": 1.0}
+        assert gateway.post(f"/sessions/{member['session_id']}/finish", end).status_code == 200
+
+    def group_reads() -> int:
+        stats: Any = gateway.redis.info("commandstats")
+        return int(stats.get("cmdstat_smembers", {"calls": 0})["calls"])
+
+    reads = []
+    for _ in range(5):  # the gateway's poll reads groups, too: the fewest reads are nearest to the list's own
+        before = group_reads()
+        rows = gateway.get(f"/sessions?limit={2 * size}").json()["data"]
+        reads.append(group_reads() - before)
+    assert min(reads) < 30, reads  # a list that reads the group of each verdict reads it as often
+    assert [row["verdict"]["code"] for row in rows].count("group_incomplete") == 30
+    assert [row["verdict"]["code"] for row in rows].count("open") == 30

@@ -37,6 +37,44 @@ def thinks(gateway: RunningGateway, session: dict[str, Any], path: str, body: di
     return not gateway.engine.tokenizer.decode(prompt, skip_special_tokens=False).endswith(CLOSED_THOUGHT)
 
 
+CALLS: list[tuple[str, dict[str, Any], bool]] = [
+    ("chat/completions", {"reasoning_effort": "none"}, False),
+    ("chat/completions", {"reasoning_effort": "low"}, True),
+    ("chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}, False),
+    ("chat/completions", {"chat_template_kwargs": {"enable_thinking": True}}, True),
+    ("responses", {"reasoning": {"effort": "none"}}, False),
+    ("responses", {"reasoning": {"effort": "xhigh", "summary": "auto"}}, True),
+    ("messages", {"thinking": {"type": "disabled"}}, False),
+    ("messages", {"thinking": {"type": "enabled", "budget_tokens": 2048}}, True),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_turns_thinking_on_or_off_in_its_dialects_words(gateway: RunningGateway, stream: bool) -> None:
+    for path, fields, on in CALLS:
+        session = gateway.session()
+        assert thinks(gateway, session, path, BODIES[path] | fields | {"stream": stream}) is on, fields
+        (turn,) = gateway.turns(session)
+        assert turn["sampling"]["used"]["thinking"] == {"enable_thinking": on}, fields
+        assert turn["sampling"]["asked"]["thinking"] == ("on" if on else "off"), fields
+        assert "thinking" not in gateway.engine.requests[-1]["sampling_params"], fields
+
+
+def test_a_conversation_without_thinking_extends_and_is_counted_as_it_is_sampled(
+    gateway: RunningGateway,
+) -> None:
+    off = {"thinking": {"type": "disabled"}}
+    session = gateway.session()
+    path = f"/sessions/{session['session_id']}/v1/messages"
+    said = gateway.post(path, BODIES["messages"] | off).json()
+    history = [*HI, {"role": "assistant", "content": said["content"]}, *HI]
+    body = {"messages": history, **off}
+    count = gateway.post("/v1/messages/count_tokens", body).json()["input_tokens"]
+    reply = gateway.post(path, body | {"max_tokens": 9})
+    assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "extends"]
+    assert reply.json()["usage"]["input_tokens"] == count
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_a_sessions_effort_holds_for_calls_that_ask_for_none(gateway: RunningGateway, path: str) -> None:
     session = gateway.session(reasoning_effort="none")
@@ -58,18 +96,17 @@ def test_all_sessions_of_a_group_have_the_effort_that_it_was_opened_with(gateway
         assert not thinks(gateway, session, "chat/completions", BODIES["chat/completions"])
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_a_deployments_effort_holds_for_sessions_that_choose_none(backends: Backends, path: str) -> None:
+def test_a_deployments_effort_holds_for_sessions_that_choose_none(backends: Backends) -> None:
     backends.clear(None)
     with backends.gateway(reasoning_effort="none") as gateway:
-        assert not thinks(gateway, gateway.session(), path, BODIES[path])
-        assert thinks(gateway, gateway.session(reasoning_effort="high"), path, BODIES[path])
-        reply = gateway.post(f"/v1/{path}", BODIES[path])
-        (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
-        assert turn["sampling"]["used"]["thinking"] == {"enable_thinking": False}
-        if path == "messages":
-            count = gateway.post("/v1/messages/count_tokens", {"messages": HI}).json()["input_tokens"]
-            assert count == reply.json()["usage"]["input_tokens"]
+        for path, body in BODIES.items():
+            assert not thinks(gateway, gateway.session(), path, body), path
+            assert thinks(gateway, gateway.session(reasoning_effort="high"), path, body), path
+            reply = gateway.post(f"/v1/{path}", body)
+            (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
+            assert turn["sampling"]["used"]["thinking"] == {"enable_thinking": False}, path
+        count = gateway.post("/v1/messages/count_tokens", {"messages": HI}).json()["input_tokens"]
+        assert count == reply.json()["usage"]["input_tokens"], "of Messages, the last call"
 
 
 @pytest.mark.parametrize("path", CONSTRAINED)
@@ -120,20 +157,9 @@ def test_a_session_may_keep_the_templates_way_where_the_deployment_keeps_all(bac
 
 
 def test_no_think_in_a_users_text_stays_text(gateway: RunningGateway) -> None:
-    session = gateway.session(reasoning_effort="high")
-    said = "do it /no_think"
-    assert thinks(gateway, session, "chat/completions", {"messages": [{"role": "user", "content": said}]})
-    assert said in gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"])
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [({"reasoning_effort": "much"}, "reasoning_effort"), ({"thinking": "some"}, "thinking")],
-)
-def test_an_unknown_choice_is_refused_by_name(gateway: RunningGateway, body: Any, param: str) -> None:
-    for path, more in (("/sessions", {}), ("/groups", {"size": 2})):
-        reply = gateway.post(path, body | more)
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    said = {"messages": [{"role": "user", "content": "do it /no_think"}]}
+    assert thinks(gateway, gateway.session(reasoning_effort="high"), "chat/completions", said)
+    assert "do it /no_think" in gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"])
 
 
 def test_a_model_that_always_thinks_refuses_to_be_turned_off(backends: Backends, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """When Redis refuses a write or is gone, no call succeeds whose turn is not recorded."""
 
 import json
+from typing import Any
 
-import openai
 import pytest
 
 from rollout_queue.redis import keys
@@ -10,15 +10,21 @@ from tests.support.gateway.full_redis import full
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 
 
-def test_an_answer_that_cannot_be_stored_is_503(gateway: RunningGateway) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+def test_an_answer_that_cannot_be_stored_is_503(
+    gateway: RunningGateway, path: str, body: dict[str, Any]
+) -> None:
     session = gateway.session()
-    with full(gateway), pytest.raises(openai.InternalServerError) as caught:
-        gateway.client(session).chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "x"}]
-        )
-    assert caught.value.status_code == 503
-    assert caught.value.type == "storage_unavailable"
-    assert caught.value.response.headers["retry-after"]
+    with full(gateway):
+        reply = gateway.post(f"/sessions/{session['session_id']}{path}", body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
+    assert reply.headers["retry-after"]
     assert len(gateway.engine.requests) == 1
     assert gateway.turns(session) == []
     assert gateway.redis.xlen(keys.STREAM) == 0

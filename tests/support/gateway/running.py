@@ -78,6 +78,11 @@ class RunningGateway:
         found: list[dict[str, Any]] = view["turns"]
         return found
 
+    def turns_of(self, reply: Any) -> list[dict[str, Any]]:
+        """The turns of the session that a call was in."""
+        assert reply.status_code == 200, reply.text
+        return self.turns({"session_id": reply.headers["x-weir-session-id"]})
+
     def server_versions(self) -> dict[str, int]:
         """What the gateway takes for the version of each rollout server."""
         page = self.get("/admin/rollout_servers", key=ADMIN_KEY).json()

@@ -1,29 +1,24 @@
 """The service as a process: what a kill interrupts goes on, and one service has a directory."""
 
-import os
 import re
-import subprocess
 import sys
 import threading
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import yaml
 
 import fine_tuning.__main__
 from environments.results.journal import EpisodeEnded, entries_of
 from tests.support.environments.running import RunTest
 from tests.support.fine_tuning.running import RunningJobs, client_of, sums
 from tests.support.fine_tuning.running import fine_tuning as jobs_service
+from tests.support.own_processes import live, started
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
 SIZES: dict[str, Any] = {"group_size": 4, "concurrency": 8}
-ROOT = Path(__file__).parents[3]
 
 
 class Gate:
@@ -39,38 +34,10 @@ class Gate:
         return str(2 * int(re.findall(r"double of (\d+)", prompt)[-1]))
 
 
-def configuration(directory: Path, gateway_url: str) -> tuple[Path, str]:
-    """The file of a service, and its URL."""
-    port = free_port()
-    section: dict[str, Any] = {
-        "port": port,
-        "directory": str(directory / "jobs"),
-        "gateway_url": gateway_url,
-        **SIZES,
-        "poll_every_s": 0.1,
-        "settle_s": 0.1,
-    }
-    file = directory / f"weir-{port}.yaml"
-    file.write_text(yaml.safe_dump({"fine_tuning": section}))
-    return file, f"http://127.0.0.1:{port}"
-
-
-def started(directory: Path, gateway_url: str) -> tuple[subprocess.Popen[bytes], str]:
-    """The process, and its URL."""
-    file, url = configuration(directory, gateway_url)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "queue", ROOT / "deploy"])),
-        "WEIR_ADMIN_KEYS": "",
-        "WEIR_CLIENT_KEYS": "",
-    }
-    command = [sys.executable, "-m", "fine_tuning", "--config", str(file)]
-    return subprocess.Popen(command, env=environment, cwd=directory), url
-
-
-def live(url: str) -> bool:
-    with suppress(httpx.TransportError):
-        return httpx.get(f"{url}/live", timeout=120).status_code == 200
-    return False
+def section(directory: Path, gateway_url: str, port: int) -> dict[str, Any]:
+    """The settings of a service."""
+    more = {"directory": str(directory / "jobs"), "poll_every_s": 0.1, "settle_s": 0.1}
+    return {"fine_tuning": {"port": port, "gateway_url": gateway_url, **SIZES, **more}}
 
 
 def ended(run_dir: Path) -> list[EpisodeEnded]:
@@ -95,10 +62,12 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
 ) -> None:
     gate = Gate(open_for=16)
     running.engine.answer = gate.answer
-    first, url = started(tmp_path, running.url)
+    port = free_port()
+    url, sections = f"http://127.0.0.1:{port}", section(tmp_path, running.url, port)
+    first = started(tmp_path, ["fine_tuning"], sections, WEIR_ADMIN_KEYS="", WEIR_CLIENT_KEYS="")
     try:
         wait_until(lambda: live(url), 180)
-        check_a_directory_in_use_is_refused(configuration(tmp_path, running.url)[0])
+        check_a_directory_in_use_is_refused(tmp_path / "weir.yaml")
         with client_of(url, "none") as client:
             job = RunningJobs(url, client).start(sums(6))
             queued = RunningJobs(url, client).start(sums(1))

@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -10,49 +11,10 @@ import openai
 import pytest
 
 from tests.support.gateway.running import RunningGateway
+from tests.support.reward_service.graders import CHECK, LABEL, MULTI, PYTHON, SCORE, SIMILAR
 from tests.support.reward_service.running import CLIENT_KEY, RunningRewards, reward_service
 from tests.support.reward_service.scripted_judge import ScriptedOpenAi, ScriptedReply
 from tests.support.serving import serving
-
-CHECK: Any = {
-    "type": "string_check",
-    "name": "equal",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-    "operation": "eq",
-}
-SIMILAR: Any = {
-    "type": "text_similarity",
-    "name": "similar",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-    "evaluation_metric": "rouge_1",
-}
-PYTHON: Any = {
-    "type": "python",
-    "name": "longer",
-    "source": "def grade(sample, item):\n    return len(sample['output_text']) / len(item['answer'])",
-}
-SCORE: Any = {
-    "type": "score_model",
-    "name": "score",
-    "model": "judge",
-    "input": [{"role": "user", "content": "Is it {{item.answer}}? {{sample.output_text}}"}],
-}
-LABEL: Any = {
-    "type": "label_model",
-    "name": "label",
-    "model": "judge",
-    "input": [{"role": "user", "content": "{{sample.output_text}}"}],
-    "labels": ["good", "bad"],
-    "passing_labels": ["good"],
-}
-MULTI: Any = {
-    "type": "multi",
-    "name": "both",
-    "graders": {"equal": CHECK, "similar": SIMILAR},
-    "calculate_output": "0.5 * equal + 0.5 * similar",
-}
 
 
 @pytest.fixture(scope="module")
@@ -89,23 +51,19 @@ def test_every_field_of_openais_answer_is_there(rewards: RunningRewards) -> None
     assert answer["metadata"].keys() == {
         *("name", "type", "execution_time", "scores", "token_usage", "sampled_model_name")
     }
-    details = {
-        "python_grader_server_error_type",
-        "python_grader_runtime_error_details",
+    details = [name for name in errors if name.startswith(("python", "model")) and errors[name] is None]
+    assert sorted(details) == [
         "model_grader_server_error_details",
+        "python_grader_runtime_error_details",
+        "python_grader_server_error_type",
+    ]
+    assert {name for name in errors if errors[name] is False} == {
+        *("formula_parse_error", "sample_parse_error", "truncated_observation_error"),
+        *("unresponsive_reward_error", "invalid_variable_error", "other_error"),
+        *("python_grader_server_error", "python_grader_runtime_error", "model_grader_server_error"),
+        *("model_grader_refusal_error", "model_grader_parse_error"),
     }
-    assert errors == {
-        **dict.fromkeys(details),
-        **dict.fromkeys(
-            [
-                *("formula_parse_error", "sample_parse_error", "truncated_observation_error"),
-                *("unresponsive_reward_error", "invalid_variable_error", "other_error"),
-                *("python_grader_server_error", "python_grader_runtime_error", "model_grader_server_error"),
-                *("model_grader_refusal_error", "model_grader_parse_error"),
-            ],
-            False,
-        ),
-    }
+    assert len(errors) == 3 + 11
 
 
 @pytest.mark.parametrize(
@@ -143,11 +101,8 @@ def test_a_models_failure_is_an_error_of_the_grader() -> None:
 
 
 def test_a_model_that_is_too_busy_is_asked_again_until_the_time_is_over() -> None:
-    replies = [
-        ScriptedReply(status=429),
-        ScriptedReply(status=503),
-        ScriptedReply('{"steps": [], "result": 0.75}'),
-    ]
+    answer = ScriptedReply('{"steps": [], "result": 0.75}')
+    replies = [ScriptedReply(status=429), ScriptedReply(status=503), answer]
     with (
         serving(ScriptedOpenAi(lambda _: replies.pop(0))) as url,
         reward_service(judge={"base_url": url}) as rewards,
@@ -180,24 +135,22 @@ def test_by_default_the_gateways_model_grades_in_a_session_that_is_never_trained
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("changes", "param"),
     [
-        ({"grader": CHECK | {"operation": "regex"}, "model_sample": "x"}, "grader.string_check.operation"),
-        (
-            {"grader": SIMILAR | {"evaluation_metric": "cosine"}, "model_sample": "x"},
-            "grader.text_similarity.evaluation_metric",
-        ),
-        ({"grader": CHECK}, "model_sample"),
-        ({"grader": CHECK, "model_sample": "x", "item": [1]}, "item"),
-        ({"grader": CHECK, "model_sample": "x", "more": 1}, "more"),
-        ({"grader": MULTI | {"calculate_output": "equal +"}, "model_sample": "x"}, "grader.multi"),
-        ({"grader": {"type": "regex"}, "model_sample": "x"}, "grader"),
-        ({"grader": "check", "model_sample": "x"}, "grader"),
+        ({"grader": CHECK | {"operation": "regex"}}, "grader.string_check.operation"),
+        ({"grader": SIMILAR | {"evaluation_metric": "cosine"}}, "grader.text_similarity.evaluation_metric"),
+        ({"grader": MULTI | {"calculate_output": "equal +"}}, "grader.multi"),
+        ({"grader": {"type": "regex"}}, "grader"),
+        ({"grader": "check"}, "grader"),
+        ({"model_sample": None}, "model_sample"),
+        ({"item": [1]}, "item"),
+        ({"more": 1}, "more"),
     ],
 )
 def test_bad_input_is_a_400_that_names_the_field(
-    rewards: RunningRewards, body: dict[str, Any], param: str
+    rewards: RunningRewards, changes: dict[str, Any], param: str
 ) -> None:
+    body = {"grader": CHECK, "model_sample": "x"} | changes
     reply = rewards.post("/v1/fine_tuning/alpha/graders/run", json=body)
     assert reply.status_code == 400
     error = reply.json()["error"]
@@ -212,12 +165,7 @@ def test_openais_client_raises_for_a_metric_that_is_not_available(rewards: Runni
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"grader": NaN}', b"\xff", b"[" * 100_000])
 def test_a_body_that_is_no_object_is_a_400(rewards: RunningRewards, content: bytes) -> None:
-    headers = {"content-type": "application/json"}
-    reply = rewards.http.post(
-        f"{rewards.url}/v1/fine_tuning/alpha/graders/run",
-        content=content,
-        headers=headers | {"authorization": "Bearer admin-key"},
-    )
+    reply = rewards.post("/v1/fine_tuning/alpha/graders/run", content=content)
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
@@ -253,11 +201,9 @@ def test_a_run_ends_in_time() -> None:
 
 def test_only_so_many_requests_are_graded_and_wait() -> None:
     endless = {"type": "python", "source": "while True: pass"}
-    with reward_service(limits={"run_timeout_s": 2, "runs": 1, "waiting": 0}) as rewards:
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(3) as pool:
-            replies = list(pool.map(lambda _: rewards.run(endless, "x"), range(3)))
+    limits = {"run_timeout_s": 2, "runs": 1, "waiting": 0}
+    with reward_service(limits=limits) as rewards, ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda _: rewards.run(endless, "x"), range(3)))
     assert sorted(reply.status_code for reply in replies) == [200, 429, 429]
     refused = next(reply for reply in replies if reply.status_code == 429)
     assert refused.headers["retry-after"] == "1"

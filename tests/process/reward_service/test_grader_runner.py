@@ -12,12 +12,11 @@ from reward_service.grading.runner import GraderRunner
 from reward_service.judging.models import JudgeAnswer, JudgeUnavailable
 from reward_service.sandbox.process import PythonProcesses
 from reward_service.sandbox.settings import PythonSettings
+from tests.support.reward_service import graders
+from tests.support.reward_service.graders import LABEL
 from tests.support.reward_service.scripted_judge import ScriptedModel, said
 
-SCORE = {
-    "type": "score_model",
-    "name": "m",
-    "model": "judge",
+SCORE = graders.SCORE | {
     "range": [0, 2],
     "input": [
         {
@@ -28,21 +27,7 @@ SCORE = {
     ],
     "sampling_params": {"max_completions_tokens": 5, "temperature": 0.5},
 }
-LABEL = {
-    "type": "label_model",
-    "name": "l",
-    "model": "judge",
-    "input": [{"role": "user", "content": "{{sample.output_text}}"}],
-    "labels": ["good", "bad"],
-    "passing_labels": ["good"],
-}
-CHECK = {
-    "type": "string_check",
-    "name": "c",
-    "input": "{{sample.output_text}}",
-    "reference": "hi",
-    "operation": "eq",
-}
+CHECK = graders.CHECK | {"reference": "hi"}
 
 
 async def ran(
@@ -73,7 +58,7 @@ async def test_a_score_model_is_asked_with_the_rendered_messages() -> None:
         ('{"result": -1}', 0.0),
         ("1.25", 1.25),
         (' "0.5" ', 0.5),
-        ('{"result": "1"}', 1.0),
+        ('{"result": "1"}', 1),
     ],
 )
 async def test_a_score_is_cut_to_its_range(answer: str, reward: float) -> None:
@@ -84,15 +69,8 @@ async def test_a_score_is_cut_to_its_range(answer: str, reward: float) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        "",
-        "good",
-        '{"result": null}',
-        '{"result": true}',
-        '{"score": 1}',
-        "NaN",
-        '{"result": 1e999}',
-        "[1]",
-        "[" * 10**5,
+        *("", "good", "NaN", "[1]", "[" * 10**5),
+        *('{"result": null}', '{"result": true}', '{"score": 1}', '{"result": 1e999}'),
     ],
 )
 async def test_an_answer_without_a_number_is_an_error_and_no_score(answer: str) -> None:
@@ -110,23 +88,26 @@ async def test_refusals_cut_answers_and_broken_servers_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "reward"), [('{"result": "good"}', 1.0), ('{"result": "bad"}', 0.0), ("good", 1.0)]
+    ("answer", "reward", "error"),
+    [
+        ('{"result": "good"}', 1.0, ""),
+        ('{"result": "bad"}', 0.0, ""),
+        ("good", 1.0, ""),
+        ('{"result": "fine"}', 0.0, "model_grader_parse_error"),
+    ],
 )
-async def test_a_label_that_passes_has_1(answer: str, reward: float) -> None:
+async def test_a_label_that_passes_has_1_and_another_one_is_an_error(
+    answer: str, reward: float, error: str
+) -> None:
     grade, model = await ran(LABEL, said(answer))
-    assert (grade.reward, grade.errors.any) == (reward, False)
+    assert (grade.reward, str(grade.errors)) == (reward, error)
     schema = model.calls[0].response_format["json_schema"]["schema"]
     assert schema["properties"]["result"]["enum"] == ["good", "bad"]
 
 
-async def test_another_label_is_an_error() -> None:
-    grade, _ = await ran(LABEL, said('{"result": "fine"}'))
-    assert str(grade.errors) == "model_grader_parse_error"
-
-
 async def test_a_multi_combines_rewards_usage_and_errors() -> None:
-    graders = {"c": CHECK, "m": SCORE, "l": LABEL}
-    multi = {"type": "multi", "graders": graders, "calculate_output": "c + m * l"}
+    parts = {"c": CHECK, "m": SCORE, "l": LABEL}
+    multi = {"type": "multi", "graders": parts, "calculate_output": "c + m * l"}
     grade, _ = await ran(multi, said("0.5"), said("good"))
     assert (grade.reward, dict(grade.sub_rewards)) == (1.5, {"c": 1.0, "m": 0.5, "l": 1.0})
     assert grade.usage == {"judge-1": TokenUsage(14, 6, 20, 0)}

@@ -1,51 +1,47 @@
-"""The service as a process: it answers, ends on SIGTERM, and may be killed."""
+"""The service as a process, alone and in a stack: it answers, ends on SIGTERM, and may be killed."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from tests.support.gateway.running import ADMIN_KEY, RunningGateway
+from tests.support.own_processes import environment, live, started
 from tests.support.reward_service.running import reward_service
 from tests.support.reward_service.scripted_grader import ScriptedGrader
+from tests.support.reward_service.sessions import finished, reward_of, values_of
 from tests.support.serving import free_port, serving
 from tests.support.waiting import wait_until
+from weir import status
+from weir.stack import state
+from weir.stack.services import services_of
+from weir.stack.settings import StackSettings
+from weir.stack.stack import Stack
+from weir.stack.supervisor import Supervisor
 
-ROOT = Path(__file__).parents[3]
-
-
-def environment(**variables: str) -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "queue", ROOT / "deploy"])),
-        **variables,
-    }
+HALF = {"name": "half", "kind": "python", "source": "def grade(sample, item):\n    return 0.5\n"}
+PEEKING = """
+def grade(sample, item):
+    return float(len(open('/proc/' + str(item['pid']) + '/environ').read()))
+"""
 
 
 @pytest.mark.parametrize(
-    "command", [["reward_service"], pytest.param(["weir", "rewards"], marks=pytest.mark.long)]
+    "words", [["reward_service"], pytest.param(["weir", "rewards"], marks=pytest.mark.long)]
 )
-def test_it_grades_hides_its_environment_and_ends_on_sigterm(tmp_path: Path, command: list[str]) -> None:
+def test_it_grades_hides_its_environment_and_ends_on_sigterm(tmp_path: Path, words: list[str]) -> None:
     port = free_port()
-    file = tmp_path / "weir.yaml"
-    file.write_text(f"rewards: {{port: {port}, admin_keys: [hush]}}\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command, "--config", str(file)], cwd=tmp_path, env=environment()
-    )
+    process = started(tmp_path, words, {"rewards": {"port": port, "admin_keys": ["hush"]}})
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: live(url))
-        source = (
-            "import os\n"
-            "def grade(sample, item):\n"
-            "    return float(len(open('/proc/' + str(item['pid']) + '/environ').read()))\n"
-        )
         body = {
-            "grader": {"type": "python", "source": source},
+            "grader": {"type": "python", "source": PEEKING},
             "model_sample": "",
             "item": {"pid": process.pid},
         }
@@ -68,12 +64,8 @@ def test_a_process_that_hides_is_not_read_by_its_children() -> None:
 
 
 def test_a_killed_service_leaves_the_session_to_the_next_one(gateway: RunningGateway, tmp_path: Path) -> None:
-    gateway.engine.script.append("hello")
-    path = f"/sessions/{gateway.session()['session_id']}"
-    assert gateway.chat("hi", f"{path}/v1/chat/completions").status_code == 200
-    gateway.post(f"{path}/finish", {"status": "completed"})
+    session_id = finished(gateway)
     grader = ScriptedGrader(lambda body: 0.5, hang=True)
-
     with serving(grader) as url:
         settings = {
             "port": free_port(),
@@ -82,22 +74,43 @@ def test_a_killed_service_leaves_the_session_to_the_next_one(gateway: RunningGat
             "rules": [{"name": "remote", "kind": "http", "url": url}],
             "dispatch": {"poll_every_s": 0.1},
         }
-        file = tmp_path / "weir.yaml"
-        file.write_text(json.dumps({"rewards": settings}))
-        command = [sys.executable, "-m", "reward_service", "--config", str(file)]
-        killed = subprocess.Popen(command, cwd=tmp_path, env=environment())
+        killed = started(tmp_path, ["reward_service"], {"rewards": settings})
         assert grader.called.wait(300)
         killed.kill()
         killed.wait()
         grader.let_answer()
-        assert gateway.get(path).json()["rewards"] == []
+        assert values_of(gateway, session_id) == []
         with reward_service(**settings):
-            (reward,) = wait_until(lambda: gateway.get(path).json()["rewards"])
+            reward = reward_of(gateway, session_id)
     assert (reward["value"], reward["key"]) == (0.5, "remote")
 
 
-def live(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/live", timeout=120).status_code == 200
-    except httpx.TransportError:
-        return False
+def test_in_a_stack_it_rewards_is_told_and_comes_back_after_a_kill(
+    gateway: RunningGateway, tmp_path: Path
+) -> None:
+    settings = StackSettings(
+        run_dir=tmp_path / "run",
+        gateway_port=urlsplit(gateway.url).port or 0,
+        rewards_port=free_port(),
+        admin_keys=[ADMIN_KEY],
+        services={"rewards": {"rules": [HALF], "dispatch": {"poll_every_s": 0.1}}},
+    )
+    with Stack(settings, [services_of(settings)[-1]]) as stack:
+        stack.wait_ready(60)
+        assert reward_of(gateway, finished(gateway))["value"] == 0.5
+        running = state.read(settings.run_dir)
+        assert running is not None
+        (row,) = status.rows_of(running, ADMIN_KEY)
+        assert (row.name, row.state, row.detail) == ("reward_service", "ready", "in_work 0, dead_letters 0")
+        (unauthorised,) = status.rows_of(running, "unknown")
+        assert "401" in unauthorised.detail
+        supervisor = Supervisor(stack)
+        process = stack.processes["reward_service"]
+        os.kill(process.pid, signal.SIGKILL)
+
+        def restarted() -> bool:
+            supervisor.check()
+            return process.restarts == 1 and stack.waiting_for() == ""
+
+        wait_until(restarted, 60)
+        assert reward_of(gateway, finished(gateway))["value"] == 0.5

@@ -168,6 +168,7 @@ def test_the_reward_service_is_started_if_it_has_rules(
     [
         ("rewards: {rules: 3}", "", r"rewards\.rules: Input should be a valid list"),
         ("rewards: {rules: [{kind: poem}]}", "", r"rewards\.rules\.0: Input tag 'poem'"),
+        ("rewards: {rules: [{name: a, kind: http}]}", "", r"rewards\.rules\.0\.http\.url"),
         ("", "[{", 'rewards: .*"rules".*'),
         ("rewards: [{kind: poem}]", "", "the section 'rewards' has no fields"),
         ("[rewards]", "", "has no sections"),

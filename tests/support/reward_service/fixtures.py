@@ -28,3 +28,17 @@ def gateway(reward_backends: Backends) -> Iterator[RunningGateway]:
     with reward_backends.gateway() as gateway:
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         yield gateway
+
+
+@pytest.fixture(scope="session")
+def gateway_url(reward_backends: Backends) -> Iterator[tuple[str, bytes]]:
+    """A gateway that many tests share, and its secret."""
+    reward_backends.clear(None)
+    with reward_backends.gateway_url() as url:
+        yield url, reward_backends.secret()
+
+
+@pytest.fixture
+def shared_gateway(reward_backends: Backends, gateway_url: tuple[str, bytes]) -> Iterator[RunningGateway]:
+    with reward_backends.shared(*gateway_url) as gateway:
+        yield gateway

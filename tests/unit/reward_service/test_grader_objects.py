@@ -6,37 +6,9 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from reward_service.graders.objects import AnyGrader, MultiGrader, every_grader
+from tests.support.reward_service.graders import CHECK, LABEL, MULTI, PYTHON, SCORE, SIMILAR
 
-CHECK = {
-    "type": "string_check",
-    "name": "c",
-    "input": "{{sample.output_text}}",
-    "reference": "x",
-    "operation": "eq",
-}
-SIMILAR = {
-    "type": "text_similarity",
-    "name": "s",
-    "input": "a",
-    "reference": "b",
-    "evaluation_metric": "bleu",
-}
-SCORE = {"type": "score_model", "name": "m", "model": "o4", "input": [{"role": "user", "content": "grade"}]}
-LABEL = {
-    "type": "label_model",
-    "name": "l",
-    "model": "o4",
-    "input": [{"role": "user", "content": {"type": "input_text", "text": "grade {{item.x}}"}}],
-    "labels": ["good", "bad"],
-    "passing_labels": ["good"],
-}
-MULTI = {
-    "type": "multi",
-    "name": "all",
-    "graders": {"c": CHECK, "s": SIMILAR},
-    "calculate_output": "(c + s) / 2",
-}
-
+IMAGE = {"type": "input_image", "image_url": "x"}
 GRADER: TypeAdapter[AnyGrader] = TypeAdapter(AnyGrader)
 
 
@@ -52,7 +24,8 @@ GRADER: TypeAdapter[AnyGrader] = TypeAdapter(AnyGrader)
         },
         LABEL,
         MULTI,
-        {"type": "python", "source": "def grade(sample, item): return 1.0", "image_tag": "2025-05-08"},
+        PYTHON | {"image_tag": "2025-05-08"},
+        LABEL | {"input": [{"role": "user", "content": {"type": "input_text", "text": "{{item.x}}"}}]},
         MULTI | {"graders": {"m": SCORE, "l": LABEL}, "calculate_output": "min(m, l)"},
     ],
 )
@@ -61,10 +34,10 @@ def test_openais_examples_are_graders(grader: dict[str, Any]) -> None:
 
 
 def test_a_single_grader_in_a_multi_has_its_own_name() -> None:
-    grader = GRADER.validate_python(MULTI | {"graders": CHECK, "calculate_output": "1 - c"})
+    grader = GRADER.validate_python(MULTI | {"graders": CHECK, "calculate_output": "1 - equal"})
     assert isinstance(grader, MultiGrader)
-    assert [each.name for each in every_grader(grader)] == ["all", "c"]
-    assert grader.formula.value({"c": 0.25}) == 0.75
+    assert [each.name for each in every_grader(grader)] == ["both", "equal"]
+    assert grader.formula.value({"equal": 0.25}) == 0.75
 
 
 @pytest.mark.parametrize(
@@ -83,10 +56,7 @@ def test_a_single_grader_in_a_multi_has_its_own_name() -> None:
         (SCORE | {"range": [0]}, "range"),
         (SCORE | {"range": [0, float("inf")]}, "range"),
         (SCORE | {"input": []}, "input"),
-        (
-            SCORE | {"input": [{"role": "user", "content": {"type": "input_image", "image_url": "x"}}]},
-            "content",
-        ),
+        (SCORE | {"input": [{"role": "user", "content": IMAGE}]}, "content"),
         (LABEL | {"passing_labels": ["other"]}, "not one of the labels"),
         (MULTI | {"graders": {"c": MULTI}}, "multi"),
         (MULTI | {"graders": [CHECK]}, "graders"),
@@ -94,8 +64,8 @@ def test_a_single_grader_in_a_multi_has_its_own_name() -> None:
         (MULTI | {"graders": {"a b": CHECK}}, "cannot name"),
         (MULTI | {"graders": {"if": CHECK}, "calculate_output": "1"}, "cannot name"),
         (MULTI | {"graders": {f"g{i}": CHECK for i in range(33)}, "calculate_output": "g0"}, "graders"),
-        (MULTI | {"calculate_output": "c + other"}, "no such grader"),
-        ({"type": "python", "source": "x" * (2**18 + 1)}, "source"),
+        (MULTI | {"calculate_output": "equal + other"}, "no such grader"),
+        (PYTHON | {"source": "x" * (2**18 + 1)}, "source"),
     ],
 )
 def test_a_grader_that_cannot_work_is_refused(grader: dict[str, Any], message: str) -> None:

@@ -1,6 +1,6 @@
 """The rules of the audit, one by one: each test changes one thing in evidence that is correct."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -106,20 +106,31 @@ def forgetful(
     return evidence(**(given | fields))
 
 
+EMPTY: dict[str, Any] = {"turns": [], "sessions": [], "tokens": 0}
 WAITING: dict[str, dict[str, tuple[str, ...]]] = {
     "s2": {"t:t2": ("5-0",), "r:finish": ("6-0",), "outcome": ("7-0",)}
 }
 
 
-def with_entry(session_id: str, field: str, *entry_ids: str) -> dict[str, dict[str, tuple[str, ...]]]:
-    """The entries of the stream, with those of one field replaced."""
+def ledger(*rows: LedgerRow) -> Evidence:
+    """The default evidence with these rows."""
+    return evidence(rows=rows)
+
+
+def with_entry(session_id: str, field: str, *entry_ids: str) -> Evidence:
+    """The default evidence with these entries of one field in the stream."""
     entries = {name: dict(fields) for name, fields in WAITING.items()}
     entries.setdefault(session_id, {})[field] = entry_ids
-    return entries
+    return evidence(entries=entries)
 
 
-def without_entry(field: str) -> dict[str, dict[str, tuple[str, ...]]]:
-    return {"s2": {name: ids for name, ids in WAITING["s2"].items() if name != field}}
+def group(size: int, *members: str, forgotten: int = 0) -> Evidence:
+    """The default evidence with another group."""
+    return evidence(groups={"g": GroupFact(size, frozenset(members), forgotten)})
+
+
+def without_entry(field: str) -> Evidence:
+    return evidence(entries={"s2": {name: ids for name, ids in WAITING["s2"].items() if name != field}})
 
 
 def one(turn_fact: TurnFact, session_verdict: Verdict | None, **fields: Any) -> Evidence:
@@ -143,253 +154,142 @@ def test_evidence_that_is_whole_finds_nothing() -> None:
     assert totals.ledger_tokens == totals.trained_tokens == 3
 
 
-FAULTS: Mapping[str, tuple[Callable[[], Evidence], tuple[str, str, str]]] = {
-    "a turn in two rows": (
-        lambda: evidence(rows=(row(), row(2, 5))),
-        ("duplicated", "trained_twice", "turn t1"),
+KINDS = {
+    "duplicated": "trained_twice appended_twice reward_twice recorded_twice in_two_sessions "
+    "steps_not_growing versions_not_growing",
+    "lost": "dropped acknowledged_before_the_checkpoint end_dropped no_image no_head step_missing "
+    "member_gone answered",
+    "unexplained": "other_step verdict_denies barred no_verdict session_over verdict_and_entry unknown_entry "
+    "deleted_and_there unreadable not_durable tokens sessions unknown_turns counter forgotten "
+    "member_unlisted too_many",
+}
+"""The rules by the kind of their findings."""
+FAULTS = {
+    "trained_twice, turn t1: a turn in two rows": ledger(row(), row(2, 5)),
+    "trained_twice, turn t1: a turn twice in one row": ledger(row(turns=["t1", "t1"], tokens=6)),
+    "appended_twice, turn t2: two entries of one turn": with_entry("s2", "t:t2", "5-0", "8-0"),
+    "reward_twice, session s2 r:finish: two entries of one reward": with_entry(
+        "s2", "r:finish", "5-0", "8-0"
     ),
-    "a turn twice in one row": (
-        lambda: evidence(rows=(row(turns=["t1", "t1"], tokens=6),)),
-        ("duplicated", "trained_twice", "turn t1"),
+    "dropped, turn t2: a turn without entry or verdict": without_entry("t:t2"),
+    "acknowledged_before_the_checkpoint, turn t1: a verdict of no durable step": ledger(),
+    "acknowledged_before_the_checkpoint, turn t1: a verdict of a step without it": ledger(row(**EMPTY)),
+    "other_step, turn t1: a verdict that names another version": ledger(row(version=9)),
+    "verdict_denies, turn t1: trained against its verdict": one(
+        turn("t1", verdict=verdict("stale")), verdict("stale"), rows=(row(),)
     ),
-    "two entries of one turn": (
-        lambda: evidence(entries=with_entry("s2", "t:t2", "5-0", "8-0")),
-        ("duplicated", "appended_twice", "turn t2"),
+    "verdict_denies, turn t1: its session was closed by the gateway": one(
+        turn("t1"), verdict("expired"), rows=(row(),)
     ),
-    "two entries of one reward": (
-        lambda: evidence(entries=with_entry("s2", "r:finish", "5-0", "8-0")),
-        ("duplicated", "reward_twice", "session s2 r:finish"),
+    "barred, turn t1: trained although it was aborted": one(
+        turn("t1", barred="its call was aborted", verdict=TRAINED), TRAINED, rows=(row(),)
     ),
-    "a turn without entry or verdict": (
-        lambda: evidence(entries=without_entry("t:t2")),
-        ("lost", "dropped", "turn t2"),
+    "no_verdict, turn t1: trained and acknowledged without a verdict": one(
+        turn("t1"), TRAINED, rows=(row(),)
     ),
-    "a verdict of a step that is not durable": (
-        lambda: evidence(rows=()),
-        ("lost", "acknowledged_before_the_checkpoint", "turn t1"),
+    "dropped, turn t1: judged with a session that does not know it": one(
+        turn("t1"), verdict("zero_advantage")
     ),
-    "a verdict of a step that has not that turn": (
-        lambda: evidence(rows=(row(turns=[], sessions=[], tokens=0),)),
-        ("lost", "acknowledged_before_the_checkpoint", "turn t1"),
+    "dropped, turn t1: left out of its group": one(turn("t1"), verdict("group_incomplete")),
+    "session_over, turn t1: appended behind its session's end": one(
+        turn("t1"), TRAINED, entries={"s1": {"t:t1": ("5-0",)}}
     ),
-    "a verdict that names another version": (
-        lambda: evidence(rows=(row(version=9),)),
-        ("unexplained", "other_step", "turn t1"),
+    "verdict_and_entry, turn t1: settled and still owed": with_entry("s1", "t:t1", "5-0"),
+    "unknown_entry, session s2 t:t9: its session does not know it": with_entry("s2", "t:t9", "9-0"),
+    "unknown_entry, session s9 t:t9: nobody knows the session": with_entry("s9", "t:t9", "9-0"),
+    "recorded_twice, turn b: a generation recorded twice": one(
+        turn("t1"), None, sessions={"s1": session("s1", turn("a", generation=7), turn("b", generation=7))}
     ),
-    "trained against its verdict": (
-        lambda: one(turn("t1", verdict=verdict("stale")), verdict("stale"), rows=(row(),)),
-        ("unexplained", "verdict_denies", "turn t1"),
+    "in_two_sessions, turn t1: one turn in two sessions": evidence(
+        session("s1", turn("t1")), session("s2", turn("t1"))
     ),
-    "trained although the gateway had closed its session": (
-        lambda: one(turn("t1"), verdict("expired"), rows=(row(),)),
-        ("unexplained", "verdict_denies", "turn t1"),
+    "end_dropped, session s2 r:finish: a reward whose entry is lost": without_entry("r:finish"),
+    "end_dropped, session s2 outcome: an outcome whose entry is lost": without_entry("outcome"),
+    "no_image, session s2 b: an image that is gone": evidence(
+        session("s2", turn("t2"), images=frozenset({"a", "b"})),
+        missing_images=frozenset({"b", "c"}),
+        rows=(),
+        groups={},
     ),
-    "trained although it was aborted": (
-        lambda: one(turn("t1", barred="its call was aborted", verdict=TRAINED), TRAINED, rows=(row(),)),
-        ("unexplained", "barred", "turn t1"),
+    "no_head, session s3: a session without a head": evidence(known_sessions=frozenset({"s1", "s2", "s3"})),
+    "deleted_and_there, session s1: a deleted session that is there again": evidence(
+        tombstones={"s1": STONE}
     ),
-    "trained and acknowledged without a verdict": (
-        lambda: one(turn("t1"), TRAINED, rows=(row(),)),
-        ("unexplained", "no_verdict", "turn t1"),
+    "unreadable, session s2 t:t3: a record that nobody can read and nobody holds": evidence(
+        session("s2", turn("t2"), unreadable={"t:t3": b"?"}), rows=(), groups={}
     ),
-    "judged with a session that was never told of it": (
-        lambda: one(turn("t1"), verdict("zero_advantage")),
-        ("lost", "dropped", "turn t1"),
+    "step_missing, step 2: a ledger that begins late": evidence(
+        session("s2", turn("t2")), groups={}, rows=(row(2, **EMPTY),)
     ),
-    "left out when its group went on without its session": (
-        lambda: one(turn("t1"), verdict("group_incomplete")),
-        ("lost", "dropped", "turn t1"),
+    "step_missing, step 3: a ledger with a hole": ledger(row(), row(3, 5, **EMPTY)),
+    "steps_not_growing, step 1: a step that comes twice": ledger(row(), row(1, 5, **EMPTY)),
+    "versions_not_growing, step 2: a version that comes twice": ledger(row(), row(2, 4, **EMPTY)),
+    "not_durable, step 1: a row that is not durable": ledger(row(durable=False)),
+    "tokens, step 1: a row with more tokens than its turns": ledger(row(tokens=4)),
+    "tokens, step 1: a row with fewer tokens than its turns": ledger(row(tokens=2)),
+    "sessions, step 1: a row of a session that has no turn in it": ledger(row(sessions=["s1", "s2"])),
+    "unknown_turns, step 1: a row with a turn that nobody knows": ledger(row(turns=["t1", "t9"], tokens=6)),
+    "counter, counter session:trained: a counter that is too high": evidence(
+        counts_before={"session:trained": 2}, counts_after={"session:trained": 2}
     ),
-    "appended behind its session's end": (
-        lambda: one(turn("t1"), TRAINED, entries={"s1": {"t:t1": ("5-0",)}}),
-        ("unexplained", "session_over", "turn t1"),
+    "counter, counter turn:trained: a counter that was never raised": evidence(
+        counts_before={}, counts_after={}
     ),
-    "settled and still owed": (
-        lambda: evidence(entries=with_entry("s1", "t:t1", "5-0")),
-        ("unexplained", "verdict_and_entry", "turn t1"),
+    "forgotten, forgotten turns: a trained turn more than the ledger has, forgotten": forgetful(turns=4),
+    "forgotten, forgotten turns: a trained turn less than the ledger has, forgotten": forgetful(turns=2),
+    "forgotten, forgotten tokens: other tokens than the ledger has, forgotten": forgetful(tokens=11),
+    "forgotten, forgotten sessions: other sessions than the ledger has, forgotten": forgetful(sessions=1),
+    "counter, counter turn:trained: a counter that is wrong with what is forgotten": forgetful(counted=7),
+    "unknown_turns, step 1: and no trained turn is forgotten": evidence(
+        rows=(row(turns=["t1", "t9"], tokens=6),),
+        forgotten_before={"session:failed": 1},
+        forgotten_after={"session:failed": 1},
     ),
-    "an entry of a turn that its session does not know": (
-        lambda: evidence(entries=with_entry("s2", "t:t9", "9-0")),
-        ("unexplained", "unknown_entry", "session s2 t:t9"),
+    "member_gone, group g lists the session s3, which does not exist: one more is forgotten": group(
+        4, "s1", "s2", "s3", "s4", forgotten=1
     ),
-    "an entry of a session that nobody knows": (
-        lambda: evidence(entries=with_entry("s9", "t:t9", "9-0")),
-        ("unexplained", "unknown_entry", "session s9 t:t9"),
+    "answered, session f0: three others are forgotten": forgetful(
+        answers=tuple(ClientAnswer(f"f{number}") for number in range(4))
     ),
-    "a generation recorded twice": (
-        lambda: one(
-            turn("t1"), None, sessions={"s1": session("s1", turn("a", generation=7), turn("b", generation=7))}
-        ),
-        ("duplicated", "recorded_twice", "turn b"),
+    "member_unlisted, group g does not list its member s2": group(2, "s1"),
+    "member_gone, group g lists the session s3, which does not exist": group(3, "s1", "s2", "s3"),
+    "too_many, group g was made for 1 sessions but has 2": group(1, "s1", "s2"),
+    "answered, session s2 t:t9: a turn that a client was told of": evidence(
+        answers=(ClientAnswer("s2", turn_id="t9"),)
     ),
-    "one turn in two sessions": (
-        lambda: evidence(session("s1", turn("t1")), session("s2", turn("t1"))),
-        ("duplicated", "in_two_sessions", "turn t1"),
-    ),
-    "a reward whose entry is lost": (
-        lambda: evidence(entries=without_entry("r:finish")),
-        ("lost", "end_dropped", "session s2 r:finish"),
-    ),
-    "an outcome whose entry is lost": (
-        lambda: evidence(entries=without_entry("outcome")),
-        ("lost", "end_dropped", "session s2 outcome"),
-    ),
-    "an image that is gone": (
-        lambda: evidence(
-            session("s2", turn("t2"), images=frozenset({"a", "b"})),
-            missing_images=frozenset({"b", "c"}),
-            rows=(),
-            groups={},
-        ),
-        ("lost", "no_image", "session s2 b"),
-    ),
-    "a session without a head": (
-        lambda: evidence(known_sessions=frozenset({"s1", "s2", "s3"})),
-        ("lost", "no_head", "session s3"),
-    ),
-    "a deleted session that is there again": (
-        lambda: evidence(tombstones={"s1": STONE}),
-        ("unexplained", "deleted_and_there", "session s1"),
-    ),
-    "a record that nobody can read and nobody holds": (
-        lambda: evidence(session("s2", turn("t2"), unreadable={"t:t3": b"?"}), rows=(), groups={}),
-        ("unexplained", "unreadable", "session s2 t:t3"),
-    ),
-    "a ledger that begins late": (
-        lambda: evidence(
-            session("s2", turn("t2")), groups={}, rows=(row(2, turns=[], sessions=[], tokens=0),)
-        ),
-        ("lost", "step_missing", "step 2"),
-    ),
-    "a ledger with a hole": (
-        lambda: evidence(rows=(row(), row(3, 5, turns=[], sessions=[], tokens=0))),
-        ("lost", "step_missing", "step 3"),
-    ),
-    "a step that comes twice": (
-        lambda: evidence(rows=(row(), row(1, 5, turns=[], sessions=[], tokens=0))),
-        ("duplicated", "steps_not_growing", "step 1"),
-    ),
-    "a version that comes twice": (
-        lambda: evidence(rows=(row(), row(2, 4, turns=[], sessions=[], tokens=0))),
-        ("duplicated", "versions_not_growing", "step 2"),
-    ),
-    "a row that is not durable": (
-        lambda: evidence(rows=(row(durable=False),)),
-        ("unexplained", "not_durable", "step 1"),
-    ),
-    "a row with more tokens than its turns": (
-        lambda: evidence(rows=(row(tokens=4),)),
-        ("unexplained", "tokens", "step 1"),
-    ),
-    "a row with fewer tokens than its turns": (
-        lambda: evidence(rows=(row(tokens=2),)),
-        ("unexplained", "tokens", "step 1"),
-    ),
-    "a row of a session that has no turn in it": (
-        lambda: evidence(rows=(row(sessions=["s1", "s2"]),)),
-        ("unexplained", "sessions", "step 1"),
-    ),
-    "a row with a turn that nobody knows": (
-        lambda: evidence(rows=(row(turns=["t1", "t9"], tokens=6),)),
-        ("unexplained", "unknown_turns", "step 1"),
-    ),
-    "a counter that is too high": (
-        lambda: evidence(counts_before={"session:trained": 2}, counts_after={"session:trained": 2}),
-        ("unexplained", "counter", "counter session:trained"),
-    ),
-    "a counter that was never raised": (
-        lambda: evidence(counts_before={}, counts_after={}),
-        ("unexplained", "counter", "counter turn:trained"),
-    ),
-    "a trained turn more than the ledger has, forgotten": (
-        lambda: forgetful(turns=4),
-        ("unexplained", "forgotten", "forgotten turns"),
-    ),
-    "a trained turn less than the ledger has, forgotten": (
-        lambda: forgetful(turns=2),
-        ("unexplained", "forgotten", "forgotten turns"),
-    ),
-    "other tokens than the ledger has, forgotten": (
-        lambda: forgetful(tokens=11),
-        ("unexplained", "forgotten", "forgotten tokens"),
-    ),
-    "other sessions than the ledger has, forgotten": (
-        lambda: forgetful(sessions=1),
-        ("unexplained", "forgotten", "forgotten sessions"),
-    ),
-    "a counter that is wrong with what is forgotten": (
-        lambda: forgetful(counted=7),
-        ("unexplained", "counter", "counter turn:trained"),
-    ),
-    "a trained turn that nobody knows, where no trained one is forgotten": (
-        lambda: evidence(
-            rows=(row(turns=["t1", "t9"], tokens=6),),
-            forgotten_before={"session:failed": 1},
-            forgotten_after={"session:failed": 1},
-        ),
-        ("unexplained", "unknown_turns", "step 1"),
-    ),
-    "a group with more members gone than are forgotten": (
-        lambda: evidence(groups={"g": GroupFact(4, frozenset({"s1", "s2", "s3", "s4"}), 1)}),
-        ("lost", "member_gone", "group g lists the session s3, which does not exist"),
-    ),
-    "more sessions that clients were told of than are forgotten": (
-        lambda: forgetful(answers=tuple(ClientAnswer(f"f{number}") for number in range(4))),
-        ("lost", "answered", "session f0"),
-    ),
-    "a group that does not list its member": (
-        lambda: evidence(groups={"g": GroupFact(2, frozenset({"s1"}))}),
-        ("unexplained", "member_unlisted", "group g does not list its member s2"),
-    ),
-    "a group with a member that is gone": (
-        lambda: evidence(groups={"g": GroupFact(3, frozenset({"s1", "s2", "s3"}))}),
-        ("lost", "member_gone", "group g lists the session s3, which does not exist"),
-    ),
-    "a group with too many members": (
-        lambda: evidence(groups={"g": GroupFact(1, frozenset({"s1", "s2"}))}),
-        ("unexplained", "too_many", "group g was made for 1 sessions but has 2"),
-    ),
-    "a turn that a client was told of": (
-        lambda: evidence(answers=(ClientAnswer("s2", turn_id="t9"),)),
-        ("lost", "answered", "session s2 t:t9"),
-    ),
-    "a session that a client was told of": (
-        lambda: evidence(answers=(ClientAnswer("s9"),)),
-        ("lost", "answered", "session s9"),
-    ),
-    "an end that a client was told of": (
-        lambda: evidence(
-            session("s2", turn("t2"), ends=frozenset()),
-            rows=(),
-            groups={},
-            entries={"s2": {"t:t2": ("5-0",)}},
-            answers=(ClientAnswer("s2", finished=True),),
-        ),
-        ("lost", "answered", "session s2 outcome"),
+    "answered, session s9: a session that a client was told of": evidence(answers=(ClientAnswer("s9"),)),
+    "answered, session s2 outcome: an end that a client was told of": evidence(
+        session("s2", turn("t2"), ends=frozenset()),
+        rows=(),
+        groups={},
+        entries={"s2": {"t:t2": ("5-0",)}},
+        answers=(ClientAnswer("s2", finished=True),),
     ),
 }
+"""By the rule and the subject of the finding, and what is wrong."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_must_not_be_is_found_and_named(fault: str) -> None:
-    broken, expected = FAULTS[fault]
-    assert expected in told(broken())
+    rule, subject = fault.split(": ")[0].split(", ", 1)
+    (kind,) = (kind for kind, rules in KINDS.items() if rule in rules.split())
+    assert (kind, rule, subject) in told(FAULTS[fault])
 
 
-FINE: Mapping[str, Callable[[], Evidence]] = {
-    "trained by a durable step and not yet acknowledged": lambda: evidence(
-        rows=(row(), row(2, 5, turns=["t2"], sessions=["s2"]))
+FINE = {
+    "trained by a durable step and not yet acknowledged": ledger(
+        row(), row(2, 5, turns=["t2"], sessions=["s2"])
     ),
-    "closed by the gateway while its group waits": lambda: one(
+    "closed by the gateway while its group waits": one(
         turn("t1"), verdict("failed"), entries={"s1": {"t:t1": ("5-0",), "outcome": ("6-0",)}}
     ),
-    "a second outcome, of a session that expired unrewarded": lambda: one(
+    "a second outcome, of a session that expired unrewarded": one(
         turn("t1"), verdict("expired"), entries={"s1": {"t:t1": ("5-0",), "outcome": ("6-0", "7-0")}}
     ),
-    "a turn that came too late for its group": lambda: one(
+    "a turn that came too late for its group": one(
         turn("t1", verdict=verdict("group_incomplete")), verdict("group_incomplete")
     ),
-    "trained, with a turn of its own fate": lambda: evidence(
+    "trained, with a turn of its own fate": evidence(
         session(
             "s1",
             turn("t1", verdict=TRAINED),
@@ -399,7 +299,7 @@ FINE: Mapping[str, Callable[[], Evidence]] = {
         groups={},
         entries={},
     ),
-    "steps that commands have made": lambda: evidence(
+    "steps that commands have made": evidence(
         rows=tuple(row(step, 3 + step, turns=[], sessions=[], tokens=9) for step in (1, 2)),
         groups={},
         sessions={},
@@ -408,14 +308,14 @@ FINE: Mapping[str, Callable[[], Evidence]] = {
         counts_before={},
         counts_after={},
     ),
-    "a record set aside": lambda: one(turn("t1", set_aside=True), verdict("invalid")),
-    "a record that no build could read, set aside": lambda: evidence(
+    "a record set aside": one(turn("t1", set_aside=True), verdict("invalid")),
+    "a record that no build could read, set aside": evidence(
         session("s2", turn("t2"), unreadable={"t:t3": b"?"}), rows=(), groups={}, dead_letters={b"?": "1-0"}
     ),
-    "a record of a newer build that waits": lambda: evidence(
+    "a record of a newer build that waits": evidence(
         session("s2", turn("t2"), unreadable={"t:t3": b"?"}), rows=(), groups={}, unread={"9-0": b"?"}
     ),
-    "deleted after it was trained": lambda: evidence(
+    "deleted after it was trained": evidence(
         session("s2", turn("t2")),
         known_sessions=frozenset({"s1", "s2"}),
         tombstones={"s1": STONE},
@@ -425,32 +325,25 @@ FINE: Mapping[str, Callable[[], Evidence]] = {
         answers=(ClientAnswer("s1", turn_id="t1"),),
         entries=WAITING | {"s1": {"deletion": ("9-0",), "t:t1": ("3-0",)}},
     ),
-    "forgotten after it was trained, and reconciled": lambda: forgetful(),
-    "forgotten, with a deleted session in the same step": lambda: forgetful(
+    "forgotten after it was trained, and reconciled": forgetful(),
+    "forgotten, with a deleted session in the same step": forgetful(
         rows=(row(), row(2, 5, turns=["t7", "t8", "t9", "td"], sessions=["f0", "f1", "sd"], tokens=12)),
         tombstones={"sd": Tombstone(session_id="sd", created_at=1.0, deleted_at=2.0, turns=1, rewards=0)},
         counts_before={"session:trained": 3, "turn:trained": 4, "session:failed": 1, "session:deleted": 1},
         counts_after={"session:trained": 3, "turn:trained": 4, "session:failed": 1, "session:deleted": 1},
     ),
-    "forgotten while the heads were read": lambda: forgetful(
+    "forgotten while the heads were read": forgetful(
         forgotten_before={"session:trained": 1, "turn:trained": 1, "tokens:trained": 3}
     ),
-    "members of a group that are forgotten": lambda: evidence(
-        groups={"g": GroupFact(4, frozenset({"s1", "s2", "s3", "s4"}), 2)}
-    ),
-    "answers of sessions that may be forgotten": lambda: forgetful(
+    "members of a group that are forgotten": group(4, "s1", "s2", "s3", "s4", forgotten=2),
+    "answers of sessions that may be forgotten": forgetful(
         answers=(ClientAnswer("f0"), ClientAnswer("f1", turn_id="t9"), ClientAnswer("f2", finished=True))
     ),
-    "counters that grew while the heads were read": lambda: evidence(
+    "counters that grew while the heads were read": evidence(
         counts_before={}, counts_after={"session:trained": 3, "turn:trained": 9}
     ),
-    "a late reward has no entry": lambda: evidence(
-        session(
-            "s1",
-            turn("t1", verdict=TRAINED),
-            verdict=TRAINED,
-            unheard=frozenset({"r:late"}),
-        ),
+    "a late reward has no entry": evidence(
+        session("s1", turn("t1", verdict=TRAINED), verdict=TRAINED, unheard=frozenset({"r:late"})),
         groups={},
         entries={},
         answers=(ClientAnswer("s1", reward_key="late"),),
@@ -460,7 +353,7 @@ FINE: Mapping[str, Callable[[], Evidence]] = {
 
 @pytest.mark.parametrize("case", FINE)
 def test_what_may_be_is_not_called_a_fault(case: str) -> None:
-    assert findings_of(FINE[case]()) == []
+    assert findings_of(FINE[case]) == []
 
 
 def test_what_is_forgotten_is_told() -> None:

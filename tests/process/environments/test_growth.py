@@ -45,7 +45,7 @@ async def kept_after(running: RunTest, directory: Path, episodes: int, resume: b
 async def test_a_run_keeps_no_more_after_many_episodes_than_after_few(
     running: RunTest, tmp_path: Path
 ) -> None:
-    few = await kept_after(running, tmp_path / "few", 12)
-    many = await kept_after(running, tmp_path / "many", 96)
-    resumed = await kept_after(running, tmp_path / "many", 96, resume=True)
+    few = await kept_after(running, tmp_path / "few", 8)
+    many = await kept_after(running, tmp_path / "many", 40)
+    resumed = await kept_after(running, tmp_path / "many", 40, resume=True)
     assert max(many, resumed) <= few + 10, "a few numbers and texts may be other objects"

@@ -1,9 +1,11 @@
-"""Runs of small environments against a real gateway: what its sessions say afterwards."""
+"""Runs of small environments and loops against a real gateway: what its sessions say afterwards."""
 
 import asyncio
 import itertools
+import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +18,11 @@ import environments.runs.run
 from environments.errors import RunStopped, UnknownEnvironment
 from environments.results.journal import EpisodeEnded, entries_of
 from environments.session_client import SessionClient
-from tests.support.environments.running import RunTest
+from environments.settings import RunSettings
+from environments.start import play_run
+from tests.support.environments.running import RunTest, running_gateway
+from tests.support.images import image_of, opened
+from tests.support.tiny_vision_model import make_tiny_vision_model
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until_async
 
@@ -41,6 +47,7 @@ async def test_a_group_is_one_task_with_its_rewards(running: RunTest) -> None:
         assert each["reward"] == float(number % 2 == 0)
     assert len(by_group) == 4
     assert all(len(tasks) == 1 for tasks in by_group.values())
+    assert summary["reward_start"] == summary["reward_end"] == fmean(each["reward"] for each in sessions)
 
 
 async def test_rewards_of_steps_belong_to_their_turns(running: RunTest) -> None:
@@ -157,17 +164,16 @@ async def test_an_episode_without_end_is_truncated(running: RunTest) -> None:
     assert session["status"] == "truncated"
 
 
-async def test_an_episode_that_is_cut_off_after_zeros_has_the_reward_zero(running: RunTest) -> None:
-    """Where truncated episodes are trained, its group would otherwise wait for a reward."""
-    await running.play("Zeros", group_size=1, episodes=1, max_turns=1)
+@pytest.mark.parametrize(
+    ("more", "status"), [({"max_turns": 1}, "truncated"), ({"mode": "eval"}, "completed")]
+)
+async def test_rewards_of_zero_alone_are_a_reward_of_zero(
+    running: RunTest, more: dict[str, Any], status: str
+) -> None:
+    """The last step has no opinion. A group that waited for a reward could not be trained."""
+    await running.play("Zeros", group_size=1, episodes=1, **more)
     (session,) = running.sessions()
-    assert (session["status"], session["reward"]) == ("truncated", 0.0)
-
-
-async def test_groups_that_only_fail_stop_the_run_with_the_first_error(running: RunTest) -> None:
-    with pytest.raises(RunStopped, match="the sandbox is gone"):
-        await running.play("Faulty", options={"how": "raises", "fails": 1000}, group_size=2, concurrency=1)
-    assert all(each["state"] == "finished" for each in running.sessions()), "no session waits"
+    assert (session["status"], session["reward"]) == (status, 0.0)
 
 
 async def test_a_run_that_is_stopped_does_not_wait_for_a_gateway_that_is_gone(
@@ -286,23 +292,11 @@ async def test_a_frozen_opponent_is_neither_rewarded_nor_trained(running: RunTes
 
 async def test_a_mistake_in_a_name_is_told_at_once(running: RunTest) -> None:
     with pytest.raises(UnknownEnvironment, match="no environments of 'reasoning_gim'"):
-        await play_named(running, "reasoning_gim:chain_sum")
+        await play_run(RunSettings(environment="reasoning_gim:chain_sum"), running.place, lambda line: None)
     with pytest.raises(UnknownEnvironment, match="no attribute 'Duoble'"):
         await running.play("Duoble")
-
-
-async def play_named(running: RunTest, environment: str) -> Any:
-    from environments.settings import RunSettings
-    from environments.start import play_run
-
-    return await play_run(RunSettings(environment=environment), running.place, lambda line: None)
-
-
-async def test_the_summary_of_training_says_where_it_began_and_ended(running: RunTest) -> None:
-    running.engine.answer = doubled
-    summary = await running.play("Double", group_size=2, episodes=4)
-    rewards = [each["reward"] for each in running.sessions()]
-    assert summary["reward_start"] == summary["reward_end"] == fmean(rewards)
+    with pytest.raises(UnknownEnvironment, match=r"cannot be started: .*nowhere"):
+        await running.play("Double", python="/nowhere/python")
 
 
 async def test_a_run_opens_no_more_sessions_than_it_plays(running: RunTest) -> None:
@@ -315,7 +309,7 @@ async def test_a_run_opens_no_more_sessions_than_it_plays(running: RunTest) -> N
         return "8"
 
     running.engine.answer = answer
-    await running.play("Double", group_size=3, episodes=30, concurrency=3)
+    await running.play("Double", group_size=3, episodes=12, concurrency=3)
     assert most <= 3 + 2 * 3
 
 
@@ -334,13 +328,6 @@ async def test_a_session_that_is_deleted_meanwhile_ends_no_run(running: RunTest)
     assert any("deleted" in reason or "410" in reason for reason in summary["reasons"])
 
 
-async def test_rewards_of_zero_alone_are_a_reward_of_zero(running: RunTest) -> None:
-    """Every step earns 0, and the last one has no opinion."""
-    summary = await running.play("Zeros", mode="eval", tasks=1, group_size=1)
-    assert summary["by_status"] == {"completed": 1}
-    assert summary["reward"]["mean"] == 0.0
-
-
 async def test_a_call_of_a_tool_that_nobody_offered_is_a_wrong_answer(running: RunTest) -> None:
     running.engine.answer = lambda prompt: '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     summary = await running.play("Double", mode="eval", tasks=1, group_size=1)
@@ -348,6 +335,97 @@ async def test_a_call_of_a_tool_that_nobody_offered_is_a_wrong_answer(running: R
     assert summary["reward"]["mean"] == 0.0
 
 
-async def test_an_interpreter_that_does_not_exist_is_told_at_once(running: RunTest) -> None:
-    with pytest.raises(UnknownEnvironment, match=r"cannot be started: .*nowhere"):
-        await running.play("Double", python="/nowhere/python")
+# Loops
+
+
+async def test_an_episode_that_its_environment_cuts_off_is_truncated_with_what_it_earned(
+    running: RunTest,
+) -> None:
+    summary = await running.play("Cut", group_size=1, episodes=1)
+    assert summary["by_status"] == {"truncated": 1}
+    (session,) = running.sessions()
+    assert (session["status"], session["reward"]) == ("truncated", 1.0)
+    assert [turn["reward"] for turn in session["turns"]] == [0.5, None]
+
+
+async def test_a_conversation_that_no_longer_fits_is_truncated_and_not_failed(running: RunTest) -> None:
+    running.engine.answer = lambda prompt: "1 " * 2100  # two such answers fill the context
+    summary = await running.play("Count", group_size=1, episodes=1)
+    assert summary["by_status"] == {"truncated": 1}
+    assert list(summary["reasons"]) == ["the conversation does not fit into the model's context"]
+    (session,) = running.sessions()
+    assert session["status"] == "truncated"
+    assert 0 < len(session["turns"]) < 3, "what was sampled before is recorded"
+
+
+async def test_an_episode_that_lasts_too_long_is_truncated(
+    turned: TurnedClock, running: RunTest, tmp_path: Path
+) -> None:
+    mark = tmp_path / "it hangs"
+    options = {"how": "hangs", "mark": str(mark)}
+    playing = asyncio.create_task(
+        running.play("Faulty", options=options, group_size=1, episodes=1, episode_s=1000.0, step_s=3600.0)
+    )
+    await wait_until_async(mark.exists)
+    turned.turn(1000)
+    summary = await playing
+    assert summary["by_status"] == {"truncated": 1}
+    (session,) = running.sessions()
+    assert (session["status"], session["reward"]) == ("truncated", None)
+
+
+async def test_calls_of_one_answer_are_made_one_after_the_other(running: RunTest) -> None:
+    def answer(prompt: str) -> str:
+        if "taken: a, b" in prompt:
+            return "done"
+        calls = ({"name": "take", "arguments": {"name": name}} for name in "ab")
+        return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+    running.engine.answer = answer
+    await running.play("Taking", group_size=1, episodes=1)
+    (session,) = running.sessions()
+    assert session["reward"] == 1.0
+    _, second = session["turns"]
+    assert second["relation"] == "extends"
+    assert re.findall(r"taken: (\w(?:, \w)*)", second["context_text"]) == ["a", "a, b"]
+
+
+async def test_a_loop_of_the_users_own_plays_the_episodes(running: RunTest) -> None:
+    """The loop asks for a draft first, and only the second answer is a step of the environment."""
+    running.engine.answer = lambda prompt: "0" if "again" in prompt else "a draft"
+    loop = "tests.support.environments.drafts:play"
+    await running.play("Double", loop=loop, mode="eval", tasks=1, group_size=1)
+    (session,) = running.sessions()
+    assert [turn["relation"] for turn in session["turns"]] == ["root", "extends"]
+    assert session["reward"] == 1.0
+
+
+# Images
+
+
+@pytest.fixture
+def seeing(redis_url: str, tmp_path: Path) -> Iterator[RunTest]:
+    model = make_tiny_vision_model(tmp_path / "model")
+    with running_gateway(redis_url, model, tmp_path) as running:
+        yield running
+
+
+async def test_the_model_sees_what_an_environment_shows(seeing: RunTest) -> None:
+    seeing.engine.answer = lambda prompt: "noise"
+    summary = await seeing.play("Picture", group_size=2, episodes=2, concurrency=1)
+    assert summary["by_status"] == {"completed": 2}
+    for session in seeing.sessions():
+        one, two = session["turns"]
+        assert (two["relation"], session["reward"]) == ("extends", 1.0)
+        assert [len(turn["images"]) for turn in (one, two)] == [1, 1]
+        assert one["images"][0]["sha256"] != two["images"][0]["sha256"]
+    last = seeing.engine.requests[-1]["image_data"]
+    shown = [opened(url).tobytes() for url in last]
+    assert len(shown) == 2
+    seeds = [seed for seed in range(20) if image_of(96, 64, seed).tobytes() in shown]
+    assert len(seeds) == 2
+
+
+async def test_a_text_model_ends_episodes_that_show_images(running: RunTest) -> None:
+    summary = await running.play("Picture", group_size=1, episodes=1)
+    assert summary["by_status"] == {"failed": 1}

@@ -1,4 +1,7 @@
-"""Ranks on two hosts: started by deepspeed with a hostfile, by torchrun, and as Slurm's srun starts them."""
+"""Ranks on two hosts: started by deepspeed with a hostfile, and as Slurm's srun starts them.
+
+`tests/process/kubernetes` starts them by torchrun.
+"""
 
 import os
 import signal
@@ -44,17 +47,6 @@ def by_deepspeed(pair: HostPair) -> AbstractContextManager[Launchers]:
     return launched([command], [{"PATH": path}], pair.folder / "log")
 
 
-def by_torchrun(pair: HostPair) -> AbstractContextManager[Launchers]:
-    """On each host: torchrun --nnodes 2 … --rdzv-endpoint weir1:29400 -m trainer_service --config weir.yaml
-
-    With a store of the agents, restarted ranks may find the addresses of those before them."""
-    words = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3"]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:29400"]
-    torchrun = [PYTHON, "-m", "torch.distributed.run", *words, "-m", "trainer_service", *pair.words]
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return launched([host.enter(*torchrun) for host in pair.hosts], [own_store] * 2, pair.folder / "log")
-
-
 def by_srun(pair: HostPair) -> AbstractContextManager[Launchers]:
     """srun --nodes 2 --ntasks-per-node 1 python -m trainer_service --config weir.yaml"""
     task = [PYTHON, "-m", "trainer_service", *pair.words]
@@ -71,18 +63,6 @@ def test_deepspeed_starts_and_restarts_the_ranks_of_a_hostfile(pair: HostPair) -
     with by_deepspeed(pair) as launchers:
         pair.train(launchers)
         wait_until(lambda: pair.saved_step() == 2)
-
-
-def test_torchrun_restarts_all_ranks_when_one_dies(pair: HostPair) -> None:
-    with by_torchrun(pair) as launchers:
-        pair.train(launchers)
-        before = pair.ranks()
-        before[1].kill()
-        pair.train(launchers)
-        assert not set(before) & set(pair.ranks())
-        wait_until(lambda: pair.saved_step() == 2)
-        pair.ranks()[0].send_signal(signal.SIGTERM)
-        assert launchers.wait(PATIENCE_S) == [0, 0]
 
 
 def test_ranks_of_srun_end_when_the_network_is_gone_and_go_on_when_it_is_back(

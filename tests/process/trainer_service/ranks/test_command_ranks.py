@@ -1,6 +1,7 @@
 """Two real ranks carry out commands as one does."""
 
 import pickle
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 from rollout_queue.commands.command import Command, ForwardBackward, LoadWeights, SaveWeights
 from rollout_queue.commands.result import Passed, Result, Stepped
+from tests.support.long_cases import cases
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.command_harness import (
     MakeCommandHarness,
@@ -77,35 +79,25 @@ def same_result(one: Result, other: Result) -> None:
         assert one.metrics == pytest.approx(other.metrics, rel=ulps(512))
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1)), 2])
-def test_two_ranks_carry_out_commands_as_one_does_also_after_a_restart(
+@pytest.mark.parametrize("stage", cases([2], long=[0, 1]))
+def test_two_ranks_carry_out_commands_as_one_does_also_after_a_restart_of_both_or_of_one(
     pair: RankPair, make_command_harness: MakeCommandHarness, tmp_path: Path, stage: int
 ) -> None:
     alone = make_command_harness("alone", zero_stage=stage)
-    begun = {}
+    begun: dict[str, Weights] = {}
     for model_id, command in [*FIRST, *SECOND]:
         alone.send(model_id, command)
         if model_id not in begun:
             begun[model_id] = {name: each.clone() for name, each in alone.weights(model_id).items()}
-    settings = make_command_harness("two", zero_stage=stage).settings
-    pair.learn(Task(tmp_path / "two", settings, (), script=FIRST))
-    pair.learn(Task(tmp_path / "two", settings, (), script=SECOND))
-    same_results(log_of(tmp_path / "two"), alone.log)
-    for model_id, start in begun.items():
-        assert_moved_alike(weights_of(tmp_path / "two", model_id), alone.weights(model_id), start)
-
-
-def test_one_rank_continues_what_two_have_begun(
-    pair: RankPair, make_command_harness: MakeCommandHarness, tmp_path: Path
-) -> None:
-    alone = make_command_harness("alone", zero_stage=1)
-    for model_id, command in FIRST:
-        alone.send(model_id, command)
-    start = {name: each.clone() for name, each in alone.weights("a").items()}
-    settings = make_command_harness("two", zero_stage=1).settings
-    pair.learn(Task(tmp_path / "two", settings, (), script=FIRST))
-    log = log_of(tmp_path / "two")
-    after = make_command_harness("two", log, zero_stage=1)
+    two, left = tmp_path / "two", tmp_path / "left"
+    pair.learn(Task(two, make_command_harness("two", zero_stage=stage).settings, (), script=FIRST))
+    shutil.copytree(two, left)
+    after = make_command_harness("left", log_of(left), zero_stage=stage)
     for model_id, command in SECOND:
-        same_result(after.send(model_id, command), alone.send(model_id, command))
-    assert_moved_alike(after.weights("a"), alone.weights("a"), start)
+        after.send(model_id, command)
+    pair.learn(Task(two, make_command_harness("two", zero_stage=stage).settings, (), script=SECOND))
+    for log in (log_of(two), after.log):
+        same_results(log, alone.log)
+    for model_id, start in begun.items():
+        for weights in (weights_of(two, model_id), after.weights(model_id)):
+            assert_moved_alike(weights, alone.weights(model_id), start)

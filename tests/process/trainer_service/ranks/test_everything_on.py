@@ -5,22 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.support.trainer_service.expert_models import made_experts
 from tests.support.trainer_service.random_rows import MakeLearner, with_experts
+from tests.support.trainer_service.rank_learning import learned_alike, weights_of
 from tests.support.trainer_service.rank_pair import RankPair
-from tests.support.trainer_service.rank_tasks import Task
 from tests.support.trainer_service.related_rows import related_rows
-from tests.support.trainer_service.same_training import (
-    WELL_CONDITIONED,
-    Weights,
-    assert_moved_alike,
-    differs_by,
-    same_metrics,
-)
+from tests.support.trainer_service.same_training import WELL_CONDITIONED, differs_by
 from trainer_service.rows.rows import Row
-from trainer_service.step.step_request import StepRequest
 
 pytestmark = pytest.mark.numeric
 
@@ -48,30 +40,23 @@ def groups(step: int) -> list[Row]:
 
 
 def learned(
-    pair: RankPair, make_learner: MakeLearner, folder: Path, on: dict[str, Any], steps: list[list[Row]]
+    pair: RankPair,
+    make_learner: MakeLearner,
+    folder: Path,
+    steps: list[list[Row]],
+    both: dict[str, Any],
+    on: dict[str, Any],
+    sliced: int = 1,
 ) -> None:
     """Train on one rank with everything off, on two with everything on, and on two that restart after each
     step; assert that the first two learn alike, and the last two the same."""
-    one = make_learner(
-        **COMMON, **OFF, **{name: on[name] for name in ("model_path", "router_replay") if name in on}
-    )
-    before, alone = one.exported(), []
-    for step, rows in enumerate(steps, 1):
-        alone.append(one.leader.optimise(StepRequest(rows, 0, one.settings.algorithm)))
-        if step % 2 == 0:
-            one.leader.move_reference()
-    sliced = on.get("sequence_parallel", 1)
-    made = make_learner(**COMMON, **ON, **(on | {"sequence_parallel": 1})).settings
-    settings = made.model_copy(update={"sequence_parallel": sliced})
-    straight = pair.learn(Task(folder / "straight", settings, steps)).metrics
-    cut = [pair.learn(Task(folder / "cut", settings, steps[:end])).metrics for end in range(1, STEPS + 1)]
-    for told, of_one in zip(straight, alone, strict=True):
-        same = {name: value for name, value in of_one.items() if name != "computed_per_token"}
-        assert {name: told[name] for name in same} == same_metrics(same)
-    ends: list[Weights] = [load_file(folder / name / "weights.safetensors") for name in ("straight", "cut")]
-    assert_moved_alike(ends[0], one.exported(), before, steps=4 * STEPS)
-    assert [told for each in cut for told in each] == straight
-    assert differs_by(*ends) == 0
+    metrics = {}
+    for name, cuts in {"straight": (), "cut": range(1, STEPS)}.items():
+        given = {"one": OFF, "two": ON | on, "sliced": sliced, "cuts": cuts}
+        _, told = learned_alike(pair, make_learner, folder / name, steps, COMMON | both, **given)
+        metrics[name] = [each for part in told for each in part.metrics]
+    assert metrics["cut"] == metrics["straight"]
+    assert differs_by(weights_of(folder / "straight"), weights_of(folder / "cut")) == 0
 
 
 @pytest.mark.long
@@ -80,12 +65,12 @@ def test_two_ranks_that_restart_learn_what_one_learns(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path, sliced: int
 ) -> None:
     steps = [groups(step) for step in range(STEPS)]
-    learned(pair, make_learner, tmp_path, {"share_prefixes": True, "sequence_parallel": sliced}, steps)
+    learned(pair, make_learner, tmp_path, steps, {}, {"share_prefixes": True}, sliced)
 
 
 @pytest.mark.long
 def test_a_mixture_of_experts_as_well(pair: RankPair, make_learner: MakeLearner, tmp_path: Path) -> None:
     made_experts("Qwen3Moe", tmp_path / "base")
     steps = [with_experts(groups(step)) for step in range(STEPS)]
-    on = {"model_path": tmp_path / "base", "router_replay": True}
-    learned(pair, make_learner, tmp_path, on, steps)
+    both = {"model_path": tmp_path / "base", "router_replay": True}
+    learned(pair, make_learner, tmp_path, steps, both, {})

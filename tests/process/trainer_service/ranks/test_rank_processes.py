@@ -1,4 +1,4 @@
-"""The trainer's own processes, with two ranks: a step on episodes from Redis is published in shares."""
+"""The trainer's own processes: two ranks publish in shares, and one waits for the memory of its device."""
 
 import os
 import subprocess
@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
 
 from rollout_queue.contract.policies.policy import STABLE
+from tests.support.gateway.running import ADMIN_KEY
 from tests.support.long_cases import cases
 from tests.support.redis_clients import redis_at
+from tests.support.rollout_server.in_process import memory_sharing, server_thread
 from tests.support.serving import free_port, serving
 from tests.support.trainer_service.harness import FakeGateway
 from tests.support.trainer_service.over_http import over_http
@@ -50,14 +53,8 @@ def forked(pair: RankPair, config: Path) -> Iterator[Ranks]:
     """With the variables that the launcher sets. Each gets the signal, as from the launcher."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     given = ["--config", str(config)]
-    place = pair.run(
-        [
-            Program(
-                common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, config.parent / f"log-{rank}", given
-            )
-            for rank in range(2)
-        ]
-    )
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    place = pair.run([Program(common | each, config.parent / f"log-{each['RANK']}", given) for each in own])
 
     def terminate() -> None:
         for rank in pair.ranks(place):
@@ -109,3 +106,47 @@ def test_two_rank_processes_publish_in_shares_and_end_when_told(
         f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)
     ]
     assert [path.name for path in policies.iterdir()] == [version.name]
+
+
+def test_a_trainer_process_loads_its_model_only_once_it_has_the_memory(
+    pair: RankPair, model_path: Path, redis_url: str, tmp_path: Path
+) -> None:
+    """It is told to stop while it waits for a second server. The first one has its memory back at once."""
+    with redis_at(redis_url) as redis:
+        redis.flushdb()
+    with server_thread(tmp_path, memory_sharing(tmp_path)) as server:
+        wait_until(server.is_ready)
+        port, away, log = free_port(), free_port(), tmp_path / "trainer.log"
+        settings = {
+            "WEIR_REDIS_URL": redis_url,
+            "WEIR_MODEL_PATH": str(model_path),
+            "WEIR_ADMIN_KEYS": ADMIN_KEY,
+            "WEIR_TRAINER__CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
+            "WEIR_TRAINER__POLICIES_DIR": str(tmp_path / "policies"),
+            "WEIR_TRAINER__PORT": str(port),
+            "WEIR_TRAINER__DEVICE": "cpu",
+            "WEIR_TRAINER__LEASE_S": "1",
+            "WEIR_TRAINER__MEMORY": "shared",
+            "WEIR_TRAINER__SHARED_WITH": f"{server.url},http://127.0.0.1:{away}",
+        }
+
+        def waits_for() -> str:
+            headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+            try:
+                status = httpx.get(f"http://127.0.0.1:{port}/status", headers=headers, timeout=120).json()
+            except httpx.TransportError:
+                return ""
+            return str(status["waiting_for"])
+
+        place = pair.run([Program(settings, log)])
+        (trainer,) = pair.ranks(place)
+        try:
+            wait_until(lambda: f"http://127.0.0.1:{away}" in waits_for() and "Connect" in waits_for())
+            assert server.status()["released"]
+            trainer.terminate()
+            assert pair.ended(place) == [0], log.read_text()
+            assert "stopped before the model was loaded" in log.read_text()
+        finally:
+            if not pair.has_ended(place):
+                trainer.kill()
+        wait_until(lambda: server.status()["state"] == "ready", 20.0)

@@ -5,25 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import POISON, MakeLearner, random_rows
+from tests.support.trainer_service.rank_learning import learned_alike
 from tests.support.trainer_service.rank_pair import RankPair
-from tests.support.trainer_service.rank_tasks import Task
-from tests.support.trainer_service.recorded import assert_same_records
+from tests.support.trainer_service.rank_tasks import Told
 from tests.support.trainer_service.related_rows import related_rows
-from tests.support.trainer_service.same_training import (
-    WELL_CONDITIONED,
-    Weights,
-    assert_moved_alike,
-    same_metrics,
-)
 from trainer_service.model.attention.packed_attention import check_can_share
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.sharding.sequence_ranks import SequenceRanks
 from trainer_service.rows.rows import micro_batches
-from trainer_service.step.step_request import StepRequest
 
 pytestmark = pytest.mark.numeric  # processes start one after another
 
@@ -40,25 +32,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 WINDOWS_AND_CAPS = next(family for family in FAMILIES if family.name == "Gemma2")
 
 
-def learned_alike(pair: RankPair, make_learner: MakeLearner, run: Path, options: dict[str, Any]) -> None:
-    # Packs of odd sizes; the third step has a token in one slice only.
+def learned(
+    pair: RankPair, make_learner: MakeLearner, run: Path, options: dict[str, Any], **more: Any
+) -> Told:
+    # Packs of odd sizes; the third step has a token in one slice only, and the last an infinite gradient.
     steps = [related_rows(roots=1, branches=2, tips=2), random_rows(2, 8), random_rows(3, 1)]
-    common = {"optimizer": WELL_CONDITIONED, "algorithm": {"max_tokens": 200}} | options
-    one = make_learner(**common)
-    before = one.exported()
-    alone, records = [], []
-    for rows in steps:
-        alone.append(one.leader.optimise(StepRequest(rows, 0, one.settings.algorithm, recorded="all")))
-        records.append(one.leader.records)
-    task = Task(run, make_learner(sequence_parallel=1, **common).settings, steps)
-    settings = task.settings.model_copy(update={"sequence_parallel": 2})
-    told_by_two = pair.learn(Task(run, settings, steps))
-    for told, of_one in zip(told_by_two.metrics, alone, strict=True):
-        assert told == same_metrics(of_one)
-    for mine, theirs in zip(told_by_two.records, records, strict=True):
-        assert_same_records(mine, theirs)
-    weights: Weights = load_file(run / "weights.safetensors")
-    assert_moved_alike(weights, one.exported(), before)
+    steps.append(random_rows(4, 5, POISON))
+    both = {"algorithm": {"max_tokens": 200}} | options
+    _, (told,) = learned_alike(pair, make_learner, run, steps, both, sliced=2, **more)
+    return told
 
 
 IN_SHORT = ("stage 1", "critic, reference", "whole step")
@@ -75,26 +57,17 @@ IN_SHORT = ("stage 1", "critic, reference", "whole step")
 def test_two_ranks_learn_together_what_one_learns(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    learned_alike(pair, make_learner, tmp_path / "run", options)
+    probes = [random_rows(5, 3), random_rows(5, 3, POISON)]
+    told = learned(pair, make_learner, tmp_path / "run", options, probes=probes)
+    assert told.metrics[-1]["grad_norm"] == float("inf")
+    assert told.sound == [True, False], "a gradient that is not finite is found in any slice"
 
 
 def test_windows_and_caps_are_those_of_the_whole_row(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
     made(WINDOWS_AND_CAPS, tmp_path / "model")
-    learned_alike(pair, make_learner, tmp_path / "run", {"model_path": tmp_path / "model"})
-
-
-def test_a_gradient_that_is_not_finite_is_found_in_any_slice(
-    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
-) -> None:
-    settings = make_learner().settings.model_copy(update={"sequence_parallel": 2})
-    probes = [random_rows(5, 3), random_rows(5, 3, POISON)]
-    told = pair.learn(
-        Task(tmp_path / "run", settings, [random_rows(1, 5), random_rows(4, 5, POISON)], probes)
-    )
-    assert told.metrics[-1]["grad_norm"] == float("inf")
-    assert told.sound == [True, False]
+    learned(pair, make_learner, tmp_path / "run", {"model_path": tmp_path / "model"})
 
 
 def test_the_slices_have_each_token_once_and_equal_sizes() -> None:

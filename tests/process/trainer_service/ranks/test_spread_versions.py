@@ -15,8 +15,10 @@ from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest
 from rollout_server.weights.delta import apply_delta
 from rollout_server.weights.safetensors_file import tensors_of
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
+from tests.support.long_cases import cases
 from tests.support.trainer_service.expert_models import made_experts
 from tests.support.trainer_service.random_rows import MakeLearner, random_rows
+from tests.support.trainer_service.rank_learning import saved_step
 from tests.support.trainer_service.rank_pair import RankPair
 from tests.support.trainer_service.rank_tasks import FULL, SLOW, WRITING, Task
 from tests.support.waiting import wait_until
@@ -48,20 +50,7 @@ def published(directory: Path) -> dict[str, str]:
     return dict(found)
 
 
-def saved_step(run: Path) -> int:
-    current = run / "checkpoints" / "CURRENT"
-    return int(current.read_text().rpartition("-")[2]) if current.exists() else 0
-
-
-@pytest.mark.parametrize(
-    ("stage", "lora"),
-    [
-        (1, None),
-        pytest.param(2, None, marks=pytest.mark.long),
-        pytest.param(3, None, marks=pytest.mark.long),
-        (3, {"rank": 2}),
-    ],
-)
+@pytest.mark.parametrize(("stage", "lora"), cases([(1, None), (3, {"rank": 2})], long=[(2, None), (3, None)]))
 def test_two_ranks_publish_the_tensors_of_one_and_each_holds_half(
     pair: RankPair, make_learner: MakeLearner, model_path: Path, tmp_path: Path, stage: int, lora: object
 ) -> None:
@@ -81,6 +70,21 @@ def test_two_ranks_publish_the_tensors_of_one_and_each_holds_half(
         manifest = read_manifest((version / MANIFEST).read_bytes(), number)
         verify_directory(version, manifest, ExpectedModel.of(model_path))
         assert weight_files(version) == TWO_FILES
+    if lora is None:
+        assert_changes_make_the_files(first, second, tmp_path)
+
+
+def assert_changes_make_the_files(base: Path, version: Path, folder: Path) -> None:
+    """A server makes the files of all ranks of their changes."""
+    manifest = msgspec.json.decode((version / MANIFEST).read_bytes(), type=Manifest)
+    specs = {spec.name: spec for spec in manifest.files}
+    assert manifest.delta is not None
+    assert manifest.delta.base_version == 0
+    assert sorted(file.target for file in manifest.delta.files) == TWO_FILES
+    for file in manifest.delta.files:
+        made = folder / file.target
+        apply_delta(version / file.name, tensors_of(base), specs[file.target], made)
+        assert made.read_bytes() == (version / file.target).read_bytes()
 
 
 def test_two_ranks_publish_experts_under_the_names_of_their_file(
@@ -94,40 +98,22 @@ def test_two_ranks_publish_experts_under_the_names_of_their_file(
     assert published(version_of(task.policies, 0)) == digests(file)
 
 
-def test_a_server_makes_the_files_of_all_ranks_of_their_changes(
-    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
-) -> None:
-    task = Task(tmp_path / "run", make_learner().settings, [random_rows(1, 5)], publishes=[0, 1])
-    pair.learn(task)
-    base, version = version_of(task.policies, 0), version_of(task.policies, 1)
-    manifest = msgspec.json.decode((version / MANIFEST).read_bytes(), type=Manifest)
-    specs = {spec.name: spec for spec in manifest.files}
-    assert manifest.delta is not None
-    assert manifest.delta.base_version == 0
-    assert sorted(file.target for file in manifest.delta.files) == TWO_FILES
-    for file in manifest.delta.files:
-        made = tmp_path / file.target
-        apply_delta(version / file.name, tensors_of(base), specs[file.target], made)
-        assert made.read_bytes() == (version / file.target).read_bytes()
-
-
 def test_the_training_goes_on_while_another_rank_writes_slowly(
     pair: RankPair, make_learner: MakeLearner, tmp_path: Path
 ) -> None:
-    """The version has the weights of its own step, although later steps have changed them since."""
-    steps = [random_rows(seed, 5) for seed in range(3)]
-    slow = Task(tmp_path / "slow", make_learner().settings, steps, publishes=[1])
+    """The version has the weights of its own step, although a later step has changed them since."""
+    settings = make_learner(checkpoint_hf=True).settings
+    slow = Task(tmp_path / "slow", settings, [random_rows(seed, 5) for seed in range(2)], publishes=[1])
     slow.run.mkdir()
     (slow.run / SLOW).touch()
     told = pair.begin(slow)
-    wait_until(lambda: saved_step(slow.run) == 3)
+    wait_until(lambda: saved_step(slow.run) == 2)
     assert (slow.run / WRITING).exists()
     assert not version_of(slow.policies, 1).exists()
     (slow.run / SLOW).unlink()
     pair.end(told)
-    fast = Task(tmp_path / "fast", slow.settings, steps[:1], publishes=[1])
-    pair.learn(fast)
-    assert published(version_of(slow.policies, 1)) == published(version_of(fast.policies, 1))
+    first, second = (load_file(path) for path in sorted(slow.run.glob("checkpoints/*/model/*.safetensors")))
+    assert published(version_of(slow.policies, 1)) == digests(first) != digests(second)
 
 
 def test_a_full_disk_of_another_rank_delays_the_version(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,10 @@ NOBODY = f"http://127.0.0.1:{free_port()}"
 """The address of a trainer that is not running."""
 AGENTS = 8
 TURNS = 3
+PAUSE_S = 0.02
+"""How long agents and trainer wait before they try again."""
+APPEND_WITHIN_S = 3.0
+"""After a failed turn, its session cannot end for so long."""
 
 
 class Load:
@@ -39,26 +44,24 @@ class Load:
         settings: RedisSettings,
         connection: str = "pipelined",
         replication: Replication = NO_REPLICAS,
-        append_within_s: float = 10.0,
     ) -> None:
         self.settings, self.answers = settings, list[ClientAnswer]()
         self.refused = 0
         """How many calls got an error."""
         self._connection, self._replication = connection, replication
-        self._append_within_s = append_within_s
         self._stopping = asyncio.Event()
 
     async def during(self, fault: Callable[[], None]) -> None:
         """Agents and trainer work while `fault` runs in a thread, and until calls were answered after it."""
         redis = open_async_redis(self.settings, timeout_s=5)
         writer = RedisWriter(
-            redis, CONNECTIONS[self._connection], self._append_within_s, replication=self._replication
+            redis, CONNECTIONS[self._connection], APPEND_WITHIN_S, replication=self._replication
         )
         with open_redis(self.settings, timeout_s=5) as client:
             reader = claimed_reader(client)
             tasks = [asyncio.create_task(self._agent(writer, number)) for number in range(AGENTS)]
             tasks.append(asyncio.create_task(asyncio.to_thread(self._train, reader)))
-            await wait_until_async(lambda: self.answers)
+            await wait_until_async(lambda: len(self.answers) > 3 * AGENTS)
             try:
                 await asyncio.to_thread(fault)
                 heard = len(self.answers)
@@ -83,7 +86,7 @@ class Load:
                     self.answers.append(ClientAnswer(session_id, turn_id=each.turn_id))
                 except StorageUnavailable:  # the agent got an error, and goes on with another turn
                     self.refused += 1
-                    await asyncio.sleep(0.02)  # as clients do before they try again
+                    await asyncio.sleep(PAUSE_S)  # as clients do before they try again
             ends, value = outcome(session_id), reward("finish", session_id)
             finish = partial(writer.append_outcome, ends, value, None)
             await self._until_told(finish, session_id, reward_key="finish", finished=True)
@@ -96,15 +99,23 @@ class Load:
                 self.refused += 1
                 if self._stopping.is_set():
                     return
-                await asyncio.sleep(0.02)  # as clients do before they try again
+                await asyncio.sleep(PAUSE_S)  # as clients do before they try again
             else:
                 self.answers.append(ClientAnswer(session_id, **told))
                 return
 
     def _train(self, reader: RedisReader) -> None:
         while not self._stopping.is_set():
-            with contextlib.suppress(StorageUnavailable):
+            try:
                 reader.read(50, 0.05)
+            except StorageUnavailable:
+                time.sleep(PAUSE_S)  # as a trainer does before it tries again
+
+    def check(self, directory: Path) -> None:
+        """All that was answered is stored, and reaches a trainer; the audit finds nothing."""
+        assert self.lost() == []
+        assert {each.turn_id for each in self.answers if each.turn_id} <= self.read()
+        assert self.audited(directory).findings == ()
 
     def read(self) -> set[str]:
         """The turns that a trainer which starts now finds, delivered or not."""

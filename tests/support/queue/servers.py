@@ -110,12 +110,16 @@ class WatchedMaster:
     def replicas(self) -> list[RedisServer]:
         return [each for each in self.servers if each.port != self.master.port]
 
-    def fail_over(self, former: RedisServer) -> None:
-        """Wait until the sentinels have promoted a replica; then start the former master again."""
-        wait_until(lambda: all(each.master_port() != former.port for each in self.sentinels))
-        former.start()
-        # Sentinel makes a replica of it; a supervisor's configuration would have it start as one.
+    def fail_over(self, former: RedisServer, *, by_itself: bool = False) -> None:
+        """Wait until the sentinels have promoted a replica; then start the former master again, as a replica.
+        If that is to happen `by_itself`, it starts as a master, and Sentinel demotes it after 10 s."""
+        self.until_another(former)
+        former.start(*(() if by_itself else ("--replicaof", "127.0.0.1", str(self.master.port))))
         wait_until(lambda: self.complete(len(self.servers) - 1))
+
+    def until_another(self, former: RedisServer) -> None:
+        """Wait until all sentinels name another master."""
+        wait_until(lambda: all(each.master_port() != former.port for each in self.sentinels))
 
     def close(self) -> None:
         for sentinel in self.sentinels:
@@ -154,7 +158,8 @@ class Sentinel:
             return "AUTH" in str(error).upper()
 
     def master_port(self) -> int:
-        return int(self._client.sentinel_get_master_addr_by_name(MASTER)[1])
+        """What clients ask for. While a failover runs, it is the former master."""
+        return int(self._client.sentinel_masters()[MASTER]["port"])
 
     def sees(self, replicas: int) -> bool:
         state = self._client.sentinel_masters()[MASTER]

@@ -1,67 +1,90 @@
-"""Versions that are adapters: calls name them at the engine, and one engine answers with several.
+"""Adapters as versions of the policy, as policies of their own, and as weights that a user's loop publishes.
 
 Each rollout server has an engine double, whose answers say which adapter gave them.
 """
 
+from array import array
 from typing import Any
 
 import pytest
 
+from rollout_queue.commands.command import LoggedCommand, SaveForSampler
+from rollout_queue.commands.result import Published, Result
+from tests.support.gateway.canaries import EVEN_ODDS, begin, play_until_ended, state_of
 from tests.support.gateway.deployment import Deploy, Deployment, traffic
-from tests.support.gateway.running import ADMIN_KEY
+from tests.support.gateway.scripted_trainer import result_of, scripted_trainer
+from tests.support.gateway.tinker_loop import SamplingLoop
 from tests.support.waiting import wait_until
 
 LORA = {"max_rank": 4, "target_modules": ["embed_tokens"]}
 
 
-def announce(deployment: Deployment, version: int) -> Any:
-    return deployment.announce(version, deployment.write_adapter(version).as_uri())
+def serve(deployment: Deployment, version: int) -> None:
+    deployment.announce(version, deployment.write_adapter(version).as_uri())
+    deployment.until("serving")
 
 
-def asked(deployment: Deployment, model: str = "policy") -> tuple[int, str, list[int]]:
-    """One call: its status, its answer, and the versions of its turn."""
+def publish(deployment: Deployment, name: str, made: int, **more: Any) -> Any:
+    location = deployment.write_adapter(made, name).as_uri()
+    return deployment.gateway.admin("POST", "/adapters", {"name": name, "location": location, **more})
+
+
+def location_of(deployment: Deployment, name: str, made: int) -> str:
+    """Where `publish` has put the files."""
+    return (deployment.directory / "policies" / f"{name}v{made}").as_uri()
+
+
+def asked(
+    deployment: Deployment, model: str = "policy", session: dict[str, Any] | None = None
+) -> tuple[int, str, Any]:
+    """One call: its status, its answer or the code of its error, and its turn."""
     gateway = deployment.gateway
-    session = gateway.session()
-    reply = gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", model=model)
+    session = session or gateway.session()
+    reply = gateway.chat(session=session, model=model)
     if reply.status_code != 200:
-        return reply.status_code, reply.text, []
-    (turn,) = gateway.turns(session)
-    said = reply.json()["choices"][0]["message"]["content"]
-    return 200, said, [span["version"] for span in turn["versions"]]
+        return reply.status_code, reply.json()["error"]["code"], None
+    return 200, reply.json()["choices"][0]["message"]["content"], gateway.turns(session)[-1]
 
 
-def test_calls_go_on_while_an_adapter_is_pushed_and_are_answered_with_it_afterwards(deploy: Deploy) -> None:
+def check_answer(deployment: Deployment, model: str, said: str, version: int) -> None:
+    status, answer, turn = asked(deployment, model)
+    assert (status, answer.startswith(said)) == (200, True), answer
+    assert [span["version"] for span in turn["versions"]] == [version]
+
+
+def published(deployment: Deployment) -> Any:
+    return deployment.gateway.admin("GET", "/adapters").json()["data"]
+
+
+def has(deployment: Deployment, name: str) -> list[list[str]]:
+    return [each["servers"] for each in published(deployment) if each["name"] == name]
+
+
+# Versions of the policy
+
+
+def test_calls_go_on_while_an_adapter_is_pushed_and_each_version_is_called_by_its_name(
+    deploy: Deploy,
+) -> None:
     deployment = deploy(2, lora=LORA)
-    assert asked(deployment)[1:] == ("hello", [0])
+    check_answer(deployment, "policy", "hello", 0)
     with traffic(deployment.gateway, per_s=20.0) as seen:
-        announce(deployment, 1)
-        deployment.until("serving")
-        announce(deployment, 2)
-        deployment.until("serving")
+        for version in (1, 2):
+            serve(deployment, version)
     assert set(seen.statuses) == {200}
     assert seen.versions() <= {0, 1, 2}
     assert deployment.versions() == [2, 2]
-    _, said, versions = asked(deployment)
-    assert (said.startswith("hello from v00000002"), versions) == (True, [2])
     assert {result["paused_s"] for result in deployment.results(2).values()} == {0.0}
-
-
-def test_one_server_answers_with_every_version_that_a_call_names(deploy: Deploy) -> None:
-    deployment = deploy(1, lora=LORA)
-    for version in (1, 2):
-        announce(deployment, version)
-        deployment.until("serving")
-    for version, said in ((0, "hello"), (1, "hello from v00000001"), (2, "hello from v00000002")):
-        status, answer, versions = asked(deployment, f"policy@{version}")
-        assert (status, answer.startswith(said), versions) == (200, True, [version])
+    check_answer(deployment, "policy", "hello from v00000002", 2)
+    for version, said in enumerate(("hello", "hello from v00000001", "hello from v00000002")):
+        check_answer(deployment, f"policy@{version}", said, version)
     assert asked(deployment, "policy@3")[0] == 404
 
 
 def test_a_server_whose_engine_starts_again_loses_no_call(deploy: Deploy) -> None:
     """The new engine does not have the adapter that calls name until it is loaded again."""
     deployment = deploy(2, lora=LORA)
-    announce(deployment, 1)
-    deployment.until("serving")
+    serve(deployment, 1)
     with traffic(deployment.gateway, per_s=20.0) as seen:
         server = deployment.servers[0]
         server.kill_engine()
@@ -79,7 +102,7 @@ def test_servers_that_take_no_adapters_refuse_the_version_and_its_number_is_free
     deploy: Deploy,
 ) -> None:
     deployment = deploy(2)
-    announce(deployment, 1)
+    deployment.announce(1, deployment.write_adapter(1).as_uri())
     push = deployment.until("failed")
     assert "rollout_server.lora is not set" in push["error"]
     assert deployment.versions() == [0, 0]
@@ -91,24 +114,137 @@ def test_servers_that_take_no_adapters_refuse_the_version_and_its_number_is_free
     [pytest.param({}, "promoted", marks=pytest.mark.long), ({"0": -4.0, "1": -1.0}, "rolled_back")],
 )
 def test_an_adapter_may_be_a_canary(deploy: Deploy, scores: dict[str, float], ends: str) -> None:
-    gates = {"share": 0.5, "min_groups": 3, "max_length_change": None, "max_reward_drop": None}
-    deployment = deploy(2, lora=LORA, canary=gates)
+    deployment = deploy(2, lora=LORA, canary=EVEN_ODDS)
     for server in deployment.servers:
         server.control(scores=scores)
-    gateway = deployment.gateway
-    gateway.post("/admin/policies/hold", {}, key=ADMIN_KEY)
-    announce(deployment, 1)
-    assert gateway.post("/admin/policies/1/canary", {}, key=ADMIN_KEY).status_code == 200
+    begin(deployment, 1, location=deployment.write_adapter(1).as_uri())
+    play_until_ended(deployment, 1)
+    assert state_of(deployment, 1) == ends
 
-    def state() -> str:
-        return str(gateway.get("/admin/policies/1/canary", key=ADMIN_KEY).json()["state"])
 
-    wait_until(lambda: state() == "open")
-    for _ in range(200):
-        if state() != "open":
-            break
-        for ticket in gateway.post("/groups", {"size": 2}).json()["sessions"]:
-            path = f"/sessions/{ticket['session_id']}"
-            assert gateway.chat(path=f"{path}/v1/chat/completions").status_code == 200
-            gateway.post(f"{path}/finish", {"status": "completed", "reward": 1.0})
-    assert state() == ends
+# Policies of their own
+
+
+def test_several_adapters_answer_beside_the_policy_each_under_its_own_name(deploy: Deploy) -> None:
+    deployment = deploy(2, lora=LORA)
+    for name, version in (("math", 1), ("math", 2), ("code", 1)):
+        reply = publish(deployment, name, version)
+        assert (reply.status_code, reply.json()["version"]) == (200, version), reply.text
+        results = {result["server"]: result["ok"] for result in reply.json()["results"]}
+        assert results == {"r0": True, "r1": True}
+    check_answer(deployment, "policy", "hello", 0)
+    check_answer(deployment, "policy:math", "hello from adapter-math-v00000002", 2)
+    check_answer(deployment, "policy:math@1", "hello from adapter-math-v00000001", 1)
+    check_answer(deployment, "policy:code@1", "hello from adapter-code-v00000001", 1)
+    assert asked(deployment, "policy:math")[2]["verdict"]["code"] == "not_for_training"
+    listed = [each["id"] for each in deployment.gateway.get("/v1/models").json()["data"]]
+    assert listed == ["policy", "policy:code@1", "policy:math@1", "policy:math@2"]
+    _, answer, turn = asked(deployment, "policy", deployment.gateway.session(policy="policy:math"))
+    assert (answer.startswith("hello from adapter-math"), turn["versions"][0]["version"]) == (True, 2)
+
+
+def test_a_name_and_a_version_name_one_adapter_for_ever(deploy: Deploy) -> None:
+    deployment = deploy(1, lora=LORA)
+    assert publish(deployment, "math", 1).json()["model"] == "policy:math@1"
+    again = {"name": "math", "version": 1, "location": location_of(deployment, "math", 1)}
+    assert deployment.gateway.admin("POST", "/adapters", again).status_code == 200
+    other = publish(deployment, "math", 2, version=1)
+    assert (other.status_code, other.json()["error"]["type"]) == (409, "conflict_error")
+    removed = deployment.gateway.admin("DELETE", "/adapters/math/1")
+    assert removed.json() == {"name": "math", "version": 1, "removed": True}
+    assert deployment.gateway.admin("POST", "/adapters", again).status_code == 409
+    for model in ("policy:math@1", "policy:math"):
+        assert asked(deployment, model)[:2] == (404, "model_not_found")
+    kept = list((deployment.directory / "weights" / "r0").glob("adapter-*"))
+    assert kept == [], "the files of a removed adapter stay on the server"
+    assert publish(deployment, "user", 1, passing=True).status_code == 200
+    assert deployment.gateway.admin("DELETE", "/adapters/user/1").status_code == 200
+    wait_until(lambda: not published(deployment))
+    again = {"name": "user", "version": 1, "location": location_of(deployment, "user", 1), "passing": True}
+    assert deployment.gateway.admin("POST", "/adapters", again).status_code == 200, "this one comes back"
+
+
+def test_an_adapter_that_no_server_takes_is_not_there(deploy: Deploy) -> None:
+    deployment = deploy(1, lora={**LORA, "target_modules": ["q_proj"]})
+    reply = publish(deployment, "math", 1)
+    assert reply.status_code == 207
+    (result,) = reply.json()["results"]
+    assert (result["ok"], "target_modules" in result["error"]) == (False, True)
+    assert asked(deployment, "policy:math")[0] == 404
+
+
+def test_an_operators_adapters_make_no_room_for_others(deploy: Deploy) -> None:
+    deployment = deploy(1, lora=LORA, max_adapters=1)
+    assert publish(deployment, "mine", 1).status_code == 200
+    assert publish(deployment, "another", 1).status_code == 409
+    assert publish(deployment, "passing", 1, passing=True).status_code == 409
+    assert [each["name"] for each in published(deployment)] == ["mine"]
+
+
+def test_engines_and_servers_that_start_have_the_adapters(deploy: Deploy) -> None:
+    deployment = deploy(1, lora=LORA)
+    assert publish(deployment, "math", 1).status_code == 200
+    deployment.servers[0].kill_engine()
+    wait_until(lambda: has(deployment, "math") == [[]])
+    wait_until(lambda: has(deployment, "math") == [["r0"]])
+    assert asked(deployment, "policy:math@1")[0] == 200
+    deployment.servers[0].kill()
+    wait_until(lambda: deployment.gateway.get("/ready").status_code == 503)
+    deploy(1, gateway=deployment.gateway, lora=LORA)
+    wait_until(lambda: has(deployment, "math") == [["r0"]])
+    assert asked(deployment, "policy:math@1")[0] == 200
+    deploy(1, gateway=deployment.gateway, lora=LORA, first=1)
+    wait_until(lambda: has(deployment, "math") == [["r0", "r1"]])
+
+
+@pytest.mark.long
+def test_an_adapter_that_is_published_again_stays_if_no_server_answers(deploy: Deploy) -> None:
+    deployment = deploy(1, lora=LORA, push_timeout_s=10.0)
+    assert publish(deployment, "math", 1).status_code == 200
+    location = (deployment.directory / "policies" / "mathv1").as_uri()
+    deployment.servers[0].suspend()
+    deployment.gateway.http.timeout = 60
+    again = {"name": "math", "version": 1, "location": location}
+    deployment.gateway.admin("POST", "/adapters", again)
+    deployment.servers[0].resume()
+    assert len(has(deployment, "math")) == 1
+
+
+# Weights that a user's loop publishes
+
+
+def publishing(deployment: Deployment, logged: LoggedCommand) -> Result:
+    """As the trainer does: each SaveForSampler publishes an adapter that may make room for others."""
+    if not isinstance(logged.command, SaveForSampler):
+        return result_of(logged)
+    name = logged.model_id.replace(":", ".")
+    reply = publish(deployment, name, logged.number, version=logged.number, passing=True)
+    assert reply.status_code == 200, reply.text
+    return Published(name, logged.number, location_of(deployment, name, logged.number))
+
+
+def said(deployment: Deployment, loop: SamplingLoop, sampler: str, number: int) -> str:
+    loop.sampler = sampler
+    made = loop.sample(number, [1, 2, 3], {"max_tokens": 64})
+    return deployment.gateway.engine.tokenizer.decode(list(array("i", made.sequences[0].tokens)))
+
+
+def test_more_snapshots_than_engines_hold_are_sampled_from(deploy: Deploy) -> None:
+    """Shared weights are the newest for every sampler."""
+    deployment = deploy(1, lora=LORA, max_adapters=2)
+    loop = SamplingLoop(deployment.gateway, "policy")
+    with scripted_trainer(deployment.gateway.redis) as trainer:
+        trainer.result_of = lambda logged: publishing(deployment, logged)
+        loop.start()
+        samplers = []
+        for number in (1, 2, 3, 4):
+            saved = loop.done("save_weights_for_sampler", number, sampling_session_seq_id=number)
+            samplers.append(saved["sampling_session_id"])
+        assert [each["version"] for each in published(deployment)] == [3, 4], "there is room for two"
+        for round_, number in enumerate((4, 1, 3, 2, 1)):
+            text = said(deployment, loop, samplers[number - 1], round_)
+            assert f"v{number:08d}" in text, (number, text)
+        for number in (5, 6):
+            loop.done("save_weights_for_sampler", number, sampling_session_seq_id=number, kind="inflight")
+        for number in (5, 6):
+            assert "v00000006" in said(deployment, loop, f"{loop.session_id}:sample:{number}", number)

@@ -16,7 +16,7 @@ from tests.support.gateway.canaries import (
     state_of,
 )
 from tests.support.gateway.deployment import Deploy, gateway_thread
-from tests.support.gateway.running import ADMIN_KEY, Backends
+from tests.support.gateway.running import Backends
 from tests.support.waiting import wait_until
 
 
@@ -31,11 +31,8 @@ def test_a_version_that_keeps_all_gates_is_promoted_and_no_group_is_divided(depl
     canary = canary_of(deployment, 1)
     assert canary["state"] == "promoted", canary
     assert canary["groups"] >= 3
-    assert {each["gate"]: each["state"] for each in canary["gates"]} == {
-        "kl": "holds",
-        "reward": "holds",
-        "errors": "holds",
-    }
+    states = {each["gate"]: each["state"] for each in canary["gates"]}
+    assert states == {"kl": "holds", "reward": "holds", "errors": "holds"}
     assert gate(canary, "kl")["value"] == 0.0
     assert canary["reason"].startswith(f"{canary['groups']} of 3 groups; kl holds: 0")
     deployment.until("serving")
@@ -65,63 +62,48 @@ def test_a_version_far_from_the_served_one_is_rolled_back_and_the_fleet_is_held(
     assert deployment.versions() == [2, 2, 2]
 
 
-@pytest.mark.long
-def test_a_version_that_a_canary_rolled_back_is_not_released(deploy: Deploy) -> None:
+@pytest.mark.parametrize(
+    "why",
+    [
+        "an operator ends one that was served before",
+        pytest.param("an operator ends it", marks=pytest.mark.long),
+        pytest.param("an operator rolls back", marks=pytest.mark.long),
+        pytest.param("its servers refuse it", marks=pytest.mark.long),
+    ],
+)
+def test_a_version_whose_canary_was_rolled_back_is_not_released(deploy: Deploy, why: str) -> None:
     deployment = deploy(2, canary=EVEN_ODDS)
-    begin(deployment, 1)
-    assert admin(deployment, "DELETE", "/1/canary").status_code == 200
-    deployment.until("serving")
-    assert admin(deployment, "POST", "/release").json()["serving"] == 0
-    assert deployment.versions() == [0, 0]
-    assert admin(deployment, "POST", "/1/promote").status_code == 200, "an operator may insist"
-    assert deployment.versions() == [1, 1]
-
-
-def test_a_version_that_was_served_before_its_canary_is_not_released_either(deploy: Deploy) -> None:
-    deployment = deploy(2, canary=EVEN_ODDS)
-    deployment.announce(1)
-    wait_until(lambda: deployment.plan()["serving"] == 1)
-    assert admin(deployment, "POST", "/rollback", {"to": 0, "hold": True}).status_code == 200
-    wait_until(lambda: deployment.plan()["serving"] == 0)
-    assert admin(deployment, "POST", "/1/canary", {}).status_code == 200
-    wait_until(lambda: state_of(deployment, 1) == "open")
-    assert admin(deployment, "DELETE", "/1/canary").status_code == 200
-    deployment.until("serving")
-    assert admin(deployment, "GET", "/1").json()["state"] == "failed"
-    assert admin(deployment, "POST", "/release").json()["serving"] == 0
-    assert deployment.versions() == [0, 0]
-    assert admin(deployment, "POST", "/1/promote").status_code == 200
-    assert admin(deployment, "GET", "/1").json()["state"] == "serving"
-
-
-@pytest.mark.parametrize("why", ["an operator rolls back", "its servers refuse it"])
-@pytest.mark.long
-def test_a_version_whose_canary_ended_by_itself_is_not_released(deploy: Deploy, why: str) -> None:
-    deployment = deploy(2)
-    if why == "an operator rolls back":
-        begin(deployment, 1)
-        assert admin(deployment, "POST", "/rollback", {"to": 0}).status_code == 200
-    else:
+    if why == "its servers refuse it":
         admin(deployment, "POST", "/hold", {})
         deployment.announce(1, (deployment.directory / "absent").as_uri())
         assert admin(deployment, "POST", "/1/canary", {}).status_code == 200
+    elif why == "an operator ends one that was served before":
+        deployment.announce(1)
+        wait_until(lambda: deployment.plan()["serving"] == 1)
+        assert admin(deployment, "POST", "/rollback", {"to": 0, "hold": True}).status_code == 200
+        wait_until(lambda: deployment.plan()["serving"] == 0)
+        assert admin(deployment, "POST", "/1/canary", {}).status_code == 200
+        wait_until(lambda: state_of(deployment, 1) == "open")
+    else:
+        begin(deployment, 1)
+    if why == "an operator rolls back":
+        assert admin(deployment, "POST", "/rollback", {"to": 0}).status_code == 200
+    elif why.startswith("an operator ends"):
+        assert admin(deployment, "DELETE", "/1/canary").status_code == 200
     wait_until(lambda: state_of(deployment, 1) == "rolled_back")
     deployment.until("serving")
     assert admin(deployment, "GET", "/1").json()["state"] == "failed"
     assert admin(deployment, "POST", "/release").json()["serving"] == 0
     assert (deployment.plan()["target"], deployment.versions()) == (0, [0, 0])
-
-
-@pytest.mark.long
-def test_the_number_of_a_version_that_had_a_canary_stays_taken(deploy: Deploy) -> None:
-    """Every server refuses its push, but a server of the canary may have sampled with it."""
-    deployment = deploy(2)
-    admin(deployment, "POST", "/hold", {})
-    deployment.announce(1, (deployment.directory / "absent").as_uri())
-    assert admin(deployment, "POST", "/1/canary", {}).status_code == 200
-    wait_until(lambda: state_of(deployment, 1) == "rolled_back")
-    assert admin(deployment, "POST", "/1/promote").json()["state"] == "failed"
-    assert [each["state"] for each in admin(deployment, "GET", "").json()["data"]] == ["serving", "failed"]
+    promoted = admin(deployment, "POST", "/1/promote")
+    if why == "its servers refuse it":
+        assert promoted.json()["state"] == "failed"
+        states = [each["state"] for each in admin(deployment, "GET", "").json()["data"]]
+        assert states == ["serving", "failed"], "its number stays taken: a server may have sampled with it"
+    else:
+        assert promoted.status_code == 200, "an operator may insist"
+        assert admin(deployment, "GET", "/1").json()["state"] == "serving"
+        assert deployment.versions() == [1, 1]
 
 
 @pytest.mark.long
@@ -135,27 +117,6 @@ def test_a_version_that_earns_less_is_rolled_back(deploy: Deploy) -> None:
 
 
 @pytest.mark.long
-def test_a_version_without_rewards_is_rolled_back_when_its_time_is_over(deploy: Deploy) -> None:
-    deployment = deploy(2, canary=EVEN_ODDS)
-    begin(deployment, 1, {"gates": {"deadline_s": 4.0}})
-    play_until_ended(deployment, 1, lambda _, __: None)
-    canary = canary_of(deployment, 1)
-    assert canary["state"] == "rolled_back"
-    assert gate(canary, "reward")["state"] == "missing"
-    assert canary["reason"].startswith("not decided within 4 s")
-    assert "reward is missing" in canary["reason"]
-
-
-@pytest.mark.long
-def test_a_gate_that_is_not_set_is_not_asked(deploy: Deploy) -> None:
-    deployment = deploy(2, canary=EVEN_ODDS)
-    begin(deployment, 1, {"gates": {"max_reward_drop": None}})
-    play_until_ended(deployment, 1, lambda _, __: None)
-    canary = canary_of(deployment, 1)
-    assert (canary["state"], [each["gate"] for each in canary["gates"]]) == ("promoted", ["kl", "errors"])
-
-
-@pytest.mark.long
 def test_a_group_that_was_opened_before_the_canary_stays_with_the_served_version(deploy: Deploy) -> None:
     deployment = deploy(2, canary=EVEN_ODDS | {"share": 0.99, "min_groups": 1000})
     gateway = deployment.gateway
@@ -165,7 +126,7 @@ def test_a_group_that_was_opened_before_the_canary_stays_with_the_served_version
     late = [gateway.session(group_id=f"g{index}") for index in range(10)]
     new = [gateway.session(group_id=f"new-{index}") for index in range(10)]
     for ticket in late + new:
-        gateway.chat(path=f"/sessions/{ticket['session_id']}/v1/chat/completions")
+        gateway.chat(session=ticket)
     versions = [[turn["versions"][0]["version"] for turn in gateway.turns(t)] for t in late + new]
     assert versions[:10] == [[0]] * 10
     assert [1] in versions[10:]
@@ -276,7 +237,7 @@ def test_a_canary_whose_server_goes_away_before_it_opens_is_rolled_back(deploy: 
     (name,) = canary_of(deployment, 1)["servers"]
     deployment.servers.pop(int(name[1:])).kill()
     if leaves:
-        assert deployment.gateway.call("DELETE", f"/admin/rollout_servers/{name}", key=ADMIN_KEY).is_success
+        assert deployment.gateway.admin("DELETE", f"/rollout_servers/{name}").is_success
     wait_until(lambda: state_of(deployment, 1) == "rolled_back")
     reason = "left the fleet" if leaves else "not loaded within 3 s"
     assert reason in canary_of(deployment, 1)["reason"]
@@ -325,11 +286,7 @@ def test_a_pinned_server_keeps_its_version_for_calls_that_name_it(deploy: Deploy
     assert push["capacity"] == 0.5, "the pinned server is no part of it"
     assert deployment.versions() == [0, 1, 1]
     old = gateway.session(train=False)
-    reply = gateway.post(
-        f"/sessions/{old['session_id']}/v1/chat/completions",
-        {"model": "policy@0", "messages": [{"role": "user", "content": "hi"}]},
-    )
-    assert reply.status_code == 200
+    assert gateway.chat(session=old, model="policy@0").status_code == 200
     assert [turn["engine"] for turn in gateway.turns(old)] == ["r0"]
     for _ in range(8):
         assert play(gateway) == {1}

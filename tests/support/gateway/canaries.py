@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.support.gateway.deployment import Deployment
-from tests.support.gateway.running import ADMIN_KEY, RunningGateway
+from tests.support.gateway.running import RunningGateway
 from tests.support.waiting import wait_until
 
 Earned = Callable[[int, int], float | None]
@@ -19,7 +19,7 @@ def alternating(_: int, place: int) -> float:
 
 
 def admin(deployment: Deployment, method: str, path: str, body: Any = None) -> Any:
-    return deployment.gateway.call(method, f"/admin/policies{path}", body, key=ADMIN_KEY)
+    return deployment.gateway.admin(method, f"/policies{path}", body)
 
 
 def canary_of(deployment: Deployment, version: int) -> Any:
@@ -31,10 +31,10 @@ def state_of(deployment: Deployment, version: int) -> str:
     return reply.json()["state"] if reply.status_code == 200 else "none"
 
 
-def begin(deployment: Deployment, version: int, body: Any = None) -> Any:
+def begin(deployment: Deployment, version: int, body: Any = None, location: str | None = None) -> Any:
     """Register a version without serving it, and open its canary."""
     admin(deployment, "POST", "/hold", {})
-    assert deployment.announce(version)["state"] == "held"
+    assert deployment.announce(version, location)["state"] == "held"
     reply = admin(deployment, "POST", f"/{version}/canary", body or {})
     assert reply.status_code == 200, reply.text
     wait_until(lambda: state_of(deployment, version) == "open")
@@ -45,15 +45,13 @@ def play(gateway: RunningGateway, earned: Earned = alternating, size: int = 2) -
     """One group: every member is called once and ends. Returns the versions that answered it."""
     versions: set[int] = set()
     for place, ticket in enumerate(gateway.post("/groups", {"size": size}).json()["sessions"]):
-        path = f"/sessions/{ticket['session_id']}"
-        reply = gateway.chat(path=f"{path}/v1/chat/completions")
+        reply = gateway.chat(session=ticket)
         assert reply.status_code == 200, reply.text
         (turn,) = gateway.turns(ticket)
         version = turn["versions"][0]["version"]
         versions |= {span["version"] for span in turn["versions"]}
         reward = earned(version, place)
-        ending = {"status": "completed"} | ({} if reward is None else {"reward": reward})
-        assert gateway.post(f"{path}/finish", ending).status_code == 200
+        gateway.finish(ticket, **({} if reward is None else {"reward": reward}))
     return versions
 
 

@@ -1,12 +1,15 @@
-"""A marked retry joins the call in flight or replaces its turn. Identical calls without a mark do neither."""
+"""Calls whose client leaves or asks again.
+
+A marked retry joins the call in flight or replaces its turn. Identical calls without a mark do neither. If
+nobody waits for an answer any more, the engine stops, and the sampled tokens are recorded as aborted.
+"""
 
 import asyncio
 import gc
 import json
+import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,14 +18,14 @@ import httpx
 import openai
 import pytest
 
-from gateway.edge.retries import InFlightCall
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.gateway.calls import RETRY, Call, codes
 from tests.support.gateway.gated_engine import ANSWER, asked, let_on
+from tests.support.gateway.polls import polled
 from tests.support.gateway.retry_counts import RetryCounts
-from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from weir.audit.audit import audit
@@ -30,16 +33,6 @@ from weir.audit.sources import Sources
 
 GRACE_S = 1.0
 """How long a call continues without a client."""
-
-
-def chat(gateway: RunningGateway, session: dict[str, Any], attempt: int = 0) -> Any:
-    path = f"/sessions/{session['session_id']}/v1/chat/completions"
-    return gateway.chat(path=path, headers={RETRY: str(attempt)})
-
-
-def engine_is_idle(gateway: RunningGateway) -> bool:
-    (server,) = gateway.get("/admin/rollout_servers", key=ADMIN_KEY).json()["data"]
-    return bool(server["in_flight"] == 0)
 
 
 def told(stream: bytes) -> list[Any]:
@@ -54,15 +47,21 @@ def told(stream: bytes) -> list[Any]:
 # Joining
 
 
+def joined(gated: RunningGateway, counts: RetryCounts, session: dict[str, Any], **body: Any) -> list[Call]:
+    """A call in flight, and a retry that has joined it."""
+    first = Call(gated, session, **body)
+    asked(gated, 1)
+    calls = [first, Call(gated, session, attempt=1, **body)]
+    wait_until(lambda: counts.calls)
+    return calls
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_retry_joins_the_call_in_flight(
+def test_a_retry_joins_the_call_in_flight_and_nothing_is_kept_of_it(
     gated: RunningGateway, retry_counts: RetryCounts, stream: bool
 ) -> None:
     session = gated.session()
-    first = Call(gated, session, stream=stream)
-    asked(gated, 1)
-    again = Call(gated, session, attempt=1, stream=stream)
-    wait_until(lambda: retry_counts.joined)
+    first, again = joined(gated, retry_counts, session, stream=stream)
     let_on(gated)
     heard, heard_again = first.answer(), again.answer()
     assert heard[0] == 200
@@ -70,6 +69,23 @@ def test_a_retry_joins_the_call_in_flight(
     assert len(gated.engine.requests) == 1
     (turn,) = gated.turns(session)
     assert (turn["output_ids"][:100], turn["verdict"]["code"]) == (ANSWER, "open")
+
+    def forgotten() -> bool:
+        gc.collect()
+        return all(call() is None for call in retry_counts.calls)
+
+    wait_until(forgotten)
+
+
+def test_a_retry_hears_of_the_failure_of_the_first(gated: RunningGateway, retry_counts: RetryCounts) -> None:
+    session = gated.session()
+    first, again = joined(gated, retry_counts, session)
+    gated.finish(session)
+    let_on(gated)
+    heard, heard_again = first.answer(), again.answer()
+    assert (heard[0], json.loads(heard[1])["error"]["code"]) == (409, "session_finished")
+    assert heard == heard_again
+    assert gated.turns(session) == []
 
 
 def test_a_retry_hears_a_stream_from_its_beginning_and_then_live(gated: RunningGateway) -> None:
@@ -107,7 +123,7 @@ def test_a_retry_has_its_own_request_id_and_the_turn_of_the_first(
             }
             calls.append(pool.submit(http.post, path, json=body, headers=headers))
             asked(gated, 1)
-        wait_until(lambda: retry_counts.joined)
+        wait_until(lambda: retry_counts.calls)
         let_on(gated)
         first, again = (call.result() for call in calls)
     assert (first.headers["x-request-id"], again.headers["x-request-id"]) == ("r0", "r1")
@@ -145,7 +161,7 @@ def test_a_client_that_times_out_gets_the_answer_of_its_first_call(
         gated.engine.stall_after = 0  # a stream that has begun is not retried by the client
     with ThreadPoolExecutor() as pool:
         completion = pool.submit(call)
-        wait_until(lambda: retry_counts.joined)
+        wait_until(lambda: retry_counts.calls)
         let_on(gated)
         completion_id = completion.result()
     client.close()
@@ -178,7 +194,7 @@ def test_retries_of_parallel_samples_join_one_each(gated: RunningGateway, retry_
     firsts = [Call(gated, session) for _ in range(3)]
     asked(gated, 3)
     retries = [Call(gated, session, attempt=1) for _ in firsts]
-    wait_until(lambda: retry_counts.joined == 3)
+    wait_until(lambda: len(retry_counts.calls) == 3)
     let_on(gated)
     heard = {call.completion()["id"] for call in firsts}
     assert len(heard) == 3
@@ -197,24 +213,10 @@ def test_a_retry_rather_joins_the_call_whose_client_left(
     leaves.hang_up()
     wait_until(lambda: retry_counts.left)
     again = Call(gated, session, attempt=1)
-    wait_until(lambda: retry_counts.joined)
+    wait_until(lambda: retry_counts.calls)
     let_on(gated)
     assert stays.completion()["id"] != again.completion()["id"]
     assert {(finish, code) for _, finish, code in codes(gated, session)} == {("stop", "open")}
-
-
-def test_a_retry_hears_of_the_failure_of_the_first(gated: RunningGateway, retry_counts: RetryCounts) -> None:
-    session = gated.session()
-    first = Call(gated, session)
-    asked(gated, 1)
-    again = Call(gated, session, attempt=1)
-    wait_until(lambda: retry_counts.joined)
-    assert gated.post(f"/sessions/{session['session_id']}/finish", {"status": "completed"}).status_code == 200
-    let_on(gated)
-    heard, heard_again = first.answer(), again.answer()
-    assert (heard[0], json.loads(heard[1])["error"]["code"]) == (409, "session_finished")
-    assert heard == heard_again
-    assert gated.turns(session) == []
 
 
 # Samples
@@ -233,13 +235,12 @@ def test_identical_calls_that_nobody_marked_are_samples_of_their_own(gated: Runn
 def test_identical_calls_share_an_answer_where_that_is_configured(
     gated: RunningGateway, backends: Backends, retry_counts: RetryCounts
 ) -> None:
-    with backends.gateway(join_identical=True) as gateway:
-        wait_until(lambda: gateway.get("/ready").status_code == 200)
+    with backends.ready_gateway(join_identical=True) as gateway:
         session = gateway.session()
         first = Call(gateway, session)
         asked(gated, 1)
         calls = [first, Call(gateway, session), Call(gateway, session)]
-        wait_until(lambda: retry_counts.joined == 2)
+        wait_until(lambda: len(retry_counts.calls) == 2)
         let_on(gated)
         assert len({call.completion()["id"] for call in calls}) == 1
         assert len(gateway.turns(session)) == 1
@@ -261,43 +262,28 @@ def test_another_call_is_not_joined_though_it_is_marked(gated: RunningGateway) -
 
 def test_a_retry_after_the_answer_replaces_its_turn(gateway: RunningGateway) -> None:
     session = gateway.session()
-    first, again = chat(gateway, session), chat(gateway, session, attempt=1)
+    first, again = gateway.chat(session=session), gateway.chat(session=session, headers={RETRY: "1"})
     assert first.json()["id"] != again.json()["id"]
     assert codes(gateway, session) == [("root", "stop", "orphan_retry"), ("retry", "stop", "open")]
-    assert chat(gateway, session, attempt=2).status_code == 200
+    assert gateway.chat(session=session, headers={RETRY: "2"}).status_code == 200
     assert [code for _, _, code in codes(gateway, session)] == ["orphan_retry", "orphan_retry", "open"]
 
 
 def test_a_turn_that_was_continued_is_no_orphan(gateway: RunningGateway) -> None:
     gateway.engine.script.extend([list(ANSWER), list(ANSWER)])
     session = gateway.session()
-    answer = chat(gateway, session).json()["choices"][0]["message"]
+    answer = gateway.chat(session=session).json()["choices"][0]["message"]
     history = [
         {"role": "user", "content": "hi"},
         answer,
         {"role": "tool", "content": "m", "tool_call_id": "c"},
     ]
-    path = f"/sessions/{session['session_id']}/v1/chat/completions"
-    assert gateway.post(path, {"messages": history}).status_code == 200
-    assert chat(gateway, session, attempt=1).status_code == 200
+    assert gateway.chat(session=session, messages=history).status_code == 200
+    assert gateway.chat(session=session, headers={RETRY: "1"}).status_code == 200
     first, child, again = gateway.turns(session)
     assert child["parent_id"] == first["turn_id"]
     assert again["relation"] == "retry"
     assert {turn["verdict"]["code"] for turn in (first, child, again)} == {"open"}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_without_a_client_is_aborted(
-    gated_timed: RunningGateway, turned: TurnedClock, stream: bool
-) -> None:
-    gated = gated_timed
-    session = gated.session()
-    first = Call(gated, session, stream=stream)
-    asked(gated, 1)
-    first.hang_up()
-    turned.turn_until(lambda: gated.engine.aborted, GRACE_S)  # its gate is shut: only an abort ends this
-    wait_until(lambda: gated.turns(session))
-    assert codes(gated, session) == [("root", "abort", "aborted")]
 
 
 def test_an_answer_without_a_retry_in_time_is_aborted(
@@ -310,57 +296,23 @@ def test_an_answer_without_a_retry_in_time_is_aborted(
     first.hang_up()
     wait_until(lambda: retry_counts.left)
     let_on(gated)
-    wait_until(lambda: engine_is_idle(gated))  # the gateway has the whole answer
+    wait_until(lambda: gated.admin("GET", "/rollout_servers").json()["data"][0]["in_flight"] == 0)
     turned.turn_until(lambda: gated.turns(session), GRACE_S)
     (turn,) = gated.turns(session)
     assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")
     assert turn["output_ids"][: len(ANSWER)] == ANSWER
 
 
-def test_a_retry_that_leaves_too_ends_the_call(
-    gated_timed: RunningGateway, turned: TurnedClock, retry_counts: RetryCounts
-) -> None:
-    gated = gated_timed
-    session = gated.session()
-    first = Call(gated, session)
-    asked(gated, 1)
-    again = Call(gated, session, attempt=1)
-    wait_until(lambda: retry_counts.joined)
-    first.hang_up()
-    wait_until(lambda: retry_counts.left)
-    turned.turn(2 * GRACE_S)
-    assert gated.session()  # a round trip, within which the gateway would have ended the call
-    assert gated.engine.aborted == []
-    again.hang_up()
-    turned.turn_until(lambda: gated.turns(session), GRACE_S)
-    assert codes(gated, session) == [("root", "abort", "aborted")]
-
-
-def test_a_retry_after_the_abort_replaces_the_aborted_turn(
-    gated_timed: RunningGateway, turned: TurnedClock
-) -> None:
-    gated = gated_timed
-    session = gated.session()
-    first = Call(gated, session)
-    asked(gated, 1)
-    first.hang_up()
-    turned.turn_until(lambda: gated.turns(session), GRACE_S)
-    let_on(gated)
-    Call(gated, session, attempt=1).completion()
-    assert codes(gated, session) == [("root", "abort", "orphan_retry"), ("retry", "stop", "open")]
-
-
 def test_a_retry_of_a_call_that_was_never_recorded_is_an_ordinary_turn(gateway: RunningGateway) -> None:
     session = gateway.session()
-    assert chat(gateway, session, attempt=1).status_code == 200
+    assert gateway.chat(session=session, headers={RETRY: "1"}).status_code == 200
     assert codes(gateway, session) == [("root", "stop", "open")]
 
 
 def test_every_choice_of_a_call_is_replaced(gateway: RunningGateway) -> None:
     session = gateway.session()
-    path = f"/sessions/{session['session_id']}/v1/chat/completions"
     for attempt in (0, 1):
-        reply = gateway.chat(path=path, n=3, headers={RETRY: str(attempt)})
+        reply = gateway.chat(session=session, n=3, headers={RETRY: str(attempt)})
         assert reply.status_code == 200
     verdicts = [code for _, _, code in codes(gateway, session)]
     assert sorted(verdicts) == ["open"] * 3 + ["orphan_retry"] * 3
@@ -389,13 +341,12 @@ def test_choices_of_a_call_that_was_recorded_in_part_are_samples_or_replaced(
 
     monkeypatch.setattr(RedisWriter, "append_turn", two_of_three)
     session = gateway.session()
-    path = f"/sessions/{session['session_id']}/v1/chat/completions"
-    assert gateway.chat(path=path, n=3).status_code == 503
+    assert gateway.chat(session=session, n=3).status_code == 503
     heard = {turn.turn_id for turn in recorded}
     if retried:
-        reply = gateway.chat(path=path, n=3, headers={RETRY: "1"})
+        reply = gateway.chat(session=session, n=3, headers={RETRY: "1"})
         heard = set(reply.headers["x-weir-turn-id"].split(","))
-    gateway.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
+    gateway.finish(session, reward=1.0)
     turns = gateway.turns(session)
     assert {turn["turn_id"] for turn in turns if turn["verdict"]["code"] == "ready"} == heard
     orphans = [turn["turn_id"] for turn in turns if turn["verdict"]["code"] == "orphan_retry"]
@@ -423,68 +374,104 @@ def test_a_retry_that_names_no_session_joins_the_call_in_flight(
         first = pool.submit(gated.chat)
         asked(gated, 1)
         again = pool.submit(gated.chat, headers={RETRY: "1"})
-        wait_until(lambda: retry_counts.joined)
+        wait_until(lambda: retry_counts.calls)
         let_on(gated)
         replies = first.result(), again.result()
     assert replies[0].json() == replies[1].json()
 
 
-# Two gateways
+# Clients that leave
 
 
-@contextmanager
-def another(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
-    with backends.gateway() as other:
-        wait_until(lambda: other.get("/ready").status_code == 200)
-        yield other
+def hung_up(gated: RunningGateway, session: dict[str, Any], reads: bool = False, **body: Any) -> None:
+    """A client calls, and leaves when the engine has stopped in the middle of its answer."""
+    call = Call(gated, session, **body)
+    asked(gated, body.get("n", 1))
+    if reads:
+        assert call.line.recv(4096).startswith(b"HTTP/1.1 200")
+    assert gated.session()  # a round trip, within which the gateway reads what the engine has sent
+    call.hang_up()
 
 
-def test_a_retry_at_another_gateway_replaces_a_turn_that_is_recorded_first(
-    gated: RunningGateway, backends: Backends
+@pytest.mark.parametrize(("stream", "sampled"), [(False, 0), (False, 64), (True, 0), (True, 3)])
+def test_a_client_that_goes_away_aborts_its_answer(
+    gated_timed: RunningGateway, turned: TurnedClock, stream: bool, sampled: int
 ) -> None:
-    session = gated.session()
-    with another(gated, backends) as other:
-        first = Call(gated, session)
-        asked(gated, 1)
-        again = Call(other, session, attempt=1)
-        asked(gated, 2)
-        let_on(gated)
-        assert first.completion()["id"] != again.completion()["id"]
-        verdicts = {relation: code for relation, _, code in codes(gated, session)}
-    assert verdicts == {"root": "orphan_retry", "retry": "open"}
-
-
-def test_a_retry_at_another_gateway_replaces_a_turn_that_is_recorded_later(
-    gated: RunningGateway, backends: Backends
-) -> None:
-    session = gated.session()
-    with another(gated, backends) as other:
-        first = Call(gated, session)
-        asked(gated, 1)
-        gated.engine.stall_after = None
-        again = Call(other, session, attempt=1).completion()
-        assert codes(gated, session) == [("root", "stop", "open")]
-        let_on(gated)
-        assert first.completion()["id"] != again["id"]
-        verdicts = [(t["completion_id"], t["relation"], t["verdict"]["code"]) for t in gated.turns(session)]
-    assert verdicts[0] == (again["id"], "retry", "open")
-    assert verdicts[1][1:] == ("root", "orphan_retry")
-
-
-# Memory
-
-
-def test_nothing_is_kept_of_a_call_that_is_over(gated: RunningGateway, retry_counts: RetryCounts) -> None:
-    session = gated.session()
-    first = Call(gated, session, stream=True)
-    asked(gated, 1)
-    again = Call(gated, session, attempt=1, stream=True)
-    wait_until(lambda: retry_counts.joined)
+    """A retry replaces the aborted turn."""
+    gated, session = gated_timed, gated_timed.session()
+    gated.engine.stall_after = sampled
+    hung_up(gated, session, reads=stream and sampled > 0, stream=stream)
+    turned.turn_until(lambda: gated.engine.aborted, GRACE_S)  # its gate is shut: only an abort ends this
+    wait_until(lambda: gated.turns(session))
+    (turn,) = gated.turns(session)
+    assert codes(gated, session) == [("root", "abort", "aborted")]
+    assert turn["output_ids"] == ANSWER[:sampled]
+    assert turn["versions"] == ([{"version": 0, "start": 0, "end": sampled}] if sampled else [])
+    assert gated.engine.aborted == [turn["turn_id"]]
     let_on(gated)
-    assert told(first.answer()[1]) == told(again.answer()[1])
+    assert Call(gated, session, attempt=1, stream=stream).answer()[0] == 200
+    assert codes(gated, session) == [("root", "abort", "orphan_retry"), ("retry", "stop", "open")]
 
-    def left() -> int:
-        gc.collect()
-        return sum(type(thing) is InFlightCall for thing in gc.get_objects())
 
-    wait_until(lambda: left() == 0)
+def test_of_several_choices_those_that_were_done_are_recorded_as_well(
+    gated_timed: RunningGateway, turned: TurnedClock
+) -> None:
+    """The client got none of the choices, so that the finished one is recorded as aborted, too."""
+    gated, session = gated_timed, gated_timed.session()
+    gated.engine.script.appendleft("short")
+    gated.engine.stall_after = 64
+    hung_up(gated, session, n=2)
+    turned.turn_until(lambda: gated.turns(session), GRACE_S)
+    wait_until(lambda: len(gated.turns(session)) == 2)
+    turns = gated.turns(session)
+    assert {turn["verdict"]["code"] for turn in turns} == {"aborted"}
+    assert sorted(turn["output_len"] for turn in turns)[1] == 64
+
+
+def test_a_retry_that_leaves_too_ends_the_call(
+    gated_timed: RunningGateway, turned: TurnedClock, retry_counts: RetryCounts
+) -> None:
+    gated, session = gated_timed, gated_timed.session()
+    first, again = joined(gated, retry_counts, session)
+    first.hang_up()
+    wait_until(lambda: retry_counts.left)
+    turned.turn(2 * GRACE_S)
+    assert gated.session()  # a round trip, within which the gateway would have ended the call
+    assert gated.engine.aborted == []
+    again.hang_up()
+    turned.turn_until(lambda: gated.turns(session), GRACE_S)
+    assert codes(gated, session) == [("root", "abort", "aborted")]
+
+
+def test_a_turn_that_is_lost_after_its_client_left_is_an_error_in_the_log(
+    gateway: RunningGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = gateway.session()
+
+    def appending() -> int:
+        """How many bytes wait in Redis behind an append that Redis holds back; -1 without such an append."""
+        lines = gateway.redis.client_list()
+        held = (line["qbuf"] for line in lines if "b" in line["flags"] and line["cmd"] == "evalsha")
+        return int(next(held, -1))
+
+    def errors() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+    gateway.redis.config_set("maxmemory", 1)
+    gateway.redis.client_pause(30_000, all=False)
+    try:
+        call = Call(gateway, session)
+        wait_until(lambda: appending() >= 0)
+        before = appending()
+        call.hang_up()
+        wait_until(lambda: appending() > before)  # the gateway has sent the append a second time
+        gateway.redis.client_unpause()
+        wait_until(errors)
+    finally:
+        gateway.redis.client_unpause()
+        gateway.redis.config_set("maxmemory", 0)
+        polled(gateway.redis)  # tests that follow find an empty Redis
+    (request,) = gateway.engine.requests
+    (said,) = errors()
+    assert said.startswith(f"turn {request['rid']} is not recorded: Redis: ")
+    assert gateway.turns(session) == []

@@ -1,0 +1,143 @@
+"""Gateways whose Redis ends, does not answer for a while, fails over, or has another deployment, too."""
+
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.redis import keys
+from tests.support.gateway.calls import Call
+from tests.support.gateway.deployment import traffic
+from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.queue.load import NOBODY
+from tests.support.queue.servers import WatchedMaster
+from tests.support.redis_process import RedisProcess
+from tests.support.serving import serving
+from tests.support.waiting import wait_until
+from weir.audit.audit import audit
+from weir.audit.sources import Sources
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    process = RedisProcess(tmp_path / "redis").start()
+    yield process
+    process.process.send_signal(signal.SIGCONT)
+    process.close()
+
+
+@pytest.fixture
+def alone(redis: RedisProcess, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[RunningGateway]:
+    """A gateway with a Redis of its own."""
+    backends = Backends(redis.url, tiny_model, tokenizer, redis.client, FakeEngine(tokenizer))
+    with serving(backends) as backends.engine_url, backends.ready_gateway() as running:
+        yield running
+
+
+def gauge(gateway: RunningGateway, name: str) -> str | None:
+    """The value of a series, as Prometheus reads it."""
+    found = re.search(rf"^{re.escape(name)} (\S+)$", gateway.get("/metrics").text, re.M)
+    return found[1] if found else None
+
+
+def test_the_state_at_the_last_poll_is_shown_and_a_redis_that_ends(
+    alone: RunningGateway, redis: RedisProcess
+) -> None:
+    """Without Redis, no engine works for a call that cannot be stored."""
+    wait_until(lambda: gauge(alone, "weir_redis_up") == "1.0")
+    assert gauge(alone, "weir_trainer_seen_timestamp_seconds") == "NaN"
+    assert gauge(alone, 'weir_trainer_state{state="waiting"}') == "0.0"
+    assert alone.chat("first").status_code == 200
+    waiting = {"rollouts_waiting": 7, "rollouts_owed": 2, "rollouts_per_step": 4.0}
+    report = TrainerReport(state="waiting", version=3, last_seen=1e9, **waiting)
+    fields: Any = report.fields()
+    redis.client.hset(keys.TRAINER, mapping=fields)
+    redis.client.xadd(keys.DEAD_LETTERS, {"error": "unreadable"})
+    wait_until(lambda: gauge(alone, "weir_rollouts_waiting") == "7.0")
+    shown = {
+        "weir_rollouts_owed": "2.0",
+        "weir_rollouts_per_step": "4.0",
+        "weir_trained_version": "3.0",
+        "weir_trainer_seen_timestamp_seconds": "1e+09",
+        'weir_trainer_state{state="waiting"}': "1.0",
+        'weir_trainer_state{state="paused"}': "0.0",
+        "weir_sessions_unfinished": "1.0",
+        "weir_queue_dead_letters": "1.0",
+        "weir_redis_max_bytes": "0.0",
+        "weir_versions_held": "0.0",
+    }
+    assert {name: gauge(alone, name) for name in shown} == shown
+    redis.terminate()
+    wait_until(lambda: gauge(alone, "weir_redis_up") == "0.0")
+    assert gauge(alone, "weir_rollouts_waiting") == "7.0"
+    alone.engine.requests.clear()
+    for stream in (False, True):
+        reply = alone.chat("second", stream=stream)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
+    assert alone.engine.requests == []
+
+
+def test_a_turn_whose_client_was_told_that_it_failed_is_not_trained(
+    alone: RunningGateway, redis: RedisProcess
+) -> None:
+    session = alone.session()
+    alone.chat(session=session)  # the gateway's connection to Redis is open from here on
+    alone.engine.pace_s = 0.5  # the call has looked its session up when Redis stops
+    with ThreadPoolExecutor(1) as pool:
+        call = Call(alone, session, stream=False)
+        answer = pool.submit(call.answer)
+        wait_until(lambda: len(alone.engine.requests) == 2)
+        redis.process.send_signal(signal.SIGSTOP)
+        status, body = answer.result()
+    assert (status, b"storage_unavailable" in body) == (503, True)
+    redis.process.send_signal(signal.SIGCONT)
+    alone.engine.pace_s = 0.0
+    wait_until(lambda: alone.get("/ready").status_code == 200)
+    again = alone.chat(session=session).headers["x-weir-turn-id"]
+    finish = f"/sessions/{session['session_id']}/finish"
+    wait_until(lambda: alone.post(finish, {"status": "completed", "reward": 1}).status_code == 200)
+    ready = [turn["turn_id"] for turn in alone.turns(session) if turn["verdict"]["code"] == "ready"]
+    assert ready[1:] == [again]
+    assert len(ready) == 2
+
+
+def test_clients_get_answers_that_stay_or_a_503(backends: Backends, tmp_path: Path) -> None:
+    with closing(WatchedMaster(tmp_path / "servers")) as watched:
+        watched.master.client.hset(keys.POLICIES, "0", "{}")
+        settings = {"redis_url": watched.url, "redis_wait_replicas": 2, "redis_wait_timeout_s": 3.0}
+        with backends.gateway(**settings) as gateway:
+            with traffic(gateway, per_s=20.0) as seen:
+                wait_until(lambda: len(seen.heard) > 4)
+                master = watched.master
+                master.kill()
+                watched.fail_over(master)
+                wait_until(lambda: gateway.chat().status_code == 200)
+            assert set(seen.statuses) <= {200, 503}
+        (tmp_path / "none").mkdir()
+        sources = Sources(watched.url, NOBODY, checkpoint_dir=tmp_path / "none")
+        assert audit(sources, seen.heard, readings=1).findings == ()
+
+
+def test_deployments_with_two_prefixes_share_a_redis(gateway: RunningGateway, backends: Backends) -> None:
+    before = set(backends.redis.scan_iter())
+    with backends.gateway(redis_key_prefix="other") as other:
+        session = other.session(group_id="g", user="u")
+        key = session["api_key"]
+        assert other.chat("hi", session=session, key=key).status_code == 200
+        path = f"/sessions/{session['session_id']}/v1/responses"
+        assert other.post(path, {"input": "hi", "store": True}, key=key).status_code == 200
+        other.finish(session, reward=1.0)
+        assert other.admin("GET", "/pipeline").status_code == 200
+        assert gateway.get(f"/sessions/{session['session_id']}").status_code == 404
+        new = set(backends.redis.scan_iter()) - before
+    assert {each for each in new if not each.startswith(b"weir:")} >= {b"other:stream", b"other:sessions"}
+    assert not any(session["session_id"].encode() in each for each in new if each.startswith(b"weir:"))
+    backends.redis.delete(*(each for each in new if each.startswith(b"other:")))

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from gateway.engines.placement.choice import ANY, Wish
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
 from rollout_queue.contract.records import Span
+from rollout_queue.http.errors import ApiError
 from tests.support.gateway.fake_engine import FakeEngine, Interruption, logprob_of
 from tests.support.redis_clients import async_redis_at
 from tests.support.serving import free_port, serving
@@ -96,6 +98,12 @@ class Scene:
         await self.sampler.sample(wanted or self.ask(), self.take)
         return self.heard[-1]
 
+    async def refused(self, wanted: SampleRequest | None = None) -> ApiError:
+        """Sample an answer that fails; return what the client is told."""
+        with pytest.raises(GatewayError) as caught:
+            await self.hear(wanted)
+        return api_error(caught.value)
+
     async def take(self, piece: OutputChunk) -> None:
         self.heard.append(piece)
 
@@ -112,56 +120,50 @@ class Scene:
         return self.metrics.registry.get_sample_value("weir_engine_faults_total", labels) or 0.0
 
 
-@pytest.fixture(params=["httptools", "aiohttp"])
+@pytest.fixture(params=["httptools", pytest.param("aiohttp", marks=pytest.mark.long)])
 async def scene(
     request: pytest.FixtureRequest, endpoints: list[Endpoint], tokenizer: Tokenizer, redis_url: str
 ) -> AsyncIterator[Scene]:
+    """With both HTTP clients, which `test_engine_http` compares byte by byte."""
     async with staged(endpoints, tokenizer, redis_url, http=request.param) as scene:
         yield scene
 
 
-class staged:  # noqa: N801 - is called like a function
+@asynccontextmanager
+async def staged(
+    endpoints: list[Endpoint],
+    tokenizer: Tokenizer,
+    redis_url: str,
+    silence_s: float = 5.0,
+    http: EngineHttpName = "httptools",
+) -> AsyncIterator[Scene]:
     """A scene with other timeouts than the default."""
-
-    def __init__(
-        self,
-        endpoints: list[Endpoint],
-        tokenizer: Tokenizer,
-        redis_url: str,
-        silence_s: float = 5.0,
-        http: EngineHttpName = "httptools",
-    ) -> None:
-        for actor in endpoints:
-            actor.part = FakeEngine(tokenizer, mind=list(ANSWER))
-        self.redis = async_redis_at(redis_url)
-        self.engine = EngineClient(transport_of(http, silence_s))
-        fleet = Fleet(self.redis, self.engine, None, [actor.url for actor in endpoints])
-        metrics = Metrics()
-        self.sampler = Sampler(
-            self.engine,
-            fleet,
-            metrics,
-            text_of=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-            vocab_size=VOCABULARY,
-            engine_wait_s=0.5,
-            patience_s=1.0,
-        )
-        (end,) = tokenizer.encode("<|im_end|>").ids
-        self.scene = Scene([actor.part for actor in endpoints], fleet, self.sampler, metrics, end)
-        for engine in self.scene.engines:
-            engine.received = lambda: len(self.scene.ids)
-
-    async def __aenter__(self) -> Scene:
-        fleet = self.scene.fleet
+    for endpoint in endpoints:
+        endpoint.part = FakeEngine(tokenizer, mind=list(ANSWER))
+    redis, engine, metrics = async_redis_at(redis_url), EngineClient(transport_of(http, silence_s)), Metrics()
+    fleet = Fleet(redis, engine, None, [endpoint.url for endpoint in endpoints])
+    sampler = Sampler(
+        engine,
+        fleet,
+        metrics,
+        text_of=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        vocab_size=VOCABULARY,
+        engine_wait_s=0.5,
+        patience_s=1.0,
+    )
+    (end,) = tokenizer.encode("<|im_end|>").ids
+    scene = Scene([endpoint.part for endpoint in endpoints], fleet, sampler, metrics, end)
+    for each in scene.engines:
+        each.received = lambda: len(scene.ids)
+    try:
         while any(server.state != "ready" for server in fleet.servers.values()):
             await fleet.refresh()
-        return self.scene
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.sampler.close()
-        await self.scene.fleet.close()
-        await self.engine.close()
-        await self.redis.aclose()
+        yield scene
+    finally:
+        await sampler.close()
+        await fleet.close()
+        await engine.close()
+        await redis.aclose()
 
 
 EARLY_ENDS = [
@@ -225,12 +227,8 @@ async def test_each_part_keeps_the_version_that_its_engine_reported(scene: Scene
     first.spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 6}]
     second.spans = [{"version": "7", "start": 0, "end": 3}, {"version": "8", "start": 3, "end": 7}]
     versions = (await scene.hear()).versions
-    assert [(span.version, span.start, span.end) for span in versions] == [
-        (3, 0, 2),
-        (4, 2, 6),
-        (7, 6, 9),
-        (8, 9, 13),
-    ]
+    spans = [(span.version, span.start, span.end) for span in versions]
+    assert spans == [(3, 0, 2), (4, 2, 6), (7, 6, 9), (8, 9, 13)]
     assert len({span.engine for span in versions}) == 2
 
 
@@ -260,7 +258,7 @@ def meta(version: str, ids: list[int], total: int) -> dict[str, Any]:
     }
 
 
-REFUSALS: list[Response] = [
+FAULTS: list[Response] = [
     JSONResponse({"error": "a string"}, 500),
     JSONResponse({"error": {"message": "nested"}}, 503),
     JSONResponse({"object": "error", "message": "flat", "type": "503", "param": None, "code": 503}, 503),
@@ -272,68 +270,60 @@ REFUSALS: list[Response] = [
 ]
 
 
-@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_an_error_of_any_shape_is_the_engines_and_another_answers(
-    scene: Scene, refusal: Response
+    scene: Scene, fault: Response
 ) -> None:
-    scene.first.refusals.append(refusal)
+    scene.first.refusals.append(fault)
     await scene.hear()
     assert scene.ids == scene.whole
 
 
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        JSONResponse({"error": "sampling_params: unknown field"}, 400),
-        JSONResponse({"error": {"message": "The input is longer than the model's context length"}}, 400),
-        JSONResponse({"object": "error", "message": "flat", "type": "Bad Request", "code": 400}, 400),
+TOO_LONG = (
+    "The input is longer than the model's context length (512 tokens)",
+    "Input length (508 tokens) exceeds the maximum allowed length (506 tokens). Use a shorter input.",
+)
+REFUSALS: list[tuple[Response, str | None]] = [
+    (JSONResponse({"error": "sampling_params: unknown field"}, 400), None),
+    (JSONResponse({"object": "error", "message": "flat", "type": "Bad Request", "code": 400}, 400), None),
+    (
         PlainTextResponse(
             'data: {"error":{"message":"too long","type":"invalid_request_error","code":400}}\n\n'
             "data: [DONE]\n\n"
         ),
+        None,
+    ),
+    (
         PlainTextResponse(
             'data: {"output_ids":[],"meta_info":{"completion_tokens":0,"finish_reason":{"type":"abort",'
             '"message":"invalid stop_regex","status_code":400,"err_type":"BadRequestError"}}}\n\n'
         ),
-    ],
-)
-async def test_what_is_the_requests_fault_is_a_400_at_once(scene: Scene, refusal: Response) -> None:
+        None,
+    ),
+    *(
+        (JSONResponse({"error": {"message": message}}, 400), "context_length_exceeded")
+        for message in TOO_LONG
+    ),
+]
+
+
+@pytest.mark.parametrize(("refusal", "code"), REFUSALS)
+async def test_what_is_the_requests_fault_is_a_400_at_once(
+    scene: Scene, refusal: Response, code: str | None
+) -> None:
     scene.first.refusals.append(refusal)
-    with pytest.raises(GatewayError) as caught:
-        await scene.hear()
-    assert api_error(caught.value).status == 400
+    said = await scene.refused()
+    assert (said.status, code in (None, said.code)) == (400, True)
     assert scene.second.requests == []
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "The input is longer than the model's context length (512 tokens)",
-        "Input length (508 tokens) exceeds the maximum allowed length (506 tokens). Use a shorter input.",
-    ],
-)
-async def test_a_prompt_that_does_not_fit_into_the_engine_is_known_as_such(
-    scene: Scene, message: str
-) -> None:
-    scene.first.refusals.append(JSONResponse({"error": {"message": message}}, 400))
-    with pytest.raises(GatewayError) as caught:
-        await scene.hear()
-    assert api_error(caught.value).code == "context_length_exceeded"
-
-
-@pytest.mark.parametrize(
-    ("words", "status"),
-    [({"error": {"message": "no", "code": 500}}, 503), ("abort", 503), ("reset", 503)],
-)
-async def test_when_patience_is_over_the_engines_words_are_a_503(
-    scene: Scene, words: Any, status: int
-) -> None:
+@pytest.mark.parametrize("words", [{"error": {"message": "no", "code": 500}}, "abort", "reset"], ids=repr)
+async def test_when_patience_is_over_the_engines_words_are_a_503(scene: Scene, words: Any) -> None:
     for engine in scene.engines:
         engine.interruptions.extend([Interruption(0, words)] * 50)
-    with pytest.raises(GatewayError) as caught:
-        await scene.hear()
-    assert (api_error(caught.value).status, api_error(caught.value).type) == (status, "engine_unavailable")
-    assert api_error(caught.value).headers["retry-after"]
+    said = await scene.refused()
+    assert (said.status, said.type) == (503, "engine_unavailable")
+    assert said.headers["retry-after"]
     assert sum(len(engine.requests) for engine in scene.engines) <= 12
 
 
@@ -343,8 +333,7 @@ async def test_a_request_that_breaks_every_engine_is_not_shown_to_all_of_them_fo
     for engine in scene.engines:
         engine.interruptions.extend([Interruption(0, "reset")] * 50)
     scene.sampler.engine_wait_s = 60
-    with pytest.raises(GatewayError):
-        await scene.hear()
+    await scene.refused()
     assert sum(len(engine.requests) for engine in scene.engines) == 5
 
 
@@ -366,9 +355,8 @@ async def test_silence_everywhere_is_a_504(
     async with staged(endpoints, tokenizer, redis_url, silence_s=0.3) as scene:
         for engine in scene.engines:
             engine.stall_after = 0
-        with pytest.raises(GatewayError) as caught:
-            await scene.hear()
-        assert (api_error(caught.value).status, api_error(caught.value).type) == (504, "timeout_error")
+        said = await scene.refused()
+        assert (said.status, said.type) == (504, "timeout_error")
 
 
 async def test_an_engine_that_is_not_there_gets_no_second_call(scene: Scene) -> None:
@@ -471,12 +459,8 @@ async def test_the_gateway_finds_stop_strings_for_engines_without_a_tokenizer(
         last = await scene.hear(scene.ask(stop=["never said", "Observation:"], stream_interval=16))
         assert (scene.ids, last.finish, last.matched) == (ids[:until], "stop", "Observation:"), number
         assert [(span.start, span.end) for span in last.versions] == [(0, until)]
-    refused = [
-        request
-        for engine in scene.engines
-        for request in engine.requests
-        if "stop" in request["sampling_params"]
-    ]
+    asked = [request["sampling_params"] for engine in scene.engines for request in engine.requests]
+    refused = [each for each in asked if "stop" in each]
     assert len(refused) <= len(scene.engines), "each engine refuses once"
     assert all(server.breaker.state == "closed" for server in scene.fleet.servers.values())
 
@@ -488,9 +472,7 @@ async def test_a_refusal_that_repeats_the_clients_words_does_not_tell_that_a_tok
     words = "stop=['x'] is unavailable when skip_tokenizer_init=True"
     refusal = JSONResponse({"error": f"the grammar {words!r} is invalid"} if stop else {"error": words}, 400)
     scene.first.refusals.append(refusal)
-    with pytest.raises(GatewayError) as caught:
-        await scene.hear(scene.ask(stop=stop))
-    assert api_error(caught.value).status == 400
+    assert (await scene.refused(scene.ask(stop=stop))).status == 400
     assert all(server.has_tokenizer for server in scene.fleet.servers.values())
 
 
@@ -503,9 +485,7 @@ async def test_a_pinned_answer_goes_on_only_with_its_version(scene: Scene) -> No
     assert last.versions == (Span(12, 0, 13),)
     assert second.requests == []
     scene.only(second)
-    with pytest.raises(GatewayError) as caught:
-        await scene.hear(structs.replace(scene.ask(), wish=Wish(12)))
-    assert api_error(caught.value).status == 503
+    assert (await scene.refused(structs.replace(scene.ask(), wish=Wish(12)))).status == 503
 
 
 async def test_tokens_of_another_version_are_no_part_of_a_pinned_answer(scene: Scene) -> None:
@@ -529,9 +509,7 @@ async def test_a_constrained_answer_starts_again_where_nobody_saw_its_beginning(
 
 async def test_a_constrained_answer_that_was_seen_is_not_continued_as_another_grammar(scene: Scene) -> None:
     scene.first.interruptions.append(Interruption(5, "reset"))
-    with pytest.raises(GatewayError) as caught:
-        await scene.hear(scene.ask(structural_tag="{}"))
-    assert api_error(caught.value).status == 503
+    assert (await scene.refused(scene.ask(structural_tag="{}"))).status == 503
     assert scene.ids == ANSWER[:5]
     assert scene.second.requests == []
 

@@ -1,4 +1,4 @@
-"""The gateway's memory grows neither with idle sessions, nor with answers that slow clients do not read."""
+"""Neither idle sessions nor answers that nobody reads take the gateway's memory, and readers have a time."""
 
 import fcntl
 import gc
@@ -27,6 +27,9 @@ from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.waiting import wait_until
 
 KIB = 1024
+SHORT_S = 1.0
+ESTABLISHED = 1
+"""Linux' TCP_ESTABLISHED: the first byte of TCP_INFO while a connection is open."""
 ID_BYTES = sys.getsizeof(f"s-{new_id()}")
 """What a session would take of which nothing but its id is remembered."""
 SOME_SESSIONS = 20 * (SESSION_BYTES + TURN_BYTES)
@@ -92,8 +95,7 @@ def test_ten_thousand_idle_sessions_take_no_memory_of_the_gateway(
 def test_the_gateway_remembers_so_many_sessions_and_no_more(
     gateway: RunningGateway, backends: Backends
 ) -> None:
-    with backends.gateway(session_cache_bytes=SOME_SESSIONS) as forgetful, traced():
-        wait_until(lambda: forgetful.get("/ready").status_code == 200)
+    with backends.ready_gateway(session_cache_bytes=SOME_SESSIONS) as forgetful, traced():
 
         def sessions_call() -> None:
             for _ in range(30):
@@ -125,13 +127,52 @@ def test_a_client_that_never_reads_and_goes_away_aborts_its_answer(gateway: Runn
         assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")
 
 
+@pytest.fixture
+def impatient(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
+    """A gateway whose clients have to read. It waits for its engine, too: so its time is real."""
+    with backends.ready_gateway(connections={"write_timeout_s": SHORT_S}) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reader_that_stops_is_disconnected(impatient: RunningGateway, stream: bool) -> None:
+    """A stream is recorded as aborted. A plain answer was recorded before it was sent.
+
+    The gateway resets the connection, because the kernel would otherwise keep megabytes for the client.
+    """
+    with slow_reader(impatient, stream) as (session, line):
+        port = line.getsockname()[1]
+        wait_until(lambda: impatient.turns(session))
+        (turn,) = impatient.turns(session)
+        assert turn["finish_reason"] == ("abort" if stream else "stop")
+        wait_until(lambda: port not in peers(psutil.Process()))
+        wait_until(lambda: line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED)
+
+
+def peers(process: psutil.Process) -> list[int]:
+    return [each.raddr.port for each in process.net_connections("tcp4") if each.raddr]
+
+
+def test_a_slow_reader_gets_its_whole_stream(impatient: RunningGateway) -> None:
+    with slow_reader(impatient) as (session, line):
+        heard, began = b"", time.monotonic()
+        while not heard.endswith(b"0\r\n\r\n"):
+            heard = heard[-10:] + line.recv(65536)
+            if time.monotonic() - began < 3 * SHORT_S:
+                time.sleep(0.01)  # makes the reader slow
+    (turn,) = impatient.turns(session)
+    assert (turn["finish_reason"], turn["output_len"]) == ("stop", ANSWER + 1)
+
+
 @contextmanager
-def slow_reader(gateway: RunningGateway) -> Iterator[tuple[dict[str, Any], socket.socket]]:
-    """A client that has asked for a long streamed answer with logprobs, and reads nothing of it."""
+def slow_reader(
+    gateway: RunningGateway, stream: bool = True
+) -> Iterator[tuple[dict[str, Any], socket.socket]]:
+    """A client that has asked for a long answer with logprobs, and reads nothing of it."""
     gateway.engine.script.append([300] * ANSWER)
     gateway.engine.pace_s = 0.0002  # without a pause, all tokens would arrive, and be sent, as one chunk
     session, address = gateway.session(), urlsplit(gateway.url)
-    call = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True}
+    call = {"messages": [{"role": "user", "content": "hi"}], "stream": stream, "logprobs": True}
     body = json.dumps(call).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session['api_key']}\r\n"

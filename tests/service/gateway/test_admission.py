@@ -4,9 +4,8 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
@@ -35,14 +34,7 @@ RATES = ("requests_per_minute", "tokens_per_minute")
 @pytest.fixture
 def limited(gateway: RunningGateway, backends: Backends) -> Any:
     """Starts a gateway with the given limits, on the Redis that `gateway` uses."""
-    return lambda **limits: _ready(backends, limits)
-
-
-@contextmanager
-def _ready(backends: Backends, limits: dict[str, Any]) -> Iterator[RunningGateway]:
-    with backends.gateway(limits=LimitSettings(**limits)) as gateway:
-        wait_until(lambda: gateway.get("/ready").status_code == 200)
-        yield gateway
+    return lambda **limits: backends.ready_gateway(limits=LimitSettings(**limits))
 
 
 def refusal(reply: Any) -> tuple[str, int]:
@@ -130,16 +122,9 @@ def test_each_key_has_a_rate_of_its_own_and_its_sessions_share_it(limited: Any) 
         for session in (first, second):
             assert gateway.chat(key=session["api_key"]).status_code == 200
         for key in (CLIENT_KEY, first["api_key"], second["api_key"]):
-            assert refusal(gateway.chat(key=key))[0] == "rate_limited"
+            assert refusal(gateway.chat("something else", key=key))[0] == "rate_limited"
+        assert gateway.redis.zcard(keys.SESSIONS) == len(gateway.engine.requests) == 2
         assert gateway.chat(key=OTHER_KEY).status_code == 200
-
-
-def test_a_refused_call_opens_no_session_and_reaches_no_engine(limited: Any) -> None:
-    with limited(requests_per_minute=1) as gateway:
-        assert gateway.chat().status_code == 200
-        refusal(gateway.chat("something else"))
-        assert gateway.redis.zcard(keys.SESSIONS) == 1
-        assert len(gateway.engine.requests) == 1
 
 
 def test_openais_client_survives_a_short_limit_without_noticing(limited: Any) -> None:
@@ -150,27 +135,19 @@ def test_openais_client_survives_a_short_limit_without_noticing(limited: Any) ->
             assert reply.choices[0].message.content == "hello"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_key_pays_for_the_tokens_of_its_calls(limited: Any, stream: bool) -> None:
+@pytest.mark.parametrize("call", [{}, {"stream": True}, {"n": 3}], ids=repr)
+def test_a_key_pays_for_the_tokens_of_its_calls(limited: Any, call: dict[str, Any]) -> None:
+    """Choices of one call pay for its prompt once."""
     with limited(tokens_per_minute=60, burst_s=1) as gateway:
         began = time.monotonic()
-        assert gateway.chat(stream=stream).status_code == 200
-        head = gateway.get("/sessions").json()["data"][0]
-        turn = gateway.turns(head)[0]
-        spent = turn["context_len"] + turn["output_len"]
+        assert gateway.chat(**call).status_code == 200
+        turns = gateway.turns(gateway.get("/sessions").json()["data"][0])
+        spent = turns[0]["context_len"] + sum(turn["output_len"] for turn in turns)
         code, retry_s = refusal(gateway.chat())
         assert code == "token_budget"
         passed_s = time.monotonic() - began  # the budget grows by one token a second
         assert spent - passed_s - 1 <= retry_s <= spent + 1
         assert gateway.chat(key=OTHER_KEY).status_code == 200
-
-
-def test_choices_of_one_call_pay_for_its_prompt_once(limited: Any) -> None:
-    with limited(tokens_per_minute=60, burst_s=1) as gateway:
-        began = time.monotonic()
-        total = gateway.chat(n=3).json()["usage"]["total_tokens"]
-        _, retry_s = refusal(gateway.chat())
-        assert total - (time.monotonic() - began) - 1 <= retry_s <= total + 1
 
 
 def test_two_gateways_count_one_rate(limited: Any) -> None:
@@ -204,10 +181,12 @@ def test_the_open_sessions_of_a_key_are_limited(limited: Any) -> None:
         assert refusal(gateway.post("/sessions"))[0] == "sessions_limit"
         assert gateway.post("/sessions", key=OTHER_KEY).status_code == 201
         assert gateway.chat(key=first["api_key"]).status_code == 200
-        gateway.post(f"/sessions/{first['session_id']}/finish", {"status": "completed"})
+        gateway.finish(first)
         polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
         assert refusals(gateway) == {"sessions_limit": 1.0}
+        reply = gateway.post("/groups", {"size": 3})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "size"), "it would never fit"
 
 
 def test_the_open_sessions_of_a_deployment_are_limited(limited: Any) -> None:
@@ -219,27 +198,17 @@ def test_the_open_sessions_of_a_deployment_are_limited(limited: Any) -> None:
         assert refusal(gateway.chat(headers={"x-session-id": "new"}))[0] == "sessions_limit"
 
 
-def test_a_session_that_expires_gives_its_place_back(limited: Any, turned: TurnedClock) -> None:
+def test_a_session_is_found_again_though_no_place_is_left_and_gives_its_own_back_when_it_expires(
+    limited: Any, turned: TurnedClock
+) -> None:
     with limited(open_sessions=1) as gateway:
-        gateway.session(ttl_s=60)
+        opened = gateway.session(session_id="mine", ttl_s=60)
         refusal(gateway.post("/sessions"))
-        turned.turn(60)
-        wait_until(lambda: gateway.post("/sessions").status_code == 201)
-
-
-def test_a_session_that_exists_is_found_again_though_no_place_is_left(limited: Any) -> None:
-    with limited(open_sessions=1) as gateway:
-        opened = gateway.session(session_id="mine")
-        again = gateway.post("/sessions", {"session_id": "mine"})
+        again = gateway.post("/sessions", {"session_id": "mine", "ttl_s": 60})
         assert (again.status_code, again.json()["api_key"]) == (200, opened["api_key"])
         assert gateway.chat(headers={"x-session-id": "mine"}).status_code == 200
-
-
-def test_a_group_larger_than_the_limit_is_a_400(limited: Any) -> None:
-    with limited(open_sessions_per_key=3) as gateway:
-        reply = gateway.post("/groups", {"size": 4})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "size")
-        assert gateway.post("/groups", {"size": 3}).status_code == 201
+        turned.turn(60)
+        wait_until(lambda: gateway.post("/sessions").status_code == 201)
 
 
 def test_gateways_that_open_sessions_at_once_keep_the_limit_together(limited: Any) -> None:
@@ -262,32 +231,22 @@ def test_sessions_for_training_wait_while_the_trainer_has_too_much_to_train(limi
         assert refusal(gateway.chat("an inferred session"))[0] == "staleness_budget"
         assert gateway.post("/sessions", {"train": False}).status_code == 201
         assert gateway.chat(key=opened[0]["api_key"]).status_code == 200
-        gateway.post(f"/sessions/{opened[0]['session_id']}/finish", {"status": "failed"})
+        gateway.finish(opened[0], status="failed")
         polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
 
 
-@pytest.mark.parametrize("code", ["trained", "zero_advantage", "stale"])
-def test_a_finished_session_holds_its_place_until_the_trainer_is_done_with_it(
-    limited: Any, code: str
-) -> None:
+def test_a_finished_session_holds_its_place_until_the_trainer_is_done_with_it(limited: Any) -> None:
     with limited(staleness_versions=0) as gateway:
         trainer_says(gateway, rollouts_per_step=1)
-        session = gateway.session()
-        gateway.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
-        polled(gateway.redis)
-        assert refusal(gateway.post("/sessions"))[0] == "staleness_budget"
-        gateway.redis.hset(keys.session(session["session_id"]), "verdict", f'{{"code": "{code}"}}')
-        polled(gateway.redis)
+        for code in ("trained", "zero_advantage", "stale"):
+            session = gateway.session()
+            gateway.finish(session, reward=1.0)
+            polled(gateway.redis)
+            assert refusal(gateway.post("/sessions"))[0] == "staleness_budget", code
+            gateway.redis.hset(keys.session(session["session_id"]), "verdict", f'{{"code": "{code}"}}')
+            polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
-
-
-def test_what_the_trainer_holds_counts_whichever_client_brought_it(limited: Any) -> None:
-    with limited(staleness_versions=2) as gateway:
-        trainer_says(gateway, rollouts_waiting=11, rollouts_per_step=4)
-        assert gateway.post("/sessions").status_code == 201
-        trainer_says(gateway, rollouts_waiting=12, rollouts_per_step=4)
-        assert refusal(gateway.post("/sessions"))[0] == "staleness_budget"
 
 
 def test_rollouts_that_are_trained_and_not_yet_durable_do_not_count(limited: Any) -> None:
@@ -297,8 +256,13 @@ def test_rollouts_that_are_trained_and_not_yet_durable_do_not_count(limited: Any
 
 
 def test_engines_that_lag_behind_the_trainer_use_up_the_budget(limited: Any) -> None:
+    """So does what the trainer holds, whichever client brought it."""
     with limited(staleness_versions=2) as gateway:
         gateway.redis.set(keys.SERVING, 7)
+        trainer_says(gateway, version=7, rollouts_waiting=11)
+        assert gateway.post("/sessions").status_code == 201
+        trainer_says(gateway, version=7, rollouts_waiting=12)
+        assert refusal(gateway.post("/sessions"))[0] == "staleness_budget"
         trainer_says(gateway, version=9)
         assert gateway.post("/sessions").status_code == 201
         trainer_says(gateway, version=10)
@@ -352,6 +316,7 @@ def test_a_wait_for_the_trainer_is_as_long_as_its_steps_take(limited: Any, turne
 
 
 def test_new_sessions_wait_while_too_much_is_in_the_queue(limited: Any) -> None:
+    """While the training is paused, the queue does not empty, and evaluations are admitted."""
     with limited(queue_entries=2) as gateway:
         session = gateway.session()
         for _ in range(2):
@@ -360,38 +325,27 @@ def test_new_sessions_wait_while_too_much_is_in_the_queue(limited: Any) -> None:
         assert refusal(gateway.post("/sessions", {"train": False}))[0] == "queue_full"
         assert refusal(gateway.chat("an inferred session"))[0] == "queue_full"
         assert gateway.chat(key=session["api_key"]).status_code == 200
-        gateway.redis.xtrim(keys.STREAM, maxlen=0)
-        polled(gateway.redis)
-        assert gateway.post("/sessions").status_code == 201
-
-
-def test_a_full_queue_refuses_no_evaluation_while_the_training_is_paused(limited: Any) -> None:
-    with limited(queue_entries=2) as gateway:
-        session = gateway.session()
-        for _ in range(2):
-            assert gateway.chat(key=session["api_key"]).status_code == 200
         trainer_says(gateway, state="paused")
-        polled(gateway.redis)
         assert refusal(gateway.post("/sessions"))[0] == "queue_full"
         evaluation = gateway.post("/sessions", {"train": False})
         assert evaluation.status_code == 201
         assert gateway.chat(key=evaluation.json()["api_key"]).status_code == 200
         trainer_says(gateway, state="paused", last_seen=time.time() - 61)  # it has died since
-        polled(gateway.redis)
         assert refusal(gateway.post("/sessions", {"train": False}))[0] == "queue_full"
+        gateway.redis.xtrim(keys.STREAM, maxlen=0)
+        polled(gateway.redis)
+        assert gateway.post("/sessions").status_code == 201
 
 
 def test_a_paused_trainer_may_have_sessions_for_training_refused(limited: Any) -> None:
     with limited() as gateway:
         session = gateway.session()
         trainer_says(gateway, state="paused", refuses_training="true")
-        polled(gateway.redis)
         assert refusal(gateway.post("/sessions"))[0] == "training_paused"
         assert refusal(gateway.chat("an inferred session"))[0] == "training_paused"
         assert gateway.post("/sessions", {"train": False}).status_code == 201
         assert gateway.chat(key=session["api_key"]).status_code == 200, "open sessions go on"
         trainer_says(gateway, state="waiting", refuses_training="false")
-        polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
 
 
@@ -470,7 +424,6 @@ def test_replies_say_when_a_conversation_is_near_the_trainers_bound(
     assert (of, int(most)) == ("of", prompt * 5 // 4)
     assert int(tokens) in (range(prompt, whole + 1) if stream else [whole])
     session = gateway.session(train=False)
-    path = f"/sessions/{session['session_id']}/v1/chat/completions"
-    assert header not in gateway.chat(path=path, stream=stream).headers
+    assert header not in gateway.chat(session=session, stream=stream).headers
     trainer_says(gateway, max_row_tokens=2 * whole)
     assert header not in gateway.chat(stream=stream).headers

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.gateway.calls import Call
 from tests.support.gateway.gated_engine import asked, let_on
-from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.waiting import wait_until
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -23,7 +23,6 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WHOLE = {"token_ids": ("/inference/v1/generate", {"token_ids": [5, 6, 7]})}
 """Dialects without streams."""
-DIALECTS = {*CALLS, *WHOLE, "count_tokens", "rest"}
 PARTS = {"read", "session", "render", "tokenize", "wait", "sample", "parse", "record"}
 WITHOUT_SAMPLE = {"weir_engine_kv_usage", "weir_engine_limit"}
 """They have no sample while no engine says its usage, and no server has a limit."""
@@ -34,8 +33,7 @@ Figures = dict[tuple[str, ...], float]
 def fresh(backends: Backends) -> Any:
     """A gateway that has served nothing."""
     backends.clear(None)
-    with backends.gateway(heartbeat_s=0.05) as gateway:
-        wait_until(lambda: gateway.get("/ready").status_code == 200)
+    with backends.ready_gateway(heartbeat_s=0.05) as gateway:
         yield gateway
 
 
@@ -59,38 +57,33 @@ def streamed(gateway: RunningGateway, dialect: str) -> int:
         return sum(1 for _ in reply.iter_raw())
 
 
-@pytest.mark.parametrize("dialect", CALLS)
-def test_a_call_counts_in_its_dialect(fresh: RunningGateway, dialect: str) -> None:
-    path, body = CALLS[dialect]
-    assert fresh.post(path, body).status_code == 200
-    streamed(fresh, dialect)
-    assert fresh.post(path, {**body, "temperature": "hot"}).status_code == 400
-    assert fresh.post(path, body, key="wrong").status_code == 401
-    found = figures(fresh)
-    counted = {
-        key[1:]: value
-        for key, value in found.items()
-        if key[0] == "weir_http_responses_total" and key[1] != "rest"
-    }
-    assert counted == {(dialect, "200"): 2, (dialect, "400"): 1, (dialect, "401"): 1}
-    assert found["weir_first_token_seconds_count", dialect] == 1
-    assert found["weir_engine_wait_seconds_count", dialect] == 2
-    for part in PARTS - {"render", "tokenize"}:
-        assert found["weir_part_seconds_count", dialect, part] >= 2, part
-    assert found["weir_part_seconds_sum", dialect, "sample"] > 0
-    others = DIALECTS - {dialect, "rest"}
-    assert not any(found["weir_part_seconds_count", other, part] for other in others for part in PARTS)
-
-
-@pytest.mark.parametrize("dialect", WHOLE)
-def test_a_call_without_a_stream_counts_in_its_dialect(fresh: RunningGateway, dialect: str) -> None:
-    path, body = WHOLE[dialect]
-    assert fresh.post(path, body).status_code == 200
-    assert fresh.post(path, {**body, "model": 5}).status_code == 400
-    found = figures(fresh)
-    assert found["weir_http_responses_total", dialect, "200"] == 1
-    assert found["weir_http_responses_total", dialect, "400"] == 1
-    assert found["weir_part_seconds_sum", dialect, "sample"] > 0
+def test_a_call_counts_in_its_dialect_and_in_no_other(fresh: RunningGateway) -> None:
+    for number, (dialect, (path, body)) in enumerate({**CALLS, **WHOLE}.items()):
+        before = figures(fresh)
+        assert not any(before["weir_part_seconds_count", dialect, part] for part in PARTS), dialect
+        assert fresh.post(path, body).status_code == 200
+        if dialect in CALLS:
+            streamed(fresh, dialect)
+        wrong = {"temperature": "hot"} if dialect in CALLS else {"model": 5}
+        assert fresh.post(path, body | wrong).status_code == 400
+        assert fresh.post(path, body, key="wrong").status_code == 401
+        found = figures(fresh)
+        counted = {
+            key[1:]: value
+            for key, value in found.items()
+            if key[0] == "weir_http_responses_total" and key[1] == dialect
+        }
+        answers = 2 if dialect in CALLS else 1
+        assert counted == {(dialect, "200"): answers, (dialect, "400"): 1, (dialect, "401"): 1}
+        assert found["weir_engine_wait_seconds_count", dialect] == answers
+        if dialect in CALLS:
+            assert found["weir_first_token_seconds_count", dialect] == 1
+            for part in PARTS - {"render", "tokenize"}:
+                assert found["weir_part_seconds_count", dialect, part] >= 2, (dialect, part)
+        assert found["weir_part_seconds_sum", dialect, "sample"] > 0
+        served = {key[1] for key in found if key[0] == "weir_http_responses_total"} - {"rest"}
+        assert len(served) == number + 1, "no other dialect counts"
+    assert not any(found["weir_part_seconds_count", "count_tokens", part] for part in PARTS)
 
 
 def test_every_event_but_the_first_has_a_gap(fresh: RunningGateway) -> None:
@@ -164,10 +157,10 @@ def test_the_caches_count_their_hits(fresh: RunningGateway) -> None:
 
 
 def test_the_status_names_the_slowest_parts(fresh: RunningGateway) -> None:
-    assert fresh.get("/admin/status", key=ADMIN_KEY).json()["slowest_parts"] == []
+    assert fresh.admin("GET", "/status").json()["slowest_parts"] == []
     fresh.engine.pace_s = 0.3
     fresh.chat(max_tokens=1)
-    parts = fresh.get("/admin/status", key=ADMIN_KEY).json()["slowest_parts"]
+    parts = fresh.admin("GET", "/status").json()["slowest_parts"]
     assert len(parts) == 5
     assert (parts[0]["part"], parts[0]["runs"]) == ("sample", 1)
     assert parts[0]["seconds"] >= 0.3 * 0.9

@@ -16,13 +16,12 @@ from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.redis import keys
 from rollout_queue.redis.reader import RedisReader
 from tests.support.claimed import claimed_reader
-from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, RunningGateway
 
 
 @pytest.fixture
-def trainer(backends: Backends) -> RedisReader:
-    backends.clear(None)
-    return claimed_reader(backends.redis)
+def trainer(gateway: RunningGateway) -> RedisReader:
+    return claimed_reader(gateway.redis)
 
 
 def tokens(count: int, advantage: float, ratios: Sequence[float] | None = None) -> bytes:
@@ -70,10 +69,8 @@ def group(gateway: RunningGateway, group_id: str, rewards: Sequence[float], turn
     opened = gateway.post("/groups", {"size": len(rewards), "group_id": group_id, "task_id": "sum"}).json()
     for session, reward in zip(opened["sessions"], rewards, strict=True):
         for number in range(turns):
-            path = f"/sessions/{session['session_id']}/v1/chat/completions"
-            assert gateway.chat(f"question {number}", path=path).status_code == 200
-        body = {"status": "completed", "reward": reward}
-        assert gateway.post(f"/sessions/{session['session_id']}/finish", body).status_code == 200
+            assert gateway.chat(f"question {number}", session=session).status_code == 200
+        gateway.finish(session, reward=reward)
     return [session["session_id"] for session in opened["sessions"]]
 
 
@@ -84,81 +81,78 @@ def admin(gateway: RunningGateway, path: str) -> Any:
 
 
 def test_a_trained_turn_shows_what_its_step_used_of_each_token(
-    backends: Backends, trainer: RedisReader
+    gateway: RunningGateway, trainer: RedisReader
 ) -> None:
-    with backends.gateway() as gateway:
-        good, bad = group(gateway, "g", [1.0, 0.0])
-        (before,) = gateway.turns({"session_id": good})
-        assert before["training"] is None
-        step(trainer, 7, {good: 0.5, bad: -0.5}, ratio=1.25)
-        (turn,) = gateway.turns({"session_id": good})
-        size = turn["output_len"]
-        assert size > 1
-        assert turn["training"] == {
-            "step": 7,
-            "version": 7,
-            "advantages": [0.5] * size,
-            "ratios": [1.25] * size,
-        }
-        plain = gateway.get(f"/sessions/{good}").json()
-        assert "training" not in plain["turns"][0]
+    good, bad = group(gateway, "g", [1.0, 0.0])
+    (before,) = gateway.turns({"session_id": good})
+    assert before["training"] is None
+    step(trainer, 7, {good: 0.5, bad: -0.5}, ratio=1.25)
+    (turn,) = gateway.turns({"session_id": good})
+    size = turn["output_len"]
+    assert size > 1
+    assert turn["training"] == {
+        "step": 7,
+        "version": 7,
+        "advantages": [0.5] * size,
+        "ratios": [1.25] * size,
+    }
+    plain = gateway.get(f"/sessions/{good}").json()
+    assert "training" not in plain["turns"][0]
 
 
-@pytest.mark.parametrize("packed", [b"", b"\x02newer", b"\x01\xff", tokens(1, 0.5, [1.0])])
-def test_numbers_that_cannot_be_read_hide_no_session(
-    backends: Backends, trainer: RedisReader, packed: bytes
-) -> None:
+def test_numbers_that_cannot_be_read_hide_no_session(gateway: RunningGateway, trainer: RedisReader) -> None:
     """A newer build may have written them, or a build before this one has written none."""
-    with backends.gateway() as gateway:
-        good, bad = group(gateway, "g", [1.0, 0.0])
-        step(trainer, 7, {good: 0.5, bad: -0.5})
+    good, bad = group(gateway, "g", [1.0, 0.0])
+    step(trainer, 7, {good: 0.5, bad: -0.5})
+    (turn,) = gateway.turns({"session_id": good})
+    field = f"n:{turn['turn_id']}"
+    for packed in (b"", b"\x02newer", b"\x01\xff", tokens(1, 0.5, [1.0]), None):
+        if packed is None:
+            gateway.redis.hdel(keys.session(good), field)
+        else:
+            gateway.redis.hset(keys.session(good), field, packed)
         (turn,) = gateway.turns({"session_id": good})
-        field = f"n:{turn['turn_id']}"
-        gateway.redis.hset(keys.session(good), field, packed)
-        (turn,) = gateway.turns({"session_id": good})
-        assert turn["training"] == {"step": 7, "version": 7, "advantages": None, "ratios": None}
-        gateway.redis.hdel(keys.session(good), field)
-        (turn,) = gateway.turns({"session_id": good})
-        assert turn["training"] == {"step": 7, "version": 7, "advantages": None, "ratios": None}
-        assert len(admin(gateway, "/admin/policies/7/lineage")["data"]) == 2
+        unknown = {"step": 7, "version": 7, "advantages": None, "ratios": None}
+        assert turn["training"] == unknown, packed
+        assert len(admin(gateway, "/admin/policies/7/lineage")["data"]) == 2, packed
 
 
-def test_a_version_leads_back_to_the_turns_that_taught_it(backends: Backends, trainer: RedisReader) -> None:
+def test_a_version_leads_back_to_the_turns_that_taught_it(
+    gateway: RunningGateway, trainer: RedisReader
+) -> None:
     """Version 3 was published after steps 2 and 3; the trainer is away."""
-    with backends.gateway() as gateway:
-        for number, turns in ((1, 1), (2, 2), (3, 1)):
-            good, bad = group(gateway, f"g{number}", [1.0, 0.0], turns)
-            step(trainer, number, {good: 0.5, bad: -0.5})
-        published(gateway, 1, 3)
-        found = admin(gateway, "/admin/policies/3/lineage")
-        assert [(each["step"], each["version"], each["turns"]) for each in found["steps"]] == [
-            (2, 2, 4),
-            (3, 3, 2),
-        ]
-        assert found["version"] == 3
-        assert found["next_cursor"] is None
-        assert [each["step"] for each in found["data"]] == [2] * 4 + [3] * 2
-        assert {each["group_id"] for each in found["data"]} == {"g2", "g3"}
-        assert {(each["reward"], each["advantage_mean"]) for each in found["data"]} == {
-            (1.0, 0.5),
-            (0.0, -0.5),
-        }
-        for each in found["steps"]:
-            own = [turn["tokens"] for turn in found["data"] if turn["step"] == each["step"]]
-            assert sum(own) == each["tokens"]
-        (turn,) = gateway.turns({"session_id": good})
-        assert turn["turn_id"] in {each["turn_id"] for each in found["data"]}
+    for number, turns in ((1, 1), (2, 2), (3, 1)):
+        good, bad = group(gateway, f"g{number}", [1.0, 0.0], turns)
+        step(trainer, number, {good: 0.5, bad: -0.5})
+    published(gateway, 1, 3)
+    found = admin(gateway, "/admin/policies/3/lineage")
+    assert [(each["step"], each["version"], each["turns"]) for each in found["steps"]] == [
+        (2, 2, 4),
+        (3, 3, 2),
+    ]
+    assert found["version"] == 3
+    assert found["next_cursor"] is None
+    assert [each["step"] for each in found["data"]] == [2] * 4 + [3] * 2
+    assert {each["group_id"] for each in found["data"]} == {"g2", "g3"}
+    assert {(each["reward"], each["advantage_mean"]) for each in found["data"]} == {
+        (1.0, 0.5),
+        (0.0, -0.5),
+    }
+    for each in found["steps"]:
+        own = [turn["tokens"] for turn in found["data"] if turn["step"] == each["step"]]
+        assert sum(own) == each["tokens"]
+    (turn,) = gateway.turns({"session_id": good})
+    assert turn["turn_id"] in {each["turn_id"] for each in found["data"]}
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 4, 6])
-def test_pages_of_a_lineage_have_each_turn_once(backends: Backends, trainer: RedisReader, limit: int) -> None:
-    with backends.gateway() as gateway:
-        for number in (1, 2):
-            good, bad = group(gateway, f"g{number}", [1.0, 0.0], turns=1 + number % 2)
-            step(trainer, number, {good: 0.5, bad: -0.5})
-        published(gateway, 2)
-        whole = admin(gateway, "/admin/policies/2/lineage")["data"]
-        assert len(whole) == 6
+def test_pages_of_a_lineage_have_each_turn_once(gateway: RunningGateway, trainer: RedisReader) -> None:
+    for number in (1, 2):
+        good, bad = group(gateway, f"g{number}", [1.0, 0.0], turns=1 + number % 2)
+        step(trainer, number, {good: 0.5, bad: -0.5})
+    published(gateway, 2)
+    whole = admin(gateway, "/admin/policies/2/lineage")["data"]
+    assert len(whole) == 6
+    for limit in (1, 2, 3, 4, 6):
         found: list[Any] = []
         cursor = ""
         while cursor is not None:
@@ -166,87 +160,81 @@ def test_pages_of_a_lineage_have_each_turn_once(backends: Backends, trainer: Red
             assert len(page["data"]) <= limit
             found += page["data"]
             cursor = page["next_cursor"]
-        assert found == whole
+        assert found == whole, limit
 
 
-def test_deleted_sessions_leave_the_lineage(backends: Backends, trainer: RedisReader) -> None:
-    with backends.gateway() as gateway:
-        good, bad = group(gateway, "g", [1.0, 0.0])
-        step(trainer, 1, {good: 0.5, bad: -0.5})
-        published(gateway, 1)
-        assert gateway.call("DELETE", f"/sessions/{good}").status_code == 200
-        found = admin(gateway, "/admin/policies/1/lineage")
-        assert [each["session_id"] for each in found["data"]] == [bad]
-        assert [each["sessions"] for each in found["steps"]] == [2]
-        members = {each["session_id"]: each for each in admin(gateway, "/admin/groups/g")["members"]}
-        assert members[good] == {
-            "session_id": good,
-            "reward": None,
-            "advantage": None,
-            "verdict": "deleted",
-            "step": None,
-            "version": None,
-        }
+def test_deleted_sessions_leave_the_lineage(gateway: RunningGateway, trainer: RedisReader) -> None:
+    good, bad = group(gateway, "g", [1.0, 0.0])
+    step(trainer, 1, {good: 0.5, bad: -0.5})
+    published(gateway, 1)
+    assert gateway.call("DELETE", f"/sessions/{good}").status_code == 200
+    found = admin(gateway, "/admin/policies/1/lineage")
+    assert [each["session_id"] for each in found["data"]] == [bad]
+    assert [each["sessions"] for each in found["steps"]] == [2]
+    members = {each["session_id"]: each for each in admin(gateway, "/admin/groups/g")["members"]}
+    assert members[good] == {
+        "session_id": good,
+        "reward": None,
+        "advantage": None,
+        "verdict": "deleted",
+        "step": None,
+        "version": None,
+    }
 
 
-def test_a_version_without_steps_has_an_empty_lineage(backends: Backends, trainer: RedisReader) -> None:
-    with backends.gateway() as gateway:
-        published(gateway, 5)
-        found = admin(gateway, "/admin/policies/5/lineage")
-        assert found == {"version": 5, "steps": [], "data": [], "next_cursor": None}
-        assert gateway.get("/admin/policies/6/lineage", key=ADMIN_KEY).status_code == 404
+def test_a_version_without_steps_has_an_empty_lineage(gateway: RunningGateway, trainer: RedisReader) -> None:
+    published(gateway, 5)
+    found = admin(gateway, "/admin/policies/5/lineage")
+    assert found == {"version": 5, "steps": [], "data": [], "next_cursor": None}
+    assert gateway.get("/admin/policies/6/lineage", key=ADMIN_KEY).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "param"),
-    [
-        ("/admin/policies/1/lineage?cursor=x", 400, "cursor"),
-        ("/admin/policies/1/lineage?cursor=WzFd", 400, "cursor"),
-        ("/admin/policies/1/lineage?limit=0", 400, "limit"),
-        ("/admin/policies/-1/lineage", 400, "version"),
-        ("/admin/policies/99999999999999999999/lineage", 400, "version"),
-        ("/admin/groups/nobody", 404, None),
-    ],
-)
-def test_wrong_questions_are_refused(
-    backends: Backends, trainer: RedisReader, path: str, status: int, param: str | None
+WRONG = [
+    ("/policies/1/lineage?cursor=x", 400, "cursor"),
+    ("/policies/1/lineage?cursor=WzFd", 400, "cursor"),
+    ("/policies/1/lineage?limit=0", 400, "limit"),
+    ("/policies/-1/lineage", 400, "version"),
+    ("/policies/99999999999999999999/lineage", 400, "version"),
+    ("/groups/nobody", 404, None),
+]
+
+
+def test_wrong_questions_are_refused(gateway: RunningGateway, trainer: RedisReader) -> None:
+    published(gateway, 1)
+    for path, status, param in WRONG:
+        reply = gateway.admin("GET", path)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), path
+        assert gateway.get(f"/admin{path}", key=CLIENT_KEY).status_code == 403, path
+
+
+def test_a_group_shows_how_its_rewards_became_advantages(
+    gateway: RunningGateway, trainer: RedisReader
 ) -> None:
-    with backends.gateway() as gateway:
-        published(gateway, 1)
-        reply = gateway.get(path, key=ADMIN_KEY)
-        assert reply.status_code == status, reply.text
-        assert reply.json()["error"]["param"] == param
-        assert gateway.get(path, key=CLIENT_KEY).status_code == 403
+    names = group(gateway, "g", [1.0, 0.0, 0.5], turns=2)
+    waiting = admin(gateway, "/admin/groups/g")
+    assert {each["verdict"] for each in waiting["members"]} == {"ready"}
+    assert {each["advantage"] for each in waiting["members"]} == {None}
+    step(trainer, 4, dict(zip(names, [0.5, -0.5, 0.0], strict=True)))
+    found = admin(gateway, "/admin/groups/g")
+    members = {each.pop("session_id"): each for each in found.pop("members")}
+    assert found == {
+        "group_id": "g",
+        "size": 3,
+        "task_id": "sum",
+        "mean": 0.5,
+        "std": 0.5,
+        "members_left_out": 0,
+    }
+    trained = {"verdict": "trained", "step": 4, "version": 4}
+    assert [members[name] for name in names] == [
+        {"reward": 1.0, "advantage": 0.5, **trained},
+        {"reward": 0.0, "advantage": -0.5, **trained},
+        {"reward": 0.5, "advantage": 0.0, **trained},
+    ]
 
 
-def test_a_group_shows_how_its_rewards_became_advantages(backends: Backends, trainer: RedisReader) -> None:
-    with backends.gateway() as gateway:
-        names = group(gateway, "g", [1.0, 0.0, 0.5], turns=2)
-        waiting = admin(gateway, "/admin/groups/g")
-        assert {each["verdict"] for each in waiting["members"]} == {"ready"}
-        assert {each["advantage"] for each in waiting["members"]} == {None}
-        step(trainer, 4, dict(zip(names, [0.5, -0.5, 0.0], strict=True)))
-        found = admin(gateway, "/admin/groups/g")
-        members = {each.pop("session_id"): each for each in found.pop("members")}
-        assert found == {
-            "group_id": "g",
-            "size": 3,
-            "task_id": "sum",
-            "mean": 0.5,
-            "std": 0.5,
-            "members_left_out": 0,
-        }
-        trained = {"verdict": "trained", "step": 4, "version": 4}
-        assert [members[name] for name in names] == [
-            {"reward": 1.0, "advantage": 0.5, **trained},
-            {"reward": 0.0, "advantage": -0.5, **trained},
-            {"reward": 0.5, "advantage": 0.0, **trained},
-        ]
-
-
-def test_an_open_group_says_what_its_members_wait_for(backends: Backends, trainer: RedisReader) -> None:
-    with backends.gateway() as gateway:
-        gateway.session(group_id="h")
-        found = admin(gateway, "/admin/groups/h")
-        assert (found["size"], found["mean"], found["std"]) == (None, None, None)
-        assert [each["verdict"] for each in found["members"]] == ["open"]
+def test_an_open_group_says_what_its_members_wait_for(gateway: RunningGateway, trainer: RedisReader) -> None:
+    gateway.session(group_id="h")
+    found = admin(gateway, "/admin/groups/h")
+    assert (found["size"], found["mean"], found["std"]) == (None, None, None)
+    assert [each["verdict"] for each in found["members"]] == ["open"]

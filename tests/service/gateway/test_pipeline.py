@@ -18,7 +18,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.restore import restore
 from rollout_queue.redis.scripts import sessions as session_scripts
 from tests.support.gateway.polls import polled
-from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
@@ -26,14 +26,14 @@ REDIS_BYTES = 8 * 2**30
 
 
 def pipeline(gateway: RunningGateway) -> dict[str, Any]:
-    reply = gateway.get("/admin/pipeline", key=ADMIN_KEY)
+    reply = gateway.admin("GET", "/pipeline")
     assert reply.status_code == 200, reply.text
     found: dict[str, Any] = reply.json()
     return found
 
 
 def warnings(gateway: RunningGateway) -> list[str]:
-    found: list[str] = gateway.get("/admin/status", key=ADMIN_KEY).json()["warnings"]
+    found: list[str] = gateway.admin("GET", "/status").json()["warnings"]
     return found
 
 
@@ -47,44 +47,28 @@ def decide(redis: Redis, session_id: str, verdict: Verdict, turn_id: str | None 
         redis.zrem(keys.DEADLINES, session_id)
 
 
-def end(gateway: RunningGateway, session: dict[str, Any], **finish: Any) -> None:
-    reply = gateway.post(f"/sessions/{session['session_id']}/finish", {"status": "completed"} | finish)
-    assert reply.status_code == 200, reply.text
-
-
 # The pipeline
 
 
-def test_the_pipeline_of_nothing_says_so(backends: Backends) -> None:
+def test_the_pipeline_says_what_waits_for_what(backends: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.operators.pipeline.SHARED_S", 0.0)
     backends.clear(None)
     with backends.gateway() as gateway:
-        report = pipeline(gateway)
-    assert report["states"] == {"open": 0, "waiting_reward": 0, "finished": 0}
-    assert report["groups"] == []
-    assert report["sentences"] == ["no trainer has reported yet: nothing is trained before one does"]
-
-
-def test_the_pipeline_says_what_waits_for_what(backends: Backends) -> None:
-    backends.clear(None)
-    with backends.gateway() as gateway:
+        nothing = pipeline(gateway)
+        assert nothing["states"] == {"open": 0, "waiting_reward": 0, "finished": 0}
+        assert nothing["groups"] == []
+        assert nothing["sentences"] == ["no trainer has reported yet: nothing is trained before one does"]
         gateway.session(ttl_s=7200)
-        end(gateway, gateway.session(ttl_s=3600))
-        end(gateway, gateway.session(), reward=1.0)
+        gateway.finish(gateway.session(ttl_s=3600))
+        gateway.finish(gateway.session(), reward=1.0)
         members = gateway.post("/groups", {"size": 4, "group_id": "g"}).json()["sessions"]
-        end(gateway, members[0], reward=1.0)
-        end(gateway, members[1])
-        end(gateway, members[2], status="failed")
-        end(gateway, gateway.session(group_id="h", group_size=2), reward=0.0)
-        backends.redis.hset(
-            keys.TRAINER,
-            mapping={
-                "state": "waiting",
-                "step": 3,
-                "version": 4,
-                "waiting_for": "16 rows with an advantage, of which 4 are here",
-                "last_seen": time.time(),
-            },
-        )
+        gateway.finish(members[0], reward=1.0)
+        gateway.finish(members[1])
+        gateway.finish(members[2], status="failed")
+        gateway.finish(gateway.session(group_id="h", group_size=2), reward=0.0)
+        waiting_for = "16 rows with an advantage, of which 4 are here"
+        said = {"state": "waiting", "step": 3, "version": 4, "last_seen": time.time()}
+        backends.redis.hset(keys.TRAINER, mapping=said | {"waiting_for": waiting_for})  # type: ignore[arg-type]
         report = pipeline(gateway)
     assert report["states"] == {"open": 2, "waiting_reward": 2, "finished": 4}
     assert report["verdicts"] == {
@@ -100,20 +84,23 @@ def test_the_pipeline_says_what_waits_for_what(backends: Backends) -> None:
     assert g["waiting_for"] == "1 goes on, 1 waits for a reward"
     assert (h["group_id"], h["waiting_for"]) == ("h", "1 is not opened yet")
     assert abs(g["since"] - time.time()) < 600
-    said = " | ".join(report["sentences"])
-    assert "2 sessions go on; without another call, the first expires in 60 min" in said
-    assert re.search(r"2 sessions wait .*; the oldest has waited for \d+ s, and expires in (59|60) min", said)
-    assert "2 sessions have ended with a reward, and wait for the rest of the group" in said
-    assert "1 session is finished and rewarded, and so is the whole group: the trainer can train on" in said
+    sentences = " | ".join(report["sentences"])
+    assert "2 sessions go on; without another call, the first expires in 60 min" in sentences
+    oldest = r"2 sessions wait .*; the oldest has waited for \d+ s, and expires in (59|60) min"
+    assert re.search(oldest, sentences)
+    assert "2 sessions have ended with a reward, and wait for the rest of the group" in sentences
+    ready = "1 session is finished and rewarded, and so is the whole group: the trainer can train on"
+    assert ready in sentences
     longest = r"the longest wait is that of g, since \d+ s: 2 of 4 have ended, 1 goes on, 1 waits"
-    assert re.search(longest, said)
-    assert "the trainer, at step 3 and version 4, is waiting and waits for 16 rows with an advantage" in said
+    assert re.search(longest, sentences)
+    trainer = "the trainer, at step 3 and version 4, is waiting and waits for 16 rows with an advantage"
+    assert trainer in sentences
 
 
 def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(
     timed: RunningGateway, turned: TurnedClock
 ) -> None:
-    end(timed, timed.session(group_id="g", group_size=2, ttl_s=60), reward=1.0)
+    timed.finish(timed.session(group_id="g", group_size=2, ttl_s=60), reward=1.0)
     turned.turn(60)
     wait_until(lambda: timed.redis.zcard(keys.DEADLINES) == 0)
     report = pipeline(timed)
@@ -197,7 +184,7 @@ def test_a_system_that_is_well_warns_of_nothing(warned: Callable[..., Any]) -> N
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         for number in range(3):
             session = gateway.session()
-            end(gateway, session, reward=number)
+            gateway.finish(session, reward=number)
             decide(gateway.redis, session["session_id"], Verdict(code="trained", step=1, version=2))
         polled(gateway.redis)
         assert warnings(gateway) == []
@@ -229,7 +216,7 @@ def test_nothing_trained_though_sessions_ended_is_a_warning(
         turned.turn(900)
         polled(gateway.redis)
         assert not heard(gateway, "nothing was trained")  # because no session has ended either
-        end(gateway, gateway.session(), status="failed")
+        gateway.finish(gateway.session(), status="failed")
         polled(gateway.redis)
         turned.turn(900)
         wait_until(lambda: heard(gateway, "nothing was trained for", "though 1 session ended: 1 failed"))
@@ -245,7 +232,7 @@ def test_groups_that_keep_dying_are_a_warning_with_the_reason(warned: Callable[.
         polled(gateway.redis)
         for number in range(10):
             session = gateway.session()
-            end(gateway, session, reward=1.0)
+            gateway.finish(session, reward=1.0)
             code: VerdictCode = "zero_advantage" if number else "trained"
             decide(gateway.redis, session["session_id"], Verdict(code=code))
         words = ("of the last 10 sessions to end", "9 were not trained", "9 of them zero_advantage", "equal")
@@ -307,7 +294,7 @@ def test_a_redis_without_a_bound_is_a_warning(
     with warned() as gateway:
         assert "of 8192 MiB (maxmemory)" in caplog.text
         assert not heard(gateway, "Redis has no maxmemory")
-        queue = gateway.get("/admin/status", key=ADMIN_KEY).json()["queue"]
+        queue = gateway.admin("GET", "/status").json()["queue"]
         assert 0 < queue["used_bytes"] < queue["max_bytes"] == REDIS_BYTES
         gateway.redis.config_set("maxmemory", 0)
         assert heard(gateway, "Redis has no maxmemory", "gateway.limits.queue_memory has no effect")
@@ -338,12 +325,12 @@ def reached(gateway: RunningGateway, code: VerdictCode) -> str:
     name, turn = _opened(gateway)
     match code:
         case "waiting_reward":
-            end(gateway, {"session_id": name})
+            gateway.finish({"session_id": name})
         case "group_incomplete":
             name = gateway.post("/groups", {"size": 2}).json()["sessions"][0]["session_id"]
-            end(gateway, {"session_id": name}, reward=1.0)
+            gateway.finish({"session_id": name}, reward=1.0)
         case "ready":
-            end(gateway, {"session_id": name}, reward=1.0)
+            gateway.finish({"session_id": name}, reward=1.0)
         case (
             "trained"
             | "stale"
@@ -353,10 +340,10 @@ def reached(gateway: RunningGateway, code: VerdictCode) -> str:
             | "truncated"
             | "invalid"
         ):
-            end(gateway, {"session_id": name}, reward=1.0)
+            gateway.finish({"session_id": name}, reward=1.0)
             decide(gateway.redis, name, Verdict(code=code, step=3, version=4))
         case "failed" | "abandoned":
-            end(gateway, {"session_id": name}, status=code)
+            gateway.finish({"session_id": name}, status=code)
         case "expired":
             name = gateway.session(ttl_s=0.05)["session_id"]
             wait_until(lambda: gateway.redis.hexists(keys.session(name), "verdict"))
@@ -368,7 +355,7 @@ def reached(gateway: RunningGateway, code: VerdictCode) -> str:
             decide(gateway.redis, name, Verdict(code=code), turn)
         case "not_for_training":
             name = gateway.session(train=False)["session_id"]
-            end(gateway, {"session_id": name})
+            gateway.finish({"session_id": name})
         case "deleted":
             assert gateway.call("DELETE", f"/sessions/{name}").status_code == 200
     return name
@@ -395,17 +382,17 @@ def test_what_is_still_missing_is_said(gateway: RunningGateway) -> None:
         said = gateway.get(f"/sessions/{member['session_id']}").json()["verdict"]
         return said["code"], said["detail"]
 
-    end(gateway, members[0], reward=1.0)
+    gateway.finish(members[0], reward=1.0)
     assert verdict(members[0]) == (
         "group_incomplete",
         "1 of 3 sessions of group g have ended; 2 go on",
     )
-    end(gateway, members[1])
+    gateway.finish(members[1])
     code, detail = verdict(members[1])
     assert code == "waiting_reward"
     assert f"POST /sessions/{members[1]['session_id']}/reward, before it expires at 20" in detail
     assert verdict(members[0])[1].endswith("1 goes on, 1 waits for a reward")
-    end(gateway, members[2], status="failed")
+    gateway.finish(members[2], status="failed")
     gateway.post(f"/sessions/{members[1]['session_id']}/reward", {"value": 0.0})
     assert verdict(members[0]) == (
         "ready",
@@ -460,7 +447,7 @@ def test_a_heartbeat_for_an_ended_or_a_strangers_session_is_refused(gateway: Run
     assert beat(gateway, session, key=other["api_key"]).status_code == 404
     assert beat(gateway, session, key=None).status_code == 401
     assert beat(gateway, {"session_id": "nobody"}).status_code == 404
-    end(gateway, session)
+    gateway.finish(session)
     reply = beat(gateway, session)
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "session_finished")
     late = gateway.session(ttl_s=0.05)

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -73,10 +74,18 @@ class Services:
         write_safetensors(directory / "model.safetensors", float32_tensors(1.0 + version))
         return directory.as_uri(), publish(directory, version)
 
+    def get(self, path: str) -> httpx.Response:
+        """What the gateway answers an operator."""
+        return httpx.get(self.gateway_url + path, headers=HEADERS, timeout=300)
+
+    def reload(self, body: Any) -> httpx.Response:
+        """What the rollout server answers the gateway."""
+        url = f"{addresses(self.settings).url}/reload"
+        return httpx.post(url, json=body, headers=HEADERS, timeout=300)
+
     def server_status(self) -> ServerStatus:
-        return ServerStatus.read(
-            httpx.get(f"{addresses(self.settings).url}/status", headers=HEADERS, timeout=300).content
-        )
+        url = f"{addresses(self.settings).url}/status"
+        return ServerStatus.read(httpx.get(url, headers=HEADERS, timeout=300).content)
 
     def system_status(self) -> SystemStatus:
         return system_status(self.gateway_url, KEY)
@@ -166,32 +175,21 @@ def refused_by_server(services: Services, version: int, location: str, digest: s
 
 
 def test_a_registration_and_the_servers_status_reach_the_gateway(services: Services) -> None:
-    page = ServerPage.read(
-        httpx.get(f"{services.gateway_url}/admin/rollout_servers", headers=HEADERS, timeout=300).content
-    )
-    (seen,) = page.data
+    (seen,) = ServerPage.read(services.get("/admin/rollout_servers").content).data
     own, settings = services.server_status(), services.settings
     assert (seen.id, seen.url, seen.engine_url) == (settings.name, *addresses(settings))
     assert own.id == settings.name
-    assert (
-        (seen.state, seen.version)
-        == (own.state, own.version)
-        == ("ready", services.system_status().policy.serving)
-    )
+    serving = services.system_status().policy.serving
+    assert (seen.state, seen.version) == (own.state, own.version) == ("ready", serving)
     assert seen.last_seen is not None
-    assert (own.engine_url, own.restarts, own.running, own.waiting) == (
-        addresses(settings).engine_url,
-        0,
-        2,
-        1,
-    )
+    assert own.engine_url == addresses(settings).engine_url
+    assert (own.restarts, own.running, own.waiting) == (0, 2, 1)
 
 
 def test_a_registration_that_the_gateway_would_refuse_is_not_sent(services: Services) -> None:
     assert services.register(public_url="rollout:8100") == (None, False)
-    with httpx.Client(timeout=120) as http:
-        body = {"id": "rollout-0", "url": "rollout:8100", "engine_url": "http://engine"}
-        refused = http.post(f"{services.gateway_url}/admin/rollout_servers", json=body, headers=HEADERS)
+    body = {"id": "rollout-0", "url": "rollout:8100", "engine_url": "http://engine"}
+    refused = httpx.post(f"{services.gateway_url}/admin/rollout_servers", json=body, headers=HEADERS)
     detail = ErrorReply.read(refused.content).error
     assert (refused.status_code, detail.type, detail.param) == (400, "invalid_request_error", "url")
 
@@ -230,28 +228,20 @@ def test_a_refusal_is_told_in_the_words_of_the_service_that_refuses(
         trainer.announce(version, "file:///elsewhere", "b" * 64, step=7)
     with pytest.raises(VersionUnknown, match="no policy has version 1000"):
         trainer.roll_back(1000)
+    (result,) = trainer.roll_back(0)
+    assert (result.ok, result.version_served) == (True, 0), "a rollback is forced upon every server"
+    assert trainer.serves(0)
+    assert services.server_status().version == 0
 
 
 def test_a_digest_that_no_rollout_server_takes_is_refused_in_its_words(
     services: Services, trainer: GatewayClient
 ) -> None:
     body = {"version": 1, "location": "file:///elsewhere", "manifest_sha256": "a digest"}
-    refused = httpx.post(
-        f"{addresses(services.settings).url}/reload", json=body, headers=HEADERS, timeout=300
-    )
+    refused = services.reload(body)
     result = refused_by_server(services, trainer.newest_version() + 1, "file:///elsewhere", "a digest")
     assert (refused.status_code, result.ok) == (400, False)
     assert result.error == ErrorReply.read(refused.content).error.message
-
-
-def test_a_rollback_is_forced_upon_every_server(services: Services, trainer: GatewayClient) -> None:
-    version = trainer.newest_version() + 1
-    location, digest = services.policy(version)
-    pushed(trainer, version, location, digest)
-    (result,) = trainer.roll_back(0)
-    assert (result.ok, result.version_served) == (True, 0)
-    assert trainer.serves(0)
-    assert services.server_status().version == 0
 
 
 def test_a_rollout_server_says_how_long_each_part_of_a_reload_took(services: Services) -> None:
@@ -259,20 +249,12 @@ def test_a_rollout_server_says_how_long_each_part_of_a_reload_took(services: Ser
     assert version is not None
     location, digest = services.policy(version + 1000)
     asked = ReloadBody(version=version + 1000, location=location, manifest_sha256=digest)
-    answer = httpx.post(
-        f"{addresses(services.settings).url}/reload", json=asked.model_dump(), headers=HEADERS, timeout=300
-    )
-    told = Reloaded.read(answer.content)
+    told = Reloaded.read(services.reload(asked.model_dump()).content)
     assert (told.ok, told.version) == (True, version + 1000)
     assert told.seconds is not None
     assert min(told.seconds.fetch, told.seconds.verify, told.seconds.load, told.paused_s or 0) > 0
     back = ReloadBody(version=version, force=True)
-    assert (
-        httpx.post(
-            f"{addresses(services.settings).url}/reload", json=back.model_dump(), headers=HEADERS, timeout=300
-        ).status_code
-        == 200
-    )
+    assert services.reload(back.model_dump()).status_code == 200
 
 
 @pytest.fixture
@@ -312,8 +294,7 @@ def test_the_trainers_report_reaches_the_operators_pages(
     assert status.trainer == said.model_copy(update={"metrics": metrics})
     assert "the trainer is paused and waits for POST /resume" in status.warnings
     assert details_from(status)["trainer_service"] == "state paused, step 12, version 4"
-    pipeline = httpx.get(f"{services.gateway_url}/admin/pipeline", headers=HEADERS, timeout=300).json()
-    assert pipeline["trainer"] == "POST /resume"
+    assert services.get("/admin/pipeline").json()["trainer"] == "POST /resume"
 
 
 def test_what_a_newer_trainer_reports_is_shown_and_what_cannot_be_read_is_left_out(
@@ -321,14 +302,11 @@ def test_what_a_newer_trainer_reports_is_shown_and_what_cannot_be_read_is_left_o
 ) -> None:
     said: dict[str, str] = {"rank": "3", "step": "twelve"}
     services.redis.hset("weir:trainer", mapping=said)  # type: ignore[arg-type]
-    shown = httpx.get(f"{services.gateway_url}/admin/status", headers=HEADERS, timeout=300).json()["trainer"]
+    shown = services.get("/admin/status").json()["trainer"]
     assert (shown["rank"], shown["version"], "step" in shown) == (3, 4, False)
     services.redis.delete("weir:trainer")
     assert services.system_status().trainer == TrainerReport()
-    assert (
-        httpx.get(f"{services.gateway_url}/admin/status", headers=HEADERS, timeout=300).json()["trainer"]
-        == {}
-    )
+    assert services.get("/admin/status").json()["trainer"] == {}
 
 
 def test_the_trainers_own_status_is_a_part_of_its_report(shared_state: SharedState, tmp_path: Path) -> None:

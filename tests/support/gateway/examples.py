@@ -1,4 +1,4 @@
-"""Texts that a model may write, and JSON that any client may send."""
+"""Texts that a model may write, and JSON and bytes that any client may send."""
 
 from typing import Any
 
@@ -41,3 +41,23 @@ JSON = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
 )
+
+
+def no_bodies(sound: bytes, text: bytes, number: bytes) -> dict[str, bytes]:
+    """Bytes that are no body, each with its name. Some are a sound body whose text or number is replaced."""
+    return {
+        "nothing": b"",
+        "a beginning": b"{",
+        "null": b"null",
+        "a list": b"[]",
+        "text": b'"text"',
+        "no UTF-8": sound.replace(text, b'"\xff"'),
+        "half a surrogate pair": sound.replace(text, b'"\\ud800"'),
+        "half a surrogate pair in UTF-8": sound.replace(text, b'"\xed\xa0\x80"'),
+        "a bare NUL": sound.replace(text, b'"\0"'),
+        "NaN": sound.replace(number, b"NaN"),
+        "infinity": sound.replace(number, b"1e999"),
+        "a number without end": sound.replace(number, b"9" * 5000),
+        "an abyss": sound.replace(number, b'3, "metadata": ' + b"[" * 50_000),
+        "two bodies": sound.replace(b"}", b"}}"),
+    }

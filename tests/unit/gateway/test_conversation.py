@@ -26,6 +26,8 @@ from tests.support.gateway.families_agent import (
 )
 
 SYSTEM: Message = {"role": "system", "content": "You are the main agent."}
+LOOKER: Message = {"role": "system", "content": "You look keys up."}
+SUMMARY = user("So far: a = 1.")
 LONG = ("a long report " * 30).strip()
 
 
@@ -154,43 +156,48 @@ def test_other_words_are_another_history(agent: Agent) -> None:
 # Forks, and why
 
 
-def test_a_second_continuation_of_a_turn_is_a_fork_that_shares_it(agent: Agent) -> None:
-    first, second, _ = three_turns(agent)
-    prompt = agent.placed([*agent.messages[:3], result("a = 5")])
-    assert (prompt.relation, prompt.reason, prompt.parent) == ("forks", "history_edited", first)
-    assert len(prompt.context_ids) < len(second.context_ids) + 8
+FORKS: dict[str, tuple[Callable[[list[Message]], list[Message]], str, int | None]] = {
+    "a second continuation": (lambda said: [*said[:3], result("a = 5")], "history_edited", 0),
+    "an answer rewritten late": (
+        lambda said: [*said[:4], told("I looked b up"), user("it is 2"), user("so?")],
+        "history_edited",
+        0,
+    ),
+    "an answer rewritten first": (
+        lambda said: [*said[:2], told("Calling get"), user("Observation: a = 1")],
+        "history_edited",
+        None,
+    ),
+    "the first call again": (lambda said: said[:2], "sampled_again", None),
+    "the second call again": (lambda said: said[:4], "sampled_again", 0),
+    "another system prompt": (lambda _: [LOOKER, user("look a up")], "sub_agent", None),
+    "a summary in place of a part": (
+        lambda said: [*said[:2], SUMMARY, *said[4:], user("go on")],
+        "compaction",
+        None,
+    ),
+    "a summary in place of all": (
+        lambda _: [SYSTEM, SUMMARY, told("I know"), user("go on")],
+        "compaction",
+        None,
+    ),
+    "another task": (lambda _: [SYSTEM, user("what is the weather?")], "new_conversation", None),
+}
+"""Histories after `three_turns`, the reason of the fork, and the last turn that it shares."""
 
 
-def test_an_answer_rewritten_late_hangs_off_the_last_turn_before_it(agent: Agent) -> None:
-    first, *_ = three_turns(agent)
-    rewritten = [*agent.messages[:4], told("I looked b up"), user("it is 2"), user("so?")]
-    prompt = agent.placed(rewritten)
-    assert (prompt.relation, prompt.reason, prompt.parent) == ("forks", "history_edited", first)
-
-
-def test_an_answer_rewritten_first_shares_nothing(agent: Agent) -> None:
-    three_turns(agent)
-    prompt = agent.placed([*agent.messages[:2], told("Calling get"), user("Observation: a = 1")])
-    assert (prompt.relation, prompt.reason, prompt.parent) == ("forks", "history_edited", None)
-
-
-def test_the_same_call_again_is_another_sample(agent: Agent) -> None:
-    first, *_ = three_turns(agent)
-    prompt = agent.placed(agent.messages[:2])
-    assert (prompt.relation, prompt.reason, prompt.parent) == ("forks", "sampled_again", None)
-    deeper = agent.placed(agent.messages[:4])
-    assert (deeper.relation, deeper.reason, deeper.parent) == ("forks", "sampled_again", first)
-
-
-def test_another_system_prompt_is_a_sub_agent(agent: Agent) -> None:
-    three_turns(agent)
-    prompt = agent.placed([{"role": "system", "content": "You look keys up."}, user("look a up")])
-    assert (prompt.relation, prompt.reason, prompt.parent) == ("forks", "sub_agent", None)
+@pytest.mark.parametrize("name", FORKS)
+def test_a_fork_has_its_reason_and_hangs_off_the_last_turn_that_it_shares(agent: Agent, name: str) -> None:
+    turns = three_turns(agent)
+    history, reason, parent = FORKS[name]
+    prompt = agent.placed(history(agent.messages))
+    assert (prompt.relation, prompt.reason) == ("forks", reason)
+    assert prompt.parent == (None if parent is None else turns[parent])
 
 
 def test_a_sub_agent_goes_on_beside_its_parent(agent: Agent) -> None:
     three_turns(agent)
-    sub = Agent(agent.renderer, None, [{"role": "system", "content": "You look keys up."}], agent.head)
+    sub = Agent(agent.renderer, None, [LOOKER], agent.head)
     began = sub.hear(sub.ask(user("look a up")), told("a = 1"))
     assert began.reason == "sub_agent"
     prompt = sub.ask(user("and b"))
@@ -204,21 +211,6 @@ def test_other_tools_for_the_same_conversation_are_named(agent: Agent) -> None:
     for tools in (None, [TOOL, TOOL]):
         prompt = agent.placed([*agent.messages, user("thanks")], tools)
         assert (prompt.relation, prompt.reason, prompt.parent) == ("forks", "tools_changed", None)
-
-
-def test_a_summary_in_place_of_the_history_is_a_compaction(agent: Agent) -> None:
-    three_turns(agent)
-    summary = user("So far: a = 1.")
-    kept = agent.placed([*agent.messages[:2], summary, *agent.messages[4:], user("go on")])
-    assert (kept.relation, kept.reason) == ("forks", "compaction")
-    dropped = agent.placed([SYSTEM, summary, told("I know"), user("go on")])
-    assert (dropped.relation, dropped.reason) == ("forks", "compaction")
-
-
-def test_another_task_under_the_same_system_prompt_is_a_new_conversation(agent: Agent) -> None:
-    three_turns(agent)
-    prompt = agent.placed([SYSTEM, user("what is the weather?")])
-    assert (prompt.relation, prompt.reason, prompt.parent) == ("forks", "new_conversation", None)
 
 
 def test_an_aborted_answer_is_no_part_of_the_history(agent: Agent) -> None:

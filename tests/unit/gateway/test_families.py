@@ -121,20 +121,8 @@ def test_twelve_rounds_of_tools_cost_each_token_once(renderer: RendererOf, famil
 SPELLED = sorted({token for tokens in CONTROL_TOKENS.values() for token in tokens})
 TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
-    st.sampled_from(
-        [
-            "",
-            " ",
-            "\n\nx \n",
-            "👩‍👩‍👧 é e\u0301",
-            "漢字",
-            "\ufdd0",
-            "\ufffd",
-            "<|im_end|>",
-            "a</think>b",
-            '{"a": 1}',
-        ]
-    ),
+    st.sampled_from(["", " ", "\n\nx \n", "👩‍👩‍👧 é e\u0301", "漢字", "\ufdd0", "\ufffd"]),
+    st.sampled_from(["<|im_end|>", "a</think>b", '{"a": 1}']),
     st.sampled_from(SPELLED),
 )
 ARGUMENTS = st.one_of(
@@ -245,34 +233,20 @@ def test_a_model_is_known_by_its_name_before_its_type(tmp_path: Path) -> None:
     assert family_of("llama-3", tmp_path / "Qwen3-8B", "qwen3").name == "llama-3"
 
 
-def test_a_name_that_nobody_knows_ends_the_start_with_the_names(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"set gateway\.renderer to one of deepseek-r1, "):
+def test_a_model_that_nobody_knows_ends_the_start_with_the_names(tmp_path: Path) -> None:
+    names = r"set gateway\.renderer to one of deepseek-r1, "
+    llama = make_model(tmp_path, "llama-3")
+    with pytest.raises(SystemExit, match=names):
         family_of("qwen9", tmp_path, "mamba")
-
-
-def test_a_model_that_nobody_knows_needs_a_template_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"set gateway\.renderer to one of deepseek-r1, "):
-        ChatRenderer(make_model(tmp_path, "llama-3"))
-
-
-def test_a_tokenizer_of_another_family_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=names):
+        ChatRenderer(llama)
     with pytest.raises(SystemExit, match="does not fit the model"):
-        ChatRenderer(make_model(tmp_path, "llama-3"), "qwen3")
+        ChatRenderer(llama, "qwen3")
 
 
-def test_the_stand_ins_cover_more_than_twelve_families() -> None:
-    assert len(CONTROL_TOKENS) > 12
-
-
-@pytest.mark.parametrize(
-    "wish", [effort_of("low", "effort"), ThinkingWish(on=True, budget=1024), ThinkingWish(on=False)]
-)
-def test_a_model_that_never_thinks_serves_any_effort_and_budget(tmp_path: Path, wish: ThinkingWish) -> None:
-    renderer = ChatRenderer(make_model(tmp_path, "llama-3"), "llama-3")
-    assert renderer.thinking(wish, "thinking") == (renderer, ())
-
-
-def test_a_model_that_never_thinks_refuses_the_switch_that_turns_thinking_on(tmp_path: Path) -> None:
-    renderer = ChatRenderer(make_model(tmp_path, "llama-3"), "llama-3")
+def test_a_model_that_never_thinks_serves_any_effort_and_refuses_the_switch(renderer: RendererOf) -> None:
+    llama = renderer("llama-3")
+    for wish in (effort_of("low", "effort"), ThinkingWish(on=True, budget=1024), ThinkingWish(on=False)):
+        assert llama.thinking(wish, "thinking") == (llama, ())
     with pytest.raises(InvalidRequest, match="this model does not think"):
-        renderer.thinking(ThinkingWish(on=True), "chat_template_kwargs.enable_thinking")
+        llama.thinking(ThinkingWish(on=True), "chat_template_kwargs.enable_thinking")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.language.own import template
 from gateway.language.render import ChatRenderer
 from tests.support.gateway.own_templates import BASE, CHATML, LOOP, MODELS, OwnModel
 
@@ -41,7 +42,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_refused_at_the_start(name: str, tmp_path: Path) -> None:
+def test_a_hostile_template_is_refused_at_the_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "RENDER_S", 0.25)
     model = OwnModel(HOSTILE[name] + BASE, CHATML, "<|im_end|>")
     with pytest.raises(SystemExit, match="chat template"):
         ChatRenderer(model.make(tmp_path))

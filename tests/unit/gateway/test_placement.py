@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from gateway.engines.fleet import DESCRIBED, Fleet
 from gateway.engines.fleet_server import FleetServer, Registration
 from gateway.engines.placement.choice import Wish
 from gateway.engines.placement.ring import Ring
@@ -72,11 +73,12 @@ def test_an_adapters_prefix_belongs_to_its_version() -> None:
 
 
 def test_sessions_spread_over_a_large_fleet_and_few_move_when_a_server_leaves() -> None:
-    rotation = rotation_of(LARGE)
-    sessions = [f"session-{n}" for n in range(100 * LARGE)]
+    count = 60
+    rotation = rotation_of(count)
+    sessions = [f"session-{n}" for n in range(100 * count)]
     before = {name: chosen(rotation, WantedServer(name)) for name in sessions}
     shares = Counter(before.values())
-    assert len(shares) == LARGE
+    assert len(shares) == count
     assert max(shares.values()) < 1.5 * 100
     del cast(dict[str, Any], rotation.servers)["r7"]
     moved = [name for name in sessions if chosen(rotation, WantedServer(name)) != before[name]]
@@ -186,3 +188,12 @@ async def test_a_place_of_a_caller_that_leaves_goes_to_the_next() -> None:
     assert (server.promised, len(queue)) == (0, 0)
     with pytest.raises(TimeoutError):
         await CallQueue(lambda _: None).wait(WantedServer("c"), 0.0)
+
+
+@pytest.mark.parametrize(("servers", "end"), [(1, ""), (DESCRIBED, ""), (DESCRIBED + 2, ", and 2 more")])
+def test_the_first_servers_are_described_and_the_others_counted(servers: int, end: str) -> None:
+    nobody = cast(Any, None)
+    fleet = Fleet(nobody, nobody, None, [f"http://engine-{number}" for number in range(servers)])
+    reason = fleet.why_no_server()
+    assert reason.count("its breaker") == min(servers, DESCRIBED)
+    assert reason.endswith(f"its breaker closed{end}")

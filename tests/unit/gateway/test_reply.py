@@ -1,9 +1,12 @@
-"""An answer reaches the client in order, however slow its socket is."""
+"""An answer reaches the client in order, however slow its socket is; and a cancelled task ends."""
 
 import asyncio
 from typing import Any
 
+import pytest
+
 from gateway.edge.reply import Reply
+from gateway.engines.cancellation import cancel_and_wait
 from gateway.metrics.calls import CallFigures
 
 
@@ -46,3 +49,24 @@ async def test_a_silent_stream_is_opened_and_kept_alive() -> None:
     assert sent[0]["type"] == "http.response.start"
     assert (b"x-weir-session-id", b"s") in sent[0]["headers"]
     assert [message["body"] for message in sent[1:-1]] == [b": hi\n\n"] * (count - 2)
+
+
+async def test_a_task_that_swallows_its_first_cancellation_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.engines.cancellation.CANCEL_AGAIN_S", 0.01)
+    lost: list[BaseException] = []
+
+    async def forgetful() -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)  # until the task is cancelled
+            except asyncio.CancelledError as error:
+                lost.append(error)
+                if len(lost) == 2:
+                    raise
+
+    task = asyncio.create_task(forgetful())
+    await asyncio.sleep(0)  # the task begins
+    await asyncio.wait_for(cancel_and_wait([task]), timeout=300)
+    assert (task.cancelled(), len(lost)) == (True, 2)

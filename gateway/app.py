@@ -109,7 +109,8 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     app.add_middleware(PageAccess)
     app.add_middleware(RequestIds)
     for routes in (models, responses, sessions, listing, heartbeat, rewards, deployment, users, tinker, page):
-        app.include_router(routes.router)
+        # The routes as they are: `include_router` would make each one anew, at the first request, in 0.1 s.
+        app.router.routes.extend(routes.router.routes)
     app.include_router(
         probes(lambda: _why_not_ready(app, edge), lambda: metrics_text(metrics.registry, worker, siblings))
     )

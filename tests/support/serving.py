@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import logging
 import os
 import secrets
 import socket
@@ -26,6 +27,8 @@ CLAIMS = Path(tempfile.gettempdir()) / f"weir-test-ports-{os.getuid()}"
 PORTS = range(10_000, 32_000)
 """These ports lie below the range from which Linux takes the ports of outgoing connections."""
 ENDS_WITHIN_S = 120.0
+# Once here: uvicorn would do it for each application, which takes 17 ms.
+logging.getLogger("uvicorn").setLevel(logging.WARNING)
 _claims: list[TextIO] = []
 
 
@@ -55,6 +58,7 @@ class _Server(uvicorn.Server):
         self.begun = threading.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[Any] | None = None
+        self._ends = asyncio.Event()
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         try:
@@ -67,6 +71,21 @@ class _Server(uvicorn.Server):
         self.loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         await super().startup(sockets)
         self.begun.set()
+
+    async def main_loop(self) -> None:
+        """As uvicorn's, which looks only every 0.1 s whether it shall end."""
+        ticks = 0
+        while not await self.on_tick(ticks):
+            ticks += 1
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ends.wait(), 0.1)
+
+    def end(self) -> None:
+        """Let running requests end, and then the application."""
+        self.should_exit = True
+        if self.loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(self._ends.set)
 
     async def break_off(self, clients: Iterable[httpx.AsyncClient]) -> None:
         """Break connections, with those of `clients`, and end what the application does."""
@@ -109,7 +128,7 @@ class Served:
             port=self.port,
             loop=loop,
             http=cast(Any, bounded),
-            log_level="warning",
+            log_config=None,
             timeout_graceful_shutdown=2,
             timeout_keep_alive=KEEP_ALIVE_S,
             proxy_headers=False,
@@ -152,7 +171,7 @@ class Served:
 
     def end(self) -> None:
         """Let running requests end, within 2 s, and then the application."""
-        self._server.should_exit = True
+        self._server.end()
 
     def kill(self, *clients: httpx.AsyncClient) -> None:
         """End at once: connections break, also those of `clients`, and the lifespan does not end in order."""

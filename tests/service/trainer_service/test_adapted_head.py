@@ -1,6 +1,5 @@
 """An adapter of the output head: its part of the logits, its gradients, and models with and without one."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_queue.commands.command import Command, LoadWeights, SaveForSampler, SaveWeights
+from rollout_queue.commands.command import LoadWeights, SaveForSampler, SaveWeights
 from rollout_queue.commands.result import CommandFailed, WeightsLoaded
 from tests.support.tolerances import BFLOAT16, ulps
 from tests.support.trainer_service.command_harness import (
@@ -29,7 +28,6 @@ from trainer_service.model.head.sampled_logprobs import LogitTransform, LowRank,
 from trainer_service.storage.file_list import write_file_list
 
 pytestmark = pytest.mark.numeric
-
 TOKENS, WIDTH, VOCABULARY, RANK = 37, 16, 501, 3
 EXACT = 1e-5
 """How far log-probabilities and gradients may be from those of a plain model."""
@@ -163,41 +161,6 @@ def test_a_step_is_that_of_peft_and_torch(
         assert not torch.equal(after[name], before[name])
 
 
-SHAPES: dict[str, dict[str, bool]] = {
-    "all": {},
-    "no head": {"train_unembed": False},
-    "head": {"train_mlp": False, "train_attn": False},
-    "attention": {"train_mlp": False, "train_unembed": False},
-}
-IN_SHORT = [("all", "head"), ("no head", "all"), ("head", "no head"), ("attention", "head")]
-"""Each is made first, and the others are in the long run."""
-
-
-@pytest.mark.parametrize(
-    "pair",
-    [
-        pytest.param(pair, marks=() if pair in IN_SHORT else pytest.mark.long)
-        for pair in itertools.permutations(SHAPES, 2)
-    ],
-    ids=" then ".join,
-)
-def test_a_model_is_what_it_is_alone_whatever_layers_others_adapt(
-    make_command_harness: MakeCommandHarness, pair: tuple[str, str]
-) -> None:
-    """The one that is made second adds layers to the base model which the first has not."""
-    scripts: dict[str, list[Command]] = {
-        name: [created(seed=at, **SHAPES[name]), learn(at), step(0.1), learn(at + 2), step(), learn(at + 4)]
-        for at, name in enumerate(pair)
-    }
-    together = make_command_harness("together")
-    results: dict[str, list[Any]] = {name: [] for name in pair}
-    for both in zip(*scripts.values(), strict=True):
-        for name, command in zip(pair, both, strict=True):
-            results[name].append(together.send(name, command))
-    first = make_command_harness("alone")
-    assert [first.send(pair[0], command) for command in scripts[pair[0]]] == results[pair[0]]
-
-
 def test_a_head_that_cannot_have_an_adapter_is_refused(
     make_command_harness: MakeCommandHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +172,7 @@ def test_a_head_that_cannot_have_an_adapter_is_refused(
     assert not isinstance(harness.send("n", created(train_unembed=False)), CommandFailed)
 
 
-def test_weights_of_an_older_build_have_no_adapter_of_the_head(
+def test_weights_of_an_older_build_adapt_no_head(
     make_command_harness: MakeCommandHarness, tmp_path: Path
 ) -> None:
     """It adapted no head, and its records say that it was asked for."""

@@ -1,10 +1,9 @@
 """`weir audit` of a real trainer on a real Redis finds no fault in sound runs, and the ids of each fault."""
 
-import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -12,15 +11,13 @@ from typer.testing import CliRunner
 
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.records import Turn, Verdict
-from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.retention import RedisForgetter
-from tests.support.redis_clients import async_redis_at, redis_at
+from tests.support.redis_clients import redis_at
 from tests.support.trainer_service.crash import Crash, crash
-from tests.support.trainer_service.harness import Harness, MakeHarness, turn
-from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
+from tests.support.trainer_service.harness import MakeHarness, turn
+from tests.support.trainer_service.redis_agents import NOBODY
+from tests.support.trainer_service.redis_trainer import RedisTrainer
+from trainer_service.storage import checkpoint
 from weir.__main__ import app
 
 
@@ -28,39 +25,36 @@ from weir.__main__ import app
 def redis(redis_url: str) -> Iterator[Redis]:
     with redis_at(redis_url) as client:
         client.flushdb()
-        client.hset(keys.POLICIES, "0", "{}")
         yield client
 
 
-@pytest.fixture
-def agents(redis: Redis, redis_url: str) -> RedisAgents:
-    return RedisAgents(redis_url)
-
-
-class Audited:
+class Audited(RedisTrainer):
     """A trainer on a Redis, and the command that audits both."""
-
-    def __init__(self, make_harness: MakeHarness, redis: Redis, redis_url: str) -> None:
-        self._make_harness, self._redis, self._url = make_harness, redis, redis_url
-        self.harness = self.start()
-
-    def start(self) -> Harness:
-        """A new process on the same disk; the one before it is dead."""
-        self._redis.delete(keys.LEASE)
-        lease = Lease(self._redis, 1000.0)
-        assert lease.claim() is None
-        stream = cast(MemoryStream, RedisReader(self._redis, lease.token))
-        self.harness = self._make_harness(stream=stream).start()
-        return self.harness
 
     def audit(self, *flags: str) -> tuple[int, dict[str, Any]]:
         """The exit code, and the report as JSON."""
-        where = ["--redis-url", self._url, "--trainer-url", NOBODY]
+        where = ["--redis-url", self.url, "--trainer-url", NOBODY]
         where += ["--checkpoint-dir", str(self.harness.settings.checkpoint_dir)]
         result = CliRunner().invoke(app, ["audit", "--json", *where, *flags])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result.exit_code, json.loads(result.stdout)
+
+    def finds(self) -> tuple[int, set[tuple[str, str, str]]]:
+        """The exit code, and each finding's kind, rule and subject."""
+        code, report = self.audit()
+        return code, found(report)
+
+    def step(self, group_id: str) -> None:
+        self.agents.group(group_id, [1.0, 0.0])
+        assert self.runs_once()
+
+    def dies(self, owner: object, name: str, death: Callable[..., object] = crash) -> None:
+        """The trainer runs until it calls this method, and dies there."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, death)
+            with pytest.raises(Crash):
+                self.runs_once()
 
 
 @pytest.fixture
@@ -85,20 +79,19 @@ def entry_of(redis: Redis, turn_id: str) -> tuple[bytes, bytes]:
     raise LookupError(turn_id)
 
 
-def test_an_audit_of_a_sound_run_finds_nothing(audited: Audited, agents: RedisAgents, tmp_path: Path) -> None:
-    agents.group("a", [1.0, 0.0])
-    assert audited.harness.trainer.run_once()
-    agents.group("b", [0.0, 1.0, 0.5])
-    assert audited.harness.trainer.run_once()
-    agents.group("flat", [1.0, 1.0])
+def test_an_audit_of_a_sound_run_finds_nothing(audited: Audited, tmp_path: Path) -> None:
+    audited.step("a")
+    audited.agents.group("b", [0.0, 1.0, 0.5])
+    assert audited.runs_once()
+    audited.agents.group("flat", [1.0, 1.0])
     failed = Verdict(code="failed", detail="the agent said so")
-    agents.episode("failed", None, status="failed", verdict=failed)
-    assert not audited.harness.trainer.run_once()
+    audited.agents.episode("failed", None, status="failed", verdict=failed)
+    assert not audited.runs_once()
     audited.start()
-    agents.episode("open", None)
-    agents.episode("half", 1.0, ("c", 2))
-    audited.harness.trainer.run_once()
-    agents.episode("late", None)
+    audited.agents.episode("open", None)
+    audited.agents.episode("half", 1.0, ("c", 2))
+    audited.runs_once()
+    audited.agents.episode("late", None)
     heard = tmp_path / "heard.jsonl"
     heard.write_text(
         '{"session_id": "a-0", "turn_id": "a-0-t2"}\n'
@@ -121,47 +114,31 @@ def test_an_audit_of_a_sound_run_finds_nothing(audited: Audited, agents: RedisAg
     assert "the ledger was read from its checkpoints" in report["notes"][0]
 
 
-def test_an_audit_counts_forgotten_sessions(
-    audited: Audited, agents: RedisAgents, redis: Redis, redis_url: str
-) -> None:
-    agents.group("a", [1.0, 0.0])
-    assert audited.harness.trainer.run_once()
-    agents.group("flat", [1.0, 1.0])
-    agents.episode("failed", None, status="failed", verdict=Verdict(code="failed", detail="so"))
-    assert not audited.harness.trainer.run_once()
-    agents.episode("open", None)
-    assert asyncio.run(forget(redis_url)) == {"trained": 2, "zero_advantage": 2, "failed": 1}
+def test_an_audit_counts_forgotten_sessions(audited: Audited) -> None:
+    audited.step("a")
+    audited.agents.group("flat", [1.0, 1.0])
+    audited.agents.episode("failed", None, status="failed", verdict=Verdict(code="failed", detail="so"))
+    assert not audited.runs_once()
+    audited.agents.episode("open", None)
+    assert audited.agents.forget() == {"trained": 2, "zero_advantage": 2, "failed": 1}
     for later in ("b", "c"):
         code, report = audited.audit()
         assert (code, report["findings"]) == (0, [])
         totals = report["totals"]
         assert totals["forgotten_sessions"] == 5
         assert totals["forgotten_trained"] == {"sessions": 2, "turns": 4, "tokens": 10}
-        agents.group(later, [0.0, 1.0])
+        audited.agents.group(later, [0.0, 1.0])
         assert audited.start().trainer.run_once(), "a trainer that starts again misses none of them"
-    redis.hincrby(keys.FORGOTTEN, "turn:trained", 1)
-    redis.hincrby(keys.VERDICTS, "turn:trained", 1)
-    code, report = audited.audit()
-    assert (code, found(report)) == (1, {("unexplained", "forgotten", "forgotten turns")})
-    redis.hincrby(keys.FORGOTTEN, "turn:trained", -1)
-    code, report = audited.audit()
-    assert (code, found(report)) == (1, {("unexplained", "counter", "counter turn:trained")})
+    audited.redis.hincrby(keys.FORGOTTEN, "turn:trained", 1)
+    audited.redis.hincrby(keys.VERDICTS, "turn:trained", 1)
+    assert audited.finds() == (1, {("unexplained", "forgotten", "forgotten turns")})
+    audited.redis.hincrby(keys.FORGOTTEN, "turn:trained", -1)
+    assert audited.finds() == (1, {("unexplained", "counter", "counter turn:trained")})
 
 
-async def forget(redis_url: str) -> Mapping[str, int]:
-    """Forget settled sessions, as a gateway does after their retention."""
-    async with async_redis_at(redis_url) as redis:
-        return (await RedisForgetter(redis).forget(0, 100)).verdicts
-
-
-def test_an_audit_counts_a_durable_step_as_trained_before_it_is_acknowledged(
-    audited: Audited, agents: RedisAgents
-) -> None:
-    agents.group("a", [1.0, 0.0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(audited.harness.stream, "acknowledge", crash)
-        with pytest.raises(Crash):
-            audited.harness.trainer.run_once()
+def test_an_audit_counts_a_durable_step_as_trained_before_it_is_acknowledged(audited: Audited) -> None:
+    audited.agents.group("a", [1.0, 0.0])
+    audited.dies(audited.harness.stream, "acknowledge")
     code, report = audited.audit()
     assert (code, report["findings"]) == (0, [])
     assert report["totals"]["fates"]["trained"] == {"sessions": 0, "turns": 4, "tokens": 10}
@@ -170,64 +147,52 @@ def test_an_audit_counts_a_durable_step_as_trained_before_it_is_acknowledged(
     assert audited.audit()[1]["totals"]["fates"]["trained"] == {"sessions": 2, "turns": 4, "tokens": 10}
 
 
-def test_a_crash_before_the_checkpoint_is_no_fault(audited: Audited, agents: RedisAgents) -> None:
-    agents.group("a", [1.0, 0.0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer_service.storage.checkpoint.write_atomically", crash)
-        with pytest.raises(Crash):
-            audited.harness.trainer.run_once()
+def test_a_crash_before_the_checkpoint_is_no_fault(audited: Audited) -> None:
+    audited.agents.group("a", [1.0, 0.0])
+    audited.dies(checkpoint, "write_atomically")
     assert audited.audit()[0] == 0
     assert audited.start().trainer.run_once()
     code, report = audited.audit()
     assert (code, report["totals"]["ledger_steps"]) == (0, 1)
 
 
-def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited, agents: RedisAgents) -> None:
-    agents.group("a", [1.0, 0.0])
+def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited) -> None:
+    audited.agents.group("a", [1.0, 0.0])
     harness = audited.harness
 
     def die_behind_the_acknowledgement(*_: object) -> None:
         harness.intake.acknowledge()
         raise Crash
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness.checkpoints, "write", die_behind_the_acknowledgement)
-        with pytest.raises(Crash):
-            harness.trainer.run_once()
+    audited.dies(harness.checkpoints, "write", die_behind_the_acknowledgement)
     audited.start()
-    lost = {
-        ("lost", "acknowledged_before_the_checkpoint", f"turn a-{i}-t{j}") for i in (0, 1) for j in (1, 2)
-    }
+    turns = [f"turn a-{session}-t{number}" for session in (0, 1) for number in (1, 2)]
+    lost = {("lost", "acknowledged_before_the_checkpoint", turn) for turn in turns}
     code, report = audited.audit()
     assert (code, found(report)) == (1, lost)
     assert "the durable ledger has no such step" in report["findings"][0]["sentence"]
-    agents.group("b", [1.0, 0.0])
-    assert audited.harness.trainer.run_once()
+    audited.step("b")
     code, report = audited.audit()
     assert (code, found(report)) == (1, lost)
     assert "the durable ledger has that step without this turn" in report["findings"][0]["sentence"]
 
 
-def test_a_duplicate_append_is_caught(audited: Audited, agents: RedisAgents, redis: Redis) -> None:
-    agents.group("a", [1.0, 0.0])
-    _, packed = entry_of(redis, "a-0-t2")
-    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
-    code, report = audited.audit()
-    assert (code, found(report)) == (1, {("duplicated", "appended_twice", "turn a-0-t2")})
-    assert audited.harness.trainer.run_once()
+def test_a_duplicate_append_is_caught(audited: Audited) -> None:
+    audited.agents.group("a", [1.0, 0.0])
+    _, packed = entry_of(audited.redis, "a-0-t2")
+    audited.redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
+    assert audited.finds() == (1, {("duplicated", "appended_twice", "turn a-0-t2")})
+    assert audited.runs_once()
     assert audited.audit()[0] == 0, "the trainer recognises a second entry of the same turn"
-    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
-    code, report = audited.audit()
-    assert (code, found(report)) == (1, {("unexplained", "verdict_and_entry", "turn a-0-t2")})
+    audited.redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
+    assert audited.finds() == (1, {("unexplained", "verdict_and_entry", "turn a-0-t2")})
 
 
-def test_a_generation_that_is_recorded_under_two_ids_is_caught(
-    audited: Audited, agents: RedisAgents, redis: Redis
-) -> None:
-    agents.episode("a", None)
+def test_a_generation_that_is_recorded_under_two_ids_is_caught(audited: Audited) -> None:
+    audited.agents.episode("a", None)
     again = turn("a", "again", finished_at=107.0, completion_id="chatcmpl-a")
-    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(again)})
-    redis.hset(keys.session("a"), "t:again", encode(again))
+    audited.redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(again)})
+    audited.redis.hset(keys.session("a"), "t:again", encode(again))
     code, report = audited.audit()
     assert (code, {each[:2] for each in found(report)}) == (1, {("duplicated", "recorded_twice")})
     assert {"again", "a-t1"} == {
@@ -235,22 +200,19 @@ def test_a_generation_that_is_recorded_under_two_ids_is_caught(
     }
 
 
-def test_a_dropped_turn_is_caught(audited: Audited, agents: RedisAgents, redis: Redis) -> None:
-    agents.group("a", [1.0, 0.0])
-    redis.xdel(keys.STREAM, entry_of(redis, "a-0-t2")[0])
+def test_a_dropped_turn_is_caught(audited: Audited) -> None:
+    audited.agents.group("a", [1.0, 0.0])
+    audited.redis.xdel(keys.STREAM, entry_of(audited.redis, "a-0-t2")[0])
     dropped = ("lost", "dropped", "turn a-0-t2")
-    code, report = audited.audit()
-    assert (code, found(report)) == (1, {dropped})
-    assert audited.harness.trainer.run_once()
+    assert audited.finds() == (1, {dropped})
+    assert audited.runs_once()
     code, report = audited.audit()
     assert (code, found(report)) == (1, {dropped})
     assert "its session already has the verdict trained" in report["findings"][0]["sentence"]
 
 
-def test_an_answer_that_was_not_recorded_is_caught(
-    audited: Audited, agents: RedisAgents, tmp_path: Path
-) -> None:
-    agents.episode("a", None)
+def test_an_answer_that_was_not_recorded_is_caught(audited: Audited, tmp_path: Path) -> None:
+    audited.agents.episode("a", None)
     heard = tmp_path / "heard.jsonl"
     heard.write_text('{"session_id": "a", "turn_id": "t9"}\n{"session_id": "b", "reward_key": "k"}\n')
     code, report = audited.audit("--answers", str(heard))

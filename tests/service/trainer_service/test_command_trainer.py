@@ -1,11 +1,13 @@
-"""The loop of a trainer by commands: what it frees, ends, refuses, and does not try again."""
+"""The loop of a trainer by commands: what it frees, ends, refuses, publishes, and does not try again."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from pydantic import ValidationError
+from prometheus_client import CollectorRegistry
 
 from rollout_queue.commands.command import (
     Command,
@@ -19,18 +21,33 @@ from rollout_queue.commands.command import (
 from rollout_queue.commands.log import CommandReader
 from rollout_queue.commands.result import CommandFailed, Created, Result, Saved, Stepped, WeightsLoaded
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.memory import MemoryStream
+from tests.support.long_cases import cases
 from tests.support.trainer_service.command_harness import (
     FULL,
     CommandHarness,
     MakeCommandHarness,
-    command_settings,
     created,
     learn,
     step,
 )
 from tests.support.trainer_service.command_log import Killed, MemoryCommandLog
+from tests.support.trainer_service.harness import FakeGateway
+from tests.support.trainer_service.publications import InlineExecutor
 from trainer_service.commands.attempts import MOST_ENDS
 from trainer_service.commands.live_model import SAFE_NAME, safe_name
+from trainer_service.commands.publications import GatewayPublications
+from trainer_service.commands.sampler_weights import NotPublished, WrittenAdapter
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.publishing.gateway_client import GatewayClient
+from trainer_service.publishing.places import DiskPlace
+from trainer_service.publishing.publisher import Publisher
+from trainer_service.publishing.version_numbers import VersionNumbers
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.shared_state import SharedState
+from trainer_service.storage.disk_retry import DiskRetry
+from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
+from trainer_service.storage.run_files import VersionFile
 
 
 def failed(result: Result, category: str = "user") -> str:
@@ -76,12 +93,11 @@ def test_a_log_that_is_half_full_makes_a_checkpoint_that_frees_something(
     )
 
 
-def test_a_model_that_has_ended_is_removed_and_its_commands_fail(
+def test_a_model_that_has_ended_is_removed_and_fails(
     make_command_harness: MakeCommandHarness,
 ) -> None:
     harness = make_command_harness()
-    for command in (created(), learn(1), step()):
-        harness.send("a", command)
+    harness.make_step("a")
     harness.log.ends["a"] = "its session has ended"
     assert failed(harness.send("a", learn(2))) == "model a has ended: its session has ended"
     assert harness.trainer.executor.model_ids == set()
@@ -98,8 +114,7 @@ def test_a_trainer_that_was_killed_learns_again_that_a_model_has_ended(
 ) -> None:
     """The last checkpoint has the model; the process that removed it dies before, or after, the next one."""
     first = make_command_harness(checkpoint_every_steps=1)
-    for command in (created(), learn(1), step()):
-        first.send("a", command)
+    first.make_step("a")
     first.trainer.save_if_outdated()
     log = first.log
     late = log.append("a", learn(2))
@@ -171,7 +186,7 @@ class SilentLog(MemoryCommandLog):
         raise StorageUnavailable("Redis is away")
 
 
-def test_no_checkpoint_contains_a_command_without_its_answer(
+def test_no_checkpoint_has_a_command_without_answer(
     make_command_harness: MakeCommandHarness, tmp_path: Path
 ) -> None:
     log = SilentLog()
@@ -184,8 +199,7 @@ def test_no_checkpoint_contains_a_command_without_its_answer(
 
 def test_a_trainer_that_is_told_to_stop_saves_everything(make_command_harness: MakeCommandHarness) -> None:
     harness = make_command_harness()
-    for command in (created(), learn(1), step()):
-        harness.send("a", command)
+    harness.make_step("a")
     harness.stop()
     assert kept(harness) == []
     again = make_command_harness(log=harness.log)
@@ -193,7 +207,7 @@ def test_a_trainer_that_is_told_to_stop_saves_everything(make_command_harness: M
     assert again.send("a", learn(2)) == harness.send("a", learn(2))
 
 
-def test_a_name_is_saved_once_unless_it_is_overwritten(
+def test_a_name_is_saved_once_or_overwritten(
     make_command_harness: MakeCommandHarness, tmp_path: Path
 ) -> None:
     harness = make_command_harness(checkpoint_every_steps=1)
@@ -211,15 +225,14 @@ def test_a_name_is_saved_once_unless_it_is_overwritten(
     harness.send("late", step())
     assert len(list(name.iterdir())) == 1
     assert harness.send("b", LoadWeights("a/1", "x", True)) == WeightsLoaded()
-    assert harness.passed("b", learn(2)) == make_after_one_step(make_command_harness).passed("m", learn(2))
+    assert harness.passed("b", learn(2)) == after_one_step(make_command_harness).passed("m", learn(2))
 
 
 def test_a_saved_checkpoint_that_was_damaged_is_refused_and_the_model_goes_on(
     make_command_harness: MakeCommandHarness, tmp_path: Path
 ) -> None:
     harness = make_command_harness()
-    for command in (created(), learn(1), step(), SaveWeights("x")):
-        harness.send("m", command)
+    harness.make_step("m", SaveWeights("x"))
     (saved,) = (tmp_path / "run" / "checkpoints" / "saved").glob("*/x/*")
     files = [path for path in saved.rglob("*") if path.is_file()]
     assert len(files) >= 3
@@ -234,27 +247,25 @@ def test_a_saved_checkpoint_that_was_damaged_is_refused_and_the_model_goes_on(
         assert "checkpoint x of m cannot be read" in failed(harness.send("b", LoadWeights("m", "x", True)))
         path.write_bytes(whole)
     after = harness.passed("m", learn(2))
-    assert after == make_after_one_step(make_command_harness).passed("m", learn(2))
+    assert after == after_one_step(make_command_harness).passed("m", learn(2))
     assert harness.send("b", LoadWeights("m", "x", True)) == WeightsLoaded()
 
 
-def make_after_one_step(make_command_harness: MakeCommandHarness) -> CommandHarness:
+def after_one_step(make_command_harness: MakeCommandHarness) -> CommandHarness:
     harness = make_command_harness("one-step")
-    for command in (created(), learn(1), step()):
-        harness.send("m", command)
+    harness.make_step("m")
     return harness
 
 
-def test_a_loaded_model_has_the_state_of_its_optimizer_only_if_asked_for(
+def test_a_loaded_model_has_its_optimizer_only_if_asked_for(
     make_command_harness: MakeCommandHarness,
 ) -> None:
     results = {}
     for optimizer in (True, False):
         harness = make_command_harness(f"optimizer-{optimizer}")
-        for command in (created(), learn(1), step(), SaveWeights("x"), LoadWeights("m", "x", optimizer)):
-            harness.send("m", command)
+        harness.make_step("m", SaveWeights("x"), LoadWeights("m", "x", optimizer))
         results[optimizer] = [harness.send("m", each) for each in (learn(2), step(), learn(3))]
-    kept_on = make_after_one_step(make_command_harness)
+    kept_on = after_one_step(make_command_harness)
     alone = [kept_on.send("m", each) for each in (learn(2), step(), learn(3))]
     assert results[True] == alone
     assert results[False][:2] == alone[:2], "the weights, and so the gradient, are the same"
@@ -262,7 +273,7 @@ def test_a_loaded_model_has_the_state_of_its_optimizer_only_if_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16")]
+    ("stage", "dtype"), cases([(2, "float32"), (1, "bfloat16")], long=[(0, "float32"), (1, "float32")])
 )
 def test_a_model_with_all_weights_is_saved_loaded_and_restored(
     make_command_harness: MakeCommandHarness, stage: int, dtype: str
@@ -298,13 +309,12 @@ REFUSED: dict[str, tuple[Command, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_cannot_be_is_refused(make_command_harness: MakeCommandHarness, case: str) -> None:
-    command, sentence = REFUSED[case]
+def test_a_model_that_cannot_be_is_refused(make_command_harness: MakeCommandHarness) -> None:
     harness = make_command_harness()
     harness.send("m", created())
-    assert sentence in failed(harness.send("new", command))
-    assert harness.trainer.executor.model_ids == {"m"}
+    for case, (command, sentence) in REFUSED.items():
+        assert sentence in failed(harness.send("new", command)), case
+        assert harness.trainer.executor.model_ids == {"m"}, case
 
 
 def test_a_checkpoint_of_another_shape_is_refused(make_command_harness: MakeCommandHarness) -> None:
@@ -325,16 +335,86 @@ def test_names_of_models_are_safe_and_differ() -> None:
     assert safe_name("a") == "a"
 
 
+ADAPTER = WrittenAdapter("math", 3, "file:///adapters/math/v00000003", "ab" * 32)
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+class AdapterGateway(FakeGateway):
+    """Also has the route of adapters."""
+
+    def __init__(self, *answers: httpx.Response) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+        self._answers = list(answers)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/admin/adapters":
+            return super().__call__(request)
+        self.asked.append(httpx.Response(200, content=request.content).json())
+        return self._answers.pop(0)
+
+
+def publications(root: Path, gateway: FakeGateway) -> tuple[GatewayPublications, PolicyStore]:
+    heartbeat = Heartbeat(stream := MemoryStream(), SharedState(), retry_s=0.01)
+    client = GatewayClient(httpx.Client(transport=httpx.MockTransport(gateway), base_url="http://g"), 1.0)
+    (root / "base").mkdir(parents=True)
+    store, metrics = PolicyStore(root / "policies", root / "base", 4), TrainerMetrics(CollectorRegistry())
+    place, disk = DiskPlace(store), DiskRetry(heartbeat, metrics, "publishing", "publish")
+    publisher = Publisher(store, client, stream, place, heartbeat, metrics, InlineExecutor())
+    numbers = VersionNumbers(VersionFile(root), publisher, disk)
+    return GatewayPublications(client, heartbeat, publisher, numbers, store, place, 0), store
+
+
+def told(status: int, *results: dict[str, Any]) -> httpx.Response:
+    return httpx.Response(
+        status, json={"name": "math", "version": 3, "model": "policy:math@3", "results": results}
+    )
+
+
+LOADED = {"server": "r0", "ok": True}
+BROKEN = {"server": "r1", "ok": False, "error": "rank 64 is too large", "refused": True}
+STARTING = {"server": "r0", "ok": False, "error": "the engine does not run"}
+
+
+def test_an_adapter_is_published_when_one_server_has_it(tmp_path: Path) -> None:
+    """Before that, the gateway is away, then no server is live, and then an engine starts."""
+    away = httpx.Response(503, json={"error": {"message": "Redis is away"}})
+    gateway = AdapterGateway(away, told(200), told(207, BROKEN, STARTING), told(207, BROKEN, LOADED))
+    publications(tmp_path, gateway)[0].adapter(ADAPTER)
+    assert gateway.asked == [asdict(ADAPTER) | {"passing": True}] * 4
+
+
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("answer", "why"),
     [
-        ({"zero_stage": 3}, "source commands needs stage 0, 1 or 2"),
-        ({"memory": "shared", "shared_with": ["http://e"]}, "source commands needs exclusive"),
-        ({"publish_url": "http://trainer:8200/weights"}, "engines find adapters on a shared disk"),
+        (told(207, BROKEN), "no server has loaded math: rank 64 is too large"),
+        (
+            httpx.Response(409, json={"error": {"message": "math has had version 3"}}),
+            "the gateway refuses math: math has had version 3",
+        ),
     ],
+    ids=["no server takes it", "the version has other content"],
 )
-def test_settings_that_commands_cannot_have_are_refused(
-    tmp_path: Path, settings: dict[str, Any], sentence: str
+def test_an_adapter_that_is_refused_is_not_published(
+    tmp_path: Path, answer: httpx.Response, why: str
 ) -> None:
-    with pytest.raises(ValidationError, match=sentence):
-        command_settings(tmp_path, tmp_path, **settings)
+    with pytest.raises(NotPublished, match=why):
+        publications(tmp_path, AdapterGateway(answer))[0].adapter(ADAPTER)
+
+
+def test_all_weights_are_the_next_version(tmp_path: Path, make_command_harness: MakeCommandHarness) -> None:
+    harness, gateway = make_command_harness(), AdapterGateway()
+    for command in (FULL, learn(1), step()):
+        harness.send("m", command)
+    publishing, store = publications(tmp_path / "published", gateway)
+    for version in (1, 2):
+        published = publishing.weights(harness.ranks, "m", step=version)
+        path = store.path_of(version)
+        assert (published.policy, published.version) == ("", version)
+        assert published.location == path.resolve().as_uri()
+        assert published.manifest_sha256 == manifest_sha256(path)
+        assert published.size_bytes == store.size_of(version) > 0
+    assert [each["version"] for each in gateway.announced] == [1, 2]
+    gateway.server_ok = False
+    with pytest.raises(NotPublished, match="no server has loaded version 3"):
+        publishing.weights(harness.ranks, "m", step=3)

@@ -1,5 +1,7 @@
-"""The values of commands are those of a plain torch model, and of each model alone."""
+"""The values of commands are those of a plain torch model, of each model alone, and of a trainer that is not
+killed."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,20 @@ from rollout_queue.commands.command import (
     SaveWeights,
 )
 from rollout_queue.commands.datum import Datum
-from rollout_queue.commands.result import CommandFailed, Passed, Stepped
+from rollout_queue.commands.result import (
+    CommandFailed,
+    Passed,
+    Published,
+    Result,
+    Saved,
+    Stepped,
+)
 from rollout_queue.contract.tokens import Logprobs
 from tests.support.long_cases import cases, in_turn
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.command_harness import (
     FULL,
+    CommandHarness,
     MakeCommandHarness,
     created,
     datum,
@@ -30,12 +40,12 @@ from tests.support.trainer_service.command_harness import (
     random_datum,
     step,
 )
+from tests.support.trainer_service.command_log import Killed, MemoryCommandLog
 from tests.support.trainer_service.peft_models import peft_model
-from tests.support.trainer_service.same_training import Weights, assert_moved_alike
+from tests.support.trainer_service.same_training import Weights, assert_moved_alike, differs_by
 from trainer_service.algorithms.summed_losses.chosen import SUMMED_LOSSES, chosen_loss
 
 pytestmark = pytest.mark.numeric
-
 EXACT = 1e-5
 """How far log-probabilities may be from those of a plain model, in nats: the interface's own bound."""
 CONFIG: dict[str, dict[str, float | str]] = {"dro": {"beta": 0.3}}
@@ -110,7 +120,7 @@ def test_passes_and_steps_are_those_of_a_plain_model(
             step(0.05, eps=1.0, grad_clip_norm=0.5),
         )
     ):
-        for part in range(2):
+        for part in range(1 if turn else 2):
             data = tuple(random_datum(10 * turn + 3 * part + at, names, 5 + at, k) for at in range(3))
             passed = harness.passed("m", ForwardBackward(name, CONFIG.get(name, {}), data))
             wanted, loss = plain.backward(name, data)
@@ -123,15 +133,29 @@ def test_passes_and_steps_are_those_of_a_plain_model(
     assert_moved_alike(harness.weights("m"), plain.weights(), before)
 
 
-@pytest.mark.parametrize("stage", cases([1], long=[0, 2]))
+SHAPES: dict[str, dict[str, bool]] = {
+    "all": {},
+    "no head": {"train_unembed": False},
+    "head": {"train_mlp": False, "train_attn": False},
+    "attention": {"train_mlp": False, "train_unembed": False},
+}
+IN_SHORT = [("all", "head", 1), ("no head", "all", 0), ("attention", "head", 2)]
+EVERY = [(*pair, stage) for pair in itertools.permutations(SHAPES, 2) for stage in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "stage"), cases(IN_SHORT, long=[each for each in EVERY if each not in IN_SHORT])
+)
 def test_two_models_in_turn_are_what_each_is_alone(
-    make_command_harness: MakeCommandHarness, stage: int
+    make_command_harness: MakeCommandHarness, first: str, second: str, stage: int
 ) -> None:
-    def commands(seed: int) -> list[Any]:
-        own = created(rank=2 + seed, seed=seed, train_mlp=seed == 1)
+    """Whatever layers each adapts: the second one adds layers to the base model which the first has not."""
+
+    def commands(seed: int, shape: str) -> list[Any]:
+        own = created(rank=2 + seed, seed=seed, **SHAPES[shape])
         return [own, learn(seed), learn(seed + 2, seed + 4), step(), learn(seed + 5), step(0.02, beta1=0.5)]
 
-    scripts = {"one": commands(1), "two": commands(2)}
+    scripts = {"one": commands(1, first), "two": commands(2, second)}
     together = make_command_harness("together", zero_stage=stage)
     results: dict[str, list[Any]] = {"one": [], "two": []}
     for both in zip(*scripts.values(), strict=True):
@@ -142,8 +166,7 @@ def test_two_models_in_turn_are_what_each_is_alone(
         assert [alone.send(model_id, command) for command in script] == results[model_id]
         weights = alone.weights(model_id)
         assert any(bool(value.any()) for name, value in weights.items() if "lora_B" in name)
-        for name, value in together.weights(model_id).items():
-            assert torch.equal(value, weights[name]), name
+        assert differs_by(together.weights(model_id), weights) == 0
 
 
 def test_a_published_adapter_gives_the_log_probabilities_that_were_returned(
@@ -163,7 +186,7 @@ def test_a_published_adapter_gives_the_log_probabilities_that_were_returned(
     assert torch.tensor(list(passed.logprobs[0])) != pytest.approx(untrained[0].detach()[:, 0], abs=0.01)
 
 
-def test_a_custom_loss_is_cross_entropy_with_its_gradient_as_weights(
+def test_a_custom_loss_is_cross_entropy_with_its_gradient(
     make_command_harness: MakeCommandHarness,
 ) -> None:
     """The client evaluates its loss on returned log-probabilities, and sends -d loss / d lp as weights. Here
@@ -194,42 +217,31 @@ def test_a_custom_loss_is_cross_entropy_with_its_gradient_as_weights(
     assert_moved_alike(custom.weights("m"), own.weights("m"), before)
 
 
-def test_a_forward_pass_adds_no_gradient(make_command_harness: MakeCommandHarness) -> None:
+def test_without_a_gradient_nothing_changes(
+    make_command_harness: MakeCommandHarness,
+) -> None:
     harness, other = make_command_harness("one"), make_command_harness("other")
     for each in (harness, other):
         each.send("m", created())
         each.send("m", learn(1))
+    harness.passed("m", learn(2, 3, forward_only=True))
+    assert harness.send("m", step()) == other.send("m", step())
+    assert harness.send("m", step(1.0, weight_decay=0.5)) == Stepped({"grad_norm": 0.0})
     passed = harness.passed("m", learn(2, 3, forward_only=True))
     assert passed == other.passed("m", learn(2, 3)), "the same values as with a backward pass"
-    other_two = make_command_harness("third")
-    for command in (created(), learn(1)):
-        other_two.send("m", command)
-    assert harness.send("m", step()) == other_two.send("m", step())
-    assert harness.send("m", step()) == Stepped({"grad_norm": 0.0})
-
-
-def test_a_step_without_a_gradient_changes_nothing(make_command_harness: MakeCommandHarness) -> None:
-    harness, other = make_command_harness("one"), make_command_harness("other")
-    results = []
-    for each in (harness, other):
-        for command in (created(), learn(1), step()):
-            each.send("m", command)
-        if each is harness:
-            assert harness.send("m", step(1.0, weight_decay=0.5)) == Stepped({"grad_norm": 0.0})
-        results += [each.send("m", learn(2)), each.send("m", step())]
-    assert results[:2] == results[2:]
+    harness.send("m", learn(2, 3))
+    assert harness.send("m", step()) == other.send("m", step())
 
 
 @pytest.mark.parametrize("stage", cases([2], long=[0, 1]))
-def test_a_gradient_that_is_not_finite_is_dropped_and_makes_no_step(
+def test_a_gradient_that_is_not_finite_is_dropped(
     make_command_harness: MakeCommandHarness, stage: int
 ) -> None:
     harness, other = (make_command_harness(name, zero_stage=stage) for name in ("one", "other"))
     wild = datum([1, 2], [2, 3], logprobs=[-3e38, -1.0], advantages=[1.0, 1.0])
     last = []
     for each in (harness, other):
-        for command in (created(), learn(1), step()):
-            each.send("m", command)
+        each.make_step("m")
         if each is harness:
             assert isinstance(each.send("m", ForwardBackward("importance_sampling", {}, (wild,))), Passed)
             failed = each.send("m", step())
@@ -288,3 +300,134 @@ def test_commands_that_are_refused_change_nothing(make_command_harness: MakeComm
                 assert sentence in failed.error, case
         last.append([each.send("m", step()), each.send("m", learn(3))])
     assert last[0] == last[1]
+
+
+SCRIPT: Sequence[tuple[str, Command]] = [
+    ("a", created(rank=4, seed=1)),
+    ("a", learn(1)),
+    ("b", created(rank=2, seed=2)),
+    ("a", learn(2)),
+    ("b", learn(3)),
+    ("a", step()),
+    ("a", SaveWeights("x")),
+    ("c", LoadWeights("a", "x", True)),
+    ("b", step()),
+    ("c", learn(12)),
+    ("a", learn(4)),
+    ("b", LoadWeights("a", "missing", True)),
+    ("b", learn(5, forward_only=True)),
+    ("a", SaveForSampler("s")),
+    ("b", learn(6)),
+    ("a", step(0.02, beta1=0.5)),
+    ("a", SaveWeights("x", overwrite=True)),
+    ("c", LoadWeights("a", "x", True)),
+    ("a", learn(7)),
+    ("c", learn(8)),
+    ("b", step(0.03)),
+    ("c", step()),
+    ("a", LoadWeights("a", "x", True)),
+    ("a", learn(9)),
+    ("b", learn(10)),
+    ("a", step()),
+    ("c", SaveForSampler("t")),
+    ("a", SaveForSampler("s2")),
+    ("c", LoadWeights("a", "x", False)),
+    ("c", learn(11)),
+    ("c", step()),
+]
+MODELS = ("a", "b", "c")
+Outcome = tuple[list[Result], list[torch.Tensor]]
+
+
+def written() -> tuple[MemoryCommandLog, list[str]]:
+    """A log with all commands, and their request ids."""
+    log = MemoryCommandLog()
+    return log, [log.append(model_id, command) for model_id, command in SCRIPT]
+
+
+def finished(harness: CommandHarness) -> CommandHarness:
+    while not harness.is_idle:
+        harness.trainer.run_once()
+    return harness
+
+
+def outcome(harness: CommandHarness, request_ids: Sequence[str]) -> Outcome:
+    """The results, with paths and sizes left out, and the weights."""
+    results = [_without_place(harness.log.last(each)) for each in request_ids]
+    return results, [value for each in MODELS for value in harness.weights(each).values()]
+
+
+def _without_place(result: Result) -> Result:
+    match result:
+        case Published(policy, version):
+            return Published(policy, version, "")
+        case Saved():
+            return Saved(0)
+    return result
+
+
+SETTINGS: dict[str, dict[str, int]] = {  # when checkpoints are made
+    "every-second-step": {"checkpoint_every_steps": 2},
+    "when-it-frees": {"log": 1},
+    "never": {"zero_stage": 0},
+}
+IN_SHORT = {("every-second-step", 6), ("every-second-step", 23), ("when-it-frees", 13), ("never", 16)}
+"""Before the answer to weights that are saved, loaded, published, and saved again. The long run has all."""
+KILLS = [
+    pytest.param(case, answers, marks=() if (case, answers) in IN_SHORT else pytest.mark.long)
+    for case in SETTINGS
+    for answers in range(len(SCRIPT))
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[int, Outcome]:
+    """By the stage of ZeRO. When checkpoints are made changes nothing."""
+    return {}
+
+
+def assert_as_uninterrupted(
+    make_command_harness: MakeCommandHarness,
+    uninterrupted: dict[int, Outcome],
+    kills: Sequence[int],
+    settings: dict[str, int],
+) -> None:
+    """Kill a trainer after so many answers, and the next one after so many of its own. A last one ends."""
+    settings = dict(settings)
+    log, request_ids = written()
+    log.bytes = (900 * settings.pop("log", 0), 1000)
+    stage = settings.get("zero_stage", 1)
+    if stage not in uninterrupted:
+        whole = finished(make_command_harness("whole", written()[0], zero_stage=stage))
+        assert [(each.name, each.version) for each in whole.adapters] == [("a", 1), ("c", 1), ("a", 2)]
+        uninterrupted[stage] = outcome(whole, request_ids)
+    for answers in kills:
+        log.answers_until_killed = answers
+        with pytest.raises(Killed):
+            finished(make_command_harness("killed", log, **settings))
+    log.answers_until_killed = None
+    after = finished(make_command_harness("killed", log, **settings))
+    _assert_same(outcome(after, request_ids), uninterrupted[stage])
+
+
+@pytest.mark.parametrize(("case", "answers"), KILLS)
+def test_a_kill_before_any_answer_changes_nothing(
+    make_command_harness: MakeCommandHarness, uninterrupted: dict[int, Outcome], case: str, answers: int
+) -> None:
+    assert_as_uninterrupted(make_command_harness, uninterrupted, [answers], SETTINGS[case])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    cases([(20, 5)], long=[(a, b) for a in (10, 15, 20, 25, 29) for b in (1, 2, 3, 5) if (a, b) != (20, 5)]),
+)
+def test_a_second_kill_while_commands_are_carried_out_again_changes_nothing(
+    make_command_harness: MakeCommandHarness, uninterrupted: dict[int, Outcome], first: int, second: int
+) -> None:
+    assert_as_uninterrupted(make_command_harness, uninterrupted, [first, second], SETTINGS["when-it-frees"])
+
+
+def _assert_same(found: Outcome, expected: Outcome) -> None:
+    assert found[0] == expected[0]
+    assert len(found[1]) == len(expected[1])
+    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.long_cases import cases
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
-from tests.support.trainer_service.short_disk import states_while_full
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from trainer_service.model.huggingface import WEIGHTS
@@ -28,9 +29,10 @@ from trainer_service.storage.files import write_atomically
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 Write = Callable[..., Any]
-
 ROUNDING_S = 1e-6
 """More than the error of a difference of two times."""
+SHORT = 16_384
+"""Bytes: less than the size of any shard or export, more than that of every other file."""
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ class Disk:
         def paused(seconds: float) -> None:
             stopped.turn(seconds + ROUNDING_S)
             publication = self.harness.trainer.publisher.waits_for
-            self.said.append(publication or self.harness.shared_state.snapshot.waiting_for)
+            self.said.append(publication or self.harness.waits_for)
             self.pauses_s.append(seconds)
             self.gate.wait(300)
             self.room = len(self.pauses_s) == pauses
@@ -94,7 +96,9 @@ def tags(harness: Harness) -> list[str]:
     return sorted(path.name for path in harness.settings.checkpoint_dir.iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize(
+    "number", cases([errno.ENOSPC, errno.EIO], long=[errno.EFBIG, errno.EDQUOT, errno.EROFS])
+)
 def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
     make_harness: MakeHarness,
     writer: Executor,
@@ -115,18 +119,17 @@ def test_a_checkpoint_waits_for_room_and_nothing_is_acknowledged_meanwhile(
     assert not harness.trainer.run_once()
     assert (harness.settings.checkpoint_dir / "CURRENT").read_text() == before
     assert tags(harness) == [before]
-    assert len(list(harness.stream.reclaim())) == 6
-    assert harness.shared_state.snapshot.waiting_for.endswith(
+    assert len(harness.pending) == 6
+    assert harness.waits_for.endswith(
         "; room on the disk for a checkpoint (checkpoint 00000002-step-00000002 could not be written: "
         f"{os.strerror(number)})"
     )
-    assert [body["version"] for body in harness.gateway.announced] == [1, 2]
+    assert harness.gateway.announced_versions == [1, 2]
     disk.gate.set()
     wait_until(lambda: harness.trainer.run_once() or harness.session_codes()["h-0"] == "trained")
     assert disk.pauses_s == pytest.approx([0.01, 0.02, 0.04, 0.08])  # each is a difference of two times
-    refusals = {"what": "checkpoint"}
-    assert harness.registry.get_sample_value("weir_trainer_disk_refusals_total", refusals) == 4
-    assert [row.step for row in harness.checkpoints.ledger(0, 10)] == [1, 2]
+    assert harness.sample("disk_refusals_total", what="checkpoint") == 4
+    assert [row.step for row in harness.ledger] == [1, 2]
     assert harness.restart().trainer.step == 2
 
 
@@ -143,7 +146,7 @@ def test_the_training_waits_for_room_when_the_next_checkpoint_is_due(
     def watched(phase: Phase, waiting_for: str | None = None) -> None:
         beat(phase, waiting_for)
         if waiting_for and waiting_for.startswith("room on the disk"):
-            waiting.append([row.step for row in harness.checkpoints.ledger(0, 10)])
+            waiting.append([row.step for row in harness.ledger])
             disk.gate.set()
 
     monkeypatch.setattr(harness.heartbeat, "beat", watched)
@@ -151,7 +154,7 @@ def test_the_training_waits_for_room_when_the_next_checkpoint_is_due(
     harness.step("g")
     harness.step("h")
     assert waiting[0] == []
-    assert [row.step for row in harness.checkpoints.ledger(0, 10)][:1] == [1]
+    assert [row.step for row in harness.ledger][:1] == [1]
 
 
 def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
@@ -160,28 +163,15 @@ def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(
     disk = Disk(harness)
     disk.wait(monkeypatch, stopped, 3)
     monkeypatch.setattr(WeightSnapshot, "write", disk.short(WeightSnapshot.write, half_a_version))
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
+    harness.step("g")
     assert (
         disk.said
         == ["room on the disk for version 1 (version 1 could not be written: No space left on device)"] * 3
     )
-    assert harness.registry.get_sample_value("weir_trainer_disk_refusals_total", {"what": "publish"}) == 3
-    assert [body["version"] for body in harness.gateway.announced] == [1]
+    assert harness.sample("disk_refusals_total", what="publish") == 3
+    assert harness.gateway.announced_versions == [1]
     assert [path.name for path in harness.store.directory.iterdir()] == ["v00000001"]
     assert set(harness.session_codes().values()) == {"trained"}
-
-
-def test_a_version_that_waits_for_room_leaves_no_files(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(WeightSnapshot, "write", Disk(harness).short(WeightSnapshot.write, half_a_version))
-    harness.agents.group("g", [1.0, 0.0])
-    harness.shared_state.stop()
-    harness.trainer.run()
-    with pytest.raises(DiskTrouble):
-        harness.store.write(1, 1, harness.policy.snapshot().write)
-    assert not list(harness.store.directory.iterdir())
 
 
 @pytest.mark.parametrize("what", ["save", "write"])
@@ -203,12 +193,13 @@ def test_a_trainer_told_to_stop_while_its_disk_is_full_ends_in_order_and_loses_n
     monkeypatch.setattr(harness.trainer, "run_once", last)
     harness.trainer.run()  # raises nothing
     assert disk.refused
-    assert len(list(harness.stream.reclaim())) == (6 if what == "save" else 0)
+    assert not list(harness.store.directory.iterdir())
+    assert len(harness.pending) == (6 if what == "save" else 0)
     disk.room = True
     again = harness.restart()
     again.trainer.run_once()
     assert set(again.session_codes().values()) == {"trained"}
-    assert [row.turns for row in again.checkpoints.ledger(0, 10)] == [["g-0-t", "g-1-t"]]
+    assert [row.turns for row in again.ledger] == [["g-0-t", "g-1-t"]]
 
 
 def test_a_step_waits_until_its_version_number_is_on_disk(
@@ -226,15 +217,12 @@ def test_a_step_waits_until_its_version_number_is_on_disk(
     monkeypatch.setattr(
         "trainer_service.storage.run_files.write_atomically", disk.short(write_atomically, half)
     )
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
+    harness.step("g")
     assert changed == [False, False]
     assert "room on the disk for the number of a version" in disk.said[0]
 
 
-def test_a_file_that_cannot_be_written_leaves_no_temporary_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_fails_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_descriptor: int) -> None:
         raise full()
 
@@ -252,29 +240,19 @@ def test_an_error_of_another_kind_is_not_retried(harness: Harness, monkeypatch: 
         harness.trainer.run_once()
 
 
-def test_a_line_of_metrics_that_does_not_fit_is_left_out_whole(
+def test_a_line_that_does_not_fit_is_left_out_whole(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
+    harness.step("g")
     with monkeypatch.context() as patch:
         halved = SimpleNamespace(dumps=lambda _: "half a line")
         patch.setattr("trainer_service.sinks.json_lines.json", halved)
         patch.setattr("trainer_service.sinks.json_lines.len", lambda _: 1_000_000, raising=False)
-        harness.agents.group("h", [1.0, 0.0])
-        assert harness.trainer.run_once()
-    harness.agents.group("i", [1.0, 0.0])
-    assert harness.trainer.run_once()
+        harness.step("h")
+    harness.step("i")
     lines = (harness.root / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 3]
-    assert harness.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "jsonl"}) == 1
-
-
-def test_metrics_that_cannot_be_written_at_all_do_not_stop_the_training(harness: Harness) -> None:
-    (harness.root / "metrics.jsonl").mkdir(parents=True)
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
-    assert set(harness.session_codes().values()) == {"trained"}
+    assert harness.sample("sink_failures_total", sink="jsonl") == 1
 
 
 class Shards:
@@ -344,23 +322,66 @@ def test_incomplete_files_of_dead_processes_are_removed(make_harness: MakeHarnes
         half_a_shard(StateCopy({}), harness.settings.checkpoint_dir / f"{serial:08d}-step-00000001")
     (harness.settings.policies_dir / "v00000007.tmp").mkdir()
     harness.start()
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
+    harness.step("g")
     assert tags(harness) == ["00000004-step-00000001"]
     assert [path.name for path in harness.store.directory.iterdir()] == ["v00000001"]
 
 
+def limit(size: int) -> None:
+    """Make every write beyond this size fail, in Python, in torch and in safetensors alike."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[int], None]]:
+    yield limit
+    limit(resource.RLIM_INFINITY)
+
+
 def test_a_real_size_limit_stops_deepspeed_and_safetensors_until_it_is_lifted(
-    tmp_path: Path, model_path: Path, imported: None
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, stopped: TurnedClock, limited: Callable[[int], None]
 ) -> None:
-    saving, publishing, end = states_while_full(tmp_path, model_path)
-    assert saving["checkpoints"] == [saving["current"]] == ["00000001-step-00000001"]
-    assert (saving["ledger"], saving["ledger_lines"], saving["pending"]) == (1, 1, 6)
-    assert saving["refusals"] == {"checkpoint": 3, "publish": None}
-    assert publishing["waiting_for"].startswith("room on the disk for version 2 (version 2 could")
-    assert publishing["waiting_for"].endswith("File too large)")
-    assert (publishing["state"], publishing["policies"]) == ("publishing", ["v00000001"])
-    assert (publishing["announced"], publishing["pending"]) == ([1], 0)
-    assert publishing["refusals"] == {"checkpoint": 3, "publish": 3}
-    assert (end["announced"], end["pending"], end["ledger"]) == ([1, 2], 0, 2)
-    assert end["policies"] == ["v00000001", "v00000002"]
+    """It is less than any shard or export, more than every other file, and lifted at every third pause. After
+    the checkpoint it is there again."""
+    harness.step("g")
+    disk, states, write = Disk(harness), list[Any](), harness.checkpoints.write
+    disk.wait(monkeypatch, stopped, 0)
+    pause = harness.shared_state.sleep
+
+    def paused(seconds: float) -> None:
+        pause(seconds)
+        if len(disk.said) % 3 == 0:
+            states.append(state_of(harness))
+            limited(resource.RLIM_INFINITY)
+
+    def write_and_fill_the_disk_again(*arguments: Any) -> str:
+        tag = write(*arguments)
+        limited(SHORT)
+        return tag
+
+    monkeypatch.setattr(harness.shared_state, "sleep", paused)
+    monkeypatch.setattr(harness.checkpoints, "write", write_and_fill_the_disk_again)
+    limited(SHORT)
+    harness.step("h")
+    one, both = ["00000001-step-00000001"], ["00000001-step-00000001", "00000002-step-00000002"]
+    saving, publishing = states
+    assert saving == (one, one[0], [1], 6, ["v00000001"], [1], (3, None)), (
+        "no step counts without its checkpoint"
+    )
+    assert publishing == (both, both[1], [1, 2], 0, ["v00000001"], [1], (3, 3)), (
+        "no version without its files"
+    )
+    assert harness.gateway.announced_versions == [1, 2]
+    assert "room on the disk for version 2 (version 2 could" in disk.said[3]
+    assert disk.said[3].endswith("File too large)")
+
+
+def state_of(harness: Harness) -> Any:
+    """Checkpoints, the current one, the steps of the ledger, pending entries, versions, those announced, and
+    how often the disk refused a checkpoint and a version."""
+    refusals = (harness.sample("disk_refusals_total", what=what) for what in ("checkpoint", "publish"))
+    current = (harness.settings.checkpoint_dir / "CURRENT").read_text()
+    steps = [row.step for row in harness.ledger]
+    versions = sorted(path.name for path in harness.store.directory.iterdir())
+    announced = harness.gateway.announced_versions
+    return tags(harness), current, steps, len(harness.pending), versions, announced, tuple(refusals)

@@ -5,12 +5,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
-from prometheus_client import CollectorRegistry
 
-from rollout_queue.http.keys import Keyring
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
-from trainer_service.app import create_app
 from trainer_service.groups.guards import Alarm, Guards
 from trainer_service.settings import GuardSettings
 
@@ -41,8 +37,13 @@ def test_a_run_that_learns_raises_no_alarm() -> None:
 
 
 def test_rewards_that_are_only_noise_raise_no_alarm() -> None:
+    """Neither does a large gradient in the first steps, nor an evaluation of an older version."""
     noise = [[1.0, 0.0, -1.0, 0.1, -0.2][at * at % 5] for at in range(1000)]
     assert not told(Guards(GuardSettings()), noise)
+    assert not watched(Guards(GuardSettings()), [STEADY] * 19 + [STEADY | {"grad_norm": 1e6}])
+    guards = Guards(GuardSettings())
+    for version in (7, 0, 3):
+        assert not evaluated(guards, version, [float(version == 7)] * 2 * WINDOW)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +66,9 @@ def test_one_extreme_step_raises_an_alarm_unless_its_guard_is_off(
     assert not watched(Guards(GuardSettings(**{guard: None})), steps)
 
 
-def test_a_large_gradient_raises_no_alarm_in_the_first_steps() -> None:
-    assert not watched(Guards(GuardSettings()), [STEADY] * 19 + [STEADY | {"grad_norm": 1e6}])
+def test_an_extreme_value_that_comes_again_raises_a_second_alarm() -> None:
+    off = STEADY | {"mismatch/kl": 2.0}
+    assert [at for at, _ in watched(Guards(GuardSettings()), [off, STEADY, off])] == [1, 3]
 
 
 def test_a_collapse_of_the_reward_raises_one_alarm() -> None:
@@ -79,12 +81,9 @@ def test_a_collapse_of_the_reward_raises_one_alarm() -> None:
     assert not told(guards, [0.8] * 2 * WINDOW), "better is no alarm"
     ((_, again),) = told(guards, [0.0] * WINDOW)
     assert again.guard == "reward_drop"
-
-
-def test_a_collapse_in_one_call_raises_an_alarm_unless_the_guard_is_off() -> None:
     collapse = [0.8] * WINDOW + [0.0] * WINDOW
-    assert Guards(GuardSettings()).check_rewards(collapse) is not None
-    assert Guards(GuardSettings(reward_drop=None)).check_rewards(collapse) is None
+    assert Guards(GuardSettings()).check_rewards(collapse) is not None, "also in one call"
+    assert Guards(GuardSettings(reward_drop=None)).check_rewards(collapse) is None, "the guard is off"
     assert Guards(GuardSettings()).check_rewards(collapse[1:]) is None, "too little to compare"
 
 
@@ -103,12 +102,6 @@ def test_the_order_in_which_a_version_s_evaluations_end_raises_no_alarm() -> Non
     guards = Guards(GuardSettings())
     for version, rewards in enumerate((FAILURES_FIRST[::-1], FAILURES_FIRST, FAILURES_FIRST[::-1])):
         assert not evaluated(guards, version, rewards)
-
-
-def test_evaluations_of_an_older_version_raise_no_alarm() -> None:
-    guards = Guards(GuardSettings())
-    for version in (7, 0, 3):
-        assert not evaluated(guards, version, [float(version == 7)] * 2 * WINDOW)
 
 
 def test_a_version_that_evaluates_worse_than_an_earlier_one_raises_one_alarm_also_after_a_restart() -> None:
@@ -137,70 +130,54 @@ def test_a_small_evaluation_is_judged_when_the_next_version_has_one() -> None:
     assert f"of {WINDOW} evaluation sessions of version 2 is 0.125" in alarm.reason
 
 
-def test_an_extreme_value_that_comes_again_raises_a_second_alarm() -> None:
-    off = STEADY | {"mismatch/kl": 2.0}
-    assert [at for at, _ in watched(Guards(GuardSettings()), [off, STEADY, off])] == [1, 3]
-
-
-def sleepless(harness: Harness) -> None:
-    """Let a paused trainer go on looking without a pause."""
-    harness.shared_state.sleep = lambda seconds: None  # type: ignore[method-assign]
-
-
 @pytest.fixture
 def held(make_harness: MakeHarness) -> Harness:
     """A trainer that a guard has paused, because the harness's invented logprobs differ from the model's."""
     harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
+    harness.step("g")
     harness.agents.group("h", [1.0, 0.0])
-    sleepless(harness)
+    harness.sleepless()
     assert not harness.trainer.run_once()
     return harness
-
-
-def door(harness: Harness) -> TestClient:
-    keyring, registry = Keyring([], ["admin"]), CollectorRegistry()
-    app = create_app(harness.shared_state, harness.checkpoints.ledger, harness.store, keyring, registry)
-    return TestClient(app, headers={"authorization": "Bearer admin"})
-
-
-def sample(harness: Harness, name: str, **labels: str) -> float | None:
-    value: float | None = harness.registry.get_sample_value(f"weir_trainer_{name}", labels)
-    return value
 
 
 def test_a_guard_pauses_after_the_checkpoint_and_before_the_version_is_served(held: Harness) -> None:
     assert not held.gateway.announced
     assert held.session_codes()["g-0"] == "trained"
-    assert [row.step for row in held.checkpoints.ledger(0, 10)] == [1]
-    status = door(held).get("/status").json()
+    assert [row.step for row in held.ledger] == [1]
+    status = held.door().get("/status").json()
     assert status["state"] == "paused"
     assert status["waiting_for"].startswith(
         "POST /resume, since mean |Δlogprob| between trainer and engine is"
     )
     report: dict[str, Any] = dict(held.stream.trainer)
     assert (report["state"], report["waiting_for"]) == ("paused", status["waiting_for"])
-    assert sample(held, "paused") == 1
-    assert sample(held, "guard_alarms_total", guard="max_abs_logp") == 1
+    assert held.sample("paused") == 1
+    assert held.sample("guard_alarms_total", guard="max_abs_logp") == 1
     assert json.loads((held.root / "metrics.jsonl").read_text())["step"] == 1
 
 
-def test_a_resume_serves_the_held_version_and_continues(held: Harness) -> None:
-    door(held).post("/resume")
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_resume_serves_the_held_version_and_continues(held: Harness, restarted: bool) -> None:
+    if restarted:
+        held = held.restart()
+        held.sleepless()
+        assert held.shared_state.paused
+        assert not held.gateway.announced
+    held.door().post("/resume")
     held.trainer.run_once()
-    assert [body["version"] for body in held.gateway.announced] == [1]
+    assert held.gateway.announced_versions == [1]
     assert held.trainer.step == 2
     assert held.shared_state.paused, "the next step sets off the guard again"
-    assert sample(held, "guard_alarms_total", guard="max_abs_logp") == 2
-    door(held).post("/resume")
+    assert held.sample("guard_alarms_total", guard="max_abs_logp") == (1 if restarted else 2)
+    held.door().post("/resume")
     held.trainer.run_once()
-    assert [body["version"] for body in held.gateway.announced] == [1, 2]
+    assert held.gateway.announced_versions == [1, 2]
     assert held.shared_state.snapshot.state == "waiting"
-    assert sample(held, "paused") == 0
+    assert held.sample("paused") == 0
 
 
-def test_a_reward_that_falls_to_0_pauses_the_training_although_no_step_is_made(
+def test_a_reward_that_falls_to_0_pauses_the_training_without_a_step(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(guards={"reward_groups": 2}).start()
@@ -208,21 +185,18 @@ def test_a_reward_that_falls_to_0_pauses_the_training_although_no_step_is_made(
         harness.agents.group(name, [1.0, 1.0])
     for name in ("c", "d"):
         harness.agents.group(name, [0.0, 0.0])
-    sleepless(harness)
+    harness.sleepless()
     assert not harness.trainer.run_once()
     harness.trainer.run_once()
     assert harness.shared_state.paused
     assert harness.trainer.step == 0
-    said = door(harness).get("/status").json()["waiting_for"]
+    said = harness.door().get("/status").json()["waiting_for"]
     assert said.startswith("POST /resume, since the mean reward of the last 2 groups is 0, and was 1 at best")
-    assert sample(harness, "guard_alarms_total", guard="reward_drop") == 1
+    assert harness.sample("guard_alarms_total", guard="reward_drop") == 1
     assert {harness.session_codes()[name] for name in ("a-0", "c-0", "d-1")} == {"zero_advantage"}
-    door(harness).post("/resume")
-    harness.agents.group("e", [1.0, 0.0])
-    assert harness.trainer.run_once()
-    assert [body["version"] for body in harness.gateway.announced] == [1], (
-        "the first pause had no unpublished version"
-    )
+    harness.door().post("/resume")
+    harness.step("e")
+    assert harness.gateway.announced_versions == [1], "the first pause had no unpublished version"
 
 
 def collapsed(make_harness: MakeHarness, **settings: Any) -> Harness:
@@ -232,7 +206,7 @@ def collapsed(make_harness: MakeHarness, **settings: Any) -> Harness:
     assert harness.trainer.run_once()
     for name, reward, version in (("b", 0.75, 0), ("c", 0.0, 1), ("d", 0.0, 1)):
         harness.agents.group(name, [reward, reward], version=version)
-    sleepless(harness)
+    harness.sleepless()
     assert not harness.trainer.run_once()
     assert harness.shared_state.paused
     return harness
@@ -245,21 +219,21 @@ def test_a_resume_serves_the_newest_version_although_it_was_served_before(
     """Otherwise all rollouts would come from an old version and be stale, so that no step could be made."""
     harness = collapsed(make_harness, publish_every_steps=publish_every_steps)
     assert harness.gateway.served == 0
-    door(harness).post("/resume")
+    harness.door().post("/resume")
     harness.trainer.run_once()
     assert harness.gateway.served == harness.trainer.version == 1
 
 
 def test_a_held_training_stays_held_after_a_restart(make_harness: MakeHarness) -> None:
     harness = collapsed(make_harness).restart()
-    sleepless(harness)
+    harness.sleepless()
     assert not harness.trainer.run_once()
     assert harness.gateway.served == 0
-    said = door(harness).get("/status").json()
+    said = harness.door().get("/status").json()
     assert said["state"] == "paused"
     assert said["waiting_for"].startswith("POST /resume, since the mean reward of the last 2 groups is 0")
     again = harness.restart()
-    door(again).post("/resume")
+    again.door().post("/resume")
     again.trainer.run_once()
     assert again.gateway.served == 1
     assert not again.restart().shared_state.paused
@@ -332,90 +306,66 @@ def served_by(make_harness: MakeHarness, *rewards: tuple[float, float], **settin
         harness.agents.group(f"v{version}", values, version=version)
         assert harness.trainer.run_once()
     assert not harness.shared_state.paused
-    assert [body["version"] for body in harness.gateway.announced] == [*range(1, len(rewards) + 1)]
-    harness.agents.group("strange", [1.0, 0.0], version=len(rewards), logprobs=[-400.0] * 3)
-    assert harness.trainer.run_once()
-    sleepless(harness)
+    assert harness.gateway.announced_versions == [*range(1, len(rewards) + 1)]
+    harness.step("strange", version=len(rewards), logprobs=[-400.0] * 3)
+    harness.sleepless()
     assert not harness.trainer.run_once()
     return harness
 
 
-def test_an_alarm_makes_the_fleet_serve_the_best_version_whose_files_are_kept(
+def test_an_alarm_makes_the_fleet_serve_the_best_version_on_disk(
     make_harness: MakeHarness,
 ) -> None:
     harness = served_by(make_harness, (0.3, 0.1), (1.0, 0.8), (0.5, 0.3), (0.4, 0.2), (0.2, 0.0))
     assert harness.store.versions() == [1, 4, 5]
     assert harness.gateway.rolled_back_to == 1
-    said = door(harness).get("/status").json()["waiting_for"]
+    said = harness.door().get("/status").json()["waiting_for"]
     assert said.endswith("; version 1 did best, 0.9 in 20 sessions, and is served")
-    door(harness).post("/resume")
+    harness.door().post("/resume")
     harness.trainer.run_once()
     assert harness.gateway.served == 6
 
 
-def test_the_best_version_may_be_the_one_before_any_training(make_harness: MakeHarness) -> None:
-    assert served_by(make_harness, (1.0, 0.8), (0.5, 0.3)).gateway.served == 0
-
-
-def test_a_setting_turns_the_rollback_off(make_harness: MakeHarness) -> None:
-    harness = served_by(make_harness, (1.0, 0.8), (0.5, 0.3), roll_back=False)
-    assert harness.gateway.rolled_back_to is None
-    assert "is served" not in door(harness).get("/status").json()["waiting_for"]
+@pytest.mark.parametrize(("rolls_back", "served"), [(True, 0), (False, 2)])
+def test_the_best_version_may_be_the_one_before_any_training_and_a_setting_turns_the_rollback_off(
+    make_harness: MakeHarness, rolls_back: bool, served: int
+) -> None:
+    harness = served_by(make_harness, (1.0, 0.8), (0.5, 0.3), roll_back=rolls_back)
+    assert harness.gateway.served == served
+    assert ("is served" in harness.door().get("/status").json()["waiting_for"]) == rolls_back
 
 
 def test_a_rollback_to_a_version_unknown_to_the_gateway_is_only_logged(
     make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = make_harness(guards={"max_abs_logp": 1e-3}, initial_version=7).start()
-    harness.agents.group("g", [1.0, 0.0], version=7)
-    assert harness.trainer.run_once()
+    harness.step("g", version=7)
     assert harness.shared_state.paused
     assert "the fleet goes on with what it serves: no policy has version 7" in caplog.text
     assert "is served" not in str(harness.trainer.hold.reason)
 
 
-def test_a_rollback_that_no_server_made_is_not_reported(make_harness: MakeHarness) -> None:
+@pytest.mark.parametrize("server_ok", [True, False])
+def test_a_rollback_waits_for_a_gateway_that_is_away_and_is_not_reported_if_no_server_made_it(
+    make_harness: MakeHarness, server_ok: bool
+) -> None:
     harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
     harness.gateway.versions.append(3)  # so that version 0 is not already served
-    harness.gateway.server_ok = False
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
+    harness.gateway.refusals, harness.gateway.server_ok = 2, server_ok
+    harness.step("g")
     assert harness.shared_state.paused
-    assert "is served" not in str(harness.trainer.hold.reason)
-
-
-def test_a_rollback_waits_for_a_gateway_that_is_away(make_harness: MakeHarness) -> None:
-    harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
-    harness.agents.group("g", [1.0, 0.0])
-    harness.gateway.versions.append(3)  # so that version 0 is not already served
-    harness.gateway.refusals = 2
-    assert harness.trainer.run_once()
     assert harness.gateway.rolled_back_to == 0
+    assert ("is served" in str(harness.trainer.hold.reason)) == server_ok
 
 
-def test_an_operators_pause_says_so_and_holds_no_version_back(make_harness: MakeHarness) -> None:
-    harness = make_harness().start()
+def test_an_operators_pause_says_so_and_holds_no_version_back(harness: Harness) -> None:
+    """It ends with the process."""
     harness.agents.group("g", [1.0, 0.0])
     harness.shared_state.pause()
-    sleepless(harness)
+    harness.sleepless()
     assert not harness.trainer.run_once()
-    assert harness.shared_state.snapshot.waiting_for == "POST /resume"
+    assert (harness.shared_state.snapshot.state, harness.waits_for) == ("paused", "POST /resume")
+    assert not harness.restart().shared_state.paused
     harness.shared_state.resume()
     assert harness.trainer.run_once()
-    assert [body["version"] for body in harness.gateway.announced] == [1]
-
-
-def test_a_restart_does_not_serve_a_held_version(held: Harness) -> None:
-    again = held.restart()
-    assert again.shared_state.paused
-    assert not again.gateway.announced
-    door(again).post("/resume")
-    assert again.trainer.run_once()
-    assert [body["version"] for body in again.gateway.announced] == [1]
-    assert again.trainer.step == 2
-
-
-def test_a_restart_ends_an_operators_pause(make_harness: MakeHarness) -> None:
-    harness = make_harness().start()
-    harness.shared_state.pause()
-    assert not harness.restart().shared_state.paused
+    assert harness.gateway.announced_versions == [1]

@@ -1,59 +1,59 @@
-"""Odd records from agents and faults of Redis neither stop the trainer nor cost a session its verdict."""
+"""What the trainer reads and takes: odd records, faults of Redis, more groups than steps take, old tokens."""
 
 import asyncio
 import json
 import socket
 import tracemalloc
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Thread
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.records import Reward, SessionSpec
+from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.records import Reward, SessionSpec, Span
 from rollout_queue.contract.stream import Entry, Verdicts
+from rollout_queue.memory import MemoryStream
 from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.redis.reader import RedisReader
-from tests.support.trainer_service.harness import Harness, MakeHarness, turn
+from tests.support.hypothesis_profiles import examples
+from tests.support.long_cases import cases, in_turn
+from tests.support.trainer_service.harness import Agents, Harness, MakeHarness, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
+from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.assemble import Group
 from trainer_service.groups.screening import ScreenedGroup, screen
 from trainer_service.intake.entry_reader import BLOCK_S
+from trainer_service.intake.intake import Intake
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.shared_state import SharedState
 
 
-@pytest.mark.parametrize("huge", [1e308, -1e39, 1e25])
-def test_a_huge_reward_ends_its_session_and_not_the_trainer(harness: Harness, huge: float) -> None:
-    for index, value in enumerate([huge, huge, 1.0, 0.0]):
-        harness.agents.episode(f"g-{index}", value, group_id="g", size=4, output_ids=[10 + index, 1])
-    assert harness.trainer.run_once()
-    assert list(harness.session_codes().values()) == ["invalid", "invalid", "trained", "trained"]
-
-
-def test_rewards_that_add_up_to_infinity_end_their_session(harness: Harness) -> None:
-    harness.agents.open("s")
-    harness.agents.call(turn("s"))
+def test_a_huge_reward_or_a_strange_token_ends_its_session_and_not_the_trainer(harness: Harness) -> None:
+    """An agent's own reason `expired` does not expire its session."""
+    for index, value in enumerate([1e308, -1e39, 1e25, 1.0, 0.0]):
+        where = {"group_id": "g", "size": 5, "output_ids": [10 + index, 1], "reason": "expired"}
+        harness.agents.episode(f"g-{index}", value, **where)
+    harness.agents.open("sum")
+    harness.agents.call(turn("sum", "sum-t"))
     for key in ("k1", "k2"):  # no gateway stores the second one
-        harness.stream.append(Reward(session_id="s", value=1.7e308, key=key, created_at=102.0))
-    harness.agents.finish("s")
-    assert not harness.trainer.run_once()
-    assert harness.session_codes() == {"s": "invalid"}
-
-
-def test_an_agent_that_gives_the_reason_expired_does_not_expire_its_session(harness: Harness) -> None:
-    for session_id, value in (("a", 1.0), ("b", 0.0)):
-        harness.agents.episode(session_id, value, group_id="g", size=2, reason="expired")
+        harness.stream.append(Reward(session_id="sum", value=1.7e308, key=key, created_at=102.0))
+    harness.agents.finish("sum")
+    harness.agents.episode("beyond the vocabulary", 1.0, output_ids=[64, 1])
     assert harness.trainer.run_once()
-    assert harness.session_codes() == {"a": "trained", "b": "trained"}
-
-
-def test_an_overdue_group_goes_on_without_the_members_that_never_came(make_harness: MakeHarness) -> None:
-    harness = make_harness(algorithm={"group_wait_s": 1.0}).start()
-    harness.agents.episode("a", 1.0, group_id="g", size=3)
-    harness.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
-    assert harness.trainer.run_once()
-    assert harness.session_codes() == {"a": "trained", "b": "trained"}
+    assert list(harness.session_codes().values()) == [
+        *["invalid"] * 3,
+        "trained",
+        "trained",
+        *["invalid"] * 2,
+    ]
 
 
 def test_a_backlog_does_not_split_a_group(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,15 +105,6 @@ def test_many_groups_are_acknowledged_in_several_transactions(
     assert list(harness.session_codes().values()) == ["zero_advantage"] * 10
 
 
-def test_a_group_that_is_too_old_is_not_counted_as_one_of_equal_rewards(make_harness: MakeHarness) -> None:
-    harness = make_harness(initial_version=9).start()
-    harness.agents.group("old", [1.0, 0.0], version=0)
-    harness.agents.group("new", [1.0, 0.0], version=9)
-    assert harness.trainer.run_once()
-    values = json.loads((harness.root / "metrics.jsonl").read_text())
-    assert (values["group/live"], values["group/zero_var"], values["group/dropped"]) == (1, 0, 2)
-
-
 def test_calls_to_redis_time_out() -> None:
     timeouts = connect(RedisSettings()).get_connection_kwargs()
     assert BLOCK_S < timeouts["socket_timeout"] <= REDIS_TIMEOUT_S
@@ -146,20 +137,6 @@ def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated(wish: str) -> 
     assert [reading in said for said in heard] == [True]
 
 
-def test_entries_of_a_lost_answer_are_reclaimed(harness: Harness) -> None:
-    harness.agents.group("g", [1.0, 0.0])
-    read = harness.stream.read
-
-    def lost(count: int, block_s: float) -> Sequence[object]:
-        read(count, block_s)
-        raise StorageUnavailable("connection reset")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness.stream, "read", lost)
-        assert harness.trainer.run_once()
-    assert set(harness.session_codes().values()) == {"trained"}
-
-
 def test_a_sessions_rewards_add_up_and_a_repeated_turn_counts_once(harness: Harness) -> None:
     harness.agents.open("a", "g", 2)
     harness.agents.call(turn("a", "a-t"), turn("a", "a-t"))
@@ -171,33 +148,23 @@ def test_a_sessions_rewards_add_up_and_a_repeated_turn_counts_once(harness: Harn
     values = json.loads((harness.root / "metrics.jsonl").read_text())
     assert values["reward_mean"] == 0.5
     assert (values["rows"], values["tokens"]) == (2, 5)
-    assert not list(harness.stream.reclaim())
+    assert not harness.pending
 
 
 def test_a_session_that_was_opened_without_training_ends_as_not_for_training(harness: Harness) -> None:
+    """And one that expires while it waits for its reward ends as expired."""
     asyncio.run(harness.stream.open_session(SessionSpec(session_id="s", train=False, created_at=100.0)))
-    harness.agents.call(turn("s"))
-    harness.agents.finish("s", train=False)
+    harness.agents.open("poor")
+    for name in ("s", "poor"):
+        harness.agents.call(turn(name, f"{name}-t"))
+        harness.agents.finish(name, train=name != "s")
     harness.trainer.run_once()
-    assert harness.session_codes() == {"s": "not_for_training"}
-
-
-def test_a_token_id_outside_the_vocabulary_makes_a_session_invalid(harness: Harness) -> None:
-    harness.agents.episode("s", 1.0, output_ids=[64, 1])
-    harness.trainer.run_once()
-    assert harness.session_codes() == {"s": "invalid"}
-
-
-def test_a_session_that_expires_waiting_for_its_reward_is_closed(harness: Harness) -> None:
-    harness.agents.open("s")
-    harness.agents.call(turn("s"))
-    harness.agents.finish("s")
-    harness.trainer.run_once()
-    assert len(list(harness.stream.reclaim())) == 2
+    assert harness.session_codes() == {"s": "not_for_training", "poor": None}
+    assert len(harness.pending) == 2
     asyncio.run(harness.stream.expire(now=1e13, limit=10))
     harness.trainer.run_once()
-    assert harness.session_codes() == {"s": "expired"}
-    assert not list(harness.stream.reclaim())
+    assert harness.session_codes() == {"s": "not_for_training", "poor": "expired"}
+    assert not harness.pending
 
 
 def test_later_entries_of_a_settled_session_are_acknowledged_and_not_trained(
@@ -207,11 +174,11 @@ def test_later_entries_of_a_settled_session_are_acknowledged_and_not_trained(
     harness.trainer.run_once()
     harness.stream.append(turn("g-0", "late", output_ids=[30, 1]))
     assert not harness.trainer.run_once()
-    assert not list(harness.stream.reclaim())
+    assert not harness.pending
     again = harness.restart()
     again.stream.append(turn("g-0", "later", output_ids=[30, 1]))
     assert not again.trainer.run_once()
-    assert not list(again.stream.reclaim())
+    assert not again.pending
 
 
 def test_turns_that_are_not_trained_say_why(harness: Harness) -> None:
@@ -228,11 +195,12 @@ def test_turns_that_are_not_trained_say_why(harness: Harness) -> None:
     assert harness.trainer.run_once()
     codes = {turn_id: verdict.code for turn_id, verdict in harness.stream.heads["a"].turn_verdicts.items()}
     assert codes == {"kept": "trained", "gone": "aborted", "first": "orphan_retry", "again": "trained"}
-    assert sorted(harness.checkpoints.ledger(0, 1)[0].turns) == ["again", "again", "kept", "kept"]
+    assert sorted(harness.ledger[0].turns) == ["again", "again", "kept", "kept"]
 
 
-@pytest.mark.parametrize("order", [("first", "again"), ("again", "first")])
-@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(
+    ("order", "restarted"), in_turn([("first", "again"), ("again", "first")], [False, True])
+)
 def test_an_orphan_is_not_trained_although_it_was_read_before_its_retry(
     harness: Harness, order: tuple[str, str], restarted: bool
 ) -> None:
@@ -253,7 +221,7 @@ def test_an_orphan_is_not_trained_although_it_was_read_before_its_retry(
     assert harness.trainer.run_once()
     codes = {turn_id: verdict.code for turn_id, verdict in harness.stream.heads["a"].turn_verdicts.items()}
     assert codes == {"first": "orphan_retry", "again": "trained"}
-    assert sorted(harness.checkpoints.ledger(0, 1)[0].turns) == ["again", "again"]
+    assert sorted(harness.ledger[0].turns) == ["again", "again"]
 
 
 def test_a_poll_does_not_touch_the_tokens_of_groups_that_wait(make_harness: MakeHarness) -> None:
@@ -280,12 +248,10 @@ def test_a_rollout_with_too_long_a_row_is_not_trained(make_harness: MakeHarness)
         harness.agents.episode(name, reward, group_id="g", size=3, **answer)
     assert harness.trainer.run_once()
     assert harness.session_codes() == {"a": "trained", "b": "trained", "c": "too_long"}
-    verdict = harness.stream.heads["c"].verdict
-    assert verdict is not None
-    assert verdict.detail.endswith(" tokens, at most 20 are trained")
+    assert harness.verdict("c").detail.endswith(" tokens, at most 20 are trained")
 
 
-def test_a_trainer_that_has_its_next_groups_waits_for_no_entries(
+def test_a_trainer_with_a_full_batch_waits_for_no_entries(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, waits = harness.stream.read, list[float]()
@@ -301,7 +267,305 @@ def test_a_trainer_that_has_its_next_groups_waits_for_no_entries(
         pass
     harness.trainer.run_once()
     first, *next_ones, last = waits
-    assert first > 0
-    assert next_ones
-    assert not any(next_ones), "a full batch was there before each"
-    assert last > 0
+    assert min(first, last) > 0 == max(next_ones), "a full batch was there before each but the first and last"
+
+
+ONE_PAIR = {"min_live_rows": 2, "max_rows": 2}
+"""A step takes one group of two."""
+STEPS = 8
+"""More than it takes until the bound of the waiting groups is reached."""
+
+
+def arrive(harness: Harness, *names: str, at: float) -> None:
+    """A group of two for each name, the later one a second younger."""
+    for place, name in enumerate(names):
+        versions = (Span(harness.trainer.version, 0, 3),)
+        harness.agents.group(name, [1.0, 0.0], versions=versions, at=at + place)
+
+
+def groups(harness: Harness, code: str | None) -> list[str]:
+    codes = harness.session_codes()
+    return sorted({name.rpartition("-")[0] for name, found in codes.items() if found == code})
+
+
+@pytest.mark.parametrize("bound", cases([2, 6], long=[4]))
+def test_at_twice_the_capacity_a_bound_limits_what_waits_and_how_old_it_gets(
+    make_harness: MakeHarness, bound: int
+) -> None:
+    algorithm = {"intake": "bounded", "max_waiting_groups": bound, **ONE_PAIR}
+    harness = make_harness(algorithm=algorithm).start()
+    ages = []
+    for number in range(STEPS):
+        arrive(harness, f"{number:02}a", f"{number:02}b", at=100.0 + 2 * number)
+        assert harness.trainer.run_once()
+        ages.append(harness.told["staleness/total_max"])
+        assert len(groups(harness, None)) <= bound
+    # Two groups arrive with every step, so after `bound / 2` steps `bound` newer groups wait.
+    assert max(ages) == bound / 2 - 1
+    assert Counter(harness.session_codes().values())["trained"] == 2 * STEPS
+    lost = groups(harness, "skipped_for_newer")
+    assert len(lost) == STEPS - len(groups(harness, None))
+    assert harness.verdict(f"{lost[0]}-0").detail.startswith(
+        f"{bound} newer groups wait, and no more may (max_waiting_groups): sampled"
+    )
+    assert len(harness.pending) <= 3 * 2 * bound, "three entries of each waiting session"
+
+
+def test_a_bound_that_is_smaller_than_a_step_does_not_prevent_the_step(make_harness: MakeHarness) -> None:
+    algorithm = {"intake": "bounded", "max_waiting_groups": 1, "min_live_rows": 6, "max_rows": 6}
+    harness = make_harness(algorithm=algorithm).start()
+    arrive(harness, "a", "b", at=100.0)
+    assert not harness.trainer.run_once()
+    assert groups(harness, None) == ["a", "b"]
+    arrive(harness, "c", "d", "e", at=110.0)
+    assert harness.trainer.run_once()
+    assert (groups(harness, "trained"), groups(harness, "skipped_for_newer")) == (["c", "d", "e"], ["a", "b"])
+
+
+def test_a_replay_share_takes_the_oldest_groups_beside_the_newest(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"replay_share": 0.5, "min_live_rows": 4, "max_rows": 4}).start()
+    arrive(harness, "a", "b", "c", "d", "e", "f", at=100.0)
+    assert harness.trainer.run_once()
+    assert groups(harness, "trained") == ["a", "f"]
+    assert harness.trainer.run_once()
+    assert groups(harness, "trained") == ["a", "b", "e", "f"]
+
+
+class CountingStream(MemoryStream):
+    """Counts the verdicts that each session gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = Counter[str]()
+
+    def acknowledge(self, entry_ids: Any, verdicts: Verdicts) -> None:
+        self.given.update(list(verdicts.sessions))
+        super().acknowledge(entry_ids, verdicts)
+
+
+CHOICES = st.one_of(
+    st.builds(lambda share: {"intake": "newest", "replay_share": share}, st.sampled_from([0.0, 0.3, 0.9])),
+    st.just({"intake": "oldest"}),
+    st.builds(lambda bound: {"intake": "bounded", "max_waiting_groups": bound}, st.integers(1, 9)),
+)
+
+
+@given(
+    CHOICES,
+    st.fixed_dictionaries(
+        {"curriculum": st.sampled_from([None, {"memory": 1}]), "over_sampling": st.sampled_from([0.0, 0.4])}
+    ),
+    st.lists(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=6), min_size=1, max_size=8),
+    st.integers(1, 6),
+)
+@settings(max_examples=examples(40))
+def test_every_session_waits_or_has_exactly_one_verdict(
+    choice: dict[str, Any],
+    more: dict[str, Any],
+    arrivals: list[list[tuple[int, bool]]],
+    rows: int,
+) -> None:
+    """Each round some groups arrive, of one to three sessions whose rewards differ or not; then comes a step
+    if there is one."""
+    algorithm = AlgorithmSettings.model_validate(
+        {
+            "min_live_rows": rows,
+            "max_rows": rows,
+            "max_staleness": 2,
+            "group_wait_s": 1e12,
+            **choice,
+            **more,
+        }
+    )
+    stream = CountingStream()
+    intake = Intake(
+        stream, algorithm, 64, Heartbeat(stream, SharedState(), 0.01), TrainerMetrics(CollectorRegistry())
+    )
+    agents, trained, opened = Agents(stream), list[str](), 0
+    version, early = 0, list[str]()
+    for number, arriving in enumerate(arrivals):
+        for place, (size, differ) in enumerate(arriving):
+            values = [float(differ and index == 0) for index in range(size)]
+            agents.group(
+                f"{number}.{place}",
+                values,
+                version=version,
+                at=100.0 + 10 * number + place,
+                task_id=str(size),
+            )
+            opened += size
+        intake.read()
+        batch = intake.select(version, algorithm, early)
+        selected = [each.group.group_id for each in batch.groups]
+        assert set(early) <= set(selected), "groups that are learned early stay in their step"
+        early = [] if batch.full else selected
+        if batch.full:
+            version += 1
+            trained += [row.session_id for group in batch.groups for row in group.planned]
+            made = [row for group in batch.groups for row in group.rows]
+            intake.mark_trained(batch.groups, made, TrainedStep(version, version, version - 1, 0, 0, 0))
+    intake.run_state(version, version)  # a checkpoint
+    intake.acknowledge()
+    assert len(trained) == len(set(trained)), "no session is trained twice"
+    assert max(stream.given.values(), default=1) == 1, "no session has two verdicts"
+    assert intake.backlog.waiting + len(stream.given) == opened, "no session is lost"
+
+
+GENTLE = {"lr": 1e-3, "warmup_steps": 0}
+
+
+def aged(make_harness: MakeHarness, stale: str, **algorithm: Any) -> Harness:
+    """A trainer at version 5 that takes tokens of versions 3 and newer."""
+    given = {"stale": stale, "max_staleness": 2} | algorithm
+    return make_harness(stale, algorithm=given, initial_version=5, optimizer=GENTLE).start()
+
+
+def episode(
+    harness: Harness, session_id: str, value: float, versions: list[int], group_id: str = "g", **fields: Any
+) -> None:
+    """One turn of a group of two; one token by each version."""
+    harness.agents.open(session_id, group_id, 2)
+    spans = tuple(Span(version, place, place + 1) for place, version in enumerate(versions))
+    output = [10 + place for place in range(len(versions))]
+    harness.agents.call(turn(session_id, f"{session_id}-t", output_ids=output, versions=spans, **fields))
+    harness.agents.finish(session_id, value)
+
+
+def unfinished(harness: Harness, session_id: str, version: int, policy: str = "policy") -> None:
+    """A session of another group that this version has sampled, and that goes on."""
+    harness.agents.open(session_id, session_id, 2)
+    sampled = turn(session_id, f"{session_id}-t", output_ids=[10, 11], version=version, policy=policy)
+    harness.agents.call(sampled)
+
+
+def pair_of_now(harness: Harness) -> None:
+    episode(harness, "a", 1.0, [5])
+    episode(harness, "b", 0.0, [5])
+
+
+@pytest.mark.parametrize(
+    ("stale", "versions"),
+    [("drop", [2, 5, 5]), ("mask", [2, 1, 2])],
+    ids=["one old token where rollouts are dropped", "only old tokens where tokens are masked"],
+)
+def test_a_rollout_is_stale(make_harness: MakeHarness, stale: str, versions: list[int]) -> None:
+    harness = aged(make_harness, stale)
+    episode(harness, "a", 1.0, versions)
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert not harness.trainer.run_once()
+    assert harness.session_codes() == {"a": "stale", "b": "zero_advantage"}
+
+
+def test_masked_tokens_are_not_trained_and_newer_ones_are(make_harness: MakeHarness) -> None:
+    harness = aged(make_harness, "mask")
+    episode(harness, "a", 1.0, [2, 2, 5])
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert harness.trainer.run_once()
+    metrics = harness.told
+    assert metrics["staleness/masked_frac"] == pytest.approx(2 / 6)
+    assert metrics["is/masked_frac"] == pytest.approx(2 / 6)
+    assert harness.session_codes() == {"a": "trained", "b": "trained"}
+
+
+def test_corrected_tokens_are_trained_however_old(make_harness: MakeHarness) -> None:
+    harness = aged(make_harness, "correct")
+    episode(harness, "a", 1.0, [1, 1, 1])
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert harness.trainer.run_once()
+    assert harness.told["staleness/total_max"] == 4.0
+    assert harness.told["staleness/masked_frac"] == 0.0
+
+
+@pytest.mark.parametrize(("most", "version"), [(2, 3), (0, 5)], ids=["some staleness", "synchronous"])
+def test_a_step_waits_for_the_rollouts_that_it_would_make_too_old(
+    make_harness: MakeHarness, most: int, version: int
+) -> None:
+    harness = aged(make_harness, "wait", max_staleness=most)
+    unfinished(harness, "late", version)
+    pair_of_now(harness)
+    assert not harness.trainer.run_once()
+    assert harness.waits_for.startswith("1 unfinished sessions, which the next step would make")
+    harness.agents.finish("late", 1.0)
+    harness.agents.episode("later", 0.0, group_id="late", size=2, version=5, output_ids=[12, 1])
+    assert harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"trained"}
+
+
+def test_a_step_does_not_wait_if_waiting_cannot_help(make_harness: MakeHarness) -> None:
+    """One session stays young enough, one is too old already, one is an evaluation, and one has no reward and
+    may never get one."""
+    harness = aged(make_harness, "wait")
+    unfinished(harness, "young", 4)
+    unfinished(harness, "old", 2)
+    unfinished(harness, "exam", 3, "policy@3")
+    unfinished(harness, "poor", 3)
+    harness.agents.finish("poor")
+    pair_of_now(harness)
+    assert harness.trainer.run_once()
+
+
+def test_a_masked_outlier_does_not_drop_newer_tokens_of_its_row(make_harness: MakeHarness) -> None:
+    """The masked token is an outlier, for which the mask of outliers would drop the whole row."""
+    harness = aged(make_harness, "mask", masks=[{"name": "outlier", "low": 1e-4, "high": 100.0}])
+    episode(harness, "a", 1.0, [1, 5, 5], logprobs=[-60.0, -4.0, -4.0])
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert harness.trainer.run_once()
+    assert harness.told["is/masked_frac"] == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize(
+    ("measured", "mode"),
+    [
+        ({}, "correct"),
+        ({"mismatch/ess": 0.9, "mismatch/k3": 0.01}, "correct"),
+        ({"mismatch/ess": 0.4, "mismatch/k3": 0.01}, "mask"),
+        ({"mismatch/ess": 0.9, "mismatch/k3": 0.2}, "mask"),
+    ],
+)
+def test_auto_corrects_while_the_last_step_measured_well(measured: dict[str, float], mode: str) -> None:
+    assert AlgorithmSettings(stale="auto").after(measured).stale == mode
+
+
+def test_auto_masks_after_a_step_that_measured_badly(make_harness: MakeHarness) -> None:
+    harness = aged(make_harness, "auto", auto_min_ess=0.99, auto_max_kl=100.0)
+    episode(harness, "a", 1.0, [1, 1, 1])
+    episode(harness, "b", 0.0, [5, 5, 5])
+    assert harness.trainer.run_once()
+    assert harness.told["mismatch/ess"] < 0.99
+    episode(harness, "c", 1.0, [1, 1], "h")
+    episode(harness, "d", 0.0, [6, 6], "h")
+    assert not harness.trainer.run_once()
+    assert harness.session_codes()["c"] == "stale"
+
+
+@pytest.mark.parametrize(("intake", "ages"), [("newest", [0] * 6), ("oldest", [0, 1, 1, 2, 2, 2])])
+def test_with_twice_the_traffic_that_can_be_trained_the_newest_rollouts_are(
+    make_harness: MakeHarness, intake: str, ages: list[int]
+) -> None:
+    most = 2
+    bounds = {"intake": intake, "max_staleness": most, "min_live_rows": 2, "max_rows": 2}
+    harness = make_harness(algorithm=bounds).start()
+    found = []
+    for number in range(6):
+        for half in (0, 1):
+            versions = (Span(harness.trainer.version, 0, 3),)
+            at = 100.0 + 2 * number + half
+            harness.agents.group(f"g{number}-{half}", [1.0, 0.0], versions=versions, at=at)
+        assert harness.trainer.run_once()
+        found.append(harness.told["staleness/total_max"])
+    assert found == ages
+    codes = Counter(harness.session_codes().values())
+    lost = "skipped_for_newer" if intake == "newest" else "stale"
+    assert codes["trained"] == 2 * 6
+    assert codes.keys() == {"trained", lost, None}
+    assert codes[None] <= 2 * 2 * (most + 1)
+
+
+def test_a_group_that_was_passed_over_is_trained_if_nothing_newer_is_there(make_harness: MakeHarness) -> None:
+    harness = make_harness(algorithm={"min_live_rows": 2, "max_rows": 2}).start()
+    for name, at in (("a", 101.0), ("b", 102.0)):
+        harness.agents.group(name, [1.0, 0.0], at=at)
+    assert harness.trainer.run_once()
+    assert harness.session_codes() | {"a-0": None} == harness.session_codes()
+    assert harness.trainer.run_once()
+    assert set(harness.session_codes().values()) == {"trained"}

@@ -1,6 +1,7 @@
-"""After a pass that does not fit into the memory: smaller micro-batches, or no long rows."""
+"""After a pass that does not fit into the memory: smaller micro-batches, or no long rows. A group that ends
+the process is found over restarts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_queue.contract.errors import LeaseLost
 from tests.support.long_cases import cases
 from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.harness import Harness, MakeHarness
@@ -15,6 +17,7 @@ from trainer_service.__main__ import marked_if_out_of_memory
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import MicroBatch
 from trainer_service.sizing.memory import BUCKET
+from trainer_service.status.heartbeat import Stopped
 from trainer_service.step.memory_limit import OutOfMemory, first_too_long
 from trainer_service.storage.run_files import AttemptFile, OutOfMemoryMark
 
@@ -143,8 +146,7 @@ def assert_halved(
     struck = make_harness("struck", **settings, algorithm={"max_tokens": 2 * FITS}).start()
     limit(struck)
     for harness in (narrow, struck):
-        harness.agents.group("a", [1.0, 0.0])
-        assert harness.trainer.run_once()
+        harness.step("a")
         for number in range(4):
             long(harness, f"b{number}", 30)
     assert not struck.trainer.run_once()
@@ -157,7 +159,7 @@ def assert_halved(
         assert harness.trainer.run_once()
     weights = narrow.weights(), struck.weights()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert struck.shared_state.snapshot.metrics["micro_batch_tokens"] == FITS
+    assert struck.told["micro_batch_tokens"] == FITS
 
 
 def test_sessions_with_rows_that_do_not_fit_end_as_too_long_and_the_others_are_trained(
@@ -176,32 +178,20 @@ def test_sessions_with_rows_that_do_not_fit_end_as_too_long_and_the_others_are_t
         "longer-0",
         "longer-1",
     }
-    verdict = harness.stream.heads["long-0"].verdict
-    assert verdict is not None
-    assert verdict.detail == f"a row has {FITS + 1} tokens, at most {FITS} are trained"
+    assert harness.verdict("long-0").detail == f"a row has {FITS + 1} tokens, at most {FITS} are trained"
     assert harness.shared_state.snapshot.report().max_row_tokens == FITS, "gateways tell it to agents"
     for name in ("a", "b"):
         long(harness, name, 10)
     assert harness.trainer.run_once()
     assert set(harness.session_codes().values()) == {"too_long", "trained"}
-
-
-def test_the_bounds_hold_for_the_run(make_harness: MakeHarness) -> None:
-    harness = make_harness(algorithm={"max_tokens": 2 * FITS}).start()
-    limit_memory(harness)
-    for name in "ab":
-        long(harness, name, 30)
-    long(harness, "c", 2 * FITS)
-    for _ in range(3):
-        harness.trainer.run_once()
-    assert harness.session_codes()["c-0"] == "too_long"
     harness = harness.restart()
     limit_memory(harness)
-    long(harness, "d", 2 * FITS)
-    long(harness, "e", 30)
+    long(harness, "after", 3 * FITS)
+    for name in ("c", "d", "e", "f"):
+        long(harness, name, 10)
     assert harness.trainer.run_once(), "no pass fails any more"
     codes = harness.session_codes()
-    assert (codes["d-0"], codes["e-0"]) == ("too_long", "trained")
+    assert (codes["after-0"], codes["f-0"]) == ("too_long", "trained")
 
 
 def test_an_early_pass_that_does_not_fit_is_not_repeated_before_the_step(make_harness: MakeHarness) -> None:
@@ -215,8 +205,8 @@ def test_an_early_pass_that_does_not_fit_is_not_repeated_before_the_step(make_ha
         assert not each.trainer.run_once()
         long(each, "d", 30)
         assert each.trainer.run_once()
-    assert spared.shared_state.snapshot.metrics["early_frac"] > 0
-    assert harness.shared_state.snapshot.metrics["early_frac"] == 0
+    assert spared.told["early_frac"] > 0
+    assert harness.told["early_frac"] == 0
     assert set(harness.session_codes().values()) == {"trained"}
 
 
@@ -256,7 +246,7 @@ def test_a_rank_that_ended_without_memory_halves_the_micro_batches_at_once(make_
             harness.trainer.run_once()
     harness = harness.restart()
     assert harness.trainer.run_once()
-    assert harness.shared_state.snapshot.metrics["micro_batch_tokens"] == FITS // 2
+    assert harness.told["micro_batch_tokens"] == FITS // 2
 
 
 def test_a_row_that_fits_only_without_a_gradient_is_found(make_harness: MakeHarness) -> None:
@@ -343,9 +333,7 @@ def test_a_step_whose_rows_all_fit_alone_ends_the_process_and_is_noted(make_harn
         (RuntimeError("CUDA error: device-side assert triggered"), False),
     ],
 )
-def test_a_process_leaves_a_mark_only_if_an_allocation_failed(
-    tmp_path: Path, error: Exception, marked: bool
-) -> None:
+def test_only_an_allocation_that_failed_leaves_a_mark(tmp_path: Path, error: Exception, marked: bool) -> None:
     with pytest.raises(type(error)), marked_if_out_of_memory(tmp_path):
         raise error
     assert OutOfMemoryMark(tmp_path).take() == marked
@@ -365,3 +353,86 @@ def test_the_shortest_row_that_does_not_fit_is_found_by_bisection(bound: int) ->
     expected = min((len(row) for row in rows if len(row) > bound), default=None)
     assert (None if found is None else len(found)) == expected
     assert len(tried) <= 4, "one more than the logarithm of the number of rows"
+
+
+class MemoryIsUsedUp(BaseException):
+    """Stands for the signal with which the kernel ends a process whose memory is used up."""
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killing(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(policy: DeepSpeedPolicy, batch: MicroBatch, *given: Any) -> Any:
+            if len(batch.ids_N) > FITS:
+                raise MemoryIsUsedUp
+            return compute(policy, batch, *given)
+
+        return computed
+
+    for name in ("logprobs", "scores", "gradient_norm"):
+        monkeypatch.setattr(DeepSpeedPolicy, name, killing(getattr(DeepSpeedPolicy, name)))
+
+
+def processes(harness: Harness, done: Callable[[Harness], bool]) -> Iterator[Harness]:
+    """The processes that it takes until `done`, each begun after the last one was killed."""
+    yield harness
+    while not done(harness):
+        try:
+            harness.trainer.run_once()
+        except MemoryIsUsedUp:
+            harness = harness.restart()
+            yield harness
+
+
+def trained(harness: Harness, *sessions: str) -> bool:
+    codes = harness.session_codes()
+    return all(codes[name] == "trained" for name in sessions)
+
+
+def test_a_row_that_does_not_fit_ends_its_group_and_the_others_are_trained(
+    make_harness: MakeHarness, small_memory: None
+) -> None:
+    harness = make_harness(algorithm={"min_live_rows": 4, "max_tokens": 30}).start()
+    harness.agents.group("healthy", [1.0, 0.0])
+    for reward in (1.0, 0.0):
+        long = {"output_ids": [10] * FITS, "logprobs": [-1.0] * FITS}
+        harness.agents.episode(f"long-{reward}", reward, group_id="long", size=2, **long)
+    harness.agents.group("later", [1.0, 0.0])
+    used = list(processes(harness, lambda now: trained(now, "healthy-0", "later-0")))
+    assert len(used) == 1 + 2 + 2, "the step ends the process twice, and so does the trial of the group"
+    codes = harness.session_codes()
+    assert (codes["long-1.0"], codes["long-0.0"]) == ("invalid", "invalid")
+    assert "computed this group's gradient alone" in harness.verdict("long-1.0").detail
+
+
+def test_micro_batches_that_do_not_fit_are_halved(make_harness: MakeHarness, small_memory: None) -> None:
+    bounds = {"min_live_rows": 16, "max_tokens": 2 * FITS}
+    harness = make_harness(algorithm=bounds).start()
+    for name in "abcdefgh":
+        harness.agents.group(name, [1.0, 0.0])
+    *_, last = processes(harness, lambda now: trained(now, "a-0", "h-0"))
+    for name in "ijklmnop":
+        last.agents.group(name, [1.0, 0.0])
+    assert last.trainer.run_once()
+    assert set(last.session_codes().values()) == {"trained"}
+
+
+@pytest.mark.parametrize("reason", [Stopped, LeaseLost])
+def test_a_process_that_ends_for_another_reason_raises_no_suspicion(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, reason: type[Exception]
+) -> None:
+    def ending(*_: Any) -> Any:
+        raise reason
+
+    harness = make_harness().start()
+    harness.agents.group("g", [1.0, 0.0])
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(DeepSpeedPolicy, "scores", ending)
+            with pytest.raises(reason):
+                harness.trainer.run_once()
+        harness = harness.restart()
+    norms: list[object] = []
+    monkeypatch.setattr(harness.policy, "gradient_norm", norms.append)  # a trial asks for it
+    assert harness.trainer.run_once()
+    assert not norms

@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from fastapi.testclient import TestClient
-from prometheus_client import CollectorRegistry
 
-from rollout_queue.http.keys import Keyring
 from tests.support.long_cases import cases
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
-from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner
+from tests.support.trainer_service.random_rows import MakeLearner
 from tests.support.trainer_service.same_training import differs_by
-from trainer_service.app import create_app
 from trainer_service.status.heartbeat import Stopped
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
@@ -24,14 +19,7 @@ from trainer_service.storage.run_state import RunState
 GUARDS = {"max_abs_logp": 100.0, "reward_drop": None, "recovery_lr_factor": 0.5}
 """Only a step whose tokens have absurd log-probabilities raises an alarm."""
 STRANGE = [-400.0] * 3
-
 numbers = itertools.count()
-
-
-def door(harness: Harness) -> TestClient:
-    keyring, registry = Keyring([], ["admin"]), CollectorRegistry()
-    app = create_app(harness.shared_state, harness.checkpoints.ledger, harness.store, keyring, registry)
-    return TestClient(app, headers={"authorization": "Bearer admin"})
 
 
 def good(harness: Harness, reward: float, **fields: Any) -> None:
@@ -45,13 +33,8 @@ def good(harness: Harness, reward: float, **fields: Any) -> None:
 def strange(harness: Harness) -> str:
     """A step that raises an alarm. Returns its group."""
     name = f"strange-{next(numbers)}"
-    harness.agents.group(name, [1.0, 0.0], version=harness.trainer.version, logprobs=STRANGE)
-    assert harness.trainer.run_once()
+    harness.step(name, version=harness.trainer.version, logprobs=STRANGE)
     return name
-
-
-def sleepless(harness: Harness) -> None:
-    harness.shared_state.sleep = lambda seconds: None  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -72,13 +55,14 @@ def test_an_alarm_brings_back_the_weights_of_the_best_version_and_the_training_g
     group = strange(harness)
     assert not harness.shared_state.paused
     assert differs_by(harness.weights(), harness.best) == 0  # type: ignore[attr-defined]
+    assert 4 not in harness.checkpoints.versions()
     assert harness.trainer.version == 5, "number 4 is that of the step that is undone"
-    assert [body["version"] for body in harness.gateway.announced] == [1, 2, 3, 5]
+    assert harness.gateway.announced_versions == [1, 2, 3, 5]
     assert harness.session_codes()[f"{group}-0"] == "trained"
     good(harness, 0.5)
     assert harness.trainer.step == 5
-    assert [row.step for row in harness.checkpoints.ledger(0, 10)] == [1, 2, 3, 4, 5]
-    said = door(harness).get("/rollback").json()
+    assert [row.step for row in harness.ledger] == [1, 2, 3, 4, 5]
+    said = harness.door().get("/rollback").json()
     assert said["lr_scale"] == 0.5
     (recovery,) = said["recoveries"]
     assert (recovery["version"], recovery["restored"], recovery["step"]) == (5, 1, 4)
@@ -87,22 +71,20 @@ def test_an_alarm_brings_back_the_weights_of_the_best_version_and_the_training_g
     assert harness.registry.get_sample_value("weir_trainer_recoveries_total", {"by": "guard"}) == 1
 
 
-def test_the_version_of_an_alarm_is_in_no_checkpoint(harness: Harness) -> None:
-    strange(harness)
-    assert 4 not in harness.checkpoints.versions()
-
-
-def test_what_undone_versions_sampled_is_not_trained(harness: Harness) -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_undone_versions_sampled_is_not_trained(harness: Harness, restarted: bool) -> None:
     for name, version in (("of-1", 1), ("of-3", 3)):
         harness.agents.group(name, [1.0, 0.0], version=version)
     strange(harness)  # takes the newest group alone
-    while harness.trainer.run_once():
+    again = harness.restart() if restarted else harness
+    assert again.trainer.version == 5
+    assert differs_by(again.weights(), harness.best) == 0  # type: ignore[attr-defined]
+    while again.trainer.run_once():
         pass
-    codes = harness.session_codes()
+    codes = again.session_codes()
     assert (codes["of-1-0"], codes["of-3-0"]) == ("trained", "stale")
-    verdict = harness.stream.heads["of-3-0"].verdict
-    assert verdict is not None
-    assert verdict.detail == "sampled by version 3, and the training went back to version 1"
+    why = "sampled by version 3, and the training went back to version 1"
+    assert again.verdict("of-3-0").detail == why
 
 
 def test_after_so_many_recoveries_an_alarm_holds_the_training(make_harness: MakeHarness) -> None:
@@ -124,16 +106,6 @@ def test_a_training_that_never_helped_is_held(make_harness: MakeHarness) -> None
     strange(harness)
     assert harness.shared_state.paused
     assert harness.gateway.served == 0
-
-
-def test_a_recovery_outlives_a_restart(harness: Harness) -> None:
-    strange(harness)
-    harness.agents.group("of-3", [1.0, 0.0], version=3)
-    again = harness.restart()
-    assert differs_by(again.weights(), harness.best) == 0  # type: ignore[attr-defined]
-    assert again.trainer.version == 5
-    again.trainer.run_once()
-    assert again.session_codes()["of-3-0"] == "stale"
 
 
 def test_the_learning_rate_is_cut_for_good(make_harness: MakeHarness) -> None:
@@ -163,16 +135,16 @@ def test_a_trainer_that_dies_in_a_recovery_trains_nothing_twice(
         strange(harness)
     monkeypatch.undo()
     again = harness.restart()
-    sleepless(again)
+    again.sleepless()
     while again.trainer.run_once():
         pass
     assert not again.shared_state.paused
     assert differs_by(again.weights(), harness.best) == 0  # type: ignore[attr-defined]
-    trained = Counter(turn for row in again.checkpoints.ledger(0, 100) for turn in row.turns)
+    trained = Counter(turn for row in again.ledger for turn in row.turns)
     assert set(trained.values()) == {1}
     assert {name for name, code in again.session_codes().items() if code != "trained"} == set()
     assert again.gateway.announced[-1]["version"] == again.trainer.version
-    assert len(door(again).get("/rollback").json()["recoveries"]) == 1
+    assert len(again.door().get("/rollback").json()["recoveries"]) == 1
 
 
 def test_a_stop_between_an_alarm_and_the_recovery_makes_no_bad_weights_last(
@@ -190,7 +162,7 @@ def test_a_stop_between_an_alarm_and_the_recovery_makes_no_bad_weights_last(
     monkeypatch.setattr(harness.trainer.publisher, "reserve", stops_at_the_second)
     monkeypatch.setattr(harness.trainer, "start", lambda: None)
     harness.trainer.run()
-    assert [row.step for row in harness.checkpoints.ledger(0, 10)] == [1, 2, 3]
+    assert [row.step for row in harness.ledger] == [1, 2, 3]
     harness.shared_state.pause()
     again = harness.restart()
     assert again.trainer.run_once()
@@ -249,30 +221,7 @@ def test_a_group_that_waits_over_restarts_is_counted_once(make_harness: MakeHarn
     assert not harness.shared_state.paused
 
 
-def rolled_back(harness: Harness, version: int) -> Any:
-    """The answer to an operator who asks for this version."""
-    asked = harness.shared_state.request_rollback(version)
-    sleepless(harness)
-    harness.trainer.run_once()
-    return asked
-
-
-def test_an_operator_goes_back_to_a_version_that_has_a_checkpoint(harness: Harness) -> None:
-    versions = door(harness).get("/rollback").json()["versions"]
-    assert versions == sorted(harness.checkpoints.versions())
-    assert 1 in versions
-    answer = rolled_back(harness, 1).result(0)
-    assert answer.version == harness.trainer.version == 4
-    assert differs_by(harness.weights(), harness.best) == 0  # type: ignore[attr-defined]
-    assert harness.gateway.served == 4
-    (recovery,) = door(harness).get("/rollback").json()["recoveries"]
-    assert not recovery["automatic"]
-    good(harness, 0.5)
-    with pytest.raises(Exception, match="no checkpoint has version 77; these have one: 1, "):
-        rolled_back(harness, 77).result(0)
-
-
-def test_the_door_refuses_a_version_without_a_checkpoint(
+def test_an_operator_goes_back_to_a_version_that_has_a_checkpoint(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = harness.shared_state.request_rollback
@@ -284,15 +233,23 @@ def test_the_door_refuses_a_version_without_a_checkpoint(
         return asked
 
     monkeypatch.setattr(harness.shared_state, "request_rollback", answered)
-    sleepless(harness)
-    client = door(harness)
+    harness.sleepless()
+    client = harness.door()
+    versions = client.get("/rollback").json()["versions"]
+    assert versions == sorted(harness.checkpoints.versions())
+    assert 1 in versions
     refused = client.post("/rollback", json={"version": 77})
     assert (refused.status_code, refused.json()["error"]["param"]) == (404, "version")
-    assert "these have one: 1, " in refused.json()["error"]["message"]
+    assert "no checkpoint has version 77; these have one: 1, " in refused.json()["error"]["message"]
     for body in ({}, {"version": "1"}, {"version": -1}, {"version": 1, "more": 2}):
         assert client.post("/rollback", json=body).status_code in (400, 422)
     done = client.post("/rollback", json={"version": 1})
     assert done.json() == {"version": 4, "restored": 1, "step": 3}
+    assert differs_by(harness.weights(), harness.best) == 0  # type: ignore[attr-defined]
+    assert harness.gateway.served == harness.trainer.version == 4
+    (recovery,) = client.get("/rollback").json()["recoveries"]
+    assert not recovery["automatic"]
+    good(harness, 0.5)
 
 
 def test_a_held_training_that_an_operator_sets_back_waits_for_its_resume(make_harness: MakeHarness) -> None:
@@ -301,9 +258,12 @@ def test_a_held_training_that_an_operator_sets_back_waits_for_its_resume(make_ha
     good(harness, 0.9)
     strange(harness)
     assert harness.shared_state.paused
-    rolled_back(harness, 1).result(0)
+    asked = harness.shared_state.request_rollback(1)
+    harness.sleepless()
+    harness.trainer.run_once()
+    asked.result(0)
     assert harness.shared_state.paused
-    assert harness.shared_state.snapshot.waiting_for == "POST /resume"
+    assert harness.waits_for == "POST /resume"
     assert not harness.restart().shared_state.paused, "no reason holds it any more"
 
 
@@ -311,7 +271,7 @@ def test_a_held_training_that_an_operator_sets_back_waits_for_its_resume(make_ha
 def test_a_paused_trainer_reads_on(make_harness: MakeHarness, traffic: str) -> None:
     """Otherwise the stream would fill up Redis. Evaluations count meanwhile."""
     harness = make_harness(paused_traffic=traffic).start()
-    sleepless(harness)
+    harness.sleepless()
     harness.shared_state.pause()
     harness.agents.evaluate("evaluation", 0.5)
     harness.agents.group("flat", [1.0, 1.0])
@@ -328,7 +288,7 @@ def test_a_paused_trainer_reads_on(make_harness: MakeHarness, traffic: str) -> N
 
 def test_a_trainer_says_whether_it_refuses_sessions_while_it_is_paused(make_harness: MakeHarness) -> None:
     harness = make_harness(paused_traffic="refuse").start()
-    sleepless(harness)
+    harness.sleepless()
     assert harness.stream.trainer["refuses_training"] == "false"
     harness.shared_state.pause()
     harness.trainer.run_once()
@@ -363,9 +323,4 @@ def test_weights_optimizer_and_schedule_are_those_of_the_checkpoint(
     checkpoints.load(went.leader, 1, rate_scale=1.0)
     told = [learner.learn(4) for learner in (went, never)]
     assert told[0] == told[1]
-    assert same(went, never)
-
-
-def same(one: OneRankLearner, other: OneRankLearner) -> bool:
-    first, second = one.exported(), other.exported()
-    return all(torch.equal(value, second[name]) for name, value in first.items())
+    assert differs_by(went.exported(), never.exported()) == 0

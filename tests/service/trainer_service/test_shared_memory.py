@@ -12,15 +12,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from pydantic import ValidationError
 
 from rollout_queue.memory import MemoryStream
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.rollout_server.in_process import ServerThread, memory_sharing, server_thread
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.memory_server import MemoryServer
+from tests.support.trainer_service.same_training import differs_by
 from tests.support.waiting import PATIENCE_S, wait_until
-from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.shared_state import SharedState
 from trainer_service.step import device_memory
@@ -30,7 +29,6 @@ from trainer_service.step.group_trainer import Diverged
 URL = "http://engine:8100"
 SHARED: dict[str, Any] = {"memory": "shared", "shared_with": [URL]}
 WHOLE = ["release", "reload_states", "step", "offload_states", "resume"]
-
 MakeShared = Callable[..., tuple[Harness, MemoryServer]]
 
 
@@ -85,7 +83,7 @@ def test_the_weights_and_checkpoints_are_the_same_as_with_memory_of_its_own(
     for harness in (one, other):
         for step in range(2):
             harness.step(f"g{step}")
-    assert _same(one.weights(), other.weights())
+    assert differs_by(one.weights(), other.weights()) == 0
     assert _published(one) == _published(other)
     successor = Harness(
         other.root,
@@ -97,18 +95,14 @@ def test_the_weights_and_checkpoints_are_the_same_as_with_memory_of_its_own(
     ).start()
     for harness in (one, successor):
         harness.step("last")
-    assert _same(one.weights(), successor.weights()), "the checkpoint had the optimizer's state, too"
-
-
-def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(left[name], right[name]) for name in left)
+    assert differs_by(one.weights(), successor.weights()) == 0, (
+        "the checkpoint had the optimizer's state, too"
+    )
 
 
 def _published(harness: Harness) -> list[bytes]:
-    return [
-        (harness.store.path_of(version) / "model.safetensors").read_bytes()
-        for version in harness.store.versions()
-    ]
+    paths = (harness.store.path_of(version) for version in harness.store.versions())
+    return [(path / "model.safetensors").read_bytes() for path in paths]
 
 
 def test_the_weights_of_policy_and_critic_are_elsewhere_between_steps(make_shared: MakeShared) -> None:
@@ -173,31 +167,34 @@ def test_a_step_that_fails_leaves_the_memory_to_the_end_of_its_time(make_shared:
     assert server.events[-1] == "step"
 
 
-def test_a_trainer_does_not_train_before_the_engine_has_given_its_memory(make_shared: MakeShared) -> None:
-    harness, server = make_shared()
-    server.events.clear()
-    server.away = 3
-    told: list[str] = []
-    server.on_refusal = lambda: told.append(harness.shared_state.snapshot.waiting_for)
-    harness.step("g")
-    assert server.events[:3] == ["release", "reload_states", "step"]
-    assert URL in told[-1]
-    assert "refused" in told[-1]
-
-
-def test_a_trainer_that_is_told_to_stop_while_it_waits_for_the_memory_ends(make_shared: MakeShared) -> None:
-    harness, server = make_shared()
-    server.events.clear()
-    server.away, server.on_refusal = 10**9, harness.shared_state.stop
-    harness.agents.group("g", [1.0, 0.0])
-    with pytest.raises(Stopped):
-        harness.trainer.run_once()
-    assert "step" not in server.events
-
-
-def test_the_engine_is_asked_again_during_a_long_step(
-    make_shared: MakeShared, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_trainer_does_not_train_before_the_engine_has_given_its_memory(
+    make_shared: MakeShared, stops: bool
 ) -> None:
+    """If it is told to stop while it waits, it ends."""
+    harness, server = make_shared()
+    server.events.clear()
+    told: list[str] = []
+
+    def refused() -> None:
+        told.append(harness.waits_for)
+        if stops:
+            harness.shared_state.stop()
+
+    server.away, server.on_refusal = 10**9 if stops else 3, refused
+    harness.agents.group("g", [1.0, 0.0])
+    if stops:
+        with pytest.raises(Stopped):
+            harness.trainer.run_once()
+        assert "step" not in server.events
+    else:
+        assert harness.trainer.run_once()
+        assert server.events[:3] == ["release", "reload_states", "step"]
+        assert URL in told[-1]
+        assert "refused" in told[-1]
+
+
+def test_a_long_step_asks_the_engine_again(make_shared: MakeShared, monkeypatch: pytest.MonkeyPatch) -> None:
     harness, server = make_shared()
     monkeypatch.setattr(device_memory, "ASK_EVERY_S", 0.01)
     step = harness.policy.step
@@ -281,23 +278,7 @@ def test_nothing_is_learned_early_while_the_engine_samples(make_shared: MakeShar
     harness.agents.group("g0", [1.0, 0.0])
     assert not harness.trainer.run_once()
     assert server.events == []
-    assert "already learned" not in harness.shared_state.snapshot.waiting_for
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({**SHARED, "zero_stage": 0}, "zero_stage 1 or 2"),
-        ({**SHARED, "zero_stage": 3}, "zero_stage 1 or 2"),
-        ({"memory": "shared"}, "trainer.shared_with"),
-        ({"shared_with": [URL]}, "trainer.memory"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_by_name(
-    model_path: Path, settings: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValidationError, match=said):
-        TrainerSettings(model_path=model_path, **settings)
+    assert "already learned" not in harness.waits_for
 
 
 @pytest.fixture

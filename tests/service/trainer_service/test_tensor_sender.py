@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
@@ -55,10 +56,15 @@ def tensors(fill: float = 1.0) -> list[HostTensor]:
 
 @pytest.fixture
 def sender() -> Iterator[TensorSender]:
-    settings = CollectiveSettings(senders=1, timeout_s=TIMEOUT_S)
-    sender = TensorSender(settings, CPU, bucket_bytes=128)
+    sender = TensorSender(CollectiveSettings(senders=1, timeout_s=TIMEOUT_S), CPU, bucket_bytes=128)
     yield sender
     sender.close()
+
+
+@pytest.fixture
+def app(sender: TensorSender, tmp_path: Path) -> FastAPI:
+    store, keys = PolicyStore(tmp_path / "policies", tmp_path, keep=2), Keyring(["client"], ["admin"])
+    return create_app(SharedState(), lambda *_: [], store, keys, CollectorRegistry(), sender)
 
 
 def begun(sender: TensorSender, version: int = 1) -> Joining:
@@ -182,9 +188,9 @@ def test_an_engine_that_hangs_delays_the_next_snapshot_by_the_timeout_only(
         tensor.value.fill_(2.0)
     assert turns >= 10
     try:  # what it still gets belongs to the old snapshot
-        received = receive_bucket(group, joining.buckets[1])
+        received = receive_bucket(group, joining.buckets[1], timeout_s=1.0)
         assert all(bool((value == 1.0).all()) for value in received.values())
-        receive_bucket(group, joining.buckets[2])
+        receive_bucket(group, joining.buckets[2], timeout_s=1.0)
     except RuntimeError:
         pass
     else:
@@ -218,10 +224,7 @@ def test_both_sides_compute_the_same_fingerprint(tmp_path: Path, dtype: torch.dt
     assert fingerprint_of_file(path, read_header(path)["weight"]) != fingerprint(value)
 
 
-def test_rollout_servers_ask_with_the_admin_key(sender: TensorSender, tmp_path: Path) -> None:
-    store = PolicyStore(tmp_path / "policies", tmp_path, keep=2)
-    keyring = Keyring(["client"], ["admin"])
-    app = create_app(SharedState(), lambda *_: [], store, keyring, CollectorRegistry(), sender)
+def test_rollout_servers_ask_with_the_admin_key(sender: TensorSender, app: FastAPI) -> None:
     client = TestClient(app)
     body = WISH.model_copy(update={"wait_s": 0.2}).model_dump()
     assert client.post("/collective/1", json=body).status_code == 401
@@ -238,17 +241,14 @@ def test_rollout_servers_ask_with_the_admin_key(sender: TensorSender, tmp_path: 
     wait_until(lambda: client.delete(f"/collective/{joining.group}").json() == {"ended": False})
 
 
-def test_a_rollout_server_that_went_away_takes_no_sender(sender: TensorSender, tmp_path: Path) -> None:
-    store = PolicyStore(tmp_path / "policies", tmp_path, keep=2)
-    app = create_app(SharedState(), lambda *_: [], store, Keyring([], []), CollectorRegistry(), sender)
+def test_a_rollout_server_that_went_away_takes_no_sender(sender: TensorSender, app: FastAPI) -> None:
     sender.offer(1, DIGEST, tensors())
     first = begun(sender)
     group = join(first)
     with serving(app) as url:
+        patience, admin = httpx.Timeout(PATIENCE_S, read=0.5), {"x-api-key": "admin"}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                f"{url}/collective/1", json=WISH.model_dump(), timeout=httpx.Timeout(PATIENCE_S, read=0.5)
-            )
+            httpx.post(f"{url}/collective/1", json=WISH.model_dump(), timeout=patience, headers=admin)
         waiting = sender.join(1, WISH)
         with pytest.raises(TimeoutError):
             waiting.result(2 * DISCONNECT_POLL_S)

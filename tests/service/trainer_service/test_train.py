@@ -1,4 +1,5 @@
-"""The loop on a stream in memory: which groups are trained, when entries are acknowledged, and crashes."""
+"""The loop on a stream in memory: which groups are trained, when checkpoints are made and entries
+acknowledged, and crashes."""
 
 import json
 from collections.abc import Sequence
@@ -7,22 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rollout_queue.contract.stream import Verdicts
+from tests.support.long_cases import cases
+from tests.support.trainer_service.crash import Crash, crash
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
+from tests.support.trainer_service.publications import InlineExecutor, LateExecutor
+from tests.support.trainer_service.same_training import differs_by
 from tests.support.turned_clock import TurnedClock
-from trainer_service.status.heartbeat import Stopped
-from trainer_service.step.group_trainer import Diverged
 from trainer_service.storage.checkpoint import CURRENT
+from trainer_service.storage.checkpoint_cycle import CHEAP
 from trainer_service.storage.files import write_atomically
-
-
-class Crash(Exception):
-    """The process dies here."""
-
-
-def crash(*_: object, **__: object) -> None:
-    raise Crash
 
 
 def crash_at_current(path: Path, content: bytes) -> None:
@@ -32,10 +29,6 @@ def crash_at_current(path: Path, content: bytes) -> None:
     write_atomically(path, content)
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(left[name], right[name]) for name in left)
-
-
 def test_a_group_trains_when_its_last_member_ends(harness: Harness) -> None:
     harness.agents.episode("a", 1.0, group_id="g", size=2)
     assert not harness.trainer.run_once()
@@ -43,11 +36,10 @@ def test_a_group_trains_when_its_last_member_ends(harness: Harness) -> None:
     harness.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
     assert harness.trainer.run_once()
     assert harness.session_codes() == {"a": "trained", "b": "trained"}
-    verdict = harness.stream.heads["a"].verdict
-    assert verdict is not None
+    verdict = harness.verdict("a")
     assert (verdict.step, verdict.version) == (1, 1)
     assert harness.stream.heads["a"].turn_verdicts["a-t"].code == "trained"
-    assert not list(harness.stream.reclaim())
+    assert not harness.pending
 
 
 def test_training_makes_rewarded_tokens_likelier(make_harness: MakeHarness) -> None:
@@ -55,7 +47,7 @@ def test_training_makes_rewarded_tokens_likelier(make_harness: MakeHarness) -> N
     before = harness.weights()
     harness.agents.group("g", [1.0, 0.0])
     harness.trainer.run_once()
-    assert not same(before, harness.weights())
+    assert differs_by(before, harness.weights()) > 0
     rewarded, unrewarded = (_last_logprob(harness, [2, 3, 4, 10 + i]) for i in range(2))
     assert rewarded > unrewarded + 0.01
 
@@ -95,22 +87,16 @@ def test_a_crash_after_the_checkpoint_trains_nothing_twice(make_harness: MakeHar
         with pytest.raises(Crash):
             harness.trainer.run_once()
     trained = harness.weights()
-    assert len(list(harness.stream.reclaim())) == 6
+    assert len(harness.pending) == 6
     again = harness.restart()
     assert not again.trainer.run_once()
-    assert same(trained, again.weights())
+    assert differs_by(trained, again.weights()) == 0
     assert (again.trainer.step, again.trainer.version) == (1, 1)
     assert set(again.session_codes().values()) == {"trained"}
-    assert not list(harness.stream.reclaim())
-    assert [row.step for row in again.checkpoints.ledger(0, 10)] == [1]
-
-
-def test_a_crash_after_the_acknowledgement_counts_nothing_twice(make_harness: MakeHarness) -> None:
-    harness = make_harness().start()
-    harness.agents.group("g", [1.0, 0.0])
-    harness.trainer.run_once()
-    harness.restart()
-    assert harness.stream.counts["session:trained"] == 2
+    assert not harness.pending
+    assert [row.step for row in again.ledger] == [1]
+    again.restart()
+    assert harness.stream.counts["session:trained"] == 2, "nothing counts twice"
 
 
 def test_a_crash_before_the_checkpoint_trains_again_from_the_old_weights(make_harness: MakeHarness) -> None:
@@ -126,11 +112,11 @@ def test_a_crash_before_the_checkpoint_trains_again_from_the_old_weights(make_ha
     assert harness.session_codes()["h-0"] is None
     lost = harness.weights()
     again = harness.restart()
-    assert same(durable, again.weights())
+    assert differs_by(durable, again.weights()) == 0
     assert again.trainer.run_once()
-    assert same(lost, again.weights())
+    assert differs_by(lost, again.weights()) == 0
     assert again.session_codes()["h-0"] == "trained"
-    assert [(row.step, row.turns) for row in again.checkpoints.ledger(0, 10)] == [
+    assert [(row.step, row.turns) for row in again.ledger] == [
         (1, ["g-0-t", "g-1-t"]),
         (2, ["h-0-t", "h-1-t"]),
     ]
@@ -146,7 +132,7 @@ def test_a_restored_run_ends_bitwise_where_an_uninterrupted_one_does(make_harnes
         broken.trainer.run_once()
         broken = broken.restart()
     assert straight.trainer.step == broken.trainer.step == 3
-    assert same(straight.weights(), broken.weights())
+    assert differs_by(straight.weights(), broken.weights()) == 0
 
 
 def test_equal_rewards_and_single_rollouts_end_with_zero_advantage(harness: Harness) -> None:
@@ -157,39 +143,36 @@ def test_equal_rewards_and_single_rollouts_end_with_zero_advantage(harness: Harn
     alone = harness.stream.heads["alone"].verdict
     assert alone is not None
     assert alone.detail == "singleton group"
-    assert not list(harness.stream.reclaim())
+    assert not harness.pending
 
 
 def test_rollouts_of_a_version_too_old_are_stale(make_harness: MakeHarness) -> None:
+    """They count as dropped, not as a group of equal rewards. They are no part of the trainer's pace, or
+    gateways would admit as many again as were lost."""
     harness = make_harness(initial_version=9, algorithm={"max_staleness": 8}).start()
     harness.agents.group("old", [1.0, 0.0], version=0)
-    harness.agents.group("edge", [1.0, 0.0], version=1)
-    harness.trainer.run_once()
+    harness.step("edge", version=1)
     codes = harness.session_codes()
     assert (codes["old-0"], codes["edge-0"]) == ("stale", "trained")
+    assert [harness.told[f"group/{name}"] for name in ("live", "zero_var", "dropped")] == [1, 0, 2]
+    assert float(harness.stream.trainer["rollouts_per_step"]) == 2
 
 
-def test_a_group_goes_on_without_members_that_failed(harness: Harness) -> None:
-    harness.agents.episode("a", 1.0, group_id="g", size=4)
-    harness.agents.episode("b", 0.0, group_id="g", size=4, output_ids=[12, 1])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_group_goes_on_without_members_that_failed(harness: Harness, restarted: bool) -> None:
     harness.agents.open("c", "g", 4)
     harness.agents.finish("c", status="failed")
     harness.agents.open("d", "g", 4)
     harness.agents.call(turn("d", "d-t"))
     harness.agents.finish("d", status="truncated")
+    assert not harness.trainer.run_once()
+    if restarted:
+        harness = harness.restart()
+    harness.agents.episode("a", 1.0, group_id="g", size=4)
+    harness.agents.episode("b", 0.0, group_id="g", size=4, output_ids=[12, 1])
     assert harness.trainer.run_once()
     assert harness.session_codes() == {"a": "trained", "b": "trained", "c": None, "d": "truncated"}
-    assert not list(harness.stream.reclaim())
-
-
-def test_an_ended_member_still_counts_after_a_restart(harness: Harness) -> None:
-    harness.agents.open("c", "g", 3)
-    harness.agents.finish("c", status="failed")
-    assert not harness.trainer.run_once()
-    harness = harness.restart()
-    harness.agents.episode("a", 1.0, group_id="g", size=3)
-    harness.agents.episode("b", 0.0, group_id="g", size=3, output_ids=[12, 1])
-    assert harness.trainer.run_once()
+    assert not harness.pending
 
 
 def test_sessions_wait_until_enough_rows_have_an_advantage(
@@ -199,16 +182,13 @@ def test_sessions_wait_until_enough_rows_have_an_advantage(
     harness = make_harness(algorithm={"min_live_rows": 4}).start()
     harness.agents.group("g", [1.0, 0.0])
     assert not harness.trainer.run_once()
-    assert "4 rows with an advantage, of which 2 are here" in harness.shared_state.snapshot.waiting_for
-    assert harness.stream.trainer["waiting_for"] == harness.shared_state.snapshot.waiting_for
-    harness.agents.group("h", [1.0, 0.0])
-    assert harness.trainer.run_once()
+    assert "4 rows with an advantage, of which 2 are here" in harness.waits_for
+    assert harness.stream.trainer["waiting_for"] == harness.waits_for
+    harness.step("h")
     assert set(harness.session_codes().values()) == {"trained"}
 
 
-def test_the_last_rows_are_trained_when_the_stream_is_silent(
-    make_harness: MakeHarness, stopped: TurnedClock
-) -> None:
+def test_the_last_rows_are_trained_in_silence(make_harness: MakeHarness, stopped: TurnedClock) -> None:
     harness = make_harness(algorithm={"min_live_rows": 100, "flush_after_s": 60.0}).start()
     harness.agents.group("g", [1.0, 0.0])
     assert not harness.trainer.run_once()
@@ -216,48 +196,19 @@ def test_the_last_rows_are_trained_when_the_stream_is_silent(
     assert harness.trainer.run_once()
 
 
-def test_a_paused_trainer_makes_no_step(harness: Harness) -> None:
-    harness.agents.group("g", [1.0, 0.0])
-    harness.shared_state.pause()
-    assert not harness.trainer.run_once()
-    assert harness.shared_state.snapshot.state == "paused"
-    harness.shared_state.resume()
-    assert harness.trainer.run_once()
-
-
-def test_a_requested_checkpoint_makes_steps_durable(make_harness: MakeHarness) -> None:
-    harness = make_harness(checkpoint_every_steps=10).start()
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_requested_checkpoint_makes_steps_durable(make_harness: MakeHarness, is_awaited: bool) -> None:
+    writer = LateExecutor(100) if is_awaited else InlineExecutor()
+    harness = make_harness(checkpoint_every_steps=10, writer=writer).start()
+    harness.step("g")
     assert harness.session_codes()["g-0"] is None
     wish = harness.shared_state.request_checkpoint()
-    harness.trainer.run_once()
-    assert wish.result(0).step == 1
-    assert harness.session_codes()["g-0"] == "trained"
-    assert [row.step for row in harness.checkpoints.ledger(0, 10)] == [1]
-
-
-def test_a_requested_checkpoint_is_written_even_if_the_caller_no_longer_waits(
-    make_harness: MakeHarness,
-) -> None:
-    harness = make_harness(checkpoint_every_steps=10).start()
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
-    harness.shared_state.request_checkpoint().cancel()  # as the HTTP thread does after its timeout
+    if not is_awaited:
+        wish.cancel()  # as the HTTP thread does after its timeout
     assert not harness.trainer.run_once()
+    assert not is_awaited or wish.result(0).step == 1
     assert harness.session_codes()["g-0"] == "trained"
-
-
-def test_a_gradient_that_diverges_in_a_later_epoch_ends_the_run(
-    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness = make_harness(algorithm={"epochs": 2}).start()
-    norms = iter([1.0, float("inf")])
-    monkeypatch.setattr(harness.policy, "step", lambda scale=1.0: next(norms))
-    harness.agents.group("g", [1.0, 0.0])
-    with pytest.raises(Diverged):
-        harness.trainer.run_once()
-    assert harness.checkpoints.ledger(0, 10) == []
+    assert [row.step for row in harness.ledger] == [1]
 
 
 def test_the_end_of_a_run_leaves_a_checkpoint_of_every_step(make_harness: MakeHarness) -> None:
@@ -285,19 +236,17 @@ def test_a_trainer_reports_its_status_after_a_step(harness: Harness) -> None:
     assert harness.registry.get_sample_value("weir_trainer_sessions_total", {"verdict": "trained"}) == 2
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("zero_stage", cases([1, 3], long=[0]))
 def test_a_restart_uses_the_present_learning_rate(make_harness: MakeHarness, zero_stage: int) -> None:
     """An operator may lower the rate after an alarm. A rate of 0 leaves every weight as it is."""
     harness = make_harness(zero_stage=zero_stage).start()
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
+    harness.step("g")
     before = published(harness)
     harness.settings = harness.settings.model_copy(
         update={"optimizer": harness.settings.optimizer.model_copy(update={"lr": 0.0})}
     )
     again = harness.restart()
-    again.agents.group("h", [1.0, 0.0], version=1)
-    assert again.trainer.run_once()
+    again.step("h", version=1)
     assert published(again) == before
 
 
@@ -308,14 +257,96 @@ def published(harness: Harness) -> bytes:
     return path.read_bytes()
 
 
-def test_a_step_is_reported_although_its_version_waits_for_a_gateway(make_harness: MakeHarness) -> None:
-    harness = make_harness().start()
-    harness.agents.group("g", [1.0, 0.0])
-    assert harness.trainer.run_once()
-    harness.gateway.away = True
-    harness.agents.group("h", [1.0, 0.0], version=1)
-    harness.shared_state.stop()
-    with pytest.raises(Stopped):
+LORA = {"rank": 2}
+BY_TIME: dict[str, Any] = {"checkpoint_every_steps": None}
+
+
+def steps_in_checkpoints(harness: Harness) -> list[int]:
+    return [row.step for row in harness.ledger]
+
+
+def writes_for(harness: Harness, stopped: TurnedClock, seconds: float) -> None:
+    """Let each checkpoint take so long."""
+    write = harness.checkpoints.write
+
+    def writing(*arguments: Any) -> str:
+        stopped.turn(seconds)
+        return write(*arguments)
+
+    harness.checkpoints.write = writing  # type: ignore[assignment, method-assign]
+
+
+def exported(harness: Harness) -> dict[str, Tensor]:
+    return {each.name: each.value.clone() for each in harness.policy.snapshot().tensors}
+
+
+@pytest.mark.parametrize(
+    "options",
+    cases(
+        [{"zero_stage": 1}, {"zero_stage": 3}, {"lora": LORA}], long=[{"zero_stage": 0}, {"zero_stage": 2}]
+    ),
+    ids=str,
+)
+def test_a_checkpoint_has_the_weights_and_the_position_of_its_beginning(
+    make_harness: MakeHarness, options: dict[str, Any]
+) -> None:
+    harness = make_harness(writer=LateExecutor(3), checkpoint_every_steps=2, **options).start()
+    harness.step("a")
+    harness.step("b")
+    weights, then = exported(harness), harness.trainer.version
+    harness.step("c")
+    assert steps_in_checkpoints(harness) == []
+    assert harness.session_codes()["a-0"] is None
+    harness.trainer.run_once()
+    assert steps_in_checkpoints(harness) == [1, 2]
+    assert [harness.session_codes()[name] for name in ("a-0", "b-0", "c-0")] == ["trained", "trained", None]
+    again = harness.restart()
+    assert (again.trainer.step, again.trainer.version) == (2, then)
+    assert differs_by(exported(again), weights) == 0
+    assert again.trainer.run_once()
+    assert again.trainer.step == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "write_s", "until_s"),
+    [({}, 10, 10 / CHEAP), ({"checkpoint_every_minutes": 5}, 60, 300)],
+    ids=["a small model, whenever one costs little", "a large model, after some minutes"],
+)
+def test_a_checkpoint_comes_by_time(
+    make_harness: MakeHarness, stopped: TurnedClock, given: dict[str, Any], write_s: float, until_s: float
+) -> None:
+    harness = make_harness(**given, **BY_TIME).start()
+    writes_for(harness, stopped, write_s)
+    harness.step("a")
+    assert steps_in_checkpoints(harness) == [1]
+    stopped.turn(until_s - write_s - 1)
+    harness.step("b")
+    assert steps_in_checkpoints(harness) == [1]
+    stopped.turn(2)
+    harness.trainer.run_once()  # no new step is needed
+    assert steps_in_checkpoints(harness) == [1, 2]
+    assert set(harness.session_codes().values()) == {"trained"}
+
+
+def test_entries_that_come_late_wait_for_the_checkpoint_of_their_session(make_harness: MakeHarness) -> None:
+    harness = make_harness(writer=LateExecutor(4)).start()
+    harness.step("a")
+    harness.agents.reward("a-0", 1.0, key="late")
+    harness.trainer.run_once()
+    assert len(harness.pending) == 7
+    for _ in range(3):
         harness.trainer.run_once()
-    told = (harness.root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in told] == [1, 2]
+    assert not harness.pending
+
+
+def test_evaluations_alone_make_no_checkpoint(make_harness: MakeHarness, turned: TurnedClock) -> None:
+    harness = make_harness(**BY_TIME).start()
+    harness.step("a")
+    current = harness.settings.checkpoint_dir / "CURRENT"
+    before = current.read_text()
+    harness.agents.evaluate("e", 1.0, version=1)
+    turned.turn(1e6)
+    harness.trainer.run_once()
+    assert current.read_text() == before
+    harness.save()
+    assert harness.restart().intake.evaluations.state().scores[-1].rewarded == 1

@@ -96,6 +96,10 @@ class CommandHarness:
         assert isinstance(result, Passed), result
         return result
 
+    def make_step(self, model_id: str, *more: Command) -> Result:
+        """Have a model made, one step of it, and further commands. Returns the last result."""
+        return [self.send(model_id, each) for each in (created(), learn(1), step(), *more)][-1]
+
     def weights(self, model_id: str) -> Weights:
         """The present weights of a model: those of its adapter, or all."""
         path = self.root / "weights-of-a-moment"

@@ -81,11 +81,9 @@ def untrained(model_path: Path) -> Weights:
 
 @pytest.fixture(scope="session")
 def imported(model_path: Path) -> None:
-    """Import everything that a policy needs, and exempt these objects from garbage collection.
-
-    DeepSpeed collects garbage whenever it makes a policy of stage 3. With the million objects of torch and
-    transformers, each collection would take half a second.
-    """
+    """Import everything that a policy needs, and exempt these objects from garbage collection. Torch and
+    transformers have a million of them."""
+    gc.freeze()  # DeepSpeed collects garbage whenever it makes a policy of stage 3
     settings = TrainerSettings(model_path=model_path, threads=1, zero_stage=3, **ON_DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SPARING.items():

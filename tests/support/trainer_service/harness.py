@@ -10,13 +10,16 @@ from typing import Any
 
 import httpx
 import torch
+from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
-from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
-from rollout_queue.contract.stream import NO_IMAGES
+from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn, Verdict
+from rollout_queue.contract.stream import NO_IMAGES, Entry
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.http.keys import Keyring
 from rollout_queue.memory import MemoryStream
 from tests.support.trainer_service.publications import InlineExecutor
+from trainer_service.app import create_app
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import DeepSpeedPolicy
@@ -34,6 +37,7 @@ from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.storage.run_state import LedgerStep
 from trainer_service.train import Trainer
 
 
@@ -91,6 +95,10 @@ class FakeGateway:
         self.rolled_back_to = None
         push = self._push(body["version"], "pushing")
         return httpx.Response(202, json={"version": body["version"], "state": "pushing", "push": push})
+
+    @property
+    def announced_versions(self) -> list[int]:
+        return [body["version"] for body in self.announced]
 
     @property
     def served(self) -> int | None:
@@ -316,6 +324,45 @@ class Harness:
         self.trainer.run_once()
         self.shared_state.resume()
         asked.result(0)
+
+    def door(self) -> TestClient:
+        """The trainer's REST API, for an operator."""
+        keys, registry = Keyring([], ["admin"]), CollectorRegistry()
+        app = create_app(self.shared_state, self.checkpoints.ledger, self.store, keys, registry)
+        return TestClient(app, headers={"x-api-key": "admin"})
+
+    def sleepless(self) -> None:
+        """From now on, pauses take no time, so that a paused trainer goes on looking at once."""
+        self.shared_state.sleep = lambda seconds: None  # type: ignore[method-assign]
+
+    @property
+    def told(self) -> dict[str, float]:
+        """The metrics of the last step."""
+        return self.shared_state.snapshot.metrics
+
+    @property
+    def waits_for(self) -> str:
+        return self.shared_state.snapshot.waiting_for
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        """A value that Prometheus gets."""
+        value: float | None = self.registry.get_sample_value(f"weir_trainer_{name}", labels)
+        return value
+
+    @property
+    def pending(self) -> list[Entry]:
+        """The delivered entries that are not acknowledged."""
+        return list(self.stream.reclaim())
+
+    @property
+    def ledger(self) -> list[LedgerStep]:
+        """The first steps that a checkpoint contains."""
+        return self.checkpoints.ledger(0, 100)
+
+    def verdict(self, session_id: str) -> Verdict:
+        verdict = self.stream.heads[session_id].verdict
+        assert verdict is not None, session_id
+        return verdict
 
     def weights(self) -> dict[str, torch.Tensor]:
         state = self.policy.module.state_dict()

@@ -20,14 +20,19 @@ def join(joining: Joining, timeout_s: float = 20.0) -> Any:
     return ProcessGroupGloo(own, 1, joining.world_size, timeout)
 
 
-def receive_bucket(group: Any, bucket: tuple[SentTensor, ...]) -> dict[str, Tensor]:
-    """The tensors of one broadcast. Each begins at a multiple of the size of its values."""
+def receive_bucket(
+    group: Any, bucket: tuple[SentTensor, ...], timeout_s: float | None = None
+) -> dict[str, Tensor]:
+    """The tensors of one broadcast. Each begins at a multiple of the size of its values. Raises RuntimeError
+    if the sender has gone, or after the timeout, which is otherwise the group's."""
     dtypes = [getattr(torch, tensor.dtype) for tensor in bucket]
     shapes = [torch.Size(tensor.shape) for tensor in bucket]
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in zip(dtypes, shapes, strict=True)]
     flat = torch.empty(sum(sizes), dtype=torch.uint8)
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
+    if timeout_s is not None:
+        options.timeout = timedelta(seconds=timeout_s)
     group.broadcast([flat], options).wait()
     received, place = {}, 0
     for tensor, dtype, shape, size in zip(bucket, dtypes, shapes, sizes, strict=True):

@@ -1,35 +1,36 @@
-"""API keys by name: operators make, rotate, limit and revoke them over REST, or write them into a file."""
+"""API keys: operators make, rotate, limit and revoke them over REST, or write them into a file."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from redis.asyncio import Redis
 
+from gateway.keys.api_key import ApiKey, KeyLimits, Secret
 from gateway.keys.api_keys import ApiKeys, configured_keys
 from gateway.keys.key_file import WrongKeyFile, keys_of_file
+from gateway.keys.key_store import KeyStore, KeyUse
 from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.keys import digest
 from rollout_queue.redis import keys
 from tests.support.gateway.polls import polled
-from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.redis_clients import async_redis_at
 from tests.support.waiting import wait_until
 
 
-def admin(gateway: RunningGateway, method: str, path: str, body: Any = None) -> Any:
-    return gateway.call(method, f"/admin{path}", body, key=ADMIN_KEY)
-
-
 def made(gateway: RunningGateway, name: str, **more: Any) -> str:
-    reply = admin(gateway, "POST", "/keys", {"name": name, **more})
+    reply = gateway.admin("POST", "/keys", {"name": name, **more})
     assert reply.status_code == 201, reply.text
     return str(reply.json()["api_key"])
 
 
 def listed(gateway: RunningGateway, name: str) -> dict[str, Any]:
-    (found,) = [each for each in admin(gateway, "GET", "/keys").json()["data"] if each["name"] == name]
+    (found,) = [each for each in gateway.admin("GET", "/keys").json()["data"] if each["name"] == name]
     return dict(found)
 
 
@@ -46,8 +47,7 @@ def team() -> str:
 @pytest.fixture
 def other(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
     """Another gateway on the same Redis."""
-    with backends.gateway() as running:
-        wait_until(lambda: running.get("/ready").status_code == 200)
+    with backends.ready_gateway() as running:
         yield running
 
 
@@ -68,34 +68,34 @@ def test_no_reply_but_the_first_has_the_secret_and_redis_has_none(gateway: Runni
     secret = made(gateway, team)
     gateway.chat(key=secret)
     polled(gateway.redis)
-    assert secret not in admin(gateway, "GET", "/keys").text
-    assert secret not in admin(gateway, "GET", "/actions").text
+    assert secret not in gateway.admin("GET", "/keys").text
+    assert secret not in gateway.admin("GET", "/actions").text
     found: Any = gateway.redis.hgetall(keys.KEYS)
     assert secret.encode() not in found[team.encode()]
 
 
 def test_a_name_is_used_once(gateway: RunningGateway, team: str) -> None:
     made(gateway, team)
-    assert refusal(admin(gateway, "POST", "/keys", {"name": team})) == (409, "key_exists")
-    assert admin(gateway, "DELETE", f"/keys/{team}").json()["revoked_at"]
-    assert refusal(admin(gateway, "POST", "/keys", {"name": team})) == (409, "key_exists")
+    assert refusal(gateway.admin("POST", "/keys", {"name": team})) == (409, "key_exists")
+    assert gateway.admin("DELETE", f"/keys/{team}").json()["revoked_at"]
+    assert refusal(gateway.admin("POST", "/keys", {"name": team})) == (409, "key_exists")
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "name"),
-        ({"name": ""}, "name"),
-        ({"name": "two words"}, "name"),
-        ({"name": "a" * 64}, "name"),
-        ({"name": "team-b", "role": "owner"}, "role"),
-        ({"name": "team-b", "token_budget": 0}, "token_budget"),
-        ({"name": "team-b", "budget": 1}, "budget"),
-    ],
-)
-def test_a_wrong_body_is_a_400(gateway: RunningGateway, body: dict[str, Any], param: str) -> None:
-    reply = admin(gateway, "POST", "/keys", body)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "name"),
+    ({"name": ""}, "name"),
+    ({"name": "two words"}, "name"),
+    ({"name": "a" * 64}, "name"),
+    ({"name": "team-b", "role": "owner"}, "role"),
+    ({"name": "team-b", "token_budget": 0}, "token_budget"),
+    ({"name": "team-b", "budget": 1}, "budget"),
+]
+
+
+def test_a_wrong_body_is_a_400(gateway: RunningGateway) -> None:
+    for body, param in WRONG:
+        reply = gateway.admin("POST", "/keys", body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), body
 
 
 def test_an_open_gateway_makes_no_key_that_would_shut_its_operators_out(
@@ -112,7 +112,7 @@ def test_an_open_gateway_makes_no_key_that_would_shut_its_operators_out(
 def test_sessions_stay_with_their_key_when_its_secret_changes(gateway: RunningGateway, team: str) -> None:
     first = made(gateway, team)
     session = gateway.post("/sessions", key=first).json()
-    reply = admin(gateway, "POST", f"/keys/{team}/rotate", {"keep_s": 0})
+    reply = gateway.admin("POST", f"/keys/{team}/rotate", {"keep_s": 0})
     second = reply.json()["api_key"]
     path = f"/sessions/{session['session_id']}"
     assert gateway.get(path, key=second).status_code == 200
@@ -123,7 +123,7 @@ def test_sessions_stay_with_their_key_when_its_secret_changes(gateway: RunningGa
 
 def test_the_earlier_secret_is_accepted_for_a_while(gateway: RunningGateway, team: str) -> None:
     first = made(gateway, team)
-    second = admin(gateway, "POST", f"/keys/{team}/rotate", {"keep_s": 1}).json()["api_key"]
+    second = gateway.admin("POST", f"/keys/{team}/rotate", {"keep_s": 1}).json()["api_key"]
     assert [each["expires_at"] is None for each in listed(gateway, team)["secrets"]] == [False, True]
     wait_until(lambda: gateway.get("/sessions", key=first).status_code == 401)
     assert gateway.get("/sessions", key=second).status_code == 200
@@ -132,9 +132,9 @@ def test_the_earlier_secret_is_accepted_for_a_while(gateway: RunningGateway, tea
 def test_a_key_has_a_bounded_number_of_secrets(gateway: RunningGateway, team: str) -> None:
     made(gateway, team)
     for _ in range(8):
-        reply = admin(gateway, "POST", f"/keys/{team}/rotate", {})
+        reply = gateway.admin("POST", f"/keys/{team}/rotate", {})
     assert refusal(reply) == (409, "too_many_secrets")
-    assert admin(gateway, "POST", f"/keys/{team}/rotate", {"keep_s": 0}).status_code == 200
+    assert gateway.admin("POST", f"/keys/{team}/rotate", {"keep_s": 0}).status_code == 200
     assert len(listed(gateway, team)["secrets"]) == 1
 
 
@@ -146,20 +146,47 @@ def test_a_revoked_key_and_the_keys_of_its_sessions_are_refused(
 ) -> None:
     secret = made(gateway, team)
     session = gateway.post("/sessions", key=secret).json()
-    assert admin(gateway, "DELETE", f"/keys/{team}").status_code == 200
+    assert gateway.admin("DELETE", f"/keys/{team}").status_code == 200
     for each in (gateway, other):
         wait_until(lambda each=each: each.chat(key=secret).status_code == 401)  # type: ignore[misc]
         assert each.chat(key=session["api_key"]).status_code == 401
     assert gateway.get(f"/sessions/{session['session_id']}", key=ADMIN_KEY).status_code == 200
-    assert admin(gateway, "DELETE", f"/keys/{team}").status_code == 200, "it may be repeated"
-    assert refusal(admin(gateway, "POST", f"/keys/{team}/rotate", {})) == (409, "key_revoked")
+    assert gateway.admin("DELETE", f"/keys/{team}").status_code == 200, "it may be repeated"
+    assert refusal(gateway.admin("POST", f"/keys/{team}/rotate", {})) == (409, "key_revoked")
 
 
 def test_only_keys_that_were_made_over_rest_are_changed_over_rest(gateway: RunningGateway) -> None:
     plain = f"key-{digest(CLIENT_KEY)[:8]}"
     assert listed(gateway, plain)["source"] == "settings"
-    assert refusal(admin(gateway, "DELETE", f"/keys/{plain}")) == (409, "key_configured")
-    assert admin(gateway, "DELETE", "/keys/nobody").status_code == 404
+    assert refusal(gateway.admin("DELETE", f"/keys/{plain}")) == (409, "key_configured")
+    assert gateway.admin("DELETE", "/keys/nobody").status_code == 404
+
+
+@pytest.fixture
+def later(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
+    """A gateway on the same Redis, whose operator has taken CLIENT_KEY out of the settings."""
+    with backends.gateway(client_keys=[OTHER_KEY]) as running:
+        yield running
+
+
+def test_the_keys_of_sessions_end_with_the_key_that_opened_them(
+    gateway: RunningGateway, later: RunningGateway
+) -> None:
+    session = gateway.session()
+    key, of_session = session["api_key"], f"/sessions/{session['session_id']}"
+    calls = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens")
+    for path in (*calls, *(of_session + path for path in calls)):
+        assert gateway.chat(path=path, key=key, max_tokens=4).status_code == 200, path
+        reply = later.chat(path=path, key=key, max_tokens=4)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (401, "authentication_error"), path
+    beats = [each.post(f"{of_session}/heartbeat", key=key).status_code for each in (gateway, later)]
+    assert beats == [200, 401]
+    for other in (OTHER_KEY, ADMIN_KEY):
+        theirs = gateway.post("/sessions", key=other).json()
+        assert later.chat(key=theirs["api_key"]).status_code == 200
+    assert later.get(of_session, key=ADMIN_KEY).status_code == 200
+    ended = later.post(f"{of_session}/finish", {"status": "abandoned"}, key=ADMIN_KEY)
+    assert ended.status_code == 200
 
 
 # Limits
@@ -168,12 +195,13 @@ def test_only_keys_that_were_made_over_rest_are_changed_over_rest(gateway: Runni
 @pytest.fixture
 def own(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
     """A gateway for one test. It would run scripts for a minute, and other tests count scripts."""
-    with backends.gateway() as running:
-        wait_until(lambda: running.get("/ready").status_code == 200)
+    with backends.ready_gateway() as running:
         yield running
 
 
-def test_a_key_has_rates_of_its_own_and_hears_what_is_left(own: RunningGateway, team: str) -> None:
+def test_a_key_has_rates_of_its_own_which_may_change_and_hears_what_is_left(
+    own: RunningGateway, team: str
+) -> None:
     secret = made(own, team, requests_per_minute=2)
     headers = [own.chat(key=secret).headers for _ in range(2)]
     assert [each["x-ratelimit-remaining-requests"] for each in headers] == ["1", "0"]
@@ -185,13 +213,7 @@ def test_a_key_has_rates_of_its_own_and_hears_what_is_left(own: RunningGateway, 
     others = own.chat()
     assert others.status_code == 200
     assert not any(name.startswith("x-ratelimit") for name in others.headers)
-
-
-def test_limits_of_a_key_are_changed(own: RunningGateway, team: str) -> None:
-    secret = made(own, team, requests_per_minute=1)
-    assert own.chat(key=secret).status_code == 200
-    assert own.chat(key=secret).status_code == 429
-    changed = admin(own, "PUT", f"/keys/{team}/limits", {"requests_per_minute": 100}).json()
+    changed = own.admin("PUT", f"/keys/{team}/limits", {"requests_per_minute": 100}).json()
     assert changed["requests_per_minute"] == 100
     wait_until(lambda: own.chat(key=secret).status_code == 200)  # not after a minute, as before
 
@@ -215,7 +237,7 @@ def test_a_used_up_budget_refuses_calls_at_every_gateway(
     with pytest.raises(openai.RateLimitError):  # at once: the client makes no second attempt
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
     assert len(gateway.engine.requests) == calls
-    assert admin(gateway, "PUT", f"/keys/{team}/limits", {"token_budget": 10**6}).status_code == 200
+    assert gateway.admin("PUT", f"/keys/{team}/limits", {"token_budget": 10**6}).status_code == 200
     assert gateway.chat(key=secret).status_code == 200
 
 
@@ -229,6 +251,37 @@ def test_the_list_says_what_a_key_used_and_when(gateway: RunningGateway, team: s
     assert listed(gateway, team)["last_used_at"] >= listed(gateway, team)["created_at"]
 
 
+class SlowStore(KeyStore):
+    """Redis adds the use, and its answer comes later."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis)
+        self.asked, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def add_usage(self, usage: Mapping[str, KeyUse]) -> Mapping[str, int]:
+        spent = await super().add_usage(usage)
+        self.asked.set()
+        await self.gate.wait()
+        return spent
+
+
+async def test_tokens_count_while_redis_is_told_of_them(redis_url: str, team: str) -> None:
+    redis = async_redis_at(redis_url)
+    store = SlowStore(redis)
+    key = ApiKey(team, "client", (Secret(digest("secret")),), KeyLimits(token_budget=10))
+    known = ApiKeys((key,), store)
+    known.spend(key.owner, 7)
+    sharing = asyncio.create_task(known.refresh())
+    await store.asked.wait()
+    assert known.left(key.owner) == 3
+    known.spend(key.owner, 2)
+    assert known.left(key.owner) == 1
+    store.gate.set()
+    await sharing
+    assert known.left(key.owner) == 1
+    await redis.aclose()
+
+
 # The log of admin actions
 
 
@@ -237,9 +290,9 @@ def test_each_change_by_an_admin_is_logged(gateway: RunningGateway, team: str) -
     name = f"key-{digest(ADMIN_KEY)[:8]}"
     session = gateway.session()
     reply = gateway.call("DELETE", f"/sessions/{session['session_id']}", key=ADMIN_KEY)
-    admin(gateway, "GET", "/status")
-    admin(gateway, "POST", "/keys/nobody/rotate", {})
-    found = admin(gateway, "GET", "/actions").json()["data"]
+    gateway.admin("GET", "/status")
+    gateway.admin("POST", "/keys/nobody/rotate", {})
+    found = gateway.admin("GET", "/actions").json()["data"]
     assert [(each["method"], each["path"], each["status"]) for each in found] == [
         ("POST", "/admin/keys/nobody/rotate", 404),
         ("DELETE", f"/sessions/{session['session_id']}", 200),
@@ -247,13 +300,13 @@ def test_each_change_by_an_admin_is_logged(gateway: RunningGateway, team: str) -
     ]
     assert {each["key"] for each in found} == {name}
     assert found[1]["request_id"] == reply.headers["x-request-id"]
-    (older,) = admin(gateway, "GET", f"/actions?limit=1&before={found[1]['id']}").json()["data"]
+    (older,) = gateway.admin("GET", f"/actions?limit=1&before={found[1]['id']}").json()["data"]
     assert older == found[2]
 
 
 def test_the_log_does_not_name_a_deleted_user(gateway: RunningGateway) -> None:
-    admin(gateway, "DELETE", "/users/ann/data")
-    (found,) = admin(gateway, "GET", "/actions").json()["data"]
+    gateway.admin("DELETE", "/users/ann/data")
+    (found,) = gateway.admin("GET", "/actions").json()["data"]
     assert found["path"] == f"/admin/users/sha256:{digest('ann')}/data"
 
 
@@ -309,19 +362,17 @@ def test_a_key_that_gets_a_name_keeps_the_sessions_of_its_secret(
         ("keys: [{name: a, secrets: [hunter2]", "no YAML"),
         ("keys: [{name: a, secrets_sha256: [hunter2]}]", "SHA-256"),
         ("keys: [{name: a, secrets: ['']}]", "empty"),
+        (None, "cannot be read"),
     ],
 )
-def test_a_wrong_file_is_refused_without_its_secrets(tmp_path: Path, text: str, said: str) -> None:
-    file = write(tmp_path / "keys.yaml", text)
+def test_a_wrong_file_is_refused_without_its_secrets(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "keys.yaml"
+    if text is not None:
+        write(file, text)
     with pytest.raises(WrongKeyFile, match=said) as raised:
         keys_of_file(file)
     assert str(file) in str(raised.value)
     assert "hunter" not in str(raised.value)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WrongKeyFile, match="cannot be read"):
-        keys_of_file(tmp_path / "none.yaml")
 
 
 def test_wrong_keys_change_nothing_when_they_are_read_again(tmp_path: Path, tiny_model: Path) -> None:

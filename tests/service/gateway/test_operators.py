@@ -1,5 +1,6 @@
 """What operators reach and see over the gateway: the trainer, probes, default keys, an emptied Redis."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 from trainer_service.app import HttpThread, create_app
 from trainer_service.groups.task_rates import TaskRate
+from trainer_service.settings import GuardSettings
+from trainer_service.sinks.curves import Curves
+from trainer_service.sinks.limits import limits_of
 from trainer_service.status.shared_state import NotRestorable, SharedState, StatusSnapshot
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
@@ -29,8 +33,20 @@ ROWS = [
 ]
 
 
+STEPS = 5000
+
+
 @pytest.fixture
-def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[SharedState]:
+def curves(tmp_path: Path) -> Curves:
+    """Those of a run of so many steps."""
+    path = tmp_path / "metrics.jsonl"
+    lines = (json.dumps({"step": n, "version": n, "reward_mean": n / STEPS}) for n in range(1, STEPS + 1))
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return Curves(path, limits_of(GuardSettings()))
+
+
+@pytest.fixture
+def trainer(gateway: RunningGateway, tmp_path: Path, curves: Curves) -> Iterator[SharedState]:
     """A trainer's REST API at an address that only the trainer's report names."""
     state, port = SharedState(), free_port()
     state.snapshot = StatusSnapshot(step=3, version=3, url=f"http://127.0.0.1:{port}")
@@ -41,6 +57,7 @@ def trainer(gateway: RunningGateway, tmp_path: Path) -> Iterator[SharedState]:
         store,
         Keyring([CLIENT_KEY], [ADMIN_KEY, TRAINER_KEY], SERVER_KEY),
         CollectorRegistry(),
+        curves=curves,
     )
     reported: Any = state.snapshot.report().fields()
     with HttpThread(api, "127.0.0.1", port):
@@ -61,9 +78,9 @@ def test_an_operator_pauses_and_resumes_the_trainer_over_the_gateway(
 ) -> None:
     assert gateway.post("/admin/trainer/pause").status_code == 403
     assert not trainer.paused
-    assert gateway.post("/admin/trainer/pause", key=ADMIN_KEY).json() == {"paused": True}
+    assert gateway.admin("POST", "/trainer/pause", {}).json() == {"paused": True}
     assert trainer.paused
-    assert gateway.post("/admin/trainer/resume", key=ADMIN_KEY).json() == {"paused": False}
+    assert gateway.admin("POST", "/trainer/resume", {}).json() == {"paused": False}
     assert not trainer.paused
 
 
@@ -73,9 +90,9 @@ def test_the_gateway_does_not_ask_the_trainer_with_the_key_of_rollout_servers(
 ) -> None:
     """At the trainer, that key opens the files of versions, and no more. The trainer's own opens all, as
     an admin key does."""
-    assert gateway.post("/admin/trainer/resume", key=ADMIN_KEY).status_code == 200
+    assert gateway.admin("POST", "/trainer/resume", {}).status_code == 200
     with backends.gateway(rollout_server_key=SERVER_KEY, **service_keys) as keyed:
-        reply = keyed.post("/admin/trainer/pause", key=ADMIN_KEY)
+        reply = keyed.admin("POST", "/trainer/pause", {})
         assert (reply.status_code, reply.json()) == (200, {"paused": True})
         assert trainer.paused
 
@@ -91,7 +108,7 @@ def test_an_operator_asks_for_a_checkpoint_over_the_gateway(
         return request
 
     vars(trainer)["request_checkpoint"] = saved_at_once
-    reply = gateway.post("/admin/trainer/checkpoint", key=ADMIN_KEY)
+    reply = gateway.admin("POST", "/trainer/checkpoint", {})
     assert (reply.status_code, reply.json()) == (200, {"step": 3, "version": 3})
 
 
@@ -111,22 +128,22 @@ def test_an_operator_sets_the_training_back_over_the_gateway(
 
     vars(trainer)["request_rollback"] = answered_at_once
     assert gateway.post("/admin/trainer/rollback", {"version": 2}).status_code == 403
-    done = gateway.post("/admin/trainer/rollback", {"version": 2}, key=ADMIN_KEY)
+    done = gateway.admin("POST", "/trainer/rollback", {"version": 2})
     assert (done.status_code, done.json()) == (200, {"version": 3, "restored": 2, "step": 3})
-    refused = gateway.post("/admin/trainer/rollback", {"version": 7}, key=ADMIN_KEY)
+    refused = gateway.admin("POST", "/trainer/rollback", {"version": 7})
     assert (refused.status_code, refused.json()["error"]["param"]) == (404, "version")
-    assert gateway.post("/admin/trainer/rollback", {"version": "2"}, key=ADMIN_KEY).status_code == 400
-    listed = gateway.get("/admin/trainer/rollback", key=ADMIN_KEY).json()
+    assert gateway.admin("POST", "/trainer/rollback", {"version": "2"}).status_code == 400
+    listed = gateway.admin("GET", "/trainer/rollback").json()
     assert listed == {"versions": [], "recoveries": [], "lr_scale": 1.0}
 
 
 @pytest.mark.usefixtures("trainer")
 def test_an_operator_reads_the_trainers_status_and_ledger_over_the_gateway(gateway: RunningGateway) -> None:
-    status = gateway.get("/admin/trainer/status", key=ADMIN_KEY).json()
+    status = gateway.admin("GET", "/trainer/status").json()
     assert (status["state"], status["step"], status["version"]) == ("waiting", 3, 3)
-    page = gateway.get("/admin/trainer/ledger?since=1&limit=1", key=ADMIN_KEY).json()
+    page = gateway.admin("GET", "/trainer/ledger?since=1&limit=1").json()
     assert ([row["step"] for row in page["data"]], page["next_cursor"]) == ([2], "2")
-    refused = gateway.get("/admin/trainer/ledger?since=-1", key=ADMIN_KEY)
+    refused = gateway.admin("GET", "/trainer/ledger?since=-1")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "since")
 
 
@@ -135,20 +152,42 @@ def test_the_weights_of_tasks_are_read_over_the_gateway(
 ) -> None:
     trainer.tasks = [TaskRate(name, passed=2.0, rollouts=2.0) for name in ("c", "a+b", "a+a")]
     assert gateway.get("/admin/trainer/tasks").status_code == 403
-    page = gateway.get("/admin/trainer/tasks?limit=2", key=ADMIN_KEY).json()
+    page = gateway.admin("GET", "/trainer/tasks?limit=2").json()
     assert ([row["task_id"] for row in page["data"]], page["next_cursor"]) == (["a+a", "a+b"], "a+b")
-    rest = gateway.get("/admin/trainer/tasks?cursor=a%2Bb", key=ADMIN_KEY).json()
+    rest = gateway.admin("GET", "/trainer/tasks?cursor=a%2Bb").json()
     assert rest == {"data": [{"task_id": "c", "pass_rate": 0.75, "weight": 0.75}], "next_cursor": None}
+
+
+@pytest.mark.usefixtures("trainer")
+def test_the_curve_of_a_long_run_has_no_more_points_than_buckets(gateway: RunningGateway) -> None:
+    def learning(query: str) -> Any:
+        return gateway.admin("GET", f"/learning?{query}")
+
+    reply = learning("metrics=reward_mean,none&buckets=100").json()
+    series = reply["series"]["reward_mean"]
+    assert [len(series[name]) for name in ("steps", "min", "mean", "max")] == [100] * 4
+    assert (reply["first"], reply["last"], reply["bucket_steps"], reply["complete"]) == (1, STEPS, 50, True)
+    assert series["max"][-1] == 1.0
+    assert reply["series"]["none"]["steps"] == []
+    assert {limit["metric"]: limit["most"] for limit in reply["limits"]}["mismatch/kl"] == 0.2
+    near = learning("metrics=reward_mean&from=100&to=109").json()["series"]["reward_mean"]
+    assert near["steps"] == list(range(100, 110))
+    assert gateway.get("/admin/learning").status_code == 403
+    many = ",".join(f"m{n}" for n in range(33))
+    for bad in ("buckets=0", "buckets=1001", "from=-1", "to=x", f"metrics={'m' * 2001}", f"metrics={many}"):
+        assert learning(bad).status_code == 400, bad
 
 
 def test_a_trainer_that_cannot_be_reached_is_said(gateway: RunningGateway) -> None:
     def said() -> str:
-        reply = gateway.post("/admin/trainer/pause", key=ADMIN_KEY)
+        reply = gateway.admin("POST", "/trainer/pause", {})
         assert (reply.status_code, reply.json()["error"]["type"]) == (503, "trainer_unavailable")
         assert "retry-after" in reply.headers
         return str(reply.json()["error"]["message"])
 
     assert said() == "no trainer has reported yet"
+    curves = gateway.admin("GET", "/learning?metrics=loss")
+    assert (curves.status_code, curves.json()["error"]["type"]) == (503, "trainer_unavailable")
     gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time()})
     assert "has not reported its URL" in said()
     url = f"http://127.0.0.1:{free_port()}"
@@ -245,5 +284,5 @@ def test_weir_audit_reads_the_redis_and_the_trainer_of_the_services(trainer: Sha
 
 
 def lost(gateway: RunningGateway) -> str:
-    warnings = gateway.get("/admin/status", key=ADMIN_KEY).json()["warnings"]
+    warnings = gateway.admin("GET", "/status").json()["warnings"]
     return " ".join(warning for warning in warnings if "lost its data" in warning)

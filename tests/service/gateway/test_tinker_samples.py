@@ -1,4 +1,4 @@
-"""Samples over the Tinker API: recorded as turns, made once, and scored as the engine scores."""
+"""Samples over the Tinker API are recorded as turns and made once; recorded turns are the data of a loop."""
 
 import asyncio
 import math
@@ -6,6 +6,7 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
@@ -16,10 +17,11 @@ from gateway.rest.tinker_api.wire import messages_pb2 as wire
 from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.gated_engine import let_on
-from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.gateway.tinker_loop import SamplingLoop, sampled
 from tests.support.redis_clients import async_redis_at
 from tests.support.waiting import wait_until
+from weir.tinker import RecordedRow, group_advantages, recorded, token_inputs
 
 
 @pytest.fixture
@@ -35,18 +37,14 @@ def test_samples_are_what_the_engine_sampled(loop: SamplingLoop, gateway: Runnin
     assert sorted(list(array("i", each.tokens)) for each in made.sequences) == [[5, 6, *end], [7, 8, *end]]
     assert [each.stop_reason for each in made.sequences] == [wire.STOP_REASON_STOP] * 2
     for sequence_id, sequence in zip(promise["sample_sequence_ids"], made.sequences, strict=True):
-        headers = {"x-api-key": loop.key}
-        told = gateway.call("GET", f"/api/v1/sequences/{sequence_id}", key=None, headers=headers).json()
+        told = loop.get(f"sequences/{sequence_id}").json()
         assert (told["versions"], told["tokens"]) == ([[0, 0, 3]], 3)
         view = gateway.get(f"/sessions/{told['session_id']}?tokens=true").json()
         (turn,) = [each for each in view["turns"] if each["turn_id"] == told["turn_id"]]
         assert turn["output_ids"] == list(array("i", sequence.tokens))
         assert turn["logprobs"] == pytest.approx(list(array("f", sequence.logprobs)))
         assert (view["state"], view["verdict"]["code"]) == ("finished", "not_for_training"), view
-    missing = gateway.call(
-        "GET", f"/api/v1/sequences/{promise['sample_sequence_ids'][0]}9", key=None, headers=headers
-    )
-    assert missing.status_code == 404
+    assert loop.get(f"sequences/{promise['sample_sequence_ids'][0]}9").status_code == 404
 
 
 def test_a_sample_that_is_asked_for_again_is_made_once(loop: SamplingLoop, gateway: RunningGateway) -> None:
@@ -129,25 +127,13 @@ def test_many_scores_of_other_tokens(loop: SamplingLoop) -> None:
     assert list(array("f", tensor.dense)) == pytest.approx([-token / 1000 for token in range(100)] * 299)
 
 
-@pytest.mark.parametrize(("k", "what"), [(150, "599800 scores"), (200, "599800 cells")])
-def test_more_scores_than_the_gateway_reads_are_refused(loop: SamplingLoop, k: int, what: str) -> None:
-    wanted: dict[str, Any] = {"data": [(at + row) % 200 for row in range(2999) for at in range(k)]}
-    wanted |= {"dtype": "int64", "shape": [2999, k]}
-    refused = loop.ask(0, [1] * 3000, target_prompt_logprobs=wanted)
-    assert refused.status_code == 400
-    assert f"{what}, of 524288 allowed" in refused.json()["error"]["message"]
-
-
-def test_scores_of_other_tokens_than_those_asked_for_are_a_fault(
-    backends: Backends, gateway: RunningGateway
-) -> None:
-    settings: Any = {"tinker": {"sample_patience_s": 0.0}, "engine_wait_s": 0.1, "failover_patience_s": 0.1}
-    with backends.gateway(**settings) as impatient:
-        loop = SamplingLoop(impatient, str(backends.model_path)).start()
-        impatient.engine.candidates_off_by = 1
-        wanted = {"data": [3], "dtype": "int64", "shape": [1, 1]}
-        told = loop.poll(loop.ask(0, [1, 2], target_prompt_logprobs=wanted).json()).json()
-    assert (told["category"], "other tokens than the candidates" in told["error"]) == ("server", True)
+def test_more_scores_than_the_gateway_reads_are_refused(loop: SamplingLoop) -> None:
+    for k, what in ((150, "599800 scores"), (200, "599800 cells")):
+        wanted: dict[str, Any] = {"data": [(at + row) % 200 for row in range(2999) for at in range(k)]}
+        wanted |= {"dtype": "int64", "shape": [2999, k]}
+        refused = loop.ask(0, [1] * 3000, target_prompt_logprobs=wanted)
+        assert refused.status_code == 400
+        assert f"{what}, of 524288 allowed" in refused.json()["error"]["message"]
 
 
 def test_likeliest_tokens_of_a_sample(loop: SamplingLoop) -> None:
@@ -172,17 +158,21 @@ def test_a_sample_waits_for_engines(backends: Backends, gateway: RunningGateway)
         promise = loop.ask(0, [1, 2]).json()
         made = sampled(loop.poll(promise))
         assert len(made.sequences) == 1
-        headers = {"x-api-key": loop.key}
-        path = f"/api/v1/sequences/{promise['sample_sequence_ids'][0]}"
-        assert patient.call("GET", path, key=None, headers=headers).json()["tokens"] > 0
+        assert loop.get(f"sequences/{promise['sample_sequence_ids'][0]}").json()["tokens"] > 0
 
 
-def test_an_engine_that_stays_away_fails_the_sample(backends: Backends, gateway: RunningGateway) -> None:
+def test_an_engine_that_stays_away_or_scores_other_tokens_fails_the_sample(
+    backends: Backends, gateway: RunningGateway
+) -> None:
     settings: Any = {"tinker": {"sample_patience_s": 0.0}, "engine_wait_s": 0.1, "failover_patience_s": 0.1}
     with backends.gateway(**settings) as impatient:
         loop = SamplingLoop(impatient, str(backends.model_path)).start()
+        impatient.engine.candidates_off_by = 1
+        wanted = {"data": [3], "dtype": "int64", "shape": [1, 1]}
+        told = loop.poll(loop.ask(0, [1, 2], target_prompt_logprobs=wanted).json()).json()
+        assert (told["category"], "other tokens than the candidates" in told["error"]) == ("server", True)
         impatient.engine.refusals.extend([PlainTextResponse("gone", 503)] * 50)
-        assert loop.poll(loop.ask(0, [1, 2]).json()).json()["category"] == "server"
+        assert loop.poll(loop.ask(1, [1, 2]).json()).json()["category"] == "server"
 
 
 def test_a_sample_that_fails_says_why(loop: SamplingLoop, gateway: RunningGateway) -> None:
@@ -193,45 +183,44 @@ def test_a_sample_that_fails_says_why(loop: SamplingLoop, gateway: RunningGatewa
     assert "no such thing" in told["error"]
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": {"chunks": []}}, "prompt"),
-        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [99999]}]}}, "prompt"),
-        ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "prompt"),
-        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1.5]}]}}, "prompt"),
-        ({"target_prompt_logprobs": {"data": []}}, "target_prompt_logprobs"),
-        *(
-            ({"target_prompt_logprobs": {"dtype": "int64"} | wanted}, "target_prompt_logprobs")
-            for wanted in (
-                {"data": [3, 4], "shape": [2]},
-                {"data": [3, 4], "shape": [2, 1]},
-                {"data": [3], "shape": [1, 2]},
-                {"data": [-1], "shape": [1, 1]},
-                {"data": [99999], "shape": [1, 1]},
-                {"data": [-2], "shape": [1, 1]},
-                {"data": [3], "shape": [1, 1], "dtype": "float32"},
-                {"data": [3], "shape": [1, 1], "sparse_crow_indices": [0, 1]},
-                {"data": [3], "shape": [1, 1], "sparse_crow_indices": [0, 1], "sparse_col_indices": [1]},
-                {"data": [3], "shape": [1, 1], "sparse_crow_indices": [0, 2], "sparse_col_indices": [0]},
-            )
-        ),
-        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
-        ({"topk_prompt_logprobs": 2}, "topk_prompt_logprobs"),
-        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
-        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n"),
-        ({"num_samples": 0}, "num_samples"),
-        ({"sampling_params": {"temperature": -1}}, "sampling_params"),
-        ({"sampling_params": {"colour": 1}}, "sampling_params"),
-        ({"base_model": "x"}, "base_model"),
-        ({"colour": "red"}, "colour"),
-    ],
-    ids=repr,
-)
-def test_what_is_not_served_is_refused_by_name(loop: SamplingLoop, body: dict[str, Any], param: str) -> None:
-    refused = loop.ask(0, [1, 2], **body)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"].startswith(param)
+NOT_SERVED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": {"chunks": []}}, "prompt"),
+    ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [99999]}]}}, "prompt"),
+    ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "prompt"),
+    ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1.5]}]}}, "prompt"),
+    ({"target_prompt_logprobs": {"data": []}}, "target_prompt_logprobs"),
+    *(
+        ({"target_prompt_logprobs": {"dtype": "int64"} | wanted}, "target_prompt_logprobs")
+        for wanted in (
+            {"data": [3, 4], "shape": [2]},
+            {"data": [3, 4], "shape": [2, 1]},
+            {"data": [3], "shape": [1, 2]},
+            {"data": [-1], "shape": [1, 1]},
+            {"data": [99999], "shape": [1, 1]},
+            {"data": [-2], "shape": [1, 1]},
+            {"data": [3], "shape": [1, 1], "dtype": "float32"},
+            {"data": [3], "shape": [1, 1], "sparse_crow_indices": [0, 1]},
+            {"data": [3], "shape": [1, 1], "sparse_crow_indices": [0, 1], "sparse_col_indices": [1]},
+            {"data": [3], "shape": [1, 1], "sparse_crow_indices": [0, 2], "sparse_col_indices": [0]},
+        )
+    ),
+    ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+    ({"topk_prompt_logprobs": 2}, "topk_prompt_logprobs"),
+    ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
+    ({"prompt_logprobs": True, "prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n"),
+    ({"num_samples": 0}, "num_samples"),
+    ({"sampling_params": {"temperature": -1}}, "sampling_params"),
+    ({"sampling_params": {"colour": 1}}, "sampling_params"),
+    ({"base_model": "x"}, "base_model"),
+    ({"colour": "red"}, "colour"),
+]
+
+
+def test_what_is_not_served_is_refused_by_name(loop: SamplingLoop) -> None:
+    for body, param in NOT_SERVED:
+        refused = loop.ask(0, [1, 2], **body)
+        assert refused.status_code == 400, body
+        assert refused.json()["error"]["param"].startswith(param), body
 
 
 def test_a_promise_whose_gateway_died_is_gone(loop: SamplingLoop, gateway: RunningGateway) -> None:
@@ -242,17 +231,14 @@ def test_a_promise_whose_gateway_died_is_gone(loop: SamplingLoop, gateway: Runni
     sampled(loop.poll(loop.ask(0, [1, 2]).json()))
 
 
-def test_another_key_neither_samples_nor_reads(loop: SamplingLoop, gateway: RunningGateway) -> None:
+def test_another_key_neither_samples_nor_reads(loop: SamplingLoop) -> None:
     promise = loop.ask(0, [1, 2]).json()
-    other = SamplingLoop(gateway, loop.base_model, f"tml-{OTHER_KEY}", loop.session_id)
-    other.sampler = loop.sampler
+    other = loop.of_another_key()
     assert other.ask(1, [1, 2]).status_code == 404
     assert other.poll(promise).status_code == 404
-    headers = {"x-api-key": other.key}
     for path in (f"samplers/{loop.sampler}", f"sequences/{promise['sample_sequence_ids'][0]}"):
-        assert gateway.call("GET", f"/api/v1/{path}", key=None, headers=headers).status_code == 404
-    headers = {"x-api-key": loop.key}
-    told = gateway.call("GET", f"/api/v1/samplers/{loop.sampler}", key=None, headers=headers).json()
+        assert other.get(path).status_code == 404
+    told = loop.get(f"samplers/{loop.sampler}").json()
     assert told == {"sampler_id": loop.sampler, "base_model": loop.base_model, "model_path": None}
 
 
@@ -330,11 +316,86 @@ def test_what_the_polls_of_a_promise_were_told_stays(backends: Backends, gateway
     )
 
 
-def test_only_own_samples_are_cancelled(loop: SamplingLoop, gateway: RunningGateway) -> None:
+def test_only_own_samples_are_cancelled(loop: SamplingLoop) -> None:
     promise = loop.ask(0, [1, 2]).json()
-    other = SamplingLoop(gateway, loop.base_model, f"tml-{OTHER_KEY}", loop.session_id)
-    assert other.post("cancel_future", {"request_id": promise["request_id"]}).status_code == 404
+    assert (
+        loop.of_another_key().post("cancel_future", {"request_id": promise["request_id"]}).status_code == 404
+    )
     command = loop.post("cancel_future", {"request_id": f"c:{loop.model_id}:0"})
     assert (command.status_code, "only samples" in command.text) == (400, True)
     assert loop.post("cancel_future", {"request_id": "x"}).status_code == 404
     assert loop.post("cancel_future", {"request_id": f"s:{loop.sampler}:77"}).json() == {}, "it is gone"
+
+
+# Recorded sessions as the data of a loop: each sampled token at the position that predicts it
+
+
+def row(session_id: str = "s", group_id: str = "g", reward: float = 1.0) -> RecordedRow:
+    return RecordedRow(
+        session_id=session_id,
+        group_id=group_id,
+        task_id=None,
+        reward=reward,
+        rows=1,
+        prompt_P=[1, 2, 3],
+        response_R=[4, 5, 6, 7],
+        mask_R=[1, 1, 0, 1],
+        logprobs_R=[-0.5, -0.25, 0.0, -2.0],
+        versions_R=[3, 3, -1, 4],
+        turn_ids=["t"],
+        cursor="s/t",
+    )
+
+
+def test_each_trained_token_is_the_target_of_the_position_before_it() -> None:
+    inputs = token_inputs(row(), 2.0)
+    assert inputs.input_N == [1, 2, 3, 4, 5, 6]
+    assert inputs.target_N == [2, 3, 4, 5, 6, 7]
+    trained = [
+        (target, logprob, advantage)
+        for target, logprob, advantage in zip(
+            inputs.target_N, inputs.logprobs_N, inputs.advantages_N, strict=True
+        )
+        if advantage
+    ]
+    assert trained == [(4, -0.5, 2.0), (5, -0.25, 2.0), (7, -2.0, 2.0)]
+    assert inputs.mask_N == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+
+
+def test_advantages_are_of_sessions_and_not_of_rows() -> None:
+    rows = [row("a", "g", 1.0), row("a", "g", 1.0), row("b", "g", 0.0), row("c", "h", 5.0)]
+    assert group_advantages(rows) == {"a": 0.5, "b": -0.5, "c": 0.0}
+
+
+def test_rows_are_what_the_agents_sampled(gateway: RunningGateway) -> None:
+    group = gateway.post("/groups", {"size": 2, "task_id": "sums"}).json()
+    gateway.engine.script.extend(["one", "two", "three"])
+    for reward, session in enumerate(group["sessions"]):
+        for text in ("hi", "again")[: reward + 1]:
+            assert gateway.chat(text, session=session).status_code == 200
+        gateway.finish(session, reward=float(reward))
+    rows = list(recorded(gateway.url, ADMIN_KEY))
+    assert {(each.reward, each.task_id, each.group_id) for each in rows} == {
+        (0.0, "sums", group["group_id"]),
+        (1.0, "sums", group["group_id"]),
+    }
+    for each in rows:
+        turns = gateway.turns({"session_id": each.session_id})
+        sampled = [turn for turn in turns if turn["turn_id"] in each.turn_ids]
+        ids = [token for turn in sampled for token in turn["output_ids"]]
+        assert ids, "each row trains something"
+        trained = [token for token, mask in zip(each.response_R, each.mask_R, strict=True) if mask]
+        assert trained == ids
+        inputs = token_inputs(each, 1.0)
+        picked = [
+            (target, logprob)
+            for target, logprob, mask in zip(inputs.target_N, inputs.logprobs_N, inputs.mask_N, strict=True)
+            if mask
+        ]
+        logprobs = [value for turn in sampled for value in turn["logprobs"]]
+        assert [token for token, _ in picked] == ids
+        assert [logprob for _, logprob in picked] == pytest.approx(logprobs)
+    after = list(recorded(gateway.url, ADMIN_KEY, after=rows[0].cursor))
+    assert [each.cursor for each in after] == [each.cursor for each in rows[1:]]
+    with pytest.raises(httpx.HTTPStatusError):
+        list(recorded(gateway.url, CLIENT_KEY))

@@ -13,6 +13,7 @@ GET_IT: Any = {"type": "function", "function": {"name": "get"}}
 SCHEMA: Any = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
 JSON: Any = {"type": "json_object"}
+SAID = {"role": "user", "content": "hi"}
 GRAMMARS = {"json_schema", "regex", "ebnf", "structural_tag"}
 
 
@@ -50,7 +51,7 @@ def test_an_answer_is_held_to_what_was_asked_and_the_record_says_so(
     gateway: RunningGateway, wish: Any, kind: str, schemas: list[Any], stream: bool
 ) -> None:
     session = gateway.session()
-    reply = gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=stream, **wish)
+    reply = gateway.chat(session=session, stream=stream, **wish)
     assert reply.status_code == 200, reply.text
     sent = gateway.engine.requests[0]["sampling_params"]
     assert GRAMMARS & sent.keys() == {"structural_tag"}
@@ -84,9 +85,7 @@ def elements_of(format_: Any) -> list[Any]:
 def test_a_guided_answer_is_held_to_its_pattern_or_choices(
     gateway: RunningGateway, path: str, wish: Any, kind: str, form: Any
 ) -> None:
-    said = (
-        {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
-    )
+    said: Any = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [SAID]}
     reply = gateway.post(path, said | wish)
     assert reply.status_code == 200, reply.text
     sent = gateway.engine.requests[0]["sampling_params"]
@@ -107,21 +106,19 @@ def test_guided_json_is_a_response_format_with_that_schema(gateway: RunningGatew
     assert held(gateway.engine.requests[-1]["sampling_params"]["structural_tag"]) == [SCHEMA]
 
 
-@pytest.mark.parametrize(
-    "wish",
-    [
+def test_a_free_answer_stays_free(gateway: RunningGateway) -> None:
+    free: list[Any] = [
         {"tools": [TOOL]},
         {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": False},
         {"tools": [TOOL], "parallel_tool_calls": True, "response_format": {"type": "text"}},
         {"parallel_tool_calls": False},
-    ],
-)
-def test_a_free_answer_stays_free(gateway: RunningGateway, wish: Any) -> None:
-    session = gateway.session()
-    gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", **wish)
-    assert not GRAMMARS & gateway.engine.requests[0]["sampling_params"].keys()
-    (turn,) = gateway.turns(session)
-    assert "constraint" not in turn["sampling"]["used"]
+    ]
+    for wish in free:
+        session = gateway.session()
+        gateway.chat(session=session, **wish)
+        assert not GRAMMARS & gateway.engine.requests[-1]["sampling_params"].keys(), wish
+        (turn,) = gateway.turns(session)
+        assert "constraint" not in turn["sampling"]["used"], wish
 
 
 def test_one_call_at_most_forbids_nothing_but_the_second(gateway: RunningGateway) -> None:
@@ -138,14 +135,13 @@ def test_responses_and_messages_hold_an_answer_to_the_same(gateway: RunningGatew
     gateway.chat(tools=[TOOL], tool_choice=GET_IT)
     gateway.chat(response_format=FORMAT)
     flat = {"type": "function", **TOOL["function"]}
-    said = {"role": "user", "content": "hi"}
     asked: list[tuple[str, Any]] = [
         ("responses", {"input": "hi", "tools": [flat], "tool_choice": "required"}),
         ("responses", {"input": "hi", "tools": [flat], "tool_choice": {"type": "function", "name": "get"}}),
         ("responses", {"input": "hi", "text": {"format": {"type": "json_schema", **FORMAT["json_schema"]}}}),
     ]
     schema = TOOL["function"]["parameters"]
-    plain = {"messages": [said], "max_tokens": 9, "tools": [{"name": "get", "input_schema": schema}]}
+    plain = {"messages": [SAID], "max_tokens": 9, "tools": [{"name": "get", "input_schema": schema}]}
     asked.append(("messages", {**plain, "tool_choice": {"type": "any"}}))
     asked.append(("messages", {**plain, "tool_choice": {"type": "tool", "name": "get"}}))
     for path, body in asked:
@@ -166,9 +162,7 @@ def test_a_grammar_that_the_engine_cannot_compile_is_the_callers_fault(
     abort = {"type": "abort", "message": message, "status_code": 400, "err_type": "BadRequestError"}
     gateway.engine.script.append([])
     gateway.engine.last_words = {"finish_reason": abort, "output_token_logprobs": []}
-    reply = gateway.chat(
-        path=f"/sessions/{session['session_id']}/v1/chat/completions", response_format=FORMAT, stream=stream
-    )
+    reply = gateway.chat(session=session, response_format=FORMAT, stream=stream)
     assert reply.status_code == 400
     assert "Unsupported type" in reply.json()["error"]["message"]
     assert len(gateway.engine.requests) == 1
@@ -178,9 +172,7 @@ def test_a_grammar_that_the_engine_cannot_compile_is_the_callers_fault(
 def test_biases_reach_the_engine_where_the_caller_owns_the_sampling(gateway: RunningGateway) -> None:
     trained, evaluated = gateway.session(), gateway.session(train=False)
     for session in (trained, evaluated):
-        gateway.chat(
-            path=f"/sessions/{session['session_id']}/v1/chat/completions", logit_bias={"12": -100, "007": 2.5}
-        )
+        gateway.chat(session=session, logit_bias={"12": -100, "007": 2.5})
     of_trained, of_evaluated = [request["sampling_params"] for request in gateway.engine.requests]
     assert "logit_bias" not in of_trained
     assert of_evaluated["logit_bias"] == {"12": -100, "7": 2.5}

@@ -1,4 +1,4 @@
-"""How a session's turns follow each other, in the session's view and in the metrics."""
+"""How a session's turns follow each other, and which of them are never trained, in the session's view."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ def say(gateway: RunningGateway, session: dict[str, Any], *texts: str, system: s
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, text in enumerate(texts):
         messages.append({"role": "assistant" if index % 2 else "user", "content": text})
-    reply = gateway.post(f"/sessions/{session['session_id']}/v1/chat/completions", {"messages": messages})
+    reply = gateway.chat(session=session, messages=messages)
     answer: str = reply.json()["choices"][0]["message"]["content"]
     return answer
 
@@ -53,10 +53,8 @@ def test_every_fork_is_a_row_and_says_why(gateway: RunningGateway) -> None:
 
 def test_turns_without_a_delivered_answer_make_no_row(gateway: RunningGateway) -> None:
     session = gateway.session()
-    path = f"/sessions/{session['session_id']}/v1/chat/completions"
-    body = {"messages": [{"role": "user", "content": "a"}]}
-    gateway.post(path, body)
-    gateway.post(path, body, headers={"x-stainless-retry-count": "1"})
+    gateway.chat(session=session)
+    gateway.chat(session=session, headers={"x-stainless-retry-count": "1"})
     told = view(gateway, session)
     assert [turn["verdict"]["code"] for turn in told["turns"]] == ["orphan_retry", "open"]
     assert told["merge_ratio"] == 1.0
@@ -64,3 +62,30 @@ def test_turns_without_a_delivered_answer_make_no_row(gateway: RunningGateway) -
 
 def drifted(reason: str) -> str:
     return f'weir_drift_total{{reason="{reason}",relation="forks"}}'
+
+
+# Turns and sessions that are pinned to a version
+
+
+def test_a_session_pinned_to_a_version_is_not_for_training(gateway: RunningGateway) -> None:
+    session = gateway.session(policy="policy@0", sampling={"mode": "enforce"}, session_id="pinned")
+    again = gateway.post("/sessions", {"policy": "policy@0", "session_id": "pinned", "train": False})
+    assert (again.status_code, again.json()["session_id"]) == (200, "pinned"), "it may say so as well"
+    gateway.chat(session=session, temperature=0.0)
+    told = gateway.finish(session, reward=1.0)["verdict"]
+    assert told["code"] == "not_for_training"
+    assert told["detail"] == "for evaluation: opened with train: false, or pinned to a version"
+    (turn,) = gateway.turns(session)
+    assert turn["verdict"]["code"] == "not_for_training"
+    assert turn["sampling"]["used"]["temperature"] == 0.0, "it samples as the agent asks"
+
+
+def test_a_call_pinned_to_a_version_is_not_trained_and_others_of_its_session_are(
+    gateway: RunningGateway,
+) -> None:
+    session = gateway.session()
+    assert gateway.chat("one", session=session, model="policy@0").status_code == 200
+    assert gateway.chat("two", session=session).status_code == 200
+    assert gateway.finish(session, reward=1.0)["verdict"]["code"] == "ready"
+    verdicts = [turn["verdict"]["code"] for turn in gateway.turns(session)]
+    assert verdicts == ["not_for_training", "ready"]

@@ -1,6 +1,5 @@
 """Sessions that this build cannot read: written by a newer build, or broken. They stop nothing and stay."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def test_an_unreadable_session_stops_neither_expiry_nor_the_pipeline(
     other = gateway.session()["session_id"]
     overdue(gateway, other, 2.0)
     wait_until(lambda: code(gateway, other) == "expired")
-    report = gateway.get("/admin/pipeline", key=ADMIN_KEY)
+    report = gateway.admin("GET", "/pipeline")
     assert report.status_code == 200
     (named,) = [each for each in report.json()["sentences"] if "cannot be read" in each]
     assert named.startswith("120 sessions cannot be read by this build and do not expire: poison-")
@@ -56,10 +55,9 @@ def test_an_unreadable_session_stops_neither_expiry_nor_the_pipeline(
 def test_one_unreadable_member_does_not_hide_its_group(gateway: RunningGateway, field: str) -> None:
     first, second = gateway.post("/groups", {"size": 2}).json()["sessions"]
     for session in (first, second):
-        end = {"status": "completed", "reward": 1.0}
-        assert gateway.post(f"/sessions/{session['session_id']}/finish", end).status_code == 200
+        gateway.finish(session, reward=1.0)
     write(gateway, first["session_id"], field, POISON["newer"])
-    assert gateway.get("/admin/pipeline", key=ADMIN_KEY).status_code == 200
+    assert gateway.admin("GET", "/pipeline").status_code == 200
     assert code(gateway, second["session_id"]) == "ready"
     assert len(gateway.get("/sessions").json()["data"]) == 1
 
@@ -88,7 +86,7 @@ def test_one_version_up_and_down_again(gateway: RunningGateway) -> None:
     for name in ("open", "ended"):
         gateway.session(session_id=name)
     gateway.chat(path="/sessions/ended/v1/chat/completions")
-    assert gateway.post("/sessions/ended/finish", {"status": "completed", "reward": 1.0}).status_code == 200
+    gateway.finish({"session_id": "ended"}, reward=1.0)
     for name in ("open", "ended"):
         spec_of[name] = write(gateway, name, "spec", POISON["newer"])
         overdue(gateway, name)
@@ -102,9 +100,5 @@ def test_one_version_up_and_down_again(gateway: RunningGateway) -> None:
     assert code(gateway, "ended") == "ready"
     assert code(gateway, "open") == "open"
     overdue(gateway, "open")  # so that the newer gateway reads the session, which it skipped before
-    wait_until(partial(_expired, gateway))
+    wait_until(lambda: code(gateway, "open") == "expired")
     assert len(gateway.turns({"session_id": "ended"})) == 1
-
-
-def _expired(gateway: RunningGateway) -> bool:
-    return code(gateway, "open") == "expired"

@@ -22,18 +22,16 @@ def record(gateway: RunningGateway) -> None:
     for number, member in enumerate(
         gateway.post("/groups", {"size": 2, "group_id": "g", "user": "ann"}).json()["sessions"]
     ):
-        path = f"/sessions/{member['session_id']}"
-        gateway.chat(path=f"{path}/v1/chat/completions", text=f"try {number}", user="bob")
-        gateway.post(f"{path}/reward", {"value": 0.25, "key": "style", "source": "judge"})
-        gateway.post(f"{path}/finish", {"status": "completed", "reward": float(number)})
+        gateway.chat(f"try {number}", session=member, user="bob")
+        reward = {"value": 0.25, "key": "style", "source": "judge"}
+        gateway.post(f"/sessions/{member['session_id']}/reward", reward)
+        gateway.finish(member, reward=float(number))
     failed = episode(gateway, session_id="failed", metadata={"a": {"b": [1, None, "ü"]}})
-    gateway.post(f"/sessions/{failed['session_id']}/finish", {"status": "failed", "reason": "no sandbox"})
-    gateway.session(session_id="turnless", group_id="h", group_size=2)
-    gateway.post("/sessions/turnless/finish", {"status": "abandoned"})
+    gateway.finish(failed, status="failed", reason="no sandbox")
+    gateway.finish(gateway.session(session_id="turnless", group_id="h", group_size=2), status="abandoned")
     retried = episode(gateway, session_id="retried", turns=1)
-    gateway.chat(path=f"/sessions/{retried['session_id']}/v1/chat/completions", text="once")
-    again = {"headers": {"x-stainless-retry-count": "1"}}
-    gateway.chat(path=f"/sessions/{retried['session_id']}/v1/chat/completions", text="once", **again)
+    gateway.chat("once", session=retried)
+    gateway.chat("once", session=retried, headers={"x-stainless-retry-count": "1"})
     episode(gateway, session_id="open", turns=3)
 
 

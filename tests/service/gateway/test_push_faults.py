@@ -121,7 +121,10 @@ def test_pushes_and_rollbacks_through_two_gateways_end_on_one_version(pair: Pair
     assert max(pair.deployment.plan()["admissible"]) == 1, "no version that was rolled back answers calls"
 
 
-def test_a_server_that_hangs_while_it_takes_a_version_has_it_when_it_goes_on(pair: Pair) -> None:
+def test_a_server_that_hangs_while_it_takes_a_version_has_it_when_it_goes_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.engines.policies.server_reload.ABORT_TIMEOUT_S", 1.0)
     pair.load_slowly()
     with pair.traffic() as seen:
         pair.deployment.announce(2)

@@ -1,4 +1,4 @@
-"""Rollout servers with one id, URL or disk: none takes another's place or files."""
+"""Rollout servers with one id, URL or disk, none of which takes another's place; servers of two gateways."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,7 +9,8 @@ import pytest
 
 from rollout_queue.redis import keys
 from rollout_server.weights.claim import DirectoryTaken
-from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.gateway.fake_rollout_server import FakeRolloutServer
+from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.rollout_server.in_process import ServerThread, server_thread
 from tests.support.rollout_server.weights import (
     float32_tensors,
@@ -18,7 +19,7 @@ from tests.support.rollout_server.weights import (
     write_model,
     write_safetensors,
 )
-from tests.support.serving import free_port
+from tests.support.serving import free_port, serving
 from tests.support.waiting import wait_until
 
 Start = Callable[..., ServerThread]
@@ -56,13 +57,12 @@ def start(fleet: RunningGateway, tmp_path: Path) -> Iterator[Start]:
 
 def servers(fleet: RunningGateway) -> dict[str, str]:
     """The URL of each server that the gateway lists, by id."""
-    page = fleet.get("/admin/rollout_servers", key=ADMIN_KEY).json()
-    return {server["id"]: server["url"] for server in page["data"]}
+    return {server["id"]: server["url"] for server in fleet.admin("GET", "/rollout_servers").json()["data"]}
 
 
 def ready(fleet: RunningGateway) -> set[str]:
     """The URLs of the servers that the gateway finds ready."""
-    page = fleet.get("/admin/rollout_servers", key=ADMIN_KEY).json()
+    page = fleet.admin("GET", "/rollout_servers").json()
     return {server["url"] for server in page["data"] if server["state"] == "ready"}
 
 
@@ -71,8 +71,7 @@ def push(fleet: RunningGateway, directory: Path, version: int) -> Any:
     published_copy(directory / "model", policy, version)
     write_safetensors(policy / "model.safetensors", float32_tensors(1.0 + version))
     publish(policy, version)
-    body = {"version": version, "location": policy.as_uri()}
-    reply = fleet.post("/admin/policies", body, key=ADMIN_KEY)
+    reply = fleet.admin("POST", "/policies", {"version": version, "location": policy.as_uri()})
     assert reply.status_code == 200, reply.text
     return reply.json()["results"]
 
@@ -159,7 +158,7 @@ def test_a_dead_server_is_forgotten_after_the_time_that_it_named(fleet: RunningG
     url = f"http://127.0.0.1:{free_port()}"
     for name, limit_s in (("passing", 0.1), ("lasting", None)):
         body = {"id": name, "url": url, "engine_url": url, "forget_after_s": limit_s}
-        assert fleet.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 200
+        assert fleet.admin("POST", "/rollout_servers", body).status_code == 200
     wait_until(lambda: set(servers(fleet)) == {"lasting"})
     assert fleet.redis.hkeys(keys.SERVERS) == [b"lasting"]
 
@@ -167,3 +166,36 @@ def test_a_dead_server_is_forgotten_after_the_time_that_it_named(fleet: RunningG
 def refusal(server: ServerThread) -> str:
     said = server.why_unready()
     return said.removeprefix("the gateway refuses this server: ") if "refuses" in said else ""
+
+
+# Two gateways
+
+
+@pytest.fixture
+def other(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
+    with backends.ready_gateway() as other:
+        yield other
+
+
+def test_a_number_is_given_once_among_gateways(gateway: RunningGateway, other: RunningGateway) -> None:
+    with serving(FakeRolloutServer().app()) as url:
+        body = {"id": "r0", "url": url, "engine_url": url}
+        assert gateway.admin("POST", "/rollout_servers", body).status_code == 200
+        for each, location in ((gateway, "file:///a"), (other, "file:///b")):
+            assert each.admin("POST", "/policies", {"location": location}).status_code == 200
+        known = gateway.admin("GET", "/policies").json()["data"]
+    expected = [(0, None), (1, "file:///a"), (2, "file:///b")]
+    assert [(record["version"], record["location"]) for record in known] == expected
+    taken = other.admin("POST", "/policies", {"version": 2, "location": "file:///c"})
+    assert taken.status_code == 409
+
+
+def test_a_server_that_is_drained_at_one_gateway_is_drained_at_both(
+    gateway: RunningGateway, other: RunningGateway
+) -> None:
+    for verb, state, status in (("drain", "draining", 503), ("resume", "ready", 200)):
+        assert gateway.admin("POST", f"/rollout_servers/engine-0/{verb}", {}).status_code == 200
+        wait_until(
+            lambda: other.admin("GET", "/rollout_servers").json()["data"][0]["state"] == state  # noqa: B023
+        )
+        assert other.chat().status_code == status

@@ -107,11 +107,15 @@ class Traffic:
     sessions: list[str] = field(default_factory=list)
     heard: list[ClientAnswer] = field(default_factory=list)
     """What the clients were told is stored."""
+    read: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """The turns of each session that was read. No more follow, because a session has one call."""
 
     def turns(self) -> Iterator[dict[str, Any]]:
         """The turns of the sessions whose answers the clients have."""
         for answer in list(self.heard):
-            yield from self.gateway.turns({"session_id": answer.session_id})
+            if answer.session_id not in self.read:
+                self.read[answer.session_id] = self.gateway.turns({"session_id": answer.session_id})
+            yield from self.read[answer.session_id]
 
     def engines(self) -> Counter[str]:
         """How many calls each server answered."""

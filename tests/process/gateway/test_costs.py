@@ -18,14 +18,12 @@ from tests.support.gateway.running import CLIENT_KEY, RunningGateway
 from tests.support.gateway.streams import text_of
 
 Started = tuple[psutil.Process, RunningGateway]
-CONTEXT = 200_000
 
 
-@pytest.fixture(scope="module", params=[CONTEXT])
-def started(request: pytest.FixtureRequest, processes: Processes) -> Iterator[Started]:
-    """A gateway that all tests share. None as a parameter stands for the model's own, short context."""
-    settings = {} if request.param is None else {"context_length": request.param}
-    with processes.gateway(**settings) as (process, gateway):
+@pytest.fixture(scope="module")
+def started(processes: Processes) -> Iterator[Started]:
+    """A gateway that all tests share."""
+    with processes.gateway(context_length=200_000) as (process, gateway):
         yield psutil.Process(process.pid), gateway
 
 
@@ -38,7 +36,7 @@ def cpu_s(process: psutil.Process) -> float:
 # A prompt that is too long
 
 BODY_CHARS = 31 * 10**6
-REFUSALS = 6
+REFUSALS = 4
 TEXTS = {
     "prose": "the quick brown fox jumps over 12 lazy dogs, and it goes on\n",
     "one word": "x",
@@ -53,7 +51,12 @@ def refused(gateway: RunningGateway, body: bytes) -> bool:
     return (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def check_too_long(started: Started, tokenizer: Tokenizer, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["prose", *(pytest.param(kind, marks=pytest.mark.long) for kind in TEXTS if kind != "prose")]
+)
+def test_a_text_that_is_too_long_leaves_memory_and_others_alone(
+    started: Started, tokenizer: Tokenizer, kind: str
+) -> None:
     """Nobody waits for it, because it costs less than half of what its tokens would."""
     process, gateway = started
     text = (TEXTS[kind] * (BODY_CHARS // len(TEXTS[kind])))[:BODY_CHARS]
@@ -70,12 +73,6 @@ def check_too_long(started: Started, tokenizer: Tokenizer, kind: str) -> None:
     tokenizer.encode(text[: BODY_CHARS // 20])
     assert call_s < 10 * (time.process_time() - began_s)
     assert gateway.turns(gateway.session()) == []
-
-
-def test_a_text_that_is_too_long_leaves_memory_and_others_alone(
-    started: Started, tokenizer: Tokenizer
-) -> None:
-    check_too_long(started, tokenizer, "prose")
 
 
 # A long stream
@@ -114,7 +111,7 @@ def test_a_long_stream_keeps_its_tokens_and_not_its_output(processes: Processes,
 
 # Many log-probabilities
 
-TOKENS = 8_000
+TOKENS = 4_000
 TOPS = 20
 """The most alternatives that OpenAI's contract allows."""
 ASKED: dict[str, dict[str, Any]] = {
@@ -178,15 +175,3 @@ def test_other_calls_do_not_wait_for_many_logprobs(
     # On a busy machine, the test may be late to read a reply, and the call then seems long. That is chance. A
     # call that really waits does so in each of the three attempts.
     assert any(longest_share(processes, started, path, stream) < 1 / 3 for _ in range(3))
-
-
-# The other long prompts, last: the short context takes a gateway of its own
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("started", [CONTEXT, None], indirect=True)
-@pytest.mark.parametrize("kind", TEXTS)
-def test_no_text_that_is_too_long_costs_memory_or_delays_others(
-    started: Started, tokenizer: Tokenizer, kind: str
-) -> None:
-    check_too_long(started, tokenizer, kind)

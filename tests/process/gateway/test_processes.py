@@ -276,9 +276,7 @@ def test_a_gateway_killed_in_mid_stream_leaves_no_half_turn(
 
 
 @pytest.mark.long
-def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(
-    processes: Processes,
-) -> None:
+def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(processes: Processes) -> None:
     redis = processes.backends.redis
     redis.flushdb()
     with processes.gateway() as (process, gateway):

@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_queue.http.workers.parent import run_workers
 from tests.support.gateway.calls import Call
-from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import GatedEngine, NumberingEngine, asked, let_on
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, RunningGateway
@@ -28,6 +27,8 @@ from tests.support.waiting import wait_until
 WORKERS = 2
 CONNECTIONS = 12
 """Fresh connections, of which one worker gets all with a probability of 1 in 2,048."""
+ATTEMPTS = 5
+"""Of one call: one worker gets all of them in one of sixteen runs, in which a test shows less."""
 
 
 @pytest.fixture
@@ -61,17 +62,6 @@ def gateway(
     with httpx.Client(timeout=120) as http:
         gateway = RunningGateway(shared[1], engine, processes.backends.redis, http)
         yield gateway
-        let_on(gateway)
-
-
-@pytest.fixture
-def started(
-    processes: Processes, engine: GatedEngine
-) -> Iterator[tuple[subprocess.Popen[bytes], RunningGateway]]:
-    """A gateway for one test."""
-    with processes.gateway(workers=WORKERS) as (process, gateway):
-        wait_until(lambda: up(gateway) == [1.0] * WORKERS)
-        yield process, gateway
         let_on(gateway)
 
 
@@ -126,7 +116,7 @@ def serves(gateway: RunningGateway) -> bool:
 # One gateway
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_retry_joins_its_call_at_whatever_worker(gateway: RunningGateway, stream: bool) -> None:
     session = gateway.session()
     calls = attempts(gateway, session, stream=stream)
@@ -142,7 +132,7 @@ def attempts(gateway: RunningGateway, session: dict[str, Any], **body: Any) -> l
     """A call, and its retries one after the other, each over a fresh connection."""
     calls = [Call(gateway, session, **body)]
     asked(gateway, 1)
-    for attempt in range(1, CONNECTIONS):
+    for attempt in range(1, ATTEMPTS):
         calls.append(Call(gateway, session, attempt, **body))
         wait_until(lambda: in_flight(gateway) == len(calls))
     return calls
@@ -196,7 +186,7 @@ def test_metrics_and_status_count_the_calls_of_all_workers(gateway: RunningGatew
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     turns, samplings = sum(samples(gateway, "weir_turns_total").values()), sampled(gateway)
     assert set(fresh(gateway, "POST", "/v1/chat/completions", json=chat)) == {200}
-    for _ in range(4):  # whichever worker answers
+    for _ in range(3):  # whichever worker answers
         counted = samples(gateway, "weir_turns_total")
         assert sum(counted.values()) == turns + CONNECTIONS
         assert {dict(labels)["worker"] for labels in counted} == {"0", "1"}
@@ -213,11 +203,10 @@ def sampled(gateway: RunningGateway) -> int:
 
 
 def test_all_workers_know_a_new_key_when_the_operator_hears_of_it(gateway: RunningGateway) -> None:
-    for name in ("one", "two", "three"):
-        made = gateway.post("/admin/keys", {"name": name, "role": "client"}, key=ADMIN_KEY).json()
-        assert set(fresh(gateway, "GET", "/v1/models", key=made["api_key"])) == {200}
-        assert gateway.call("DELETE", f"/admin/keys/{name}", key=ADMIN_KEY).status_code == 200
-        assert set(fresh(gateway, "GET", "/v1/models", key=made["api_key"])) == {401}
+    made = gateway.post("/admin/keys", {"name": "one", "role": "client"}, key=ADMIN_KEY).json()
+    assert set(fresh(gateway, "GET", "/v1/models", key=made["api_key"])) == {200}
+    assert gateway.call("DELETE", "/admin/keys/one", key=ADMIN_KEY).status_code == 200
+    assert set(fresh(gateway, "GET", "/v1/models", key=made["api_key"])) == {401}
 
 
 def test_sighup_reaches_every_worker(
@@ -241,9 +230,7 @@ def test_metrics_say_which_worker_hangs(
     with ThreadPoolExecutor(CONNECTIONS) as scrapes:
         asked = [scrapes.submit(up, gateway) for _ in range(CONNECTIONS)]
         found = any(sorted(each.result()) == [0.0, 1.0] for each in as_completed(asked))
-        with suppress(
-            psutil.NoSuchProcess
-        ):  # on a busy machine it was killed meanwhile, as every hung worker
+        with suppress(psutil.NoSuchProcess):  # on a busy machine it was killed meanwhile
             hung.resume()
     assert found
     wait_until(lambda: up(gateway) == [1.0] * WORKERS)
@@ -270,24 +257,22 @@ def test_a_killed_worker_is_started_again_and_a_retry_of_its_call_samples_again(
 
 @pytest.mark.long
 def test_a_hung_worker_is_killed_and_started_again(
-    started: tuple[subprocess.Popen[bytes], RunningGateway],
+    shared: tuple[subprocess.Popen[bytes], str], gateway: RunningGateway
 ) -> None:
-    process, _ = started
-    hung = workers_of(process)[0]
+    hung = workers_of(shared[0])[0]
     hung.suspend()
     wait_until(lambda: not runs(hung))
-    wait_until(lambda: len(workers_of(process)) == WORKERS)
+    wait_until(lambda: len(workers_of(shared[0])) == WORKERS and up(gateway) == [1.0] * WORKERS)
 
 
 @pytest.mark.long
-def test_workers_end_with_a_killed_parent(
-    started: tuple[subprocess.Popen[bytes], RunningGateway],
-) -> None:
-    process, _ = started
-    workers = workers_of(process)
-    process.kill()
-    process.wait()
-    wait_until(lambda: not any(map(runs, workers)))
+def test_workers_end_with_a_killed_parent(processes: Processes, engine: GatedEngine) -> None:
+    with processes.gateway(workers=WORKERS) as (process, gateway):
+        wait_until(lambda: up(gateway) == [1.0] * WORKERS)
+        workers = workers_of(process)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not any(map(runs, workers)))
 
 
 def test_a_worker_ends_when_its_input_does() -> None:
@@ -308,15 +293,6 @@ def test_a_worker_ends_when_its_input_does() -> None:
 def test_the_parent_ends_if_its_workers_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_queue.http.workers.parent.FIRST_PAUSE_S", 0.001)
     assert run_workers(WORKERS, "127.0.0.1", free_port(), lambda worker: ["false"], stop_within_s=60) == 1
-
-
-@pytest.mark.long
-def test_the_gateway_ends_if_its_workers_cannot_start(processes: Processes, engine: FakeEngine) -> None:
-    process, _ = processes.start(workers=WORKERS, renderer="no-such-renderer")
-    try:
-        assert process.wait(timeout=600) == 1
-    finally:
-        process.kill()
 
 
 def test_sigterm_lets_streams_of_all_workers_end(

@@ -6,8 +6,8 @@ import pytest
 
 from gateway.settings.service import GatewaySettings
 from rollout_server.settings import RolloutServerSettings
-from tests.support.kubernetes.pods import Pod, ports
-from tests.support.kubernetes.rendered import Object, of_kind
+from tests.support.kubernetes.pods import FIRST_POD, Pod, pods_of, ports
+from tests.support.kubernetes.rendered import Object, named, of_kind
 from tests.support.kubernetes.service_settings import settings_of
 
 LAST_ANSWERS_S = 5
@@ -16,16 +16,16 @@ ENDED_BY_TORCHRUN_S = 30
 """torchrun kills ranks that have not ended so long after SIGTERM."""
 
 
-def test_every_pod_is_what_the_restricted_standard_asks_for(pods: dict[str, Pod]) -> None:
+def test_every_pod_is_what_the_restricted_standard_asks_for(
+    objects: list[Object], pods: dict[str, Pod]
+) -> None:
+    (namespace,) = of_kind(objects, "Namespace").values()
+    assert namespace["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}
     for pod in pods.values():
         spec = pod.spec
-        security = spec["securityContext"]
-        assert (security["runAsNonRoot"], security["runAsUser"], security["runAsGroup"]) == (
-            True,
-            10001,
-            10001,
-        )
-        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        user = {"runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10001}
+        profile = {"seccompProfile": {"type": "RuntimeDefault"}}
+        assert (user | profile).items() <= spec["securityContext"].items()
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
@@ -38,11 +38,6 @@ def test_every_pod_is_what_the_restricted_standard_asks_for(pods: dict[str, Pod]
             }, f"{pod.workload}: {container['name']}"
 
 
-def test_the_namespace_holds_pods_to_that_standard(objects: list[Object]) -> None:
-    (namespace,) = of_kind(objects, "Namespace").values()
-    assert namespace["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}
-
-
 def test_every_container_has_requests_and_bounded_memory(pods: dict[str, Pod]) -> None:
     """Not a bounded CPU: a container that is throttled answers its probes late."""
     for pod in pods.values():
@@ -53,10 +48,7 @@ def test_every_container_has_requests_and_bounded_memory(pods: dict[str, Pod]) -
             assert "cpu" not in limits
         for volume in pod.volumes.values():
             assert "emptyDir" not in volume or "sizeLimit" in volume["emptyDir"], pod.workload
-
-
-def test_shared_memory_fits_into_the_containers_memory(pods: dict[str, Pod]) -> None:
-    for name in ("rollout-server", "trainer"):
+    for name in ("rollout-server", "trainer"):  # shared memory is a part of the container's
         pod = pods[name]
         (path,) = (each["mountPath"] for each in pod.main["volumeMounts"] if each["name"] == "shm")
         assert path == "/dev/shm"  # noqa: S108 - shared memory
@@ -69,30 +61,22 @@ def size(quantity: str) -> float:
     return float(quantity[:-2]) * 1024.0 ** ("KMGT".index(quantity[-2]) + 1)
 
 
-def test_what_runs_on_is_watched_and_what_ends_is_not(pods: dict[str, Pod]) -> None:
+def test_a_service_lives_while_live_answers_and_is_ready_while_ready_answers(pods: dict[str, Pod]) -> None:
+    """/live of a rollout server answers while its engine boots, and that of a gateway without an engine. What
+    ends by itself is not watched, and no probe ends a container that is only slow."""
     for pod in pods.values():
         for container in pod.containers:
             probes = {name for name in container if name.endswith("Probe")}
             watched = pod.runs_on and container is pod.main
             expected = {"startupProbe", "livenessProbe", "readinessProbe"} if watched else set()
             assert probes == expected, f"{pod.workload}: {container['name']}"
-
-
-def test_a_service_lives_while_live_answers_and_is_ready_while_ready_answers(pods: dict[str, Pod]) -> None:
-    """/live of a rollout server answers while its engine boots, and that of a gateway without an engine."""
     for name, port in PROBED.items():
         container = pods[name].main
+        start, live = container["startupProbe"], container["livenessProbe"]
         assert ports(container)["http"] == port
         assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
         if pods[name].workload != "Job/trainer":
-            for probe in ("startupProbe", "livenessProbe"):
-                assert container[probe]["httpGet"] == {"path": "/live", "port": "http"}
-
-
-def test_no_probe_ends_a_container_that_is_only_slow(pods: dict[str, Pod]) -> None:
-    for name in PROBED:
-        container = pods[name].main
-        start, live = container["startupProbe"], container["livenessProbe"]
+            assert start["httpGet"] == live["httpGet"] == {"path": "/live", "port": "http"}
         assert start["failureThreshold"] * start["periodSeconds"] >= 60
         assert live["failureThreshold"] * live["periodSeconds"] >= 60
         assert live["timeoutSeconds"] <= live["periodSeconds"]
@@ -150,3 +134,20 @@ def test_only_the_model_job_writes_the_model(pods: dict[str, Pod]) -> None:
             assert pod.spec["initContainers"][0]["command"][-1].startswith(
                 "until [ -e /model/policy/config.json ]"
             )
+
+
+def test_nodes_and_gpus_are_counted_alike_everywhere(overlays: dict[str, list[Object]]) -> None:
+    job = named(overlays["fleet"], "Job", "trainer")["spec"]
+    pod = pods_of(overlays["fleet"])["trainer"]
+    words = dict(word.removeprefix("--").split("=") for word in pod.main["args"] if "=" in word)
+    assert {job["completions"], job["parallelism"], int(words["nnodes"])} == {2}
+    assert int(words["nproc-per-node"]) == pod.main["resources"]["limits"]["nvidia.com/gpu"]
+    assert words["rdzv-endpoint"] == f"trainer-0.{pod.spec['subdomain']}:29400" == f"{FIRST_POD}:29400"
+
+
+def test_a_trainer_that_was_ended_comes_back(overlays: dict[str, list[Object]]) -> None:
+    job = named(overlays["fleet"], "Job", "trainer")["spec"]
+    assert job["completionMode"] == "Indexed"
+    assert job["template"]["spec"]["restartPolicy"] == "OnFailure"
+    assert job["backoffLimit"] == 2**31 - 1
+    assert job["podReplacementPolicy"] == "Failed"  # never two pods of one index

@@ -1,16 +1,23 @@
-"""The pods of the overlay cpu-demo, run as the containers that they describe: a model learns.
+"""Pods as they run: the containers of the overlay cpu-demo learn, and the fleet's command runs on two hosts.
 
 docker compose --profile demo build && pytest tests/process/kubernetes/test_run.py
 """
 
 import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.kubernetes.docker import why_no_engine
 from tests.support.kubernetes.kubelet import Node, node
-from tests.support.kubernetes.pods import pods_of
+from tests.support.kubernetes.pods import FIRST_POD, environment, pods_of
 from tests.support.kubernetes.rendered import ROOT, Object
+from tests.support.trainer_service.host_pair import HostPair, host_pair, launched
+from tests.support.trainer_service.hosts import NAMES, why_not
+from tests.support.waiting import PATIENCE_S, wait_until
 
 SERVICES = ("redis", "gateway", "rollout-server", "trainer")
 MODELS = ROOT / "run" / "models"
@@ -18,6 +25,7 @@ MODELS = ROOT / "run" / "models"
 STARTS_WITHIN_S = 3600.0
 """The model is made, and the engine boots, on few and busy cores."""
 LEARNS_WITHIN_S = 1800.0
+REASON = why_not()
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(STARTS_WITHIN_S + LEARNS_WITHIN_S + 600)]
 
@@ -53,3 +61,38 @@ def served(running: Node) -> int:
     metrics = running.ask("gateway", "http://127.0.0.1:8000/metrics")
     found = re.search(r"^weir_serving_version ([-\d.]+)$", metrics, re.M)
     return int(float(found[1])) if found else -1
+
+
+# The command of the fleet
+
+
+@pytest.fixture
+def pair(tmp_path: Path, tiny_model: Path) -> Iterator[HostPair]:
+    with host_pair(tmp_path) as made:
+        made.configure(tiny_model)
+        yield made
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"two hosts on one machine: {REASON}")
+def test_the_command_of_the_job_starts_a_trainer_over_two_hosts(
+    pair: HostPair, overlays: dict[str, list[Object]]
+) -> None:
+    main = pods_of(overlays["fleet"])["trainer"].main
+    given = [*main["command"], *main["args"]]
+    assert given[0] == "python"
+    assert len([word for word in given if FIRST_POD in word]) == 1
+    words = [word.replace(FIRST_POD, NAMES[0]) for word in given[1:]]
+    words[words.index("--nproc-per-node=8")] = "--nproc-per-node=1"
+    own = {name: value for name, value in environment(main).items() if not name.startswith("WEIR_")}
+    commands = [host.enter(sys.executable, *words, *pair.words) for host in pair.hosts]
+    with launched(commands, [own] * 2, pair.folder / "log") as launchers:
+        pair.train(launchers)
+        before = pair.ranks()
+        before[1].kill()
+        pair.train(launchers)
+        assert not set(before) & set(pair.ranks())
+        wait_until(lambda: pair.saved_step() == 2)
+        # The kubelet ends a pod by a signal to torchrun. Not 0: the Job has to make the pod again.
+        for process in launchers.processes:
+            process.send_signal(signal.SIGTERM)
+        assert 0 not in launchers.wait(PATIENCE_S + 60)

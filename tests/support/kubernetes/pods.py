@@ -7,6 +7,8 @@ from typing import Any
 from tests.support.kubernetes.rendered import Object
 
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
+FIRST_POD = "trainer-0.trainer-ranks"
+"""The name of the first pod of the fleet's Job."""
 
 
 @dataclass(frozen=True)

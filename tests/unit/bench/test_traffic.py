@@ -8,7 +8,7 @@ from bench.traffic.__main__ import main
 from bench.traffic.day import CHOICES, MAX_STALENESS, Day, Outcomes, jain
 from bench.traffic.demand import GROUP_SIZE, GROUPS_PER_STEP, HOUR_S, STEP_S, Demand, demands
 
-HOURS = 4.0
+HOURS = 2.0
 STEPS = HOURS * HOUR_S / STEP_S
 
 
@@ -75,5 +75,5 @@ def test_jains_index_is_one_for_equal_shares_and_one_of_n_for_a_single_one() -> 
 
 
 def test_the_table_has_a_line_for_each_load_and_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--loads", "1", "2", "--hours", "2"])
+    main(["--loads", "1", "2", "--hours", "0.5"])
     assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * len(CHOICES)

@@ -14,7 +14,7 @@ def test_every_contender_of_a_workload_has_the_same_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trainer, "TRL", tmp_path)  # leaves TRL out, which would take half a minute
-    trainer.main(["--smoke", "--rounds", "1", "--rollouts", "16", "--slow-rollouts", "16"])
+    trainer.main(["--smoke", "--rounds", "1", "--rollouts", "8", "--slow-rollouts", "8"])
     out = capsys.readouterr().out
     for name, workload in WORKLOADS.items():
         table = out.split(f"\n{name}: {workload.what}\n\n")[1].split("\n\n")[0].splitlines()

@@ -28,7 +28,7 @@ def served(log: StringIO, path: str) -> dict[str, Any]:
     def found() -> list[dict[str, Any]]:
         return [each for each in entries(log) if each.get("path") == path]
 
-    wait_until(lambda: found())
+    wait_until(found)
     (entry,) = found()
     return entry
 
@@ -64,13 +64,8 @@ def test_a_call_is_a_line_with_its_ids_and_the_name_of_the_key(
     reply = gateway.chat(headers={"x-request-id": "my-request"})
     assert reply.status_code == 200
     entry = served(log, "/v1/chat/completions")
-    assert {name: entry[name] for name in ("method", "status", "request_id", "logger", "level")} == {
-        "method": "POST",
-        "status": 200,
-        "request_id": "my-request",
-        "logger": "weir.access",
-        "level": "INFO",
-    }
+    line = {"method": "POST", "status": 200, "request_id": "my-request"}
+    assert entry.items() >= (line | {"logger": "weir.access", "level": "INFO"}).items()
     assert entry["bytes"] == len(reply.content)
     assert entry["key"].startswith("key-")
     assert entry["turn_id"] == reply.headers["x-weir-turn-id"]

@@ -1,9 +1,5 @@
 """Answers in the background: the gateway replies at once, and clients read or cancel the answer by its id."""
 
-from typing import Any
-
-import pytest
-
 from rollout_queue.redis import keys
 from tests.support.gateway.background import PATH, ended, read, start
 from tests.support.gateway.gated_engine import let_on
@@ -19,11 +15,8 @@ def test_an_answer_is_made_while_nobody_waits_and_is_read_by_its_id(gateway: Run
     assert response.status == "in_progress"
     wait_until(lambda: client.responses.retrieve(response.id).status == "completed")
     response = client.responses.retrieve(response.id)
-    assert (response.output_text, response.background, response.instructions) == (
-        "good morning",
-        True,
-        "be kind",
-    )
+    assert (response.output_text, response.instructions) == ("good morning", "be kind")
+    assert response.background is True
     (turn,) = gateway.turns(session)
     assert turn["completion_id"] == response.id
     assert response.usage is not None
@@ -95,15 +88,10 @@ def test_a_cut_answer_is_incomplete(gateway: RunningGateway) -> None:
     assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [({"stream": True}, "stream"), ({"store": False}, "store"), ({"input": []}, "input")],
-)
-def test_a_request_that_cannot_run_in_the_background_is_a_400(
-    gateway: RunningGateway, more: dict[str, Any], param: str
-) -> None:
-    reply = gateway.post(PATH, {"input": "hi", "background": True, **more})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+def test_a_request_that_cannot_run_in_the_background_is_a_400(gateway: RunningGateway) -> None:
+    for more, param in (({"stream": True}, "stream"), ({"store": False}, "store"), ({"input": []}, "input")):
+        reply = gateway.post(PATH, {"input": "hi", "background": True, **more})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), more
     assert not list(gateway.redis.scan_iter(keys.response("*")))
 
 

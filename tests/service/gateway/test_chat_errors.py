@@ -17,7 +17,7 @@ from tests.support.long_cases import in_turn
 def test_an_id_outside_the_vocabulary_never_reaches_the_record(gateway: RunningGateway) -> None:
     gateway.engine.mind = [5, 999_999]
     session = gateway.session()
-    reply = gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+    reply = gateway.chat(session=session)
     assert reply.status_code == 503
     assert gateway.turns(session) == []
 
@@ -96,8 +96,8 @@ def test_an_engine_that_fails_is_503_and_nothing_is_recorded(gateway: RunningGat
         gateway.engine.refusals = deque([refusal] * 99)
         session = gateway.session()
         reply = gateway.chat(session=session)
-        assert (reply.status_code, "retry-after" in reply.headers) == (503, True)
-        assert gateway.turns(session) == []
+        assert (reply.status_code, "retry-after" in reply.headers) == (503, True), refusal.body
+        assert gateway.turns(session) == [], refusal.body
 
 
 def test_an_engine_that_dies_in_the_middle_leaves_no_seam(gateway: RunningGateway) -> None:
@@ -120,20 +120,6 @@ def test_an_engine_that_dies_in_the_middle_leaves_no_seam(gateway: RunningGatewa
     assert gateway.engine.requests[-1]["input_ids"] == turn["context_ids"] + ids[: len(ids) // 3 * 3]
 
 
-def test_an_engine_that_dies_for_good_ends_the_stream_with_an_error(gateway: RunningGateway) -> None:
-    gateway.engine.stop_after = 3
-    gateway.engine.mind = "one two three four five six"
-    session = gateway.session()
-    stream = gateway.client(session).chat.completions.create(
-        model="m", messages=[{"role": "user", "content": "x"}], stream=True
-    )
-    next(stream)
-    gateway.engine.refusals = deque([PlainTextResponse("gone", 500)] * 99)
-    with pytest.raises(openai.APIError):
-        list(stream)
-    assert gateway.turns(session) == []
-
-
 def test_no_engine_at_all_is_503_with_the_reason(gateway: RunningGateway) -> None:
     reply = gateway.chat(model="policy@7")
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
@@ -152,12 +138,6 @@ def test_metrics_count_turns(gateway: RunningGateway) -> None:
     before = turns()
     gateway.chat()
     assert turns() == before + 1
-
-
-def test_status_is_for_admins(gateway: RunningGateway) -> None:
-    assert gateway.get("/admin/status").status_code == 403
-    status = gateway.get("/admin/status", key=ADMIN_KEY).json()
-    assert status["rollout_servers"][0]["state"] == "ready"
 
 
 def test_an_engine_of_the_configuration_cannot_be_replaced_or_removed(gateway: RunningGateway) -> None:

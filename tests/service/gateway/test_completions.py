@@ -48,7 +48,7 @@ def test_a_stream_adds_up_to_the_plain_text(gateway: RunningGateway) -> None:
         chunks = list(client.completions.create(model="p", prompt="go", echo=True, stream=True))
         assert plain == "go" + answer
         assert "".join(chunk.choices[0].text for chunk in chunks) == plain
-        assert chunks[-1].choices[0].finish_reason == "stop"
+        assert chunks[-1].choices[0].finish_reason == "stop", answer
 
 
 def test_logprobs_are_those_of_the_record(gateway: RunningGateway) -> None:

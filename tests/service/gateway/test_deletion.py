@@ -52,22 +52,24 @@ def test_a_deleted_session_is_gone_for_every_request(gateway: RunningGateway) ->
     gateway.post(f"{path}/reward", {"value": 0.5, "turn_id": completion["id"]})
     reply = delete(gateway, session)
     assert reply.status_code == 200
-    deleted = {"turns": 1, "rewards": 2}
-    assert reply.json() == {"session_id": session["session_id"], "deleted": deleted}
+    assert reply.json() == {"session_id": session["session_id"], "deleted": {"turns": 1, "rewards": 2}}
     again = delete(gateway, session)
     assert is_gone(again)
     assert again.headers["x-should-retry"] == "false"
-    for key in (CLIENT_KEY, session["api_key"]):
-        assert is_gone(gateway.chat(path=f"{path}/v1/chat/completions", key=key))
-        assert is_gone(gateway.chat(path=f"{path}/v1/chat/completions", key=key, stream=True))
-    assert is_gone(gateway.chat(key=session["api_key"]))
-    assert is_gone(gateway.chat(headers={"x-session-id": session["session_id"]}))
-    assert is_gone(gateway.get(path))
-    assert is_gone(gateway.get(path, key=ADMIN_KEY))
-    assert is_gone(gateway.post(f"{path}/reward", {"value": 1.0}))
-    assert is_gone(gateway.post(f"{path}/reward", {"value": 1.0, "turn_id": completion["id"]}))
-    assert is_gone(gateway.post(f"{path}/finish", {"status": "completed"}))
-    assert is_gone(gateway.post("/sessions", {"session_id": session["session_id"]}))
+    calls = f"{path}/v1/chat/completions"
+    for gone in (
+        *(gateway.chat(path=calls, key=key) for key in (CLIENT_KEY, session["api_key"])),
+        *(gateway.chat(path=calls, key=key, stream=True) for key in (CLIENT_KEY, session["api_key"])),
+        gateway.chat(key=session["api_key"]),
+        gateway.chat(headers={"x-session-id": session["session_id"]}),
+        gateway.get(path),
+        gateway.get(path, key=ADMIN_KEY),
+        gateway.post(f"{path}/reward", {"value": 1.0}),
+        gateway.post(f"{path}/reward", {"value": 1.0, "turn_id": completion["id"]}),
+        gateway.post(f"{path}/finish", {"status": "completed"}),
+        gateway.post("/sessions", {"session_id": session["session_id"]}),
+    ):
+        assert is_gone(gone), gone.request
     assert len(gateway.engine.requests) == 1
 
 
@@ -188,11 +190,11 @@ def test_a_deleted_response_is_continued_at_no_gateway(
         reply = each.post("/v1/responses", asked_for)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "previous_response_not_found")
         assert each.post("/v1/responses", referred).status_code == 400
+        assert each.get(f"/v1/responses/{response['id']}").status_code == 404
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_response_leaves_no_words_in_a_session_that_was_deleted_as_they_came(
-    gateway: RunningGateway, backends: Backends, monkeypatch: pytest.MonkeyPatch, stream: bool
+    gateway: RunningGateway, backends: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = ResponseStore.keep
 
@@ -203,11 +205,12 @@ def test_a_response_leaves_no_words_in_a_session_that_was_deleted_as_they_came(
         await keep(store, *given)
 
     monkeypatch.setattr(ResponseStore, "keep", too_late)
-    reply = gateway.post("/v1/responses", {"input": MARK, "stream": stream})
-    assert stream or reply.status_code == 410
-    assert "gone_error" in reply.text
-    assert "response.completed" not in reply.text
-    assert holding(gateway.redis, MARK.encode()) == []
+    for stream in (False, True):
+        reply = gateway.post("/v1/responses", {"input": MARK, "stream": stream})
+        assert reply.status_code == (200 if stream else 410), reply.text
+        assert "gone_error" in reply.text
+        assert "response.completed" not in reply.text
+        assert holding(gateway.redis, MARK.encode()) == []
 
 
 def test_all_of_a_user_is_deleted_and_no_later_call_may_name_it(gateway: RunningGateway) -> None:
@@ -257,25 +260,15 @@ def test_a_call_that_named_a_user_while_it_was_deleted_is_refused(gated: Running
     assert gated.turns(session) == []
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"user_id": f"user_ann_account__session_{'0' * 8}-0000-4000-8000-{'0' * 12}"},
-        {"user_id": json.dumps({"user": "ann"})},
-        {"user_id": ["ann"]},
-        {},
-    ],
-)
-def test_what_is_no_user_name_is_no_user(gateway: RunningGateway, metadata: dict[str, Any]) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "metadata": metadata}
-    assert gateway.post("/v1/messages", body).status_code == 200
-    assert not gateway.redis.keys(keys.user_sessions("*"))
-    if isinstance(name := metadata.get("user_id"), str):
-        delete_user(gateway, name)
-        assert gateway.post("/v1/messages", body).status_code == 200
-
-
-def test_a_user_is_named_by_an_id(gateway: RunningGateway) -> None:
+def test_what_is_no_user_name_is_no_user(gateway: RunningGateway) -> None:
+    stamp = f"user_ann_account__session_{'0' * 8}-0000-4000-8000-{'0' * 12}"
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    for metadata in ({"user_id": stamp}, {"user_id": json.dumps({"user": "ann"})}, {"user_id": ["ann"]}, {}):
+        assert gateway.post("/v1/messages", body | {"metadata": metadata}).status_code == 200, metadata
+        assert not gateway.redis.keys(keys.user_sessions("*")), metadata
+        if isinstance(name := metadata.get("user_id"), str):
+            delete_user(gateway, name)
+            assert gateway.post("/v1/messages", body | {"metadata": metadata}).status_code == 200, metadata
     assert delete_user(gateway, "a%20b").status_code == 400
     assert delete_user(gateway, "nobody").json()["deleted"]["sessions"] == 0
     assert gateway.chat(user="no id / at all").status_code == 200
@@ -286,13 +279,9 @@ def test_no_byte_of_a_deleted_session_is_left_in_redis(gateway: RunningGateway) 
     session = gateway.session(**said)
     path = path_of(session)
     gateway.engine.script.extend([f"{MARK} {number}" for number in range(4)])
+    said_in = {"messages": [{"role": "user", "content": MARK}], "max_tokens": 50}
     for where in ("/v1/chat/completions", "/v1/messages"):
-        assert (
-            gateway.post(
-                path + where, {"messages": [{"role": "user", "content": MARK}], "max_tokens": 50}
-            ).status_code
-            == 200
-        )
+        assert gateway.post(path + where, said_in).status_code == 200
     first = gateway.post(f"{path}/v1/responses", {"input": MARK}).json()
     continued = {"input": MARK, "previous_response_id": first["id"]}
     assert gateway.post(f"{path}/v1/responses", continued).status_code == 200
@@ -338,11 +327,9 @@ def remembered(mark: str) -> list[str]:
     ours = ("gateway.", "rollout_queue.")
     kinds = (dict, list, tuple, set, deque, OrderedDict)
     gc.collect()
-    holders = [
-        each
-        for each in gc.get_objects()
-        if type(each) is CACHE or str(type(each).__module__).startswith(ours)
-    ]
+    objects = gc.get_objects()
+    holding = {each for each in set(map(type, objects)) if str(each.__module__).startswith(ours)} | {CACHE}
+    holders = [each for each in objects if type(each) in holding]
     seen, found = set(map(id, holders)), []
     while holders:
         for each in gc.get_referents(holders.pop()):

@@ -205,9 +205,9 @@ def test_what_the_model_does_not_get_is_recorded_and_told(
     for stream in (False, True):
         reply = gateway.post(path, BODIES[path] | fields | {"stream": stream})
         (turn,) = gateway.turns_of(reply)
-        assert turn["sampling"]["asked"]["left_out"] == kinds
+        assert turn["sampling"]["asked"]["left_out"] == kinds, stream
         assert f'"left_out":["{kinds[0]}"' in reply.headers["x-weir-sampling-asked"]
-        assert turn["context_ids"] == whole["context_ids"]
+        assert turn["context_ids"] == whole["context_ids"], stream
 
 
 def test_the_models_one_verbosity_serves_all_and_the_turn_records_the_one_asked(

@@ -77,12 +77,12 @@ def test_a_long_data_url_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     assert max(pieces) <= decoding.PIECE < len(data)
 
 
-@pytest.mark.parametrize("wrong", ["AAA=", "A===", "AA A", "AAAé"])
-def test_a_long_data_url_is_refused_wherever_it_is_malformed(wrong: str) -> None:
+def test_a_long_data_url_is_refused_wherever_it_is_malformed() -> None:
     piece = "A" * decoding.PIECE
-    for text in (piece[:-4] + wrong + piece, piece + wrong + piece, piece + "AAA"):
-        with pytest.raises(InvalidRequest, match="not base64"):
-            image_of("data:image/png;base64," + text, "", len(text))
+    for wrong in ("AAA=", "A===", "AA A", "AAAé"):
+        for text in (piece[:-4] + wrong + piece, piece + wrong + piece, piece + "AAA"):
+            with pytest.raises(InvalidRequest, match="not base64"):
+                image_of("data:image/png;base64," + text, "", len(text))
 
 
 class Decoder:

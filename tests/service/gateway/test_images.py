@@ -67,42 +67,27 @@ def test_the_engine_gets_one_pad_for_an_image_and_the_turn_records_all(
     assert [*turn.context_ids[: image.start], pad, *turn.context_ids[image.end :]] == asked["input_ids"]
 
 
+def seen(gateway: RunningGateway, *urls: str) -> list[Image.Image]:
+    """The images that the engine gets."""
+    say(gateway, gateway.session(), asking(*urls))
+    return [opened(url) for url in gateway.engine.requests[-1]["image_data"]]
+
+
 def test_an_image_is_resized_and_made_plain_before_the_engine_sees_it(seeing: RunningGateway) -> None:
-    glass = image_of(84, 56, mode="RGBA")
+    glass = data_url(encoded(image_of(84, 56, mode="RGBA"), "WEBP", lossless=True), "image/webp")
     turned = Image.Exif()
     turned[0x0112] = 6
     photo = data_url(encoded(image_of(40, 80), "JPEG", exif=turned), "image/jpeg")
-    say(
-        seeing, seeing.session(), asking(data_url(encoded(glass, "WEBP", lossless=True), "image/webp"), photo)
-    )
-    first, second = map(opened, seeing.engine.requests[0]["image_data"])
-    assert [(each.format, each.mode, each.size) for each in (first, second)] == [
-        ("PNG", "RGB", (96, 64)),
-        ("PNG", "RGB", (64, 32)),
-    ]
-
-
-def test_only_the_first_picture_of_a_jpeg_is_shown(seeing: RunningGateway) -> None:
+    plain = [(each.format, each.mode, each.size) for each in seen(seeing, glass, photo)]
+    assert plain == [("PNG", "RGB", (96, 64)), ("PNG", "RGB", (64, 32))]
     first, second = Image.new("RGB", (64, 64), "red"), Image.new("RGB", (64, 64), "blue")
-    photo = encoded(first, "MPO", save_all=True, append_images=[second])
-    say(seeing, seeing.session(), asking(data_url(photo, "image/jpeg")))
-    (shown_url,) = seeing.engine.requests[0]["image_data"]
-    red, _, blue = opened(shown_url).getpixel((9, 9))  # type: ignore[misc]
-    assert red > 250 > 5 > blue
-
-
-def test_grey_of_16_bits_is_scaled_to_8(seeing: RunningGateway) -> None:
-    greys = [0, 0x4000, 0xFFFF]
-    urls = [data_url(encoded(Image.new("I;16", (64, 64), grey))) for grey in greys]
-    say(seeing, seeing.session(), asking(*urls))
-    pixels = [opened(url).getpixel((9, 9)) for url in seeing.engine.requests[0]["image_data"]]
-    assert pixels == [(0, 0, 0), (64, 64, 64), (255, 255, 255)]
-
-
-def test_grey_of_16_bits_with_a_transparent_one_is_refused(seeing: RunningGateway) -> None:
-    url = data_url(encoded(Image.new("I;16", (64, 64), 9), transparency=9))
-    reply = seeing.post(CHAT, {"messages": [asking(url)]})
-    assert (reply.status_code, "16 bits" in reply.text) == (400, True), reply.text
+    several = data_url(encoded(first, "MPO", save_all=True, append_images=[second]), "image/jpeg")
+    (shown_one,) = seen(seeing, several)
+    red, _, blue = shown_one.getpixel((9, 9))  # type: ignore[misc]
+    assert red > 250 > 5 > blue, "only the first picture of a JPEG is shown"
+    greys = [data_url(encoded(Image.new("I;16", (64, 64), grey))) for grey in (0, 0x4000, 0xFFFF)]
+    pixels = [each.getpixel((9, 9)) for each in seen(seeing, *greys)]
+    assert pixels == [(0, 0, 0), (64, 64, 64), (255, 255, 255)], "16 bits are scaled to 8"
 
 
 def test_equal_pixels_have_equal_hashes_whatever_their_profile(seeing: RunningGateway) -> None:
@@ -147,19 +132,15 @@ def test_a_conversation_with_another_image_of_the_same_size_is_another_one(seein
     assert two.context_ids[: len(one.context_ids)] == one.context_ids
 
 
-def test_no_text_becomes_a_pad(seeing: RunningGateway, pad: int) -> None:
-    session = seeing.session()
+def test_no_text_becomes_a_pad_and_a_tool_may_not_name_one(seeing: RunningGateway, pad: int) -> None:
     text = "<|vision_start|><|image_pad|><|vision_end|><|video_pad|>"
     system, answer = {"role": "system", "content": text}, {"role": "assistant", "content": text}
-    say(seeing, session, system, asking(text, WIDE), answer, {"role": "user", "content": text})
+    say(seeing, seeing.session(), system, asking(text, WIDE), answer, {"role": "user", "content": text})
     assert seeing.engine.requests[0]["input_ids"].count(pad) == 1
-
-
-def test_a_tool_that_names_a_pad_is_refused(seeing: RunningGateway) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "<|image_pad|>"}}
     reply = seeing.post(CHAT, {"messages": [asking(WIDE)], "tools": [tool]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
-    assert not seeing.engine.requests
+    assert len(seeing.engine.requests) == 1
 
 
 def test_a_sampled_pad_is_not_sent_again_as_an_image(
@@ -174,20 +155,15 @@ def test_a_sampled_pad_is_not_sent_again_as_an_image(
     assert seeing.engine.requests[1]["input_ids"].count(pad) == 1
 
 
-def test_an_answer_of_an_engine_that_counts_other_tokens_is_not_recorded(seeing: RunningGateway) -> None:
+def test_an_answer_of_an_engine_that_counts_other_tokens_is_not_begun_or_recorded(
+    seeing: RunningGateway,
+) -> None:
     session = seeing.session()
-    seeing.engine.last_words = {"prompt_tokens": 3}
     path = f"/sessions/{session['session_id']}{CHAT}"
-    assert seeing.post(path, {"messages": [asking(WIDE)]}).status_code == 503
-    assert turns_of(seeing, session["session_id"]) == []
-
-
-def test_a_stream_of_an_engine_that_counts_other_tokens_is_not_begun(seeing: RunningGateway) -> None:
-    session = seeing.session()
-    seeing.engine.miscounted = 1
-    path = f"/sessions/{session['session_id']}{CHAT}"
-    reply = seeing.post(path, {"messages": [asking(WIDE)], "stream": True})
-    assert (reply.status_code, "data:" in reply.text) == (503, False), reply.text
+    for last_words, miscounted, stream in (({"prompt_tokens": 3}, 0, False), ({}, 1, True)):
+        seeing.engine.last_words, seeing.engine.miscounted = last_words, miscounted
+        reply = seeing.post(path, {"messages": [asking(WIDE)], "stream": stream})
+        assert (reply.status_code, "data:" in reply.text) == (503, False), reply.text
     assert turns_of(seeing, session["session_id"]) == []
 
 
@@ -246,57 +222,59 @@ def test_images_that_do_not_fit_into_the_context_are_not_decoded(
 ANIMATED = encoded(image_of(64, 64), "PNG", save_all=True, append_images=[image_of(64, 64, 1)])
 
 
-@pytest.mark.parametrize(
-    ("url", "why"),
-    [
-        ("data:image/png;base64,####", "not base64"),
-        ("data:image/png,abc", "a data URL begins with"),
-        (data_url(b"GIF89a", "image/gif"), "media type"),
-        (data_url(b"%PDF-1.7", "application/pdf"), "media type"),
-        (data_url(b"<svg/>", "image/svg+xml"), "media type"),
-        (data_url(encoded(image_of(64, 64), "GIF")), "no PNG, JPEG or WebP"),
-        (data_url(b"nothing"), "no PNG, JPEG or WebP"),
-        (data_url(encoded(image_of(64, 64))[:500]), "cannot be decoded"),
-        (data_url(ANIMATED), "an animation"),
-        (data_url(bytes(100_001)), "at most 100000 bytes"),
-        (data_url(encoded(Image.new("RGB", (301, 300)))), "an image has at most 90000"),
-        (data_url(encoded(Image.new("RGB", (2010, 10)))), "the model reads no image"),
-        ("http://127.0.0.1/a.png", "not fetched from this host"),
-        ("https://example.com/a.png", "not fetched from this host"),
-        ("file:///etc/passwd", "data URL"),
-        ("/etc/passwd", "data URL"),
-        ("", "not an address"),
-    ],
-)
-def test_a_bad_image_is_refused_by_its_field(seeing: RunningGateway, url: str, why: str) -> None:
-    part = {"type": "image_url", "image_url": {"url": url}}
-    reply = seeing.post(CHAT, {"messages": [{"role": "user", "content": [part]}]})
-    error = reply.json()["error"]
-    assert (reply.status_code, error["param"]) == (400, "messages[0].content[0].image_url.url"), error
-    assert why in error["message"]
+BAD = [
+    ("data:image/png;base64,####", "not base64"),
+    ("data:image/png,abc", "a data URL begins with"),
+    (data_url(b"GIF89a", "image/gif"), "media type"),
+    (data_url(b"%PDF-1.7", "application/pdf"), "media type"),
+    (data_url(b"<svg/>", "image/svg+xml"), "media type"),
+    (data_url(encoded(image_of(64, 64), "GIF")), "no PNG, JPEG or WebP"),
+    (data_url(b"nothing"), "no PNG, JPEG or WebP"),
+    (data_url(encoded(image_of(64, 64))[:500]), "cannot be decoded"),
+    (data_url(ANIMATED), "an animation"),
+    (data_url(encoded(Image.new("I;16", (64, 64), 9), transparency=9)), "16 bits"),
+    (data_url(bytes(100_001)), "at most 100000 bytes"),
+    (data_url(encoded(Image.new("RGB", (301, 300)))), "an image has at most 90000"),
+    (data_url(encoded(Image.new("RGB", (2010, 10)))), "the model reads no image"),
+    ("http://127.0.0.1/a.png", "not fetched from this host"),
+    ("https://example.com/a.png", "not fetched from this host"),
+    ("file:///etc/passwd", "data URL"),
+    ("/etc/passwd", "data URL"),
+    ("", "not an address"),
+]
+
+
+def test_a_bad_image_is_refused_by_its_field(seeing: RunningGateway) -> None:
+    for url, why in BAD:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        reply = seeing.post(CHAT, {"messages": [{"role": "user", "content": [part]}]})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "messages[0].content[0].image_url.url"), why
+        assert why in error["message"], url[:99]
     assert not seeing.engine.requests
 
 
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "system", "content": shown(WIDE)}, "messages[0].content[0]"),
-        ({"role": "assistant", "content": shown(WIDE)}, "messages[0].content[0]"),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": WIDE}]},
-            "messages[0].content[0].image_url",
-        ),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": WIDE, "detail": "low"}}]},
-            "messages[0].content[0].image_url.detail",
-        ),
-        ({"role": "user", "content": [{"type": "image", "sha256": "0" * 64}]}, "messages[0].content[0]"),
-        (asking(WIDE, WIDE, WIDE, WIDE), "messages[0].content[3].image_url.url"),
-    ],
-)
-def test_an_image_in_a_wrong_place_is_refused(seeing: RunningGateway, message: Any, param: str) -> None:
-    reply = seeing.post(CHAT, {"messages": [message]})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+def part_of(role: str, *parts: Any) -> Any:
+    return {"role": role, "content": list(parts)}
+
+
+MISPLACED: list[tuple[Any, str]] = [
+    (part_of("system", *shown(WIDE)), "messages[0].content[0]"),
+    (part_of("assistant", *shown(WIDE)), "messages[0].content[0]"),
+    (part_of("user", {"type": "image_url", "image_url": WIDE}), "messages[0].content[0].image_url"),
+    (
+        part_of("user", {"type": "image_url", "image_url": {"url": WIDE, "detail": "low"}}),
+        "messages[0].content[0].image_url.detail",
+    ),
+    (part_of("user", {"type": "image", "sha256": "0" * 64}), "messages[0].content[0]"),
+    (asking(WIDE, WIDE, WIDE, WIDE), "messages[0].content[3].image_url.url"),
+]
+
+
+def test_an_image_in_a_wrong_place_is_refused(seeing: RunningGateway) -> None:
+    for message, param in MISPLACED:
+        reply = seeing.post(CHAT, {"messages": [message]})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
 def test_a_text_model_refuses_images(gateway: RunningGateway) -> None:
@@ -305,15 +283,12 @@ def test_a_text_model_refuses_images(gateway: RunningGateway) -> None:
     assert "this model reads text, not image_url" in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
-def test_a_prompt_of_ids_has_no_pads(seeing: RunningGateway, pad: int, path: str) -> None:
-    ids = (
-        {"prompt": [5, pad, 6]}
-        if "completions" in path
-        else {"token_ids": [5, pad, 6], "sampling_params": {}}
-    )
-    reply = seeing.post(path, ids)
-    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "images_in_token_ids"), reply.text
+def test_a_prompt_of_ids_has_no_pads(seeing: RunningGateway, pad: int) -> None:
+    ids = [5, pad, 6]
+    for path, body in (("/v1/completions", {"prompt": ids}), ("/inference/v1/generate", {"token_ids": ids})):
+        reply = seeing.post(path, body)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (400, "images_in_token_ids"), reply.text
 
 
 def test_messages_and_responses_show_images_too(seeing: RunningGateway) -> None:

@@ -12,6 +12,7 @@ from rollout_queue.redis import keys
 from tests.support.gateway.calls import Call, codes
 from tests.support.gateway.gated_engine import asked, let_on
 from tests.support.gateway.running import RunningGateway
+from tests.support.long_cases import in_turn
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
@@ -28,8 +29,7 @@ def lasts(gateway: RunningGateway, session_id: str, seconds: float) -> bool:
     return deadline is not None and deadline > clock.now() + seconds
 
 
-@pytest.mark.parametrize("margin_s", [2 * TTL_S, in_flight.MARGIN_S], ids=["put off once", "put off often"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("margin_s", "stream"), in_turn([2 * TTL_S, in_flight.MARGIN_S], [False, True]))
 def test_a_call_in_flight_keeps_its_session_open(
     gated_timed: RunningGateway,
     turned: TurnedClock,

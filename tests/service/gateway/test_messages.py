@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.gateway.examples import CALL_TEXT
 from tests.support.gateway.running import RunningGateway
 
 WEATHER = {"name": "weather", "description": "…", "input_schema": {"type": "object", "properties": {}}}
@@ -128,7 +129,7 @@ def test_a_call_that_comes_back_is_written_as_it_was_sampled(gateway: RunningGat
     result = {"type": "tool_result", "tool_use_id": "x", "content": "no"}
     for then in ("no, tell me of yourself", [result]):
         said = [*history, {"role": "user", "content": then}]
-        assert ask(gateway, said, path, tools=[WEATHER]).status_code == 200
+        assert ask(gateway, said, path, tools=[WEATHER]).status_code == 200, then
     one, two, three = gateway.turns(session)
     assert (two["relation"], two["parent_id"]) == ("extends", one["turn_id"])
     assert three["parent_id"] == one["turn_id"]
@@ -148,7 +149,7 @@ def test_a_thread_is_refused_in_the_words_that_make_the_sdk_send_whole_histories
     thread = {"type": "continue", "previous_message_id": "msg_1"}
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         reply = ask(gateway, [{"role": "user", "content": "and then?"}], path, thread=thread)
-        assert (reply.status_code, reply.json()["type"]) == (400, "error")
+        assert (reply.status_code, reply.json()["type"]) == (400, "error"), path
         error = reply.json()["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", "thread")
         assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -217,3 +218,46 @@ def test_a_thought_is_signed_and_is_checked_when_it_comes_back(gateway: RunningG
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "messages[1].content[0].signature"
     assert again(thought).status_code == 200
+
+
+# Thoughts that a client does not want to see: the signature carries them, and they come back
+
+OMITTED = "The größte key is a."
+LOOK = {"role": "user", "content": "look"}
+GET = {"name": "get", "input_schema": {"type": "object", "properties": {"key": {"type": "string"}}}}
+
+
+def ask_omitted(gateway: RunningGateway, *then: Any, display: str | None = "omitted", **more: Any) -> Any:
+    gateway.engine.script.append(f"<think>\n{OMITTED}\n</think>\n\n{CALL_TEXT}")
+    thinking = {"type": "adaptive", "display": display}
+    return ask(gateway, [LOOK, *then], tools=[GET], thinking=thinking, **more)
+
+
+def continued(content: list[dict[str, Any]]) -> list[Any]:
+    result = {"type": "tool_result", "tool_use_id": content[-1]["id"], "content": "found"}
+    return [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+
+
+def test_a_thought_is_omitted_and_comes_back_whole(gateway: RunningGateway) -> None:
+    content = ask_omitted(gateway).json()["content"]
+    thought, call = content
+    assert (thought["type"], thought["thinking"], call["type"]) == ("thinking", "", "tool_use")
+    turns = gateway.turns_of(ask_omitted(gateway, *continued(content)))
+    assert [turn["relation"] for turn in turns] == ["root", "extends"]
+    elsewhere = f"/sessions/{gateway.session()['session_id']}/v1/messages"
+    reply = ask(gateway, [LOOK, *continued(content)], elsewhere, tools=[GET])
+    assert reply.status_code == 200, reply.text
+    assert OMITTED in gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"])
+    streamed = ask_omitted(gateway, stream=True).text
+    assert "thinking_delta" not in streamed
+    assert thought["signature"] in streamed
+
+
+def test_a_carried_thought_that_was_changed_and_another_display_are_refused(gateway: RunningGateway) -> None:
+    thought, call = ask_omitted(gateway).json()["content"]
+    for forged in ("c2VjcmV0.VGhlIGtleSBpcyBiLg==", "x.y", "a.", ".", "ö.ö"):
+        reply = ask_omitted(gateway, *continued([thought | {"signature": forged}, call]))
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "messages[1].content[0].signature"), forged
+    reply = ask_omitted(gateway, display="hidden")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "thinking.display")

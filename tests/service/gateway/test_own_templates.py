@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.language.own.sandbox import RENDER_S
+from gateway.language.own import template
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.own_templates import BASE, CHATML, LOOP, MODELS, THOUGHTFUL, OwnModel
-from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
@@ -144,17 +143,11 @@ def test_a_streamed_answer_equals_the_plain_one(stand: Stand) -> None:
     gateway.engine.script.extend([answer, answer])
     plain = gateway.post("/v1/chat/completions", body).json()["choices"][0]["message"]
     streamed, calls = "", list[Any]()
-    with gateway.http.stream(
-        "POST",
-        f"{gateway.url}/v1/chat/completions",
-        json=body | {"stream": True},
-        headers={"authorization": f"Bearer {CLIENT_KEY}"},
-    ) as reply:
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    streamed += choice["delta"].get("content") or ""
-                    calls += choice["delta"].get("tool_calls") or []
+    for line in gateway.post("/v1/chat/completions", body | {"stream": True}).text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                streamed += choice["delta"].get("content") or ""
+                calls += choice["delta"].get("tool_calls") or []
     assert streamed == plain["content"]
     assert [call["function"] for call in calls] == [
         call["function"] for call in plain.get("tool_calls") or []
@@ -175,7 +168,6 @@ def test_the_status_says_what_the_template_does(stand: Stand) -> None:
 
 
 def test_what_the_template_cannot_do_is_refused_by_name(stand: Stand) -> None:
-    gateway = stand.gateway
     hello = {"role": "user", "content": "hi"}
     wishes: list[tuple[dict[str, Any], str]] = []
     if not stand.model.tools:
@@ -185,67 +177,61 @@ def test_what_the_template_cannot_do_is_refused_by_name(stand: Stand) -> None:
     if stand.name in ("gemma3", "mistral"):
         wishes += [({"messages": [hello, hello]}, "messages")]
     for body, param in wishes:
-        reply = gateway.post("/v1/chat/completions", body)
-        assert reply.status_code == 400, reply.text
-        assert reply.json()["error"]["param"] == param
+        reply = stand.gateway.post("/v1/chat/completions", body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
+@pytest.mark.parametrize("stand", sorted(name for name in MODELS if MODELS[name].tools), indirect=True)
 def test_any_ids_of_calls_are_rendered(stand: Stand) -> None:
-    if not stand.model.tools:
-        pytest.skip("this template writes no calls")
-    call = {
-        "id": "call_of_any_length",
-        "type": "function",
-        "function": {"name": "get", "arguments": "no JSON"},
-    }
+    function = {"name": "get", "arguments": "no JSON"}
+    call = {"id": "call_of_any_length", "type": "function", "function": function}
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "seen"},
     ]
+    engine = stand.gateway.engine
     reply = stand.gateway.post("/v1/chat/completions", {"messages": messages, "tools": [TOOL]})
     assert reply.status_code == 200, reply.text
-    prompt = stand.gateway.engine.tokenizer.decode(
-        stand.gateway.engine.requests[-1]["input_ids"], skip_special_tokens=False
-    )
+    prompt = engine.tokenizer.decode(engine.requests[-1]["input_ids"], skip_special_tokens=False)
     assert "no JSON" in prompt
     assert "seen" in prompt
 
 
-@pytest.mark.parametrize("thinking", [None, "all"])
 def test_thoughts_are_kept_for_a_result_and_dropped_for_a_user_unless_the_session_keeps_all(
-    thinking: str | None, redis_url: str, tmp_path: Path
+    redis_url: str, tmp_path: Path
 ) -> None:
     with running(THOUGHTFUL, tmp_path, redis_url) as gateway:
-        tokenizer, session = gateway.engine.tokenizer, gateway.session(thinking=thinking)
-        path = f"/sessions/{session['session_id']}/v1/chat/completions"
-        history: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
-        prompts = []
-        for answer in (
-            f"<think>\nlet me look\n</think>\n\nSo.{THOUGHTFUL.call}",
-            "<think>\nso\n</think>\n\nThere.",
-            "Yes.",
-        ):
-            gateway.engine.script.append(answer)
-            reply = gateway.post(path, {"messages": history, "tools": [TOOL]})
-            assert reply.status_code == 200, reply.text
-            prompts.append(
-                tokenizer.decode(gateway.engine.requests[-1]["input_ids"], skip_special_tokens=False)
-            )
-            message = reply.json()["choices"][0]["message"]
-            assert message["content"] == answer.partition("\n\n")[2].partition("\n")[0] or answer == "Yes."
-            assert ("reasoning_content" in message) == ("<think>" in answer)
-            history.append(
-                {key: message[key] for key in ("role", "content", "tool_calls") if message.get(key)}
-            )
-            if message.get("tool_calls"):
-                result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
-            history.append(result if message.get("tool_calls") else {"role": "user", "content": "really?"})
-        assert "let me look" in prompts[1]
-        assert ("let me look" in prompts[2]) == (thinking == "all")
-        assert "There." in prompts[2]
-        last = "extends" if thinking == "all" else "rerendered"
-        assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "extends", last]
+        for thinking in (None, "all"):
+            check_kept_thoughts(gateway, thinking)
+
+
+def check_kept_thoughts(gateway: RunningGateway, thinking: str | None) -> None:
+    tokenizer, session = gateway.engine.tokenizer, gateway.session(thinking=thinking)
+    path = f"/sessions/{session['session_id']}/v1/chat/completions"
+    history: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
+    prompts = []
+    for answer in (
+        f"<think>\nlet me look\n</think>\n\nSo.{THOUGHTFUL.call}",
+        "<think>\nso\n</think>\n\nThere.",
+        "Yes.",
+    ):
+        gateway.engine.script.append(answer)
+        reply = gateway.post(path, {"messages": history, "tools": [TOOL]})
+        assert reply.status_code == 200, reply.text
+        prompts.append(tokenizer.decode(gateway.engine.requests[-1]["input_ids"], skip_special_tokens=False))
+        message = reply.json()["choices"][0]["message"]
+        assert message["content"] == answer.partition("\n\n")[2].partition("\n")[0] or answer == "Yes."
+        assert ("reasoning_content" in message) == ("<think>" in answer)
+        history.append({key: message[key] for key in ("role", "content", "tool_calls") if message.get(key)})
+        if message.get("tool_calls"):
+            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
+        history.append(result if message.get("tool_calls") else {"role": "user", "content": "really?"})
+    assert "let me look" in prompts[1]
+    assert ("let me look" in prompts[2]) == (thinking == "all")
+    assert "There." in prompts[2]
+    last = "extends" if thinking == "all" else "rerendered"
+    assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "extends", last]
 
 
 def test_thinking_of_an_own_template_is_turned_off_by_its_own_option(redis_url: str, tmp_path: Path) -> None:
@@ -258,28 +244,24 @@ def test_thinking_of_an_own_template_is_turned_off_by_its_own_option(redis_url: 
         assert asked[1] == asked[2]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get"}}])
-def test_calls_that_a_parser_reads_can_be_required(choice: Any, redis_url: str, tmp_path: Path) -> None:
+def test_calls_that_a_parser_reads_can_be_required(redis_url: str, tmp_path: Path) -> None:
     with running(MODELS["qwen2.5"], tmp_path, redis_url) as gateway:
-        assert gateway.chat("hi", tools=[TOOL], tool_choice=choice).status_code == 200
-        tag = gateway.engine.requests[-1]["sampling_params"]["structural_tag"]
-        assert '{\\"name\\": \\"get\\", \\"arguments\\": ' in tag
+        for choice in ("required", {"type": "function", "function": {"name": "get"}}):
+            assert gateway.chat("hi", tools=[TOOL], tool_choice=choice).status_code == 200
+            tag = gateway.engine.requests[-1]["sampling_params"]["structural_tag"]
+            assert '{\\"name\\": \\"get\\", \\"arguments\\": ' in tag, choice
 
 
-def test_a_call_that_makes_the_template_run_forever_is_a_400(redis_url: str, tmp_path: Path) -> None:
+def test_a_call_that_makes_the_template_run_forever_is_a_400(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "RENDER_S", 2.0)
     trap = "{%- if messages[-1].content == 'trap' %}" + LOOP + "{%- endif %}"
     model = OwnModel(trap + BASE, CHATML, "<|im_end|>")
     with running(model, tmp_path, redis_url) as gateway, ThreadPoolExecutor(1) as pool:
-        trapped = pool.submit(
-            httpx.post,
-            f"{gateway.url}/v1/chat/completions",
-            json={"messages": [{"role": "user", "content": "trap"}]},
-            headers={"authorization": f"Bearer {CLIENT_KEY}"},
-            timeout=300,
-        )
-        while not trapped.done():  # meanwhile, the gateway answers others
-            assert gateway.http.get(f"{gateway.url}/live", timeout=RENDER_S - 1).status_code == 200
+        trapped = pool.submit(gateway.chat, "trap")
+        assert gateway.chat("hi").status_code == 200
+        assert not trapped.done(), "meanwhile, the gateway answers others"
         reply = trapped.result()
-        assert reply.status_code == 400, reply.text
-        assert reply.json()["error"]["param"] == "messages"
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages"), reply.text
         assert gateway.chat("hi").status_code == 200

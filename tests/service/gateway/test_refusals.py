@@ -3,11 +3,18 @@
 tests/unit/gateway/test_refusals.py has all bodies that are refused.
 """
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from tests.support.gateway.running import RunningGateway
+from gateway.errors import InvalidRequest
+from gateway.language.token_budget import PIECE_CHARS, at_most
+from gateway.language.tokenizer import PASSAGE_CHARS, BareTokenizer
+from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
+from tests.support.waiting import wait_until
 
 HI: Any = {"role": "user", "content": "hi"}
 LONG: Any = {"role": "user", "content": "word " * 6000}
@@ -42,7 +49,7 @@ def test_a_refusal_has_the_shape_of_its_dialect_and_leaves_nothing_behind(
 ) -> None:
     for stream in ({}, {"stream": True}):
         error, more = refused(gateway, path, misspelled=1, **stream)
-        assert (error["param"], error["code"]) == ("misspelled", "unknown_parameter")
+        assert (error["param"], error["code"]) == ("misspelled", "unknown_parameter"), stream
         assert more == ({"type": "error"} if "messages" in path else {})
 
 
@@ -65,7 +72,7 @@ def test_each_part_of_the_gateway_refuses_by_name(
 ) -> None:
     for stream in (False, True):
         error, _ = refused(gateway, path, **fields, stream=stream)
-        assert (error["param"], error["code"]) == (param, code)
+        assert (error["param"], error["code"]) == (param, code), stream
 
 
 def test_embeddings_are_refused_in_a_sentence(gateway: RunningGateway) -> None:
@@ -73,4 +80,82 @@ def test_embeddings_are_refused_in_a_sentence(gateway: RunningGateway) -> None:
         reply = gateway.post(path, {"input": "hi", "model": "m"})
         error = reply.json()["error"]
         assert (reply.status_code, error["type"], error["code"]) == (404, "not_found_error", "not_supported")
-        assert "generates text" in error["message"]
+        assert "generates text" in error["message"], path
+
+
+# A prompt that is far too long
+
+CONTEXT = 200_000
+PROSE = "the quick brown fox jumps over 12 lazy dogs, and it goes on\n"
+FIELDS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+    "/v1/responses": "messages",
+}
+
+
+@pytest.fixture(scope="module", params=[None, CONTEXT])
+def bounded(request: pytest.FixtureRequest, own_backends: Backends) -> Iterator[RunningGateway]:
+    """Gateways of a short context, which the length of a text exceeds, and of a long one."""
+    own_backends.clear(None)
+    with own_backends.gateway(context_length=request.param) as gateway:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        yield gateway
+
+
+def body_of(path: str, text: str) -> dict[str, Any]:
+    if path == "/v1/completions":
+        return {"prompt": text}
+    if path == "/v1/responses":
+        return {"input": text}
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 5}
+
+
+def test_a_text_that_is_too_long_is_refused_by_name_in_every_dialect(bounded: RunningGateway) -> None:
+    for path, param in FIELDS.items():
+        reply = bounded.post(path, body_of(path, PROSE * (10**6 // len(PROSE))))
+        error = reply.json()["error"]
+        assert reply.status_code == 400, path
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param), path
+
+
+def test_many_messages_are_bounded_together(bounded: RunningGateway) -> None:
+    messages = [{"role": role, "content": PROSE * 400} for role in ("user", "assistant")] * 200
+    reply = bounded.post("/v1/chat/completions", {"messages": messages})
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_counting_tokens_needs_a_session_that_exists(gateway: RunningGateway) -> None:
+    path = "/v1/messages/count_tokens"
+    session = gateway.session()
+    body = body_of(path, "hi")
+    assert gateway.post(path, body, key=session["api_key"]).json()["input_tokens"] > 0
+    assert gateway.call("DELETE", f"/sessions/{session['session_id']}").status_code == 200
+    assert gateway.post(path, body, key=session["api_key"]).status_code == 410
+
+
+def test_counting_tokens_counts_as_a_call(own_backends: Backends) -> None:
+    path = "/v1/messages/count_tokens"
+    with own_backends.gateway(limits={"requests_per_minute": 1}) as gateway:
+        for key in (CLIENT_KEY, gateway.session()["api_key"]):
+            statuses = [gateway.post(path, body_of(path, "hi"), key=key).status_code for _ in range(2)]
+            assert statuses[-1] == 429
+
+
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(tiny_model: Path, tokenizer: Tokenizer) -> None:
+    bare = BareTokenizer(tiny_model, None)
+    for text in (PROSE, "x", "\u4f60\u597d", " ", "a\n\n b", "it's 1234 \u00e9t\u00e9 e\u0301 "):
+        whole = text * ((PASSAGE_CHARS + 3 * PIECE_CHARS) // len(text))
+        assert bare.encode(whole) == tokenizer.encode(whole).ids, text
+
+
+def test_a_budget_refuses_a_long_text_only_beyond_its_tokens(tiny_model: Path) -> None:
+    tokenizer = BareTokenizer(tiny_model, None)
+    for text in (PROSE * 3000, "x" * 150_000):
+        count = len(tokenizer.encode(text))
+        with at_most(count, count, "messages"):
+            assert len(tokenizer.encode(text)) == count
+        with at_most(count - 1, count, "messages"), pytest.raises(InvalidRequest):
+            tokenizer.encode(text)

@@ -12,7 +12,8 @@ from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import keys
 from rollout_queue.redis.reader import RedisReader
 from tests.support.claimed import claimed_reader
-from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.gateway.deletion import path_of
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.redis_clients import redis_at
 from tests.support.waiting import wait_until
 
@@ -21,16 +22,11 @@ FULL = 0.95
 """A share of maxmemory above 0.9, at which the gateway refuses new sessions."""
 
 
-def path_of(session: dict[str, Any]) -> str:
-    return f"/sessions/{session['session_id']}"
-
-
 def ended(gateway: RunningGateway, **terms: Any) -> dict[str, Any]:
     """A session with one call, finished and rewarded, which waits for the trainer's verdict."""
     session = gateway.session(**terms)
     assert gateway.chat(key=session["api_key"]).status_code == 200
-    reply = gateway.post(f"{path_of(session)}/finish", {"status": "completed", "reward": 1.0})
-    assert reply.status_code == 200
+    gateway.finish(session, reward=1.0)
     return session
 
 
@@ -146,7 +142,7 @@ def test_nothing_is_forgotten_before_the_trainer_is_done_with_it(
     with backends.gateway(retention_s=0.01) as gateway:
         session = gateway.session()
         gateway.chat(key=session["api_key"])
-        gateway.post(f"{path_of(session)}/finish", {"status": "failed"})
+        gateway.finish(session, status="failed")
         passes(gateway)
         assert gateway.get(path_of(session)).json()["verdict"]["code"] == "failed"
         entries = trainer.read(100, 0.01)
@@ -181,25 +177,25 @@ def test_heads_alone_never_keep_newcomers_out(
     monkeypatch.setattr("gateway.sessions.retention.BATCH", 5)
     monkeypatch.setattr("gateway.sessions.retention.BATCHES", 1)
     with backends.gateway(retention_s=None) as gateway:
-        old = [ended(gateway) for _ in range(40)]
+        old = [ended(gateway) for _ in range(20)]
         learn(trainer)
         fresh = ended(gateway)
         learn(trainer)
         for number, session in enumerate(old):
-            backends.redis.hset(keys.session(session["session_id"]), "ballast", bytes(2**20))
+            backends.redis.hset(keys.session(session["session_id"]), "ballast", bytes(2**21))
             backends.redis.zincrby(keys.SETTLED, -3600_000 + number, session["session_id"])
     with backends.gateway() as gateway:
         wait_until(lambda: forgotten(gateway) > 0 or _pressed_again(gateway, 1))
         wait_until(lambda: gateway.post("/sessions").status_code == 201)
         assert gateway.get(path_of(old[0])).status_code == 404
-        passes(gateway, 50)
+        passes(gateway, 10)
         kept = [gateway.get(path_of(session)).status_code for session in old]
         assert kept == sorted(kept, reverse=True)
         assert 404 in kept
         assert 200 in kept
         wait_until(lambda: forgotten(gateway) == len(old) or _pressed_again(gateway, len(old)))
         pressed(gateway, FULL)
-        passes(gateway, 20)
+        passes(gateway, 10)
         assert gateway.get(path_of(fresh)).status_code == 200
 
 
@@ -252,15 +248,14 @@ def test_a_list_is_read_to_its_end_while_sessions_are_forgotten(
         assert (reply.status_code, "has been removed" in reply.json()["error"]["message"]) == (400, True)
 
 
-@pytest.mark.parametrize("path", ["reward", "finish"])
 def test_what_comes_in_the_moment_in_which_a_session_goes_is_a_404(
-    gateway: RunningGateway, path: str, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = gateway.session()
-    body = {"value": 1.0} if path == "reward" else {"status": "completed"}
-    monkeypatch.setattr("gateway.rest.rewards.clock", _Going(gateway.redis, session["session_id"]))
-    reply = gateway.post(f"{path_of(session)}/{path}", body)
-    assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
+    for path, body in (("reward", {"value": 1.0}), ("finish", {"status": "completed"})):
+        session = gateway.session()
+        monkeypatch.setattr("gateway.rest.rewards.clock", _Going(gateway.redis, session["session_id"]))
+        reply = gateway.post(f"{path_of(session)}/{path}", body)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error"), path
 
 
 class _Going(Clock):
@@ -274,17 +269,18 @@ class _Going(Clock):
         return super().now()
 
 
-@pytest.mark.parametrize("field", ["t:broken", "r:broken", "outcome", "verdict", "spec"])
-def test_a_session_that_nobody_can_read_can_be_deleted(gateway: RunningGateway, field: str) -> None:
-    session = gateway.session()
-    gateway.chat(key=session["api_key"])
-    gateway.redis.hset(keys.session(session["session_id"]), field, b"\xff?")
-    path = path_of(session)
-    assert gateway.call("DELETE", path, key=OTHER_KEY).status_code == 404
-    if field == "spec":  # the owner cannot be read either
-        assert gateway.call("DELETE", path).status_code == 404
-    reply = gateway.call("DELETE", path, key=ADMIN_KEY if field == "spec" else "client-key")
-    assert reply.status_code == 200, reply.text
-    turns = 2 if field == "t:broken" else 1
-    assert reply.json()["deleted"] == {"turns": turns, "rewards": int(field == "r:broken")}
-    assert gateway.get(path, key=ADMIN_KEY).status_code == 410
+def test_a_session_that_nobody_can_read_can_be_deleted(gateway: RunningGateway) -> None:
+    for field in ("t:broken", "r:broken", "outcome", "verdict", "spec"):
+        session = gateway.session()
+        gateway.chat(key=session["api_key"])
+        gateway.redis.hset(keys.session(session["session_id"]), field, b"\xff?")
+        path, key = path_of(session), CLIENT_KEY
+        assert gateway.call("DELETE", path, key=OTHER_KEY).status_code == 404, field
+        if field == "spec":  # the owner cannot be read either
+            assert gateway.call("DELETE", path).status_code == 404
+            key = ADMIN_KEY
+        reply = gateway.call("DELETE", path, key=key)
+        assert reply.status_code == 200, (field, reply.text)
+        turns = 2 if field == "t:broken" else 1
+        assert reply.json()["deleted"] == {"turns": turns, "rewards": int(field == "r:broken")}, field
+        assert gateway.get(path, key=ADMIN_KEY).status_code == 410, field

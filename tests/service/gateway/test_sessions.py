@@ -1,19 +1,20 @@
 """Sessions, groups, rewards and verdicts over HTTP."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
-from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, RunningGateway
+from rollout_queue.contract.codec import encode
+from rollout_queue.contract.records import Reward
+from rollout_queue.redis import keys
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, RunningGateway
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
-
-
-def turn_in(gateway: RunningGateway, session: dict[str, Any]) -> Any:
-    return gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
 
 
 def test_a_session_goes_straight_into_a_client(gateway: RunningGateway) -> None:
@@ -85,9 +86,7 @@ def test_a_session_key_opens_its_calls_and_nothing_else(gateway: RunningGateway)
     session, other = gateway.session(), gateway.session()
     key = session["api_key"]
     path = f"/sessions/{session['session_id']}"
-    assert (
-        gateway.chat(key=key, path=f"/sessions/{other['session_id']}/v1/chat/completions").status_code == 403
-    )
+    assert gateway.chat(key=key, session=other).status_code == 403
     assert gateway.post(f"{path}/reward", {"value": 1}, key=key).status_code == 403
     assert gateway.get(path, key=key).status_code == 403
     assert gateway.get("/admin/status", key=key).status_code == 403
@@ -134,7 +133,7 @@ def test_a_reward_is_a_finite_number(gateway: RunningGateway) -> None:
 
 def test_a_reward_may_credit_one_call(gateway: RunningGateway) -> None:
     session = gateway.session()
-    completion = turn_in(gateway, session)
+    completion = gateway.chat(session=session)
     turn_id = completion.headers["x-weir-turn-id"]
     path = f"/sessions/{session['session_id']}/reward"
     for name in (turn_id, completion.json()["id"]):
@@ -158,10 +157,10 @@ def test_the_id_of_a_completion_with_several_choices_credits_none_of_them(gatewa
 def test_a_finished_session_waits_for_its_reward_and_takes_no_call(gateway: RunningGateway) -> None:
     session = gateway.session()
     path = f"/sessions/{session['session_id']}"
-    turn_in(gateway, session)
+    gateway.chat(session=session)
     finished = gateway.post(f"{path}/finish", {"status": "completed"}).json()
     assert (finished["state"], finished["verdict"]["code"]) == ("waiting_reward", "waiting_reward")
-    refused = turn_in(gateway, session)
+    refused = gateway.chat(session=session)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_finished")
     gateway.post(f"{path}/reward", {"value": 1.0})
     assert gateway.get(path).json()["verdict"]["code"] == "ready"
@@ -230,7 +229,7 @@ def test_an_expired_session_says_so(gateway: RunningGateway) -> None:
     session = gateway.session(ttl_s=0.2)
     path = f"/sessions/{session['session_id']}"
     wait_until(lambda: gateway.get(path).json()["verdict"]["code"] == "expired")
-    refused = turn_in(gateway, session)
+    refused = gateway.chat(session=session)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_expired")
     assert refused.headers["x-should-retry"] == "false"
 
@@ -238,7 +237,7 @@ def test_an_expired_session_says_so(gateway: RunningGateway) -> None:
 def test_sessions_are_listed_filtered_and_paged(gateway: RunningGateway) -> None:
     for index in range(5):
         session = gateway.session(user="u" if index % 2 else "v")
-        turn_in(gateway, session)
+        gateway.chat(session=session)
     gateway.session()
     gateway.post("/sessions", {}, key=OTHER_KEY)
     first = gateway.get("/sessions?limit=2&user=v").json()
@@ -254,7 +253,7 @@ def test_sessions_are_listed_filtered_and_paged(gateway: RunningGateway) -> None
 
 def test_text_and_tokens_on_request(gateway: RunningGateway) -> None:
     session = gateway.session()
-    turn_in(gateway, session)
+    gateway.chat(session=session)
     path = f"/sessions/{session['session_id']}"
     assert "context_ids" not in gateway.get(path).json()["turns"][0]
     (turn,) = gateway.get(f"{path}?text=true").json()["turns"]
@@ -267,7 +266,7 @@ def test_a_session_shows_its_metadata_and_the_tools_that_a_turn_calls(gateway: R
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     gateway.engine.script.append(f"Well.\n{call}")
     session = gateway.session(metadata={"grader": "sums", "deep": {"x": [1]}})
-    turn_in(gateway, session)
+    gateway.chat(session=session)
     shown = gateway.get(f"/sessions/{session['session_id']}?text=true").json()
     assert shown["metadata"] == {"grader": "sums", "deep": {"x": [1]}}
     (row,) = gateway.get("/sessions").json()["data"]
@@ -284,8 +283,64 @@ def test_a_session_shows_its_metadata_and_the_tools_that_a_turn_calls(gateway: R
 
 def test_keys_are_stored_nowhere(gateway: RunningGateway) -> None:
     session = gateway.session()
-    turn_in(gateway, session)
+    gateway.chat(session=session)
     for name in gateway.redis.scan_iter():
         value = gateway.redis.dump(name) or b""
         assert b"client-key" not in value
         assert session["api_key"].encode() not in value
+
+
+# Rewards that arrive at once, and rewards that an older build stored
+
+HUGE = 1e308
+
+
+def at_once(url: str, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    """POST all bodies at the same time."""
+    headers = {"authorization": f"Bearer {CLIENT_KEY}"}
+    with httpx.Client(headers=headers, timeout=120) as http, ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(lambda body: http.post(url, json=body), bodies))
+
+
+def test_parallel_rewards_never_add_up_to_infinity(gateway: RunningGateway) -> None:
+    for _ in range(5):
+        path = f"/sessions/{gateway.session()['session_id']}"
+        replies = at_once(f"{gateway.url}{path}/reward", [{"value": HUGE}] * 8)
+        assert sorted(reply.status_code for reply in replies) == [200, *[400] * 7]
+        refused = next(reply for reply in replies if reply.status_code == 400)
+        assert refused.json()["error"]["param"] == "value"
+        assert gateway.get(path).json()["reward"] == HUGE
+    assert gateway.get("/sessions").status_code == 200
+
+
+def test_rewards_are_finite_however_they_are_added(gateway: RunningGateway) -> None:
+    path = f"/sessions/{gateway.session()['session_id']}"
+    turn_id = gateway.chat(path=f"{path}/v1/chat/completions").headers["x-weir-turn-id"]
+    of_turn = {"value": HUGE, "turn_id": turn_id, "key": "a"}
+    for _ in range(2):
+        assert gateway.post(f"{path}/reward", of_turn).status_code == 200, "it may be said twice"
+    for value in (HUGE, -HUGE):
+        assert gateway.post(f"{path}/reward", {"value": value, "turn_id": turn_id}).status_code == 400, value
+        assert gateway.post(f"{path}/reward", {"value": value}).status_code == 400, value
+    refused = gateway.post(f"{path}/finish", {"status": "completed", "reward": HUGE})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reward")
+    view = gateway.get(path).json()
+    assert (view["state"], view["turns"][0]["reward"]) == ("open", HUGE)
+
+
+def test_an_infinite_session_of_an_older_build_is_shown_and_takes_no_further_reward(
+    gateway: RunningGateway,
+) -> None:
+    session_id = gateway.session()["session_id"]
+    for name in "ab":
+        reward = Reward(session_id=session_id, value=HUGE, key=name, created_at=1.0)
+        gateway.redis.hset(keys.session(session_id), f"r:{name}", encode(reward))
+    path = f"/sessions/{session_id}"
+    for shown in (path, "/sessions", "/admin/pipeline"):
+        assert gateway.get(shown, key=ADMIN_KEY).status_code == 200, shown
+    assert gateway.get(path).json()["reward"] > HUGE
+    gateway.chat(path=f"{path}/v1/chat/completions")
+    exported = gateway.get("/admin/export", key=ADMIN_KEY)
+    assert msgspec.json.decode(exported.content.splitlines()[0])["session"]["reward"] > HUGE
+    assert gateway.post(f"{path}/reward", {"value": 1.0}).status_code == 400
+    assert gateway.post(f"{path}/reward", {"value": HUGE, "key": "a"}).status_code == 200

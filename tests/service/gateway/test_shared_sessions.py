@@ -16,6 +16,9 @@ from tests.support.gateway.gated_engine import NumberingEngine, asked, let_on
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.waiting import wait_until
 
+Pair = tuple[RunningGateway, RunningGateway]
+"""Two gateways of one deployment."""
+
 
 @pytest.fixture(scope="module")
 def urls(own_backends: Backends) -> Iterator[list[str]]:
@@ -26,16 +29,15 @@ def urls(own_backends: Backends) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def pair(own_backends: Backends, urls: list[str]) -> Iterator[tuple[RunningGateway, RunningGateway]]:
+def pair(own_backends: Backends, urls: list[str]) -> Iterator[Pair]:
     """The two gateways, with a fresh engine that gives each answer its own number."""
     engine = NumberingEngine(own_backends.tokenizer)
     engine.numbers = itertools.count()
     own_backends.engine = engine
     with ExitStack() as stack:
-        clients = [stack.enter_context(httpx.Client(timeout=120)) for _ in urls]
         one, other = [
-            RunningGateway(url, engine, own_backends.redis, http)
-            for url, http in zip(urls, clients, strict=True)
+            RunningGateway(url, engine, own_backends.redis, stack.enter_context(httpx.Client(timeout=120)))
+            for url in urls
         ]
         wait_until(lambda: all(each.get("/ready").status_code == 200 for each in (one, other)))
         yield one, other
@@ -50,10 +52,9 @@ def whole_prompt(turn: dict[str, Any], turns: dict[str, dict[str, Any]]) -> list
     return [*whole_prompt(parent, turns), *parent["output_ids"], *turn["context_ids"]]
 
 
-def check_record(
-    one: RunningGateway, other: RunningGateway, session: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
+def check_record(pair: Pair, session: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Both gateways show the same tree. The stream has it once, and the engine was given its prompts."""
+    one, other = pair
     told = one.turns(session)
     assert told == other.turns(session)
     turns = {turn["turn_id"]: turn for turn in told}
@@ -67,21 +68,17 @@ def check_record(
 # One tree
 
 
-def test_two_gateways_serve_the_turns_of_one_session_alternately(
-    pair: tuple[RunningGateway, RunningGateway],
-) -> None:
+def test_two_gateways_serve_the_turns_of_one_session_alternately(pair: Pair) -> None:
     session = pair[0].session()
     history = [{"role": "user", "content": "begin"}]
     for gateway in (*pair, *pair, *pair):
         history = answered(history, say(gateway, session, history))
-    turns = list(check_record(*pair, session).values())
+    turns = list(check_record(pair, session).values())
     assert [turn["relation"] for turn in turns] == ["root", *["extends"] * 5]
     assert [turn["parent_id"] for turn in turns] == [None, *(turn["turn_id"] for turn in turns[:-1])]
 
 
-def test_parallel_calls_of_many_sessions_at_both_gateways_lose_and_double_nothing(
-    pair: tuple[RunningGateway, RunningGateway],
-) -> None:
+def test_parallel_calls_of_many_sessions_at_both_gateways_lose_and_double_nothing(pair: Pair) -> None:
     """Each round makes two calls at the same time, one at each gateway, and continues one of the answers."""
     rounds = 3
 
@@ -97,10 +94,10 @@ def test_parallel_calls_of_many_sessions_at_both_gateways_lose_and_double_nothin
                 history = answered(history, reply)
         return session, chosen
 
-    with ThreadPoolExecutor(8) as agents:
-        episodes = list(agents.map(episode, range(8)))
+    with ThreadPoolExecutor(6) as agents:
+        episodes = list(agents.map(episode, range(6)))
     for session, chosen in episodes:
-        turns = check_record(*pair, session)
+        turns = check_record(pair, session)
         assert len(turns) == 2 * rounds
         parents = sorted(str(turn["parent_id"]) for turn in turns.values())
         assert parents == sorted(2 * ["None", *chosen[:-1]])
@@ -110,9 +107,7 @@ def test_parallel_calls_of_many_sessions_at_both_gateways_lose_and_double_nothin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_call_of_a_client_that_leaves_is_aborted_in_the_engine(
-    pair: tuple[RunningGateway, RunningGateway], stream: bool
-) -> None:
+def test_the_call_of_a_client_that_leaves_is_aborted_in_the_engine(pair: Pair, stream: bool) -> None:
     one, other = pair
     one.engine.stall_after = 3
     session = one.session()
@@ -140,9 +135,7 @@ def completion_of(call: Call) -> str:
     return found[1].decode()
 
 
-def test_a_retry_at_the_other_gateway_after_the_answer_is_the_one_that_trains(
-    pair: tuple[RunningGateway, RunningGateway],
-) -> None:
+def test_a_retry_at_the_other_gateway_after_the_answer_is_the_one_that_trains(pair: Pair) -> None:
     one, other = pair
     session = one.session()
     first = one.chat(path=path_of(session))
@@ -153,9 +146,7 @@ def test_a_retry_at_the_other_gateway_after_the_answer_is_the_one_that_trains(
 
 
 @pytest.mark.parametrize("recorded_first", ["first", "retry"])
-def test_of_attempts_in_flight_at_both_gateways_one_trains(
-    pair: tuple[RunningGateway, RunningGateway], recorded_first: str
-) -> None:
+def test_of_attempts_in_flight_at_both_gateways_one_trains(pair: Pair, recorded_first: str) -> None:
     one, other = pair
     one.engine.stall_after = 3
     session = one.session()
@@ -180,9 +171,7 @@ def test_of_attempts_in_flight_at_both_gateways_one_trains(
 
 
 @pytest.mark.parametrize("second_stays", [False, True])
-def test_of_three_attempts_the_answer_that_the_last_one_heard_trains(
-    pair: tuple[RunningGateway, RunningGateway], second_stays: bool
-) -> None:
+def test_of_three_attempts_the_answer_that_the_last_one_heard_trains(pair: Pair, second_stays: bool) -> None:
     """The third attempt joins the first at one gateway. In between, the second goes to the other gateway."""
     one, other = pair
     one.engine.stall_after = 3
@@ -205,9 +194,7 @@ def test_of_three_attempts_the_answer_that_the_last_one_heard_trains(
     assert [turn.completion_id for turn in trainable(one, session)] == [heard]
 
 
-def test_a_retry_at_the_other_gateway_replaces_the_turn_of_a_client_that_left(
-    pair: tuple[RunningGateway, RunningGateway],
-) -> None:
+def test_a_retry_at_the_other_gateway_replaces_the_turn_of_a_client_that_left(pair: Pair) -> None:
     one, other = pair
     one.engine.stall_after = 3
     session = one.session()

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from tests.support.gateway.running import Backends, RunningGateway
 
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
@@ -75,32 +73,30 @@ def asked(gateway: RunningGateway, session: dict[str, Any], call: tuple[str, dic
 
 
 def finished(gateway: RunningGateway, session: dict[str, Any]) -> list[dict[str, Any]]:
-    body = {"status": "completed", "reward": 1.0}
-    assert gateway.post(f"/sessions/{session['session_id']}/finish", body).status_code == 200
+    gateway.finish(session, reward=1.0)
     return gateway.turns(session)
 
 
-@pytest.mark.parametrize("name", SIDE_CALLS)
 def test_a_side_call_is_recorded_with_its_kind_and_not_trained_if_the_session_says_so(
-    gateway: RunningGateway, name: str
+    gateway: RunningGateway,
 ) -> None:
-    kind, call = SIDE_CALLS[name]
-    session = gateway.session(train_side_calls=False)
-    asked(gateway, session, call)
-    asked(gateway, session, opencode("You are an agent.", "fix the bug", tools=TOOLS))
-    side, main = finished(gateway, session)
-    assert (side["side_call"], side["verdict"]["code"]) == (kind, "not_for_training")
-    assert side["verdict"]["detail"] == f"a {kind} that the agent's harness asked for"
-    assert side["output_ids"], "its tokens are recorded"
-    assert (main["side_call"], main["verdict"]["code"]) == (None, "ready")
+    for name, (kind, call) in SIDE_CALLS.items():
+        session = gateway.session(train_side_calls=False)
+        asked(gateway, session, call)
+        asked(gateway, session, opencode("You are an agent.", "fix the bug", tools=TOOLS))
+        side, main = finished(gateway, session)
+        assert (side["side_call"], side["verdict"]["code"]) == (kind, "not_for_training"), name
+        assert side["verdict"]["detail"] == f"a {kind} that the agent's harness asked for"
+        assert side["output_ids"], "its tokens are recorded"
+        assert (main["side_call"], main["verdict"]["code"]) == (None, "ready"), name
 
 
-@pytest.mark.parametrize("name", AGENTS)
-def test_a_call_of_the_agent_itself_is_trained(gateway: RunningGateway, name: str) -> None:
-    session = gateway.session(train_side_calls=False)
-    asked(gateway, session, AGENTS[name])
-    (turn,) = finished(gateway, session)
-    assert (turn["side_call"], turn["verdict"]["code"]) == (None, "ready")
+def test_a_call_of_the_agent_itself_is_trained(gateway: RunningGateway) -> None:
+    for name, call in AGENTS.items():
+        session = gateway.session(train_side_calls=False)
+        asked(gateway, session, call)
+        (turn,) = finished(gateway, session)
+        assert (turn["side_call"], turn["verdict"]["code"]) == (None, "ready"), name
 
 
 def test_side_calls_are_trained_unless_the_session_or_the_deployment_says_otherwise(

@@ -34,7 +34,7 @@ def test_a_stream_that_cannot_be_stored_ends_in_an_error_without_done(gateway: R
     gateway.engine.script.append("one two three")
     session = gateway.session()
     with full(gateway):
-        reply = gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions", stream=True)
+        reply = gateway.chat(session=session, stream=True)
     *chunks, last = [line[6:] for line in reply.text.splitlines() if line]
     assert json.loads(last)["error"]["type"] == "storage_unavailable"
     assert "[DONE]" not in reply.text

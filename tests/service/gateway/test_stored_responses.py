@@ -121,6 +121,12 @@ def test_a_response_is_there_for_its_owner_alone(gateway: RunningGateway) -> Non
     for key in (OTHER_KEY, other["api_key"]):
         assert gateway.call("DELETE", f"{PATH}/{told.id}", key=key).status_code == 404
     assert gateway.get(f"{PATH}/{told.id}").status_code == 200
+    more = {"input": "and?", "previous_response_id": told.id}
+    for key in (OTHER_KEY, other["api_key"]):
+        assert gateway.post(PATH, more, key=key).status_code == 404, key
+    for key in (mine["api_key"], CLIENT_KEY):
+        reply = gateway.post(PATH, more, key=key)
+        assert reply.headers["x-weir-session-id"] == mine["session_id"], key
 
 
 def test_an_unknown_response_is_a_404(gateway: RunningGateway) -> None:

@@ -247,6 +247,6 @@ def test_a_model_that_nobody_knows_ends_the_start_with_the_names(tmp_path: Path)
 def test_a_model_that_never_thinks_serves_any_effort_and_refuses_the_switch(renderer: RendererOf) -> None:
     llama = renderer("llama-3")
     for wish in (effort_of("low", "effort"), ThinkingWish(on=True, budget=1024), ThinkingWish(on=False)):
-        assert llama.thinking(wish, "thinking") == (llama, ())
+        assert llama.thinking(wish, "thinking") == (llama, ()), wish
     with pytest.raises(InvalidRequest, match="this model does not think"):
         llama.thinking(ThinkingWish(on=True), "chat_template_kwargs.enable_thinking")

@@ -123,30 +123,29 @@ def kernel_timer(peer_port: int) -> str:
     return timer.partition(":")[0]
 
 
-async def test_a_connection_that_was_idle_too_long_is_not_used_again(transport: Transport) -> None:
-    peer = Peer(transport)
-    async with peer.there(idle_limit_s=-1.0) as http:
-        for _ in range(3):
-            await whole(http, peer.url)
-        assert peer.connections == 3
+async def end(writer: asyncio.StreamWriter) -> None:
+    writer.write_eof()
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "after", "limits"),
     [
-        b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok",
-        b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok",
+        pytest.param(OK, None, {"idle_limit_s": -1.0}, id="it was idle too long"),
+        pytest.param(OK.replace(b"\r\n", b"\r\nconnection: close\r\n", 1), None, {}, id="it will be closed"),
+        pytest.param(OK.replace(b"1.1", b"1.0"), None, {}, id="it is of HTTP/1.0"),
+        pytest.param(OK, end, {}, id="it was closed"),
     ],
 )
-async def test_a_connection_that_the_server_will_close_is_not_used_again(
-    transport: Transport, answer: bytes
+async def test_which_connections_are_not_used_again(
+    transport: Transport, answer: bytes, after: Answer | None, limits: dict[str, Any]
 ) -> None:
-    peer = Peer(transport, answer)
-    async with peer.there() as http:
-        for _ in range(2):
-            assert (await whole(http, peer.url))[0] == 200
-            await peer.ended.acquire()
-        assert peer.connections == 2
+    peer = Peer(transport, answer, after)
+    async with peer.there(**limits) as http:
+        for _ in range(3):
+            assert await whole(http, peer.url) == (200, b"ok")
+            if not limits:
+                await peer.ended.acquire()
+        assert peer.connections == 3
 
 
 async def test_a_connection_with_surplus_bytes_is_not_used_again(transport: Transport) -> None:
@@ -157,18 +156,6 @@ async def test_a_connection_with_surplus_bytes_is_not_used_again(transport: Tran
                 assert (await whole(http, peer.url))[0] == 200
             await peer.ended.acquire()
         assert peer.connections == 2
-
-
-async def test_a_connection_that_the_server_closed_is_not_used_again(transport: Transport) -> None:
-    async def end(writer: asyncio.StreamWriter) -> None:
-        writer.write_eof()
-
-    peer = Peer(transport, after=end)
-    async with peer.there() as http:
-        for _ in range(3):
-            assert await whole(http, peer.url) == (200, b"ok")
-            await peer.ended.acquire()
-        assert peer.connections == 3
 
 
 async def left_after_one_byte(http: EngineTransport, peer: Peer) -> None:

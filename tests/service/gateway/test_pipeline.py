@@ -105,10 +105,8 @@ def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(
     wait_until(lambda: timed.redis.zcard(keys.DEADLINES) == 0)
     report = pipeline(timed)
     assert report["states"]["finished"] == 1
-    assert any(
-        sentence.startswith("1 session has ended and can no longer expire")
-        for sentence in report["sentences"]
-    )
+    ended = "1 session has ended and can no longer expire"
+    assert any(sentence.startswith(ended) for sentence in report["sentences"])
 
 
 A_THOUSAND = """
@@ -190,22 +188,23 @@ def test_a_system_that_is_well_warns_of_nothing(warned: Callable[..., Any]) -> N
         assert warnings(gateway) == []
 
 
-def test_a_trainer_that_is_silent_is_a_warning(warned: Callable[..., Any]) -> None:
+def test_a_trainer_that_is_silent_paused_or_unable_to_read_is_a_warning(warned: Callable[..., Any]) -> None:
     with warned(warnings={"trainer_silent_s": 5}) as gateway:
         assert not heard(gateway, "the trainer has been silent")
         gateway.redis.hset(keys.TRAINER, "last_seen", time.time() - 8)
         assert heard(gateway, "the trainer has been silent for 8 s")
-        gateway.redis.delete(keys.TRAINER)
-        assert heard(gateway, "no trainer has reported yet")
-
-
-def test_a_trainer_that_is_paused_is_a_warning_with_the_reason(warned: Callable[..., Any]) -> None:
-    with warned() as gateway:
         said = {"state": "paused", "waiting_for": "POST /resume, since the mean reward fell"}
-        gateway.redis.hset(keys.TRAINER, mapping=said)
+        seen = {"last_seen": time.time()}
+        gateway.redis.hset(keys.TRAINER, mapping=said | seen)  # type: ignore[arg-type]
         assert heard(gateway, "the trainer is paused and waits for POST /resume, since the mean reward fell")
         gateway.redis.hset(keys.TRAINER, "state", "waiting")
         assert not heard(gateway, "paused")
+        gateway.redis.delete(keys.TRAINER)
+        assert heard(gateway, "no trainer has reported yet")
+        assert not heard(gateway, "could not read")
+        letter = {"r": b"\x07", "error": "record schema 7; this build reads schema 1"}
+        gateway.redis.xadd(keys.DEAD_LETTERS, letter)  # type: ignore[arg-type]
+        assert heard(gateway, "the trainer could not read 1 record, now in weir:dead", "record schema 7")
 
 
 def test_nothing_trained_though_sessions_ended_is_a_warning(
@@ -247,9 +246,8 @@ def test_evaluation_is_no_reason_to_worry(warned: Callable[..., Any]) -> None:
     with warned(warnings={"recent_sessions": 10, "nothing_trained_s": 0.1}) as gateway:
         polled(gateway.redis)
         for _ in range(10):
-            decide(
-                gateway.redis, gateway.session(train=False)["session_id"], Verdict(code="not_for_training")
-            )
+            session = gateway.session(train=False)
+            decide(gateway.redis, session["session_id"], Verdict(code="not_for_training"))
         polled(gateway.redis)
         assert warnings(gateway) == []
 
@@ -268,7 +266,7 @@ def test_a_queue_near_its_bound_is_a_warning(warned: Callable[..., Any]) -> None
     with warned(limits={"queue_entries": 10}) as gateway:
         for number in range(8):
             assert not heard(gateway, "records are in the stream"), number
-            gateway.chat(path=f"/sessions/{gateway.session()['session_id']}/v1/chat/completions")
+            gateway.chat(session=gateway.session())
         assert heard(gateway, "8 records are in the stream; from 10 on", "gateway.limits.queue_entries")
 
 
@@ -302,21 +300,12 @@ def test_a_redis_without_a_bound_is_a_warning(
             assert "Redis has no maxmemory" in caplog.text
 
 
-def test_dead_letters_are_a_warning_with_the_last_reason(warned: Callable[..., Any]) -> None:
-    with warned() as gateway:
-        assert not heard(gateway, "could not read")
-        gateway.redis.xadd(
-            keys.DEAD_LETTERS, {"r": b"\x07", "error": "record schema 7; this build reads schema 1"}
-        )
-        assert heard(gateway, "the trainer could not read 1 record, now in weir:dead", "record schema 7")
-
-
 # Verdicts
 
 
 def _opened(gateway: RunningGateway) -> tuple[str, str]:
     session = gateway.session()
-    gateway.chat(path=f"/sessions/{session['session_id']}/v1/chat/completions")
+    gateway.chat(session=session)
     return session["session_id"], gateway.turns(session)[0]["turn_id"]
 
 
@@ -348,9 +337,7 @@ def reached(gateway: RunningGateway, code: VerdictCode) -> str:
             name = gateway.session(ttl_s=0.05)["session_id"]
             wait_until(lambda: gateway.redis.hexists(keys.session(name), "verdict"))
         case "orphan_retry":
-            gateway.chat(
-                path=f"/sessions/{name}/v1/chat/completions", headers={"x-stainless-retry-count": "1"}
-            )
+            gateway.chat(session={"session_id": name}, headers={"x-stainless-retry-count": "1"})
         case "aborted":
             decide(gateway.redis, name, Verdict(code=code), turn)
         case "not_for_training":
@@ -383,10 +370,8 @@ def test_what_is_still_missing_is_said(gateway: RunningGateway) -> None:
         return said["code"], said["detail"]
 
     gateway.finish(members[0], reward=1.0)
-    assert verdict(members[0]) == (
-        "group_incomplete",
-        "1 of 3 sessions of group g have ended; 2 go on",
-    )
+    waits = "1 of 3 sessions of group g have ended; 2 go on"
+    assert verdict(members[0]) == ("group_incomplete", waits)
     gateway.finish(members[1])
     code, detail = verdict(members[1])
     assert code == "waiting_reward"
@@ -394,10 +379,8 @@ def test_what_is_still_missing_is_said(gateway: RunningGateway) -> None:
     assert verdict(members[0])[1].endswith("1 goes on, 1 waits for a reward")
     gateway.finish(members[2], status="failed")
     gateway.post(f"/sessions/{members[1]['session_id']}/reward", {"value": 0.0})
-    assert verdict(members[0]) == (
-        "ready",
-        "finished and rewarded, and so are all 3 of its group: waits for a step of the trainer",
-    )
+    ready = "finished and rewarded, and so are all 3 of its group: waits for a step of the trainer"
+    assert verdict(members[0]) == ("ready", ready)
 
 
 # Heartbeats

@@ -222,14 +222,17 @@ def test_a_retry_rather_joins_the_call_whose_client_left(
 # Samples
 
 
-def test_identical_calls_that_nobody_marked_are_samples_of_their_own(gated: RunningGateway) -> None:
+def test_identical_calls_that_nobody_marked_and_another_call_are_samples_of_their_own(
+    gated: RunningGateway,
+) -> None:
     session = gated.session()
     calls = [Call(gated, session) for _ in range(3)]
     asked(gated, 3)
+    calls.append(Call(gated, session, attempt=1, seed=7))  # is marked, but not the same
+    asked(gated, 4)
     let_on(gated)
-    assert len({call.completion()["id"] for call in calls}) == 3
-    assert {code for _, _, code in codes(gated, session)} == {"open"}
-    assert len(gated.turns(session)) == 3
+    assert len({call.completion()["id"] for call in calls}) == 4
+    assert [code for _, _, code in codes(gated, session)] == ["open"] * 4
 
 
 def test_identical_calls_share_an_answer_where_that_is_configured(
@@ -246,17 +249,6 @@ def test_identical_calls_share_an_answer_where_that_is_configured(
         assert len(gateway.turns(session)) == 1
 
 
-def test_another_call_is_not_joined_though_it_is_marked(gated: RunningGateway) -> None:
-    session = gated.session()
-    first = Call(gated, session)
-    asked(gated, 1)
-    other = Call(gated, session, attempt=1, seed=7)
-    wait_until(lambda: len(gated.engine.requests) == 2)
-    let_on(gated)
-    assert first.completion()["id"] != other.completion()["id"]
-    assert {code for _, _, code in codes(gated, session)} == {"open"}
-
-
 # Orphans
 
 
@@ -267,6 +259,9 @@ def test_a_retry_after_the_answer_replaces_its_turn(gateway: RunningGateway) -> 
     assert codes(gateway, session) == [("root", "stop", "orphan_retry"), ("retry", "stop", "open")]
     assert gateway.chat(session=session, headers={RETRY: "2"}).status_code == 200
     assert [code for _, _, code in codes(gateway, session)] == ["orphan_retry", "orphan_retry", "open"]
+    never_recorded = gateway.session()
+    assert gateway.chat(session=never_recorded, headers={RETRY: "1"}).status_code == 200
+    assert codes(gateway, never_recorded) == [("root", "stop", "open")], "it is an ordinary turn"
 
 
 def test_a_turn_that_was_continued_is_no_orphan(gateway: RunningGateway) -> None:
@@ -301,12 +296,6 @@ def test_an_answer_without_a_retry_in_time_is_aborted(
     (turn,) = gated.turns(session)
     assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")
     assert turn["output_ids"][: len(ANSWER)] == ANSWER
-
-
-def test_a_retry_of_a_call_that_was_never_recorded_is_an_ordinary_turn(gateway: RunningGateway) -> None:
-    session = gateway.session()
-    assert gateway.chat(session=session, headers={RETRY: "1"}).status_code == 200
-    assert codes(gateway, session) == [("root", "stop", "open")]
 
 
 def test_every_choice_of_a_call_is_replaced(gateway: RunningGateway) -> None:

@@ -1,4 +1,4 @@
-"""Which server takes a call: sessions stay where their prefix is cached, and failed servers are avoided."""
+"""Which server takes a call, and how many calls; what gateways know of servers; the driver of pushes."""
 
 import asyncio
 import time
@@ -7,7 +7,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
@@ -17,13 +21,21 @@ from gateway.engines.client import EngineClient
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer, Registration
 from gateway.engines.placement.choice import Wish, choose_server
+from gateway.engines.placement.concurrency import EngineLoad, next_limit
+from gateway.engines.policies.push_driver import PushBounds, PushDriver
 from gateway.engines.rotation.rotation import WantedServer
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.errors import NoServer
+from gateway.settings.groups import ConcurrencySettings
 from rollout_queue import clock
+from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import plan_of
 from rollout_queue.redis import keys
+from rollout_queue.redis.policies.register import PolicyRegister
+from rollout_queue.redis.policies.serving import ServingRegister
+from tests.support.gateway.running import Backends
 from tests.support.redis_clients import async_redis_at
+from tests.support.serving import free_port
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import PATIENCE_S
 
@@ -60,12 +72,8 @@ def test_an_overloaded_server_keeps_its_sessions_only_while_others_are_as_busy()
         assert server is not None
         return server.id
 
-    assert [taken_by(4, 0), taken_by(5, 0), taken_by(150, 100), taken_by(151, 100)] == [
-        "r0",
-        "r1",
-        "r0",
-        "r1",
-    ]
+    loads = [(4, 0), (5, 0), (150, 100), (151, 100)]
+    assert [taken_by(*each) for each in loads] == ["r0", "r1", "r0", "r1"]
     assert choose_server([], session) is None
 
 
@@ -270,3 +278,110 @@ async def test_registrations_are_read_after_a_change_and_a_renewal_reads_its_own
         await fleet.close()
     await engine.close()
     await redis.aclose()
+
+
+# The driver of pushes, step by step
+
+BOUNDS = PushBounds(timeout_s=5, lease_s=5, max_unavailable=0.25, fetch_fan_out=4, max_version_lag=4)
+
+
+@pytest.fixture
+async def unserved(own_backends: Backends) -> AsyncIterator[Fleet]:
+    """The fleet of a gateway that knows no server yet."""
+    own_backends.clear(None)
+    redis, engine = async_redis_at(own_backends.redis_url), EngineClient(HttptoolsTransport(5.0))
+    fleet = Fleet(redis, engine, None)
+    yield fleet
+    await fleet.close()
+    await engine.close()
+    await redis.aclose()
+
+
+async def begin_push(redis: Redis) -> None:
+    register = PolicyRegister(redis)
+    record = PolicyRecord(version=1, location="file:///policies/1", created_at=time.time())
+    assert await register.register(record, await register.look())
+    await ServingRegister(redis).change(lambda plan: plan.begun(1, time.time(), force=False))
+
+
+async def test_a_push_waits_for_a_server_that_registered_at_another_gateway(unserved: Fleet) -> None:
+    """Nothing listens at the server's address, so the push cannot go on, and must not end without it."""
+    await begin_push(unserved.redis)
+    url = f"http://127.0.0.1:{free_port()}"
+    registration = Registration(id="r0", url=url, engine_url=url, registered_at=time.time())
+    await unserved.redis.hset(keys.SERVERS, "r0", msgspec.json.encode(registration).decode())
+    driver = PushDriver(unserved.redis, unserved, BOUNDS)
+    await driver.step()
+    plan = await ServingRegister(unserved.redis).read()
+    assert (plan.pushing, plan.serving) == (True, None)
+    await driver.close()
+
+
+async def test_a_push_without_any_server_ends(unserved: Fleet) -> None:
+    await begin_push(unserved.redis)
+    driver = PushDriver(unserved.redis, unserved, BOUNDS)
+    await driver.step()
+    plan = await ServingRegister(unserved.redis).read()
+    assert (plan.pushing, plan.serving) == (False, 1)
+    await driver.close()
+
+
+# The limits of calls that follow the load of engines: properties of the arithmetic, and the settings
+
+SETTINGS = ConcurrencySettings(first=32, least=4, most=512)
+COUNTS = st.integers(0, 2000)
+LOADS = st.builds(EngineLoad, running=COUNTS, waiting=COUNTS, kv_usage=st.floats(0, 1))
+LIMITS = st.none() | st.integers(SETTINGS.least, SETTINGS.most)
+
+
+@given(LIMITS, LOADS)
+def test_a_limit_stays_within_its_bounds(limit: int | None, load: EngineLoad) -> None:
+    found = next_limit(limit, load, SETTINGS)
+    assert found is not None
+    assert SETTINGS.least <= found <= SETTINGS.most
+
+
+@given(st.integers(SETTINGS.least, SETTINGS.most), LOADS)
+def test_a_limit_never_grows_while_calls_wait_or_the_cache_is_full(limit: int, load: EngineLoad) -> None:
+    found = next_limit(limit, load, SETTINGS)
+    assert found is not None
+    if load.waiting or load.kv_usage is None or load.kv_usage >= SETTINGS.kv_target:
+        assert found <= limit
+    else:
+        assert limit <= found <= 2 * limit
+
+
+@given(st.integers(SETTINGS.least, SETTINGS.most), LOADS)
+def test_a_limit_is_cut_once_for_one_overload(limit: int, load: EngineLoad) -> None:
+    """While the engine has more calls than the limit, the last cut is still having its effect."""
+    if load.calls > limit:
+        found = next_limit(limit, load, SETTINGS)
+        assert found is not None
+        assert found >= limit
+
+
+@given(LIMITS, COUNTS, COUNTS)
+def test_engines_that_report_no_cache_have_no_limit(limit: int | None, running: int, waiting: int) -> None:
+    assert next_limit(limit, EngineLoad(running, waiting), SETTINGS) is None
+    full = EngineLoad(running, waiting, 1.0)
+    assert next_limit(limit, full, ConcurrencySettings(adaptive=False)) is None
+
+
+@given(st.floats(0.001, 0.05))
+def test_a_limit_settles_where_the_cache_is_as_full_as_wanted(share: float) -> None:
+    """Each call takes the same share of the cache, and there are always enough calls."""
+    limit: int | None = None
+    for _ in range(60):
+        running = 8 if limit is None else limit
+        limit = next_limit(limit, EngineLoad(running, 0, min(1.0, running * share)), SETTINGS)
+    assert limit is not None
+    wanted = SETTINGS.kv_target / share
+    most = SETTINGS.kv_high / share
+    assert min(wanted - 1, SETTINGS.most) - 1 <= limit <= max(most, SETTINGS.least)
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValidationError, match="least"):
+        ConcurrencySettings(least=9, most=8)
+    with pytest.raises(ValidationError, match="kv_target"):
+        ConcurrencySettings(kv_target=0.95)

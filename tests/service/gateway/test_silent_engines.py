@@ -4,27 +4,27 @@ import asyncio
 import json
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from rollout_queue import clock
-from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.fake_engine import FakeEngine, Interruption
 from tests.support.gateway.gated_engine import let_on
 from tests.support.gateway.links import Link, link
-from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
-from tests.support.serving import serving
+from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
+from tests.support.serving import free_port, serving
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
@@ -116,11 +116,11 @@ class Stream:
         except Exception as error:  # the test's thread raises it
             self.failure = error
 
-    def whole(self) -> list[int]:
+    def whole(self) -> tuple[int, ...]:
         self.thread.join(300)
         assert not self.thread.is_alive()
         assert self.failure is None, self.failure
-        return self.ids
+        return tuple(self.ids)
 
 
 @pytest.fixture(autouse=True)
@@ -145,8 +145,34 @@ def gateway_over(backends: Backends, urls: list[str], **settings: Any) -> Iterat
         yield gateway
 
 
+def whole_answers(streams: list[Stream]) -> None:
+    """Check that all streams end with the same answer: no token is lost, and none is doubled."""
+    assert [len(each) for each in {stream.whole() for stream in streams}] == [TOKENS + 1]
+
+
+@contextmanager
+def cut_off(engine: Reached) -> Iterator[None]:
+    engine.link.cut()
+    try:
+        yield
+    finally:
+        engine.link.mend()
+
+
+@contextmanager
+def hanging(*engines: Reached) -> Iterator[None]:
+    """Their schedulers hang."""
+    for each in engines:
+        each.engine.hangs = True
+    try:
+        yield
+    finally:
+        for each in engines:
+            each.engine.hangs = False
+
+
 def servers(gateway: RunningGateway) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = gateway.get("/admin/rollout_servers", key=ADMIN_KEY).json()["data"]
+    found: list[dict[str, Any]] = gateway.admin("GET", "/rollout_servers").json()["data"]
     return sorted(found, key=lambda each: str(each["id"]))
 
 
@@ -191,25 +217,18 @@ def longer_than_silence(
 def test_the_answers_of_a_silent_engine_move_and_the_engine_comes_back(
     backends: Backends, engines: list[Reached], turned: TurnedClock, http: str
 ) -> None:
-    urls = [each.url for each in engines]
-    with gateway_over(backends, urls, engine_http=http) as gateway, ExitStack() as stack:
+    with gateway_over(backends, [each.url for each in engines], engine_http=http) as gateway:
         streams = spread(gateway, engines)
         engines[0].engine.aborted.clear()
-        engines[0].link.cut()
-        stack.callback(engines[0].link.mend)
-        turned.turn_until(lambda: answers_in_flight(gateway)[0] == 0, STEP_S)
-        flow(engines)
-        (whole,) = {tuple(each.whole()) for each in streams}
-        assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
-        used = [engines_of(gateway, each) for each in streams]
-        assert ["engine-0", "engine-1"] in used
-        assert ["engine-1"] in used
-        silent, _ = servers(gateway)
-        assert silent["breaker"] != "closed"
-
-        assert Stream(gateway, "meanwhile").whole() == list(whole)
-
-        engines[0].link.mend()
+        with cut_off(engines[0]):
+            turned.turn_until(lambda: answers_in_flight(gateway)[0] == 0, STEP_S)
+            flow(engines)
+            whole_answers(streams)
+            used = [engines_of(gateway, each) for each in streams]
+            assert ["engine-0", "engine-1"] in used
+            assert ["engine-1"] in used
+            assert servers(gateway)[0]["breaker"] != "closed"
+            whole_answers([Stream(gateway, "meanwhile")])
         turned.turn_until(lambda: engines[0].engine.aborted, STEP_S)
         turned.turn_until(lambda: served_by_the_first(gateway), STEP_S)
         assert servers(gateway)[0]["breaker"] == "closed"
@@ -219,20 +238,15 @@ def test_the_answers_of_an_engine_whose_scheduler_hangs_move_although_its_http_l
     backends: Backends, engines: list[Reached], turned: TurnedClock
 ) -> None:
     urls = [each.url for each in engines]
-    with ExitStack() as stack:
-        gateway = stack.enter_context(gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S))
+    with gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S) as gateway:
         streams = spread(gateway, engines)
-        engines[0].engine.hangs = True
-        stack.callback(setattr, engines[0].engine, "hangs", False)
-        turned.turn_until(lambda: answers_in_flight(gateway)[0] == 0, STEP_S)
-        flow(engines)
-        (whole,) = {tuple(each.whole()) for each in streams}
-        assert len(whole) == TOKENS + 1, "no token is lost, and none is doubled"
-        assert ["engine-0", "engine-1"] in [engines_of(gateway, each) for each in streams]
-        assert servers(gateway)[0]["error"] == "its engine gives no sign of life"
-        meanwhile = [Stream(gateway, f"meanwhile-{number}") for number in range(4)]
-        assert {tuple(each.whole()) for each in meanwhile} == {whole}
-        engines[0].engine.hangs = False
+        with hanging(engines[0]):
+            turned.turn_until(lambda: answers_in_flight(gateway)[0] == 0, STEP_S)
+            flow(engines)
+            whole_answers(streams)
+            assert ["engine-0", "engine-1"] in [engines_of(gateway, each) for each in streams]
+            assert servers(gateway)[0]["error"] == "its engine gives no sign of life"
+            whole_answers([Stream(gateway, f"meanwhile-{number}") for number in range(4)])
         turned.turn_until(lambda: served_by_the_first(gateway), STEP_S)
         assert servers(gateway)[0]["error"] is None
 
@@ -244,38 +258,31 @@ def test_answers_stay_while_no_scheduler_of_the_fleet_responds(
     urls = [each.url for each in engines]
     with gateway_over(backends, urls, scheduler_silence_s=SCHEDULER_SILENCE_S) as gateway:
         streams = spread(gateway, engines)
-        for each in engines:
-            each.engine.hangs = True
-        try:
+        with hanging(*engines):
             longer_than_silence(turned, gateway, [each.engine for each in engines])
-        finally:
-            for each in engines:
-                each.engine.hangs = False
         flow(engines)
-        assert len({tuple(each.whole()) for each in streams}) == 1
+        whole_answers(streams)
         assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
 
 
 def test_calls_of_a_hung_engine_get_a_503_if_there_is_no_other(
     backends: Backends, engines: list[Reached], turned: TurnedClock
 ) -> None:
-    engine, wait_s = engines[0], 4.0
+    wait_s = 4.0
     flow(engines, False)
-    with gateway_over(backends, [engine.url], engine_wait_s=wait_s) as gateway, ThreadPoolExecutor(1) as pool:
+    with gateway_over(backends, [engines[0].url], engine_wait_s=wait_s) as gateway:
         stream = Stream(gateway, "s")
         wait_until(lambda: stream.events > 1)
-        engine.link.cut()
-        try:
+        with cut_off(engines[0]), ThreadPoolExecutor(1) as pool:
             for within_s in (2 * wait_s, wait_s):  # the second time, it is known to be silent
                 began, calling = clock.monotonic(), pool.submit(gateway.chat)
                 turned.turn_until(calling.done, STEP_S)
                 refused = calling.result()
                 assert (refused.status_code, refused.json()["error"]["type"]) == (503, "engine_unavailable")
                 assert clock.monotonic() - began < within_s + REPLY_S
-        finally:
-            engine.link.mend()
         flow(engines)
-        assert len(stream.whole()) == TOKENS + 1, "the answer that had begun goes on"
+        whole_answers([stream])
+        assert engines_of(gateway, stream) == ["engine-0"]
 
 
 def served_by_the_first(gateway: RunningGateway) -> bool:
@@ -303,7 +310,7 @@ def test_the_answers_of_a_server_that_reports_its_engines_death_move_at_once(
         backends.engine = gated.engine
         for server_id, engine_url in (("r0", backends.engine_url), ("r1", engines[1].url)):
             body = {"id": server_id, "url": f"{url}/{server_id}", "engine_url": engine_url}
-            assert gateway.post("/admin/rollout_servers", body, key=ADMIN_KEY).status_code == 200
+            assert gateway.admin("POST", "/rollout_servers", body).status_code == 200
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         streams = [Stream(gateway, f"s{n}") for n in range(8)]
         wait_until(lambda: gated.engine.stalled)
@@ -316,18 +323,14 @@ def test_the_answers_of_a_server_that_reports_its_engines_death_move_at_once(
 def test_a_hung_engine_keeps_its_answers_while_there_is_no_other(
     backends: Backends, engines: list[Reached], turned: TurnedClock
 ) -> None:
-    engine = engines[0]
     flow(engines, False)
-    with gateway_over(backends, [engine.url]) as gateway:
+    with gateway_over(backends, [engines[0].url]) as gateway:
         stream = Stream(gateway, "s")
         wait_until(lambda: stream.events > 1)
-        engine.link.cut()
-        try:
+        with cut_off(engines[0]):
             longer_than_silence(turned, gateway)
-        finally:
-            engine.link.mend()
         flow(engines)
-        assert len(stream.whole()) == TOKENS + 1
+        whole_answers([stream])
         assert engines_of(gateway, stream) == ["engine-0"]
         assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
 
@@ -352,3 +355,59 @@ def test_an_engine_that_works_in_silence_keeps_its_answers(
         for stream in streams:
             stream.whole()
         assert "weir_engine_faults_total{" not in gateway.get("/metrics").text
+
+
+# Heartbeats: a stream opens with 200 only once an engine works on the answer
+
+CALL = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+HEADERS = {"authorization": f"Bearer {CLIENT_KEY}"}
+HEARTBEAT_S, ENGINE_WAIT_S = 10.0, 60.0
+"""A call waits for an engine longer than several heartbeats take."""
+T = TypeVar("T")
+
+
+def meanwhile_turning(
+    turned: TurnedClock, work: Callable[[], T], begun: Callable[[], bool] = lambda: True
+) -> T:
+    """What `work` returns. Once it has `begun`, time passes until then."""
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        wait_until(begun)
+        turned.turn_until(working.done, HEARTBEAT_S / 2)
+        return working.result()
+
+
+@pytest.mark.parametrize("engine", ["none", "busy", "lost"])
+def test_a_stream_that_no_engine_takes_is_a_503(backends: Backends, turned: TurnedClock, engine: str) -> None:
+    settings: dict[str, Any] = {"heartbeat_s": HEARTBEAT_S, "engine_wait_s": ENGINE_WAIT_S}
+    if engine == "none":
+        settings["engines"] = [f"http://127.0.0.1:{free_port()}"]
+    backends.clear(None)
+    with backends.gateway(**settings) as gateway:
+        if engine != "none":
+            backends.engine.refusals.extend(PlainTextResponse("busy", 503) for _ in range(200))
+        if engine == "lost":
+            backends.engine.refusals.appendleft(None)
+            backends.engine.interruptions.append(Interruption(0, "reset"))
+        url = gateway.url + "/v1/chat/completions"
+        reply = meanwhile_turning(
+            turned,
+            lambda: gateway.http.post(url, json=CALL, headers=HEADERS),
+            lambda: engine != "lost" or len(backends.engine.requests) > 1,
+        )
+        assert (reply.status_code, reply.json()["error"]["type"]) == (503, "engine_unavailable")
+        assert reply.headers["retry-after"]
+
+
+def test_a_stream_that_an_engine_works_on_is_kept_alive(
+    gated: RunningGateway, backends: Backends, turned: TurnedClock
+) -> None:
+    gated.engine.stall_after = 0
+    with backends.gateway(heartbeat_s=HEARTBEAT_S) as gateway:
+        url = gateway.url + "/v1/chat/completions"
+        call = gateway.http.build_request("POST", url, json=CALL, headers=HEADERS)
+        reply = meanwhile_turning(turned, lambda: gateway.http.send(call, stream=True))
+        lines = reply.iter_lines()
+        assert (reply.status_code, next(lines)[:1]) == (200, ":")
+        let_on(gated)
+        assert [line for line in lines if line][-1] == "data: [DONE]"

@@ -1,4 +1,4 @@
-"""Calls while a trainer has the memory of an engine: they wait there, or go to another server. None fails."""
+"""No call fails while servers join and leave, or while a trainer has the memory of their engines."""
 
 import time
 from typing import Any
@@ -96,3 +96,23 @@ def test_a_trainer_that_is_killed_costs_no_call(deploy: Deploy) -> None:
         wait_until(lambda: ready(deployment.gateway) == 1)
     assert set(seen.statuses) == {200}
     assert "did not give the engine's memory back" in deployment.servers[0].log.read_text()
+
+
+def test_servers_join_and_leave_by_themselves_while_calls_go_on(deploy: Deploy) -> None:
+    deployment = deploy(2, engine_wait_s=120.0)  # the machine may be busy
+    deployment.announce(1)
+    deployment.until("serving")
+    gateway = deployment.gateway
+    with traffic(gateway, per_s=10.0) as seen:
+        added = deploy(1, gateway=gateway, first=2)
+        wait_until(lambda: ready(gateway) == 3)
+        assert added.versions() == [1], "it has loaded the served version before it gets calls"
+        wait_until(lambda: added.servers[0].answers)
+        deployment.servers[0].leave()
+        added.servers[0].kill()
+        wait_until(lambda: ready(gateway) == 1)
+    assert set(seen.statuses) == {200}
+    assert len(list(seen.turns())) == len(seen.sessions)
+    placement = gateway.admin("GET", "/status").json()["placement"]
+    assert sum(placement["placed"].values()) >= len(seen.sessions)
+    assert placement["waiting"] == 0

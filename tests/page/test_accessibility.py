@@ -1,20 +1,15 @@
 """The page for those who use a keyboard or a screen reader, in both themes and on a phone."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support.gateway.running import Backends
-from tests.support.page.browser import PHONE, WIDE, Tab, missing
+from tests.support.page.browser import Tab
 from tests.support.page.deployment import ShownDeployment, shown_deployment
+from tests.support.page.looks import LOOKS, overflow, violations
 from tests.support.page.scene import fill
-
-AXE = Path(__file__).parents[2] / "run/page/axe/node_modules/axe-core/axe.min.js"
-RULES = """async () => (await axe.run(document, {resultTypes: ["violations"]})).violations.map(
-    (each) => `${each.id}: ${each.nodes.map((node) => node.target.join(" ")).join(", ")}`)"""
-LOOKS = [("light", WIDE), ("dark", WIDE), ("light", PHONE), ("dark", PHONE)]
 
 
 @pytest.fixture(scope="module")
@@ -22,20 +17,6 @@ def filled(backends: Backends) -> Iterator[ShownDeployment]:
     with shown_deployment(backends) as shown:
         fill(shown)
         yield shown
-
-
-def violations(page: Page) -> list[str]:
-    """What axe-core finds. It is evaluated by the debugger, which the page's policy does not hold up."""
-    if not AXE.exists():
-        missing("no axe-core: make test-page installs it")
-    page.evaluate(AXE.read_text(encoding="utf-8"))
-    found: list[str] = page.evaluate(RULES)
-    return found
-
-
-def overflow(page: Page) -> int:
-    """By how many pixels the page is wider than the screen."""
-    return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
 
 @pytest.mark.parametrize(("theme", "size"), LOOKS)

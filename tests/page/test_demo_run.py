@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.support.page.browser import Tab
+from tests.support.page.browser import Tab, go
 from tests.support.page.demo_run import ADMIN_KEY, SECOND, DemoRun, demo_run
 from tests.support.page.dialogs import act, version_row
 from tests.support.waiting import wait_until
@@ -24,9 +24,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoRun]:
 
 
 def at(demo: DemoRun, tab: Tab, place: str) -> Page:
-    page = tab(demo.url, ADMIN_KEY).tab
-    page.evaluate("place => { location.hash = place }", place)
-    return page
+    return go(tab(demo.url, ADMIN_KEY).tab, place)
 
 
 def trained_session(demo: DemoRun) -> str:

@@ -9,13 +9,12 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support.gateway.running import Backends
-from tests.support.page.browser import PHONE, WIDE, Tab
+from tests.support.page.browser import Tab, go
 from tests.support.page.deployment import ShownDeployment, shown_deployment
 from tests.support.page.learned import GROUP, SESSION, fill_sessions, trainer_with_curves
-from tests.support.page.looks import overflow, violations
+from tests.support.page.looks import LOOKS, overflow, violations
 from tests.support.page.run_metrics import metrics_of
 
-LOOKS = [("light", WIDE), ("dark", WIDE), ("light", PHONE), ("dark", PHONE)]
 VIEWS = {
     "#/sessions": "table",
     f"#/sessions/{SESSION}?colour=advantage&with=train-times-1": ".tokens",
@@ -36,9 +35,7 @@ def learned(backends: Backends, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def at(learned: ShownDeployment, tab: Tab, place: str) -> Page:
-    page = tab(learned.gateway.url).tab
-    page.evaluate("place => { location.hash = place }", place)
-    return page
+    return go(tab(learned.gateway.url).tab, place)
 
 
 @pytest.mark.parametrize(("theme", "size"), LOOKS)
@@ -47,8 +44,7 @@ def test_axe_finds_nothing_in_the_views_of_data(
 ) -> None:
     page = tab(learned.gateway.url, size=size, dark=theme == "dark").tab
     for place, drawn in VIEWS.items():
-        page.evaluate("place => { location.hash = place }", place)
-        expect(page.locator(f"main {drawn}").first).to_be_visible()
+        expect(go(page, place).locator(f"main {drawn}").first).to_be_visible()
         assert not violations(page), place
         assert overflow(page) <= 0, place
 

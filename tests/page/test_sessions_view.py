@@ -9,7 +9,7 @@ from playwright.sync_api import Page, expect
 from rollout_queue.contract.records import Span
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends
-from tests.support.page.browser import Tab
+from tests.support.page.browser import Tab, go
 from tests.support.page.deployment import ShownDeployment, shown_deployment
 from tests.support.page.learned import ANSWER, SESSION, fill_sessions, put_turn
 
@@ -29,9 +29,7 @@ def filled(backends: Backends) -> Iterator[ShownDeployment]:
 
 
 def at(filled: ShownDeployment, tab: Tab, place: str) -> Page:
-    page = tab(filled.gateway.url).tab
-    page.evaluate("place => { location.hash = place }", place)
-    return page
+    return go(tab(filled.gateway.url).tab, place)
 
 
 def numbers(page: Page) -> str:

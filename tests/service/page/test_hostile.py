@@ -1,6 +1,6 @@
 """A hostile user's afternoon: odd requests to the page and the REST, without a key or as a client.
 
-Other attacks have files of their own: `test_csrf.py`, `test_wrong_keys.py`, `test_xss.py`, `test_files.py`.
+Other attacks have files of their own: `test_csrf.py`, `test_wrong_keys.py`, `test_files.py`, `tests/page`.
 """
 
 import json

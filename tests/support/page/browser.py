@@ -95,6 +95,12 @@ def watched_tab(context: BrowserContext) -> Watched:
     return watched
 
 
+def go(page: Page, place: str) -> Page:
+    """Show another view."""
+    page.evaluate("place => { location.hash = place }", place)
+    return page
+
+
 def context_of(browser: Browser, size: tuple[int, int] = WIDE, dark: bool = False) -> BrowserContext:
     return browser.new_context(
         viewport={"width": size[0], "height": size[1]},

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from playwright.sync_api import Page
 
-from tests.support.page.browser import missing
+from tests.support.page.browser import PHONE, WIDE, missing
 
+LOOKS = [("light", WIDE), ("dark", WIDE), ("light", PHONE), ("dark", PHONE)]
 AXE = Path(__file__).parents[3] / "run/page/axe/node_modules/axe-core/axe.min.js"
 RULES = """async () => (await axe.run(document, {resultTypes: ["violations"]})).violations.map(
     (each) => `${each.id}: ${each.nodes.map((node) => node.target.join(" ")).join(", ")}`)"""

@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, Page
 
-from tests.support.page.browser import PHONE, WIDE, chromium, context_of, watched_tab
+from tests.support.page.browser import PHONE, WIDE, chromium, context_of, go, watched_tab
 from tests.support.page.demo_run import ADMIN_KEY, DemoRun, demo_run
 
 COLOURS = 96
@@ -49,8 +49,7 @@ def signed_in(browser: Browser, run: DemoRun, size: tuple[int, int], dark: bool 
 
 
 def show(tab: Page, place: str, drawn: str) -> None:
-    tab.evaluate("place => { location.hash = place }", place)
-    tab.locator(f"main {drawn}").first.wait_for()
+    go(tab, place).locator(f"main {drawn}").first.wait_for()
 
 
 def mixed_group(run: DemoRun) -> tuple[str, str]:

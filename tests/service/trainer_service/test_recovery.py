@@ -267,32 +267,26 @@ def test_a_held_training_that_an_operator_sets_back_waits_for_its_resume(make_ha
     assert not harness.restart().shared_state.paused, "no reason holds it any more"
 
 
-@pytest.mark.parametrize("traffic", ["record", "discard"])
+@pytest.mark.parametrize("traffic", ["record", "discard", "refuse"])
 def test_a_paused_trainer_reads_on(make_harness: MakeHarness, traffic: str) -> None:
-    """Otherwise the stream would fill up Redis. Evaluations count meanwhile."""
+    """Otherwise the stream would fill up Redis. Evaluations count meanwhile, and gateways hear whether it
+    refuses new sessions."""
     harness = make_harness(paused_traffic=traffic).start()
     harness.sleepless()
+    assert harness.stream.trainer["refuses_training"] == "false"
     harness.shared_state.pause()
     harness.agents.evaluate("evaluation", 0.5)
     harness.agents.group("flat", [1.0, 1.0])
     harness.agents.group("live", [1.0, 0.0])
     for _ in range(2):
         assert not harness.trainer.run_once()
+    assert harness.stream.trainer["refuses_training"] == ("true" if traffic == "refuse" else "false")
     codes = harness.session_codes()
     assert (codes["evaluation"], codes["flat-0"]) == ("not_for_training", "zero_advantage")
     assert harness.shared_state.snapshot.evaluations["eval/0/reward"] == 0.5
-    assert codes["live-0"] == (None if traffic == "record" else "not_for_training")
+    assert codes["live-0"] == ("not_for_training" if traffic == "discard" else None)
     harness.shared_state.resume()
-    assert harness.trainer.run_once() == (traffic == "record")
-
-
-def test_a_trainer_says_whether_it_refuses_sessions_while_it_is_paused(make_harness: MakeHarness) -> None:
-    harness = make_harness(paused_traffic="refuse").start()
-    harness.sleepless()
-    assert harness.stream.trainer["refuses_training"] == "false"
-    harness.shared_state.pause()
-    harness.trainer.run_once()
-    assert harness.stream.trainer["refuses_training"] == "true"
+    assert harness.trainer.run_once() == (traffic != "discard")
 
 
 @pytest.mark.numeric

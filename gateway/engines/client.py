@@ -6,7 +6,6 @@ prompt ids ──generate──▶ EngineAnswer ──read, read, …──▶ c
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Literal
 
 import aiohttp
 from msgspec import UNSET
@@ -14,16 +13,14 @@ from msgspec import UNSET
 from gateway.engines.event_stream import EventStream, OutputChunk, engine_error
 from gateway.engines.generate_request import GenerateBody, encode
 from gateway.engines.placement.choice import Adapter
-from gateway.engines.transports.aiohttp_transport import AiohttpTransport, engine_connector
-from gateway.engines.transports.httptools_transport import HttptoolsTransport
+from gateway.engines.transports.httptools_transport import EngineConnection, HttptoolsTransport
 from gateway.engines.transports.transport import (
     IDLE_LIMIT_S,
     NO_HEADERS,
     ConnectFailed,
     ConnectionLost,
-    EngineResponse,
-    EngineTransport,
     ReadTimedOut,
+    engine_connector,
 )
 from gateway.errors import EngineFault
 from rollout_queue.protocol.message import ServiceMessage
@@ -37,23 +34,14 @@ WHOLE_LIMIT_BYTES = 256 * 2**20
 ERROR_LIMIT_BYTES = 64 * 2**10
 """At most this much of an error's body is read."""
 
-EngineHttpName = Literal["httptools", "aiohttp"]
-
-
-def transport_of(
-    name: EngineHttpName, read_timeout_s: float, headers: Mapping[str, str] = NO_HEADERS
-) -> EngineTransport:
-    """The HTTP client that the setting `engine_http` names. Each request has `headers`."""
-    kind = AiohttpTransport if name == "aiohttp" else HttptoolsTransport
-    return kind(read_timeout_s, headers=headers)
-
 
 class EngineClient:
     """Speaks to every server of the fleet: generations over the transport, everything else over aiohttp."""
 
-    def __init__(self, transport: EngineTransport, headers: Mapping[str, str] = NO_HEADERS) -> None:
-        """`headers`: what engines get with each request, as the transport gives them itself."""
-        self._transport, self._headers = transport, headers
+    def __init__(self, read_timeout_s: float, headers: Mapping[str, str] = NO_HEADERS) -> None:
+        """`read_timeout_s`: the longest wait for the next byte of an answer. `headers`: what engines get with
+        each request."""
+        self._transport, self._headers = HttptoolsTransport(read_timeout_s, headers=headers), headers
         self._control = aiohttp.ClientSession(connector=engine_connector(IDLE_LIMIT_S))
 
     async def close(self) -> None:
@@ -89,7 +77,7 @@ class EngineClient:
             response.release()
         return b"".join(parts)
 
-    async def _post(self, engine_url: str, body: GenerateBody) -> EngineResponse:
+    async def _post(self, engine_url: str, body: GenerateBody) -> EngineConnection:
         """The reply once its status has arrived. Raises RequestRefused and EngineFault."""
         try:
             response = await self._transport.post(engine_url, "/generate", encode(body), traceparent())
@@ -159,7 +147,7 @@ class EngineClient:
 class EngineAnswer:
     """One answer as an engine streams it."""
 
-    def __init__(self, response: EngineResponse, stream: EventStream) -> None:
+    def __init__(self, response: EngineConnection, stream: EventStream) -> None:
         self._response = response
         self._stream = stream
 
@@ -186,7 +174,7 @@ class EngineAnswer:
             self._response.release()
 
 
-async def _error_body(response: EngineResponse) -> bytes:
+async def _error_body(response: EngineConnection) -> bytes:
     """As much of an error's body as arrives, up to the limit."""
     body = b""
     with suppress(ConnectionLost, ReadTimedOut):

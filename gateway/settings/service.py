@@ -118,6 +118,7 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     """Section `gateway` of weir.yaml."""
 
     section: ClassVar[str] = "gateway"
+    retired: ClassVar[frozenset[str]] = frozenset({"engine_http", "redis_connection"})
 
     otel: OtelSettings | None = None
     """Traces; null: none."""
@@ -128,9 +129,6 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     bodies, answers in the background and cached sessions. `--workers` counts first."""
     public_url: str | None = None
     """The address that agents use, in `base_url` of new sessions; default: the address of the request."""
-    redis_connection: Literal["pipelined", "pooled"] = "pipelined"
-    """How turns are written to Redis: over one connection that all calls share, or by redis-py's own client,
-    which takes more CPU time per call."""
     session_cache_bytes: int = Field(CACHE_BYTES, ge=0)
     """Memory for the sessions that were called last, so that a call need not read its session from Redis."""
     model_path: Path
@@ -196,9 +194,6 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     retention_s: float | None = Field(7 * 86400.0, gt=0)
     """How long a session is kept once it has its verdict. If Redis fills up, the oldest are removed earlier.
     null: sessions are never removed."""
-    engine_http: Literal["httptools", "aiohttp"] = "httptools"
-    """The HTTP client that streams answers from engines: the gateway's own, or aiohttp's, which takes more
-    CPU time per token."""
     engine_timeout_s: float = 600.0
     """How long an engine that responds to probes may pause in the middle of an answer. One that does not
     respond is given up after 3 s if another engine can continue (`engines/silence.py`)."""

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from gateway.admission.admission import Admission
 from gateway.admission.backpressure import memory_bound, read_backpressure
 from gateway.conversations.conversation import FIRST_PROMPTS
-from gateway.engines.client import EngineClient, transport_of
+from gateway.engines.client import EngineClient
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
 from gateway.engines.policies.adapters import AdapterPolicies
@@ -49,7 +49,6 @@ from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 from rollout_queue.http.keys import bearer
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis
-from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.connection.replicas import Replication
 from rollout_queue.redis.connection.schema import SchemaTooNew, claim_schema_async
 from rollout_queue.redis.deletion import RedisDeleter
@@ -131,13 +130,10 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     await _claim_schema(redis)
     writer = RedisWriter(
         redis,
-        CONNECTIONS[settings.redis_connection],
         head_cache_bytes=settings.session_cache_bytes,
         replication=Replication(settings.redis_wait_replicas, settings.redis_wait_timeout_s),
     )
-    engine_headers = bearer(settings.engine_key)
-    transport = transport_of(settings.engine_http, settings.engine_timeout_s, engine_headers)
-    engine = EngineClient(transport, engine_headers)
+    engine = EngineClient(settings.engine_timeout_s, bearer(settings.engine_key))
     key_store = KeyStore(redis)
     api_keys = ApiKeys(configured_keys(settings), key_store)
     identities = Identities(api_keys, await _secret(redis))

@@ -5,6 +5,7 @@ Later wins:  defaults < weir.yaml < WEIR_REDIS_URL and the like < WEIR_GATEWAY__
 A secret may stand in a file: WEIR_ADMIN_KEYS_FILE names one with the value of WEIR_ADMIN_KEYS.
 """
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import (
     StringConstraints,
     ValidationError,
     field_validator,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -30,6 +32,8 @@ from pydantic_settings import (
     SettingsConfigDict,
     SettingsError,
 )
+
+logger = logging.getLogger(__name__)
 
 CONFIG_VARIABLE = "WEIR_CONFIG"
 SHORT_NAMES = frozenset(
@@ -92,6 +96,8 @@ class ServiceSettings(BaseSettings):
     """One section of the configuration. A subclass names its section and its fields."""
 
     section: ClassVar[str]
+    retired: ClassVar[frozenset[str]] = frozenset()
+    """Fields of former versions. A configuration may still have them: a warning says that they do nothing."""
     log_format: Literal["text", "json"] = "text"
     """The form of the log: lines of text, or one JSON object a line."""
     access_log: bool = False
@@ -114,6 +120,13 @@ class ServiceSettings(BaseSettings):
             InitSettingsSource(settings_cls, _secrets_in_files(SECRETS & settings_cls.model_fields.keys())),
             InitSettingsSource(settings_cls, _given(_file_section(cls.section), settings_cls)),
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name in sorted(cls.retired & given.keys()):
+            logger.warning("%s.%s has no effect any more: remove it", cls.section, name)
+        return {name: value for name, value in given.items() if name not in cls.retired}
 
 
 S = TypeVar("S", bound=ServiceSettings)

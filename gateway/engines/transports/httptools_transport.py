@@ -50,7 +50,11 @@ class HttptoolsTransport:
         self._idle: dict[str, deque[EngineConnection]] = defaultdict(deque)
 
     async def post(self, url: str, path: str, body: bytes, trace: str | None = None) -> "EngineConnection":
-        """As `EngineTransport.post`."""
+        """Send the body; returns when the answer's status has arrived. `trace` is the header `traceparent`.
+        The caller calls `release` or `leave` of the answer exactly once.
+
+        Raises ConnectFailed, ConnectionLost or ReadTimedOut.
+        """
         connection = self._pooled(url) or await self._connect(url)
         try:
             await connection.send(_head(url, path, len(body), self._headers, trace), body)
@@ -60,6 +64,7 @@ class HttptoolsTransport:
         return connection
 
     async def close(self) -> None:
+        """Close every connection."""
         for idle in self._idle.values():
             for connection in idle:
                 connection.drop()
@@ -136,7 +141,10 @@ class EngineConnection(asyncio.Protocol):
             await self._more()
 
     async def read(self) -> bytes:
-        """As `EngineResponse.read`."""
+        """All bytes that arrived since the last read; waits for at least one. Empty at the answer's end.
+
+        Raises ConnectionLost or ReadTimedOut.
+        """
         while not self._parts:
             if self._complete:
                 return b""
@@ -151,7 +159,7 @@ class EngineConnection(asyncio.Protocol):
         return data
 
     def release(self) -> None:
-        """As `EngineResponse.release`."""
+        """Give the connection back to the pool if the answer was read to its end; otherwise close it."""
         if not (self.usable and self._reusable) or self._parts:
             self.drop()
             return
@@ -159,7 +167,7 @@ class EngineConnection(asyncio.Protocol):
         self._keep(self)
 
     def leave(self) -> None:
-        """As `EngineResponse.leave`."""
+        """Discard the rest of the answer. Give the connection back once the rest has arrived."""
         self._left = True
         self._discard()
 

@@ -1,14 +1,11 @@
-"""The interface of the HTTP client that streams answers from engines: two protocols and three errors.
-
-EngineTransport ──post──▶ EngineResponse ──read, read, …──▶ b""
-├─ HttptoolsTransport    the gateway's own, the default
-└─ AiohttpTransport      the library's
-"""
+"""What the HTTP clients to engines and rollout servers share: limits, TCP keep-alive and errors."""
 
 import socket
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
+
+import aiohttp
 
 CONNECT_TIMEOUT_S = 5.0
 IDLE_LIMIT_S = 3.0
@@ -42,6 +39,18 @@ def keep_alive(connection: SocketOptions) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def engine_connector(idle_limit_s: float) -> aiohttp.TCPConnector:
+    """Connections of aiohttp to engines and rollout servers: as many as calls need, with TCP keep-alive."""
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=idle_limit_s, socket_factory=_open_socket)
+
+
+def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    opened = socket.socket(family, kind, protocol)
+    keep_alive(opened)
+    return opened
+
+
 class ConnectFailed(Exception):
     """No connection could be made."""
 
@@ -52,40 +61,3 @@ class ConnectionLost(Exception):
 
 class ReadTimedOut(Exception):
     """Nothing arrived for longer than the read timeout."""
-
-
-class EngineResponse(Protocol):
-    """One answer as it arrives. The caller of `post` calls `release` or `leave` exactly once."""
-
-    @property
-    def status(self) -> int: ...
-
-    async def read(self) -> bytes:
-        """All bytes that arrived since the last read; waits for at least one. Empty at the answer's end.
-
-        Raises ConnectionLost or ReadTimedOut.
-        """
-        ...
-
-    def release(self) -> None:
-        """Give the connection back to the pool if the answer was read to its end; otherwise close it."""
-        ...
-
-    def leave(self) -> None:
-        """Discard the rest of the answer. Give the connection back once the rest has arrived."""
-        ...
-
-
-class EngineTransport(Protocol):
-    """An HTTP client that posts JSON and streams the answer."""
-
-    async def post(self, url: str, path: str, body: bytes, trace: str | None = None) -> EngineResponse:
-        """Send the body; returns when the answer's status has arrived. `trace` is the header `traceparent`.
-
-        Raises ConnectFailed, ConnectionLost or ReadTimedOut.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Close every connection."""
-        ...

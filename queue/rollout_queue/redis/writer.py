@@ -23,9 +23,8 @@ from rollout_queue.contract.tombstone import Tombstone, decode_tombstone, user_d
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available, stored
 from rollout_queue.redis.connection.clock import RedisClock
-from rollout_queue.redis.connection.pipelined import PipelinedConnection
+from rollout_queue.redis.connection.pipelined import Argument, PipelinedConnection
 from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication
-from rollout_queue.redis.connection.writer_connection import Argument, ConnectionFactory
 from rollout_queue.redis.heads.cache import CACHE_BYTES, HeadCache
 from rollout_queue.redis.heads.listing import positions_in, wanted_heads
 from rollout_queue.redis.heads.reading import fields_without_turns, read_head, reading
@@ -57,12 +56,11 @@ was out of date."""
 
 class RedisWriter:
     """StreamWriter on Redis. `redis` returns bytes (decode_responses off). The commands of agents' calls go
-    over another connection, which `connect` makes."""
+    over a connection of their own."""
 
     def __init__(
         self,
         redis: Redis,
-        connect: ConnectionFactory = PipelinedConnection,
         append_within_s: float = 10.0,
         head_cache_bytes: int = CACHE_BYTES,
         replication: Replication = NO_REPLICAS,
@@ -71,7 +69,7 @@ class RedisWriter:
         self._redis = redis
         self._heads = HeadCache(head_cache_bytes)
         # A Redis that was restarted after a power failure may hold less than the cached heads say.
-        self._connection = connect(redis, self._heads.clear, replication)
+        self._connection = PipelinedConnection(redis, self._heads.clear, replication)
         self._replicated = replication.replicas > 0
         self._session_heads = SessionHeads(self._connection, self._heads)
         self._append_within_s = append_within_s

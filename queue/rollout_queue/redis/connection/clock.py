@@ -2,7 +2,7 @@
 
 from rollout_queue import clock
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.connection.writer_connection import WriterConnection
+from rollout_queue.redis.connection.pipelined import PipelinedConnection
 
 READ_EVERY_S = 60.0
 """The clocks of two machines may drift apart by some milliseconds in this time."""
@@ -11,7 +11,7 @@ READ_EVERY_S = 60.0
 class RedisClock:
     """Reads Redis' clock once a minute. The estimate is never ahead, unless the clock was set back."""
 
-    def __init__(self, connection: WriterConnection) -> None:
+    def __init__(self, connection: PipelinedConnection) -> None:
         self._connection = connection
         self._ahead_s = 0.0
         """By how much Redis' clock is ahead of this process' monotonic clock."""

@@ -1,4 +1,4 @@
-"""Implements WriterConnection with one Redis connection that all callers share.
+"""The connection of a gateway's writer to Redis: one connection that all callers share.
 
 Commands are sent in the order of the calls, and Redis answers in that order. One write sends all commands of
 one iteration of the event loop.
@@ -12,7 +12,7 @@ the version of redis-py that has these attributes.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -27,7 +27,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from rollout_queue.redis.client.departures import not_the_master
 from rollout_queue.redis.client.prefixes import Rename
 from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication, SharedWait
-from rollout_queue.redis.connection.writer_connection import Argument
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +35,14 @@ WRITTEN_FOR = "8.1.0"
 writes, reads and parses (`Connection._writer`, `._reader`, `._parser._reader`), and run tests/queue."""
 READ_BYTES = 2**16
 
+Argument = str | bytes | float
+Confirm = Callable[[AsyncScript, list[str], list[Argument]], Awaitable[Any]]
+"""What a script answers, once replicas have what it wrote. Raises StorageUnavailable."""
+
 
 class PipelinedConnection:
-    """One connection. The first command opens it. If it is lost, the next command opens it again."""
+    """Sends commands that may be repeated. The first one opens the connection. If it is lost before an answer
+    arrives, it is opened again, and the command is sent once more."""
 
     def __init__(
         self,
@@ -48,7 +52,8 @@ class PipelinedConnection:
         timeout_s: float = 10.0,
     ) -> None:
         """`redis` gives the address and the credentials; `timeout_s` is how long an answer may take;
-        `on_connect` is called after each new connection."""
+        `on_connect` is called after each new connection, because a Redis that was restarted may have lost
+        records."""
         pool = redis.connection_pool
         # The connection has no timeout of its own: `_watch` checks the call that has waited longest.
         self._connection = pool.connection_class(**pool.connection_kwargs | {"socket_timeout": None})
@@ -65,6 +70,7 @@ class PipelinedConnection:
         self._watching: asyncio.TimerHandle | None = None
 
     async def command(self, *arguments: Argument) -> Any:
+        """What Redis answers. Raises RedisError."""
         if self._rename is not None:
             arguments = tuple(self._rename(arguments))
         packed = hiredis.pack_command(arguments)  # type: ignore[arg-type] # its stub knows one argument
@@ -78,12 +84,15 @@ class PipelinedConnection:
             return await self._sent(packed)
 
     async def script(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
+        """What the script answers. If Redis does not know the script, its text is sent. Raises RedisError."""
         try:
             return await self.command("EVALSHA", script.sha, str(len(keys)), *keys, *arguments)
         except NoScriptError:
             return await self.command("EVAL", cast(str, script.script), str(len(keys)), *keys, *arguments)
 
     async def confirmed(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
+        """What the script answers, once as many replicas have what it wrote as this connection was told to
+        wait for. Raises RedisError; TimeoutError if the script ran, and the replicas took too long."""
         if not self._replication.replicas:
             return await self.script(script, keys, arguments)
         for _ in range(2):
@@ -98,6 +107,7 @@ class PipelinedConnection:
         raise RedisConnectionError("the connection to Redis was lost before replicas had the record")
 
     async def close(self) -> None:
+        """Close the connection. Callers that still wait get an error."""
         await self._wait.close()
         if self._watching is not None:
             self._watching.cancel()

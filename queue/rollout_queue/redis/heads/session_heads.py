@@ -13,7 +13,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.connection.writer_connection import WriterConnection
+from rollout_queue.redis.connection.pipelined import PipelinedConnection
 from rollout_queue.redis.heads.cache import HeadCache
 from rollout_queue.redis.heads.reading import read_head, reading
 
@@ -31,7 +31,7 @@ class KnownHead(NamedTuple):
 class SessionHeads:
     """Reads heads, and keeps those that were used last."""
 
-    def __init__(self, connection: WriterConnection, cache: HeadCache) -> None:
+    def __init__(self, connection: PipelinedConnection, cache: HeadCache) -> None:
         self._connection = connection
         self._cache = cache
         self.hits = self.misses = 0

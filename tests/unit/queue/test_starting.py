@@ -1,10 +1,11 @@
 """A service whose settings cannot be read ends with one sentence."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
+from gateway.settings.service import GatewaySettings
 from rollout_queue.http.starting import start
 from rollout_queue.settings import ServiceSettings
 
@@ -13,6 +14,7 @@ class PumpSettings(ServiceSettings):
     """The settings of a service that is not there."""
 
     section: ClassVar[str] = "pump"
+    retired: ClassVar[frozenset[str]] = frozenset({"lever"})
 
     strokes: list[int] = []
 
@@ -46,3 +48,17 @@ def test_the_settings_of_the_named_file_are_returned(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WEIR_CONFIG", "elsewhere")
     monkeypatch.setattr("sys.argv", ["pump", "--config", str(file)])
     assert start("pump", "A test.", PumpSettings).strokes == [1, 2]
+
+
+def test_a_setting_of_a_former_version_is_told_and_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "weir.yaml").write_text("pump: {lever: long, strokes: [1]}")
+    monkeypatch.setenv("WEIR_CONFIG", str(tmp_path / "weir.yaml"))
+    assert PumpSettings() == PumpSettings(strokes=[1])
+    assert "pump.lever has no effect any more" in caplog.text
+
+
+def test_a_gateway_starts_with_the_settings_that_it_had(tmp_path: Path) -> None:
+    former: dict[str, Any] = {"engine_http": "aiohttp", "redis_connection": "pooled"}
+    assert GatewaySettings(model_path=tmp_path, **former) == GatewaySettings(model_path=tmp_path)

@@ -64,12 +64,14 @@ class RedisWriter:
         append_within_s: float = 10.0,
         head_cache_bytes: int = CACHE_BYTES,
         replication: Replication = NO_REPLICAS,
+        timeout_s: float = 10.0,
     ) -> None:
-        """`append_within_s` is how long Redis may take until it stores a turn; later it refuses the turn."""
+        """`append_within_s` is how long Redis may take until it stores a turn; later it refuses the turn.
+        `timeout_s` is how long an answer of Redis may take."""
         self._redis = redis
         self._heads = HeadCache(head_cache_bytes)
         # A Redis that was restarted after a power failure may hold less than the cached heads say.
-        self._connection = PipelinedConnection(redis, self._heads.clear, replication)
+        self._connection = PipelinedConnection(redis, self._heads.clear, replication, timeout_s)
         self._replicated = replication.replicas > 0
         self._session_heads = SessionHeads(self._connection, self._heads)
         self._append_within_s = append_within_s

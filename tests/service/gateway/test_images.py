@@ -113,15 +113,6 @@ def test_the_next_call_extends_the_turn_and_sends_all_images_again(seeing: Runni
     assert len(stored_images(seeing)) == 2
 
 
-def test_a_tools_result_may_show_an_image(seeing: RunningGateway) -> None:
-    session = seeing.session()
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    seen = {"role": "tool", "tool_call_id": "c1", "content": shown("it is", WIDE)}
-    history = [{"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": [call]}, seen]
-    say(seeing, session, *history)
-    assert len(turns_of(seeing, session["session_id"])[0].images) == 1
-
-
 def test_a_conversation_with_another_image_of_the_same_size_is_another_one(seeing: RunningGateway) -> None:
     session = seeing.session()
     answer = say(seeing, session, asking("look", WIDE))
@@ -291,7 +282,7 @@ def test_a_prompt_of_ids_has_no_pads(seeing: RunningGateway, pad: int) -> None:
         assert (reply.status_code, error["code"]) == (400, "images_in_token_ids"), reply.text
 
 
-def test_messages_and_responses_show_images_too(seeing: RunningGateway) -> None:
+def test_images_of_users_and_tools_are_the_same_in_every_dialect(seeing: RunningGateway) -> None:
     data = WIDE.partition(",")[2]
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [block]}
@@ -310,10 +301,14 @@ def test_messages_and_responses_show_images_too(seeing: RunningGateway) -> None:
         output,
     ]
     assert seeing.post("/v1/responses", {"input": items}).status_code == 200
-    first, second = seeing.engine.requests
-    assert first["image_data"] == second["image_data"]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    seen = {"role": "tool", "tool_call_id": "c", "content": shown(WIDE)}
+    messages = [asking("a", WIDE), {"role": "assistant", "tool_calls": [call]}, seen]
+    assert seeing.post(CHAT, {"messages": messages}).status_code == 200
+    first, *others = seeing.engine.requests
     assert len(first["image_data"]) == 2
-    assert first["input_ids"] == second["input_ids"]
+    for other in others:
+        assert (other["image_data"], other["input_ids"]) == (first["image_data"], first["input_ids"])
     assert counted.json()["input_tokens"] == len(first["input_ids"]) + 2 * 5
 
 

@@ -86,6 +86,7 @@ def test_a_cut_answer_is_incomplete(gateway: RunningGateway) -> None:
     gateway.engine.script.append("one two three four five six")
     told = ended(gateway, start(gateway, max_output_tokens=3))
     assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (told["output"][0]["status"], told["completed_at"]) == ("incomplete", None)
 
 
 def test_a_request_that_cannot_run_in_the_background_is_a_400(gateway: RunningGateway) -> None:

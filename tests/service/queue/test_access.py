@@ -145,13 +145,16 @@ def test_an_address_is_read_from_each_kind_of_url() -> None:
     )
 
 
-@pytest.fixture(params=UNPACKED)
-def secured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RedisServer, Authority]]:
+@pytest.fixture(scope="module", params=UNPACKED)
+def secured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[RedisServer, Authority]]:
     """A server that speaks TLS alone, with a certificate for 127.0.0.1, and asks clients for theirs."""
-    authority = Authority(tmp_path / "certificates")
-    server = RedisServer(tmp_path / "redis", program=program_of(request.param))
+    directory = tmp_path_factory.mktemp("tls")
+    authority = Authority(directory / "certificates")
+    server = RedisServer(directory / "redis", program=program_of(request.param))
     certificate, key = authority.sign("server", "127.0.0.1")
-    own, own_key = authority.sign("test")
+    own, own_key = authority.sign("gateway")
     tls: dict[str, Any] = {"ssl_ca_certs": str(authority.file)}
     client = Redis(port=server.port, ssl=True, ssl_certfile=str(own), ssl_keyfile=str(own_key), **tls)
     flags = ["--port", "0", "--tls-port", str(server.port), "--tls-ca-cert-file", str(authority.file)]
@@ -161,16 +164,21 @@ def secured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Re
     server.close()
 
 
+def with_certificate(secured: tuple[RedisServer, Authority], **other: Any) -> RedisSettings:
+    server, authority = secured
+    given: dict[str, Any] = {
+        "redis_url": f"rediss://{server.address}/0?socket_connect_timeout=300",
+        "redis_ca_file": authority.file,
+        "redis_certificate_file": authority.file.with_name("gateway.crt"),
+        "redis_key_file": authority.file.with_name("gateway.key"),
+    }
+    return RedisSettings(**given | other)
+
+
 @pytest.mark.parametrize("connection", CONNECTIONS)
 def test_tls_with_certificates_on_both_sides(secured: tuple[RedisServer, Authority], connection: str) -> None:
-    server, authority = secured
-    certificate, key = authority.sign("gateway")
-    settings = RedisSettings(
-        redis_url=f"rediss://{server.address}/0?socket_connect_timeout=300",
-        redis_ca_file=authority.file,
-        redis_certificate_file=certificate,
-        redis_key_file=key,
-    )
+    settings = with_certificate(secured)
+    secured[0].client.flushall()
     asyncio.run(recorded(settings, connection))
     assert delivered(settings) == ["s", "s"]
 
@@ -180,21 +188,12 @@ def test_tls_with_certificates_on_both_sides(secured: tuple[RedisServer, Authori
 def test_tls_refuses_whom_it_does_not_know(
     secured: tuple[RedisServer, Authority], tmp_path: Path, connection: str, fault: str
 ) -> None:
-    server, authority = secured
-    certificate, key = authority.sign("gateway")
-    given: dict[str, Any] = {
-        "redis_url": f"rediss://{server.address}/0?socket_connect_timeout=300",
-        "redis_ca_file": authority.file,
-        "redis_certificate_file": certificate,
-        "redis_key_file": key,
+    faults: dict[str, dict[str, Any]] = {
+        "no certificate": {"redis_certificate_file": None, "redis_key_file": None},
+        "another authority": {"redis_ca_file": Authority(tmp_path / "another").file},
+        "another host": {"redis_url": f"rediss://localhost:{secured[0].port}/0?socket_connect_timeout=300"},
     }
-    if fault == "no certificate":
-        given |= {"redis_certificate_file": None, "redis_key_file": None}
-    elif fault == "another authority":
-        given["redis_ca_file"] = Authority(tmp_path / "another").file
-    else:
-        given["redis_url"] = f"rediss://localhost:{server.port}/0?socket_connect_timeout=300"
-    settings = RedisSettings(**given)
+    settings = with_certificate(secured, **faults[fault])
     with pytest.raises(StorageUnavailable):
         asyncio.run(recorded(settings, connection))
     with pytest.raises(StorageUnavailable):

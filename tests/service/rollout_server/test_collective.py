@@ -38,21 +38,14 @@ class Pair:
         self.trainer.directory = self.harness.engine.broadcasts = directory
         return directory
 
-    def kept(self) -> list[str]:
-        return sorted(path.name[:9] for path in (self.harness.directory / "weights" / "own").glob("v*"))
-
 
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     harness = make_harness(tmp_path, admin_keys=["key"])
     harness.http.headers["authorization"] = "Bearer key"
-    await harness.server.open()
-    await harness.until_ready()
-    async with fake_trainer() as trainer:
+    async with fake_trainer() as trainer, harness.started():
         harness.network.source = trainer.handle
         yield Pair(harness, trainer)
-        await harness.http.aclose()
-        await harness.server.close()
 
 
 async def test_the_engine_receives_while_paused_and_is_proved(pair: Pair) -> None:
@@ -89,10 +82,10 @@ async def test_preparing_fetches_no_weights_and_a_prepared_version_that_is_gone_
 ) -> None:
     directory = pair.offer(1)
     assert (await pair.harness.reload(1, directory, prepare=True)).status_code == 200
-    assert pair.kept() == []
+    assert pair.harness.kept() == []
     pair.trainer.refusal = httpx.Response(410)
     assert (await pair.harness.reload(1, directory, prepare=True)).status_code == 200
-    assert pair.kept() == ["v00000001"]
+    assert pair.harness.kept() == ["v00000001"]
     pair.harness.engine.calls.clear()
     assert (await pair.harness.reload(1, directory)).json()["fallback"] is None, "its files are here"
     assert "/update_weights_from_disk" in pair.harness.engine.calls
@@ -108,7 +101,7 @@ async def test_the_files_follow_for_other_servers_and_restarts(pair: Pair) -> No
         return (await pair.harness.http.get(file)).status_code
 
     while await status() != 200:
-        await wait_until_async(lambda: pair.kept() == ["v00000001"])
+        await wait_until_async(lambda: pair.harness.kept() == ["v00000001"])
     (directory / "manifest.json").unlink()  # the trainer is gone
     await pair.harness.kill_engine()
     await pair.harness.until_ready()

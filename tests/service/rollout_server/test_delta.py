@@ -169,12 +169,8 @@ class Offered:
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     write_model(tmp_path / "model")
-    harness = make_harness(tmp_path, locations=[TRAINER])
-    await harness.server.open()
-    await harness.until_ready()
-    yield harness
-    await harness.http.aclose()
-    await harness.server.close()
+    async with make_harness(tmp_path, locations=[TRAINER]).started() as harness:
+        yield harness
 
 
 async def test_a_server_with_the_base_fetches_the_changes_and_another_one_the_whole(

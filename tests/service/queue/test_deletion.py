@@ -41,6 +41,9 @@ async def test_a_deleted_session_leaves_a_tombstone_and_tells_the_trainer(ends: 
     assert await ends.writer.tombstone("s1") == tombstone
     assert await ends.writer.load("s1") is None
     assert await ends.writer.load_for_call("s1") is None
+    for nothing in ("s1", "nobody"):
+        assert await ends.deleter.delete_session(nothing) is None
+    assert await ends.writer.tombstone("nobody") is None
     assert ends.read() == [deletion(tombstone, group_id="g", group_size=2)]
 
 
@@ -59,15 +62,6 @@ async def test_nothing_is_added_to_a_deleted_session_nor_is_its_id_given_again(e
         with pytest.raises(SessionDeleted):
             await added
     assert await ends.writer.expire(now=1e10, limit=10) == 0
-    assert ends.read() == [deletion(tombstone)]
-
-
-async def test_a_session_is_deleted_once(ends: Ends) -> None:
-    await ends.writer.open_session(spec())
-    tombstone = await ends.deleted("s1")
-    assert await ends.deleter.delete_session("s1") is None
-    assert await ends.deleter.delete_session("nobody") is None
-    assert await ends.writer.tombstone("nobody") is None
     assert ends.read() == [deletion(tombstone)]
 
 
@@ -227,12 +221,18 @@ async def test_what_a_dead_gateway_left_is_finished_by_another(stream: RedisEnds
 
 
 async def test_a_full_redis_can_be_relieved(stream: RedisEnds) -> None:
-    await stream.writer.open_session(spec(user="ann"))
+    """The deleted session holds no place and no deadline."""
+    await stream.writer.open_session(spec(owner="me", user="ann"))
     await stream.writer.append_turn(turn(), 200.0)
+    places = (keys.OPEN, keys.open_of("me"), keys.UNTRAINED)
+    for place in places:
+        stream.redis.zadd(place, {"s1": 1.0})
     stream.redis.config_set("maxmemory", 1)
     tombstone = await stream.deleted("s1")
     assert stream.records() == [encode(deletion(tombstone))]
-    assert stream.redis.exists(keys.session("s1"), keys.user_sessions("ann"), keys.DELETING) == 0
+    assert not stream.redis.exists(keys.session("s1"), keys.user_sessions("ann"), keys.DELETING)
+    assert not stream.redis.exists(*places, keys.DEADLINES)
+    assert stream.counts() == {"session:deleted": 1}
 
 
 async def test_turns_that_come_while_their_session_is_deleted_are_refused_or_deleted(
@@ -280,15 +280,6 @@ async def test_a_turn_that_came_while_its_session_was_read_is_deleted_too(
     assert reads == [1, 2]
     assert tombstone.turns == 1
     assert await stream.writer.find_continuations("me", ["d"]) == [None]
-
-
-async def test_a_deleted_session_holds_no_place_and_no_deadline(stream: RedisEnds) -> None:
-    await stream.writer.open_session(spec(owner="me"))
-    for place in (keys.OPEN, keys.open_of("me"), keys.UNTRAINED):
-        stream.redis.zadd(place, {"s1": 1.0})
-    await stream.deleted("s1")
-    assert stream.redis.exists(keys.OPEN, keys.open_of("me"), keys.UNTRAINED, keys.DEADLINES) == 0
-    assert stream.redis.hgetall(keys.VERDICTS) == {b"session:deleted": b"1"}
 
 
 async def test_heads_that_gateways_remember_are_let_go(

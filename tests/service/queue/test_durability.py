@@ -250,5 +250,6 @@ def test_a_trainer_frees_a_redis_that_is_full(redis: RedisProcess, trainer_was_t
     assert client.xlen(keys.STREAM) <= 1
     assert before["used_memory"] - after["used_memory"] > 1_000_000
     assert client.hget(keys.session("s"), "verdict") == msgspec.json.encode(verdict)
+    client.delete(keys.LEASE)
     lease.renew()
     lease.release()

@@ -100,21 +100,15 @@ async def test_a_deleted_session_gets_no_verdict_and_no_numbers(ends: Ends) -> N
 
 
 async def test_numbers_stay_out_of_the_heads_in_memory(stream: RedisEnds) -> None:
-    """No call reads them, and they would take memory that calls need."""
+    """No call reads them, and they would take memory that calls need. A former build reads the session: a
+    build that knows no field of a newer one leaves it out."""
     await stream.episode("s1")
     stream.acknowledge(trained(4, "s1"))
     for _ in range(2):  # read from Redis, and from memory
         assert (await stream.called()).trained_tokens == {}
     assert stream.writer.head_lookups == (1, 1)
-
-
-async def test_the_former_build_reads_the_session(stream: RedisEnds) -> None:
-    """It knows no field `n:…`; a build that knows no field of a newer one leaves it out."""
-    await stream.episode("s1")
-    stream.acknowledge(trained(4, "s1"))
     stream.redis.hset(keys.session("s1"), "x:newer", b"\x07")
-    head = await stream.head()
-    assert [each.turn_id for each in head.turns] == ["s1-t0"]
+    assert [each.turn_id for each in (await stream.head()).turns] == ["s1-t0"]
 
 
 async def test_deletion_leaves_nothing_of_what_was_trained(stream: RedisEnds) -> None:

@@ -79,6 +79,7 @@ async def test_without_a_pause_an_update_pauses_by_itself_and_a_manifest_stays(h
     [
         lambda directory: (directory / STABLE).unlink(),
         lambda directory: (directory / WEIGHTS).unlink(),
+        lambda directory: (directory / WEIGHTS).write_bytes(b"\0" * 99),
         lambda directory: write_safetensors(directory / WEIGHTS, float32_tensors(float("nan"))),
         lambda directory: (directory / MANIFEST).write_text("{}"),
     ],

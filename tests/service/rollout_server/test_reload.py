@@ -96,6 +96,7 @@ def flip(directory: Path) -> None:
 BREAKS: dict[str, Callable[[Path], object]] = {
     "wrong shape": reshape,
     "wrong checksum": flip,
+    "file missing": lambda directory: (directory / WEIGHTS).unlink(),
     "no manifest": lambda directory: (directory / "manifest.json").unlink(),
     "not finished": lambda directory: (directory / "STABLE").unlink(),
 }

@@ -90,9 +90,9 @@ def test_a_cut_answer_is_incomplete(gateway: RunningGateway) -> None:
 
 
 def test_a_request_that_cannot_run_in_the_background_is_a_400(gateway: RunningGateway) -> None:
-    for more, param in (({"stream": True}, "stream"), ({"store": False}, "store"), ({"input": []}, "input")):
-        reply = gateway.post(PATH, {"input": "hi", "background": True, **more})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), more
+    for param, value in (("stream", True), ("store", False), ("input", [])):
+        reply = gateway.post(PATH, {"input": "hi", "background": True, param: value})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert not list(gateway.redis.scan_iter(keys.response("*")))
 
 

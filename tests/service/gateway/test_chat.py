@@ -258,7 +258,7 @@ def test_functions_are_read_as_tools_of_which_one_may_be_called(gateway: Running
 def test_a_history_of_function_calls_reads_like_one_of_tool_calls(gateway: RunningGateway) -> None:
     call = {"name": "get", "arguments": '{"key": "a"}'}
     made = {"tool_calls": [{"id": "c", "type": "function", "function": call}]}
-    asked = {"role": "assistant", "content": None}
+    asked: Any = {"role": "assistant", "content": None}
     for history in (
         [asked | {"function_call": call}, {"role": "function", "name": "get", "content": "7"}],
         [asked | made, {"role": "tool", "tool_call_id": "c", "content": "7"}],

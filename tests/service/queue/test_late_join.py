@@ -132,47 +132,37 @@ async def test_another_gateway_sees_the_group_at_its_next_call(ends: Ends, redis
         await other.close()
 
 
-async def test_of_two_descriptions_at_once_one_is_stored(stream: RedisEnds) -> None:
-    await stream.writer.open_session(spec(implicit=True))
-    with pytest.MonkeyPatch.context() as patch:
-        first = spec(group_id="first")
-        before_script(patch, stream.client, session_scripts.DESCRIBE, describing(stream, first))
-        assert await stream.writer.describe_session(spec(group_id="second"), 110.0) == first
-    assert (await stream.writer.group_progress("second")).size == 0
-
-
 def describing(stream: RedisEnds, asked: SessionSpec) -> Callable[[], Awaitable[object]]:
     return lambda: stream.writer.describe_session(asked, 110.0)
 
 
-async def test_a_turn_that_comes_between_stays(stream: RedisEnds) -> None:
+async def described_late(stream: RedisEnds, happens: Callable[[], Awaitable[object]]) -> SessionSpec | None:
+    """Describe a session. `happens` comes before the script, after the session was looked at."""
     await stream.writer.open_session(spec(implicit=True))
     with pytest.MonkeyPatch.context() as patch:
-        before_script(
-            patch,
-            stream.client,
-            session_scripts.DESCRIBE,
-            lambda: stream.writer.append_turn(turn(), 3701.0),
-        )
-        assert await stream.writer.describe_session(spec(**GROUP), 110.0) == spec(**GROUP)
+        before_script(patch, stream.client, session_scripts.DESCRIBE, happens)
+        return await stream.writer.describe_session(spec(**GROUP), 110.0)
+
+
+async def test_of_two_descriptions_at_once_one_is_stored(stream: RedisEnds) -> None:
+    first = spec(group_id="first")
+    assert await described_late(stream, describing(stream, first)) == first
+    assert (await stream.writer.group_progress("g")).size == 0
+
+
+async def test_a_turn_that_comes_between_stays(stream: RedisEnds) -> None:
+    stored = await described_late(stream, lambda: stream.writer.append_turn(turn(), 3701.0))
+    assert stored == spec(**GROUP)
     head = await stream.called()
     assert (head.spec, head.turns) == (spec(**GROUP), (turn(),))
 
 
-@pytest.mark.parametrize("end", ["finish", "deletion"])
-async def test_an_end_that_comes_between_wins(stream: RedisEnds, end: str) -> None:
-    await stream.writer.open_session(spec(implicit=True))
-
-    async def ends() -> None:
-        if end == "finish":
-            await stream.writer.append_outcome(outcome(), None, None)
-        else:
-            await stream.deleted("s1")
-
-    with pytest.MonkeyPatch.context() as patch:
-        before_script(patch, stream.client, session_scripts.DESCRIBE, ends)
-        stored = await stream.writer.describe_session(spec(**GROUP), 110.0)
-    assert stored == (spec(implicit=True) if end == "finish" else None)
+async def test_an_end_or_a_deletion_that_comes_between_wins(stream: RedisEnds) -> None:
+    ended = await described_late(stream, lambda: stream.writer.append_outcome(outcome(), None, None))
+    assert ended == spec(implicit=True)
+    assert not stream.redis.exists(keys.group("g"), keys.group_members("g"))
+    stream.redis.flushdb()
+    assert await described_late(stream, lambda: stream.deleted("s1")) is None
     assert not stream.redis.exists(keys.group("g"), keys.group_members("g"))
 
 

@@ -10,14 +10,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from gateway.app import create_app
 from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.tokens import Logprobs
+from tests.support.clients.proxies import Proxy
 from tests.support.gateway.fake_engine import FakeEngine, Interruption
 from tests.support.serving import serving
 from tests.support.system.real_system import System
@@ -26,25 +25,15 @@ from tests.support.tolerances import ulps
 
 
 @dataclass
-class Tee:
-    """A proxy between gateway and engine that keeps a copy of each request and answer."""
+class Tee(Proxy):
+    """A proxy between gateway and engine that keeps a copy of each request for tokens and its answer."""
 
-    engine_url: str
     asked: list[dict[str, Any]] = field(default_factory=list)
     answered: list[list[dict[str, Any]]] = field(default_factory=list)
 
-    def app(self) -> Starlette:
-        passing = Route("/{path:path}", self.forward, methods=["GET", "POST"])
-        return Starlette(routes=[Route("/generate", self.generate, methods=["POST"]), passing])
-
     async def forward(self, request: Request) -> Response:
-        async with httpx.AsyncClient(timeout=120) as client:
-            reply = await client.request(
-                request.method, self.engine_url + request.url.path, content=await request.body()
-            )
-        return Response(reply.content, reply.status_code)
-
-    async def generate(self, request: Request) -> Response:
+        if request.url.path != "/generate":
+            return await super().forward(request)
         body = await request.body()
         self.asked.append(json.loads(body))
         self.answered.append([])
@@ -54,7 +43,7 @@ class Tee:
         headers = {"content-type": "application/json"}
         async with (
             httpx.AsyncClient(timeout=300) as client,
-            client.stream("POST", f"{self.engine_url}/generate", content=body, headers=headers) as reply,
+            client.stream("POST", f"{self.url}/generate", content=body, headers=headers) as reply,
         ):
             async for line in reply.aiter_lines():
                 if line.startswith("data: {"):

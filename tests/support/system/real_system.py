@@ -56,6 +56,26 @@ def system_settings(run_dir: Path, model: Path, **rollout_server: Any) -> StackS
     )
 
 
+def second_server(settings: StackSettings, gateway_url: str, folder: Path, name: str) -> dict[str, Any]:
+    """The settings of one more rollout server, with an engine of its own, for `running` to start."""
+    run_dir, model = settings.run_dir.absolute(), settings.model_path
+    assert model is not None
+    return {
+        **settings.services["rollout_server"],
+        "id": name,
+        "rollout_server_key": settings.rollout_server_key,
+        "port": free_port(),
+        "engine_port": free_port(),
+        "engine_python": ENGINE_PYTHON.absolute(),
+        "engine_device": "cpu",
+        "engine_log": folder / "second-engine.log",
+        "model_path": model.absolute(),
+        "gateway_url": gateway_url,
+        "policies_dir": run_dir / "policies",
+        "weights_dir": run_dir / "weights",
+    }
+
+
 @dataclass
 class System:
     """The running services, as their clients and operators see them."""

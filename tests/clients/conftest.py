@@ -8,23 +8,18 @@ import pytest
 
 from tests.support.clients.stack import ADMIN_KEY, CLIENT_KEY, ROOT, SHARP, Figures, RunningStack
 from tests.support.environments.running import RunTest, running_gateway
-from tests.support.serving import free_port
+from tests.support.system.real_system import BOOTS_WITHIN_S, stack_settings
 from weir.stack.services import services_of
-from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningStack]:
-    settings = StackSettings(
-        run_dir=tmp_path_factory.mktemp("clients"),
-        model_path=ROOT / "run" / "models" / "clients",
-        redis_port=free_port(),
-        gateway_port=free_port(),
-        rollout_port=free_port(),
-        engine_port=free_port(),
-        client_keys=[CLIENT_KEY],
-        admin_keys=[ADMIN_KEY],
+    settings = stack_settings(
+        tmp_path_factory.mktemp("clients"),
+        ROOT / "run" / "models" / "clients",
+        CLIENT_KEY,
+        ADMIN_KEY,
         services={
             "gateway": {"sampling": {"temperature": SHARP}},
             "rollout_server": {"max_running_requests": 16, "max_total_tokens": 32768},
@@ -33,7 +28,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     services = [service for service in services_of(settings) if service.name != "trainer_service"]
     headers = {"authorization": f"Bearer {CLIENT_KEY}"}
     with Stack(settings, services) as running:
-        running.wait_ready(timeout_s=1200)
+        running.wait_ready(timeout_s=BOOTS_WITHIN_S)
         with httpx.Client(base_url=running.gateway_url, headers=headers, timeout=30) as http:
             client_side = RunningStack(running.gateway_url, http)
             request.config.stash[FIGURES] = client_side.figures

@@ -27,11 +27,10 @@ import pytest
 from environments.results.journal import EpisodeEnded, entries_of
 from tests.support.environments.running import TOYS
 from tests.support.serving import free_port
-from tests.support.system.real_system import ADMIN_KEY, CLIENT_KEY, System, system_settings
+from tests.support.system.real_system import ADMIN_KEY, CLIENT_KEY, System, running_system, system_settings
 from tests.support.waiting import wait_until
 from weir.audit.audit import audit
 from weir.audit.sources import sources_of
-from weir.stack.stack import Stack
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("ENVIRONMENT_KILLS", "8"))
@@ -83,10 +82,8 @@ class Part:
 
 @pytest.fixture
 def system(tiny_model: Path, tmp_path: Path) -> Iterator[System]:
-    settings = system_settings(tmp_path / "run", tiny_model)
-    with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=1200)
-        yield System(stack, settings)
+    with running_system(system_settings(tmp_path / "run", tiny_model)) as system:
+        yield system
 
 
 @pytest.fixture

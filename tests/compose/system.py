@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from tests.support.kubernetes.docker import docker
+
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "rollout_server", "trainer_service", "redis", "proxy")
 BOOT_S = 1800.0
@@ -116,17 +118,6 @@ def compose(project: str, port: int, *arguments: str, input: str | None = None, 
     if done.returncode:
         raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
     return done.stdout
-
-
-def docker(*arguments: str) -> str:
-    """The output of a command of Docker."""
-    return subprocess.run(
-        ["docker", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout
 
 
 def within(limit_s: float, holds: Callable[[], bool]) -> None:

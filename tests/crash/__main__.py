@@ -13,9 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.crash.drive import plan
 from tests.crash.result import Kill, write
-from tests.crash.run import crash
+from tests.crash.run import crash, plan
 from tests.crash.table import table
 from tests.support.tiny_model import make_tiny_model
 from weir.audit.report import show

@@ -1,21 +1,85 @@
-"""One crash run: starts the system and the agents, makes every kill of the plan, and audits at the end."""
+"""One crash run: the system and its agents, a kill in each planned window, and the audit at the end."""
 
 import logging
-from collections.abc import Callable, Sequence
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+import psutil
+from redis.exceptions import RedisError
+
 from tests.crash.agents import Agents
-from tests.crash.drive import drive, settle
 from tests.crash.result import Kill, Result
-from tests.crash.system import ADMIN_KEY, CLIENT_KEY, crash_system
-from tests.crash.windows import Window
+from tests.crash.system import ADMIN_KEY, CLIENT_KEY, CrashSystem, crash_system, kill
+from tests.crash.waits import NeverCame
+from tests.crash.windows import WINDOWS, Window
 from weir.audit.audit import audit
 from weir.audit.evidence import read_answers
 from weir.audit.report import Report
 from weir.audit.sources import Sources
 
 logger = logging.getLogger(__name__)
+
+TRIES = 5
+"""How often to wait for a window. After that the kill happens anyway, and counts as a miss."""
+SETTLES_WITHIN_S = 180.0
+
+
+def plan(kills: int, seed: int, only: str = "") -> list[Window]:
+    """Each window whose title contains `only`, equally often (±1), in an order that the seed determines."""
+    draw, planned = random.Random(seed), list[Window]()
+    windows = [window for window in WINDOWS if only in window.title]
+    while len(planned) < kills:
+        planned += draw.sample(windows, len(windows))
+    return planned[:kills]
+
+
+def drive(
+    system: CrashSystem, windows: Sequence[Window], seed: int, told: Callable[[Kill], None]
+) -> Iterator[Kill]:
+    draw, heard = random.Random(seed), 0
+    for window in windows:
+        time.sleep(draw.uniform(0.2, 1.5))  # kills come at any time
+        done = _kill(system, window, draw, heard)
+        heard += done.answers
+        told(done)
+        yield done
+
+
+def _kill(system: CrashSystem, window: Window, draw: random.Random, heard: int) -> Kill:
+    victim = system.process_of(window.victim)  # before the wait, because the search may outlast the window
+    came = _came(system, window)
+    time.sleep(draw.uniform(0, window.lasting_s))  # the kill comes anywhere in a lasting state
+    try:
+        kill(victim)
+    except psutil.NoSuchProcess as error:
+        logger.info("%s: %r", window.title, error)
+        came = False
+    hit = came and window.hit(system)
+    healed_s = system.heal(window.victim)
+    window.after(system)
+    return Kill(window.title, hit, healed_s, system.agents.heard - heard)
+
+
+def _came(system: CrashSystem, window: Window) -> bool:
+    for _ in range(TRIES):
+        try:
+            window.wait(system)
+            return True
+        except (NeverCame, RedisError, OSError, httpx.HTTPError) as error:
+            logger.info("%s did not come: %r", window.title, error)
+    return False
+
+
+def settle(system: CrashSystem) -> None:
+    """Wait until the trainer has nothing left that it can train."""
+    deadline, calm = time.monotonic() + SETTLES_WITHIN_S, 0
+    while calm < 10 and time.monotonic() < deadline:
+        calm = calm + 1 if system.quiet() else 0
+        time.sleep(0.5)  # only a lasting calm shows that nothing is left to do
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from rollout_queue.redis.client.settings import RedisSettings
 from tests.crash.agents import Agents
 from tests.support.queue.cluster import Cluster
 from tests.support.serving import free_port
+from tests.support.system.real_system import stack_settings
 from weir.stack.probes import http_ready
 from weir.stack.process import Service
 from weir.stack.services import services_of
@@ -240,18 +241,14 @@ def crash_system(
     elsewhere = {} if cluster is None else {"redis_url": cluster.url}
     confirmed = {} if cluster is None else {"redis_wait_replicas": 1, "redis_wait_timeout_s": 3.0}
     trainer_port = free_port()
-    settings = StackSettings(
-        run_dir=run_dir,
-        model_path=model_path,
-        redis_port=free_port(),
-        gateway_port=free_port(),
-        rollout_port=free_port(),
-        engine_port=free_port(),
+    settings = stack_settings(
+        run_dir,
+        model_path,
+        CLIENT_KEY,
+        ADMIN_KEY,
         trainer_port=trainer_port,
         engine_python=engine_python,
         trainer_ranks=2,
-        client_keys=[CLIENT_KEY],
-        admin_keys=[ADMIN_KEY],
         services={
             "gateway": {
                 "canary": {"share": 0.5, "max_length_change": None, "max_reward_drop": None},

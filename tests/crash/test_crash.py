@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.drive import plan
-from tests.crash.run import crash
+from tests.crash.run import crash, plan
 from tests.crash.table import table
 from tests.crash.windows import WINDOWS
 

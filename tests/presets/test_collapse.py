@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -29,7 +29,9 @@ from weir.stack.stack import Stack
 SEEDS = [0, 1, 2, 3, 4]
 LAG = 4
 RECIPE = {"optimizer": {"lr": 1e-3}, "algorithm": {"min_live_rows": 1}}
-GUARDS = [name for name in GuardSettings.model_fields if name.startswith("max_")] + ["reward_drop"]
+GUARDS = [
+    name for name, field in GuardSettings.model_fields.items() if type(None) in get_args(field.annotation)
+]
 LEARNED, LOST = 0.7, 0.2
 """Mean rewards of the last 128 episodes: a fall from above `LEARNED` to below `LOST` is a collapse."""
 EPISODES, LONGEST_S = 6000, 600.0

@@ -6,7 +6,7 @@ httpx reads the list for each client, which takes 25 ms of CPU time, and many te
 import os
 import ssl
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 VARIABLE = "SSL_CERT_FILE"
 ONE = str(Path(__file__).with_name("authority.pem"))
@@ -25,4 +25,4 @@ def read_one_authority() -> None:
         return make(*purpose, cafile=ONE if cafile == world else cafile, **more)
 
     if world != ONE:
-        ssl.create_default_context = context
+        cast(Any, ssl).create_default_context = context

@@ -23,6 +23,7 @@ from moto.moto_server.werkzeug_app import (
 )
 from werkzeug.serving import make_server
 
+from tests.support.authorities import ONE
 from tests.support.serving import free_port
 
 BUCKET = "policies"
@@ -197,3 +198,4 @@ def set_environment(patch: pytest.MonkeyPatch, directory: Path) -> None:
         patch.setenv(name, value)
     patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(directory / "credentials"))
     patch.setenv("AWS_CONFIG_FILE", str(directory / "config"))
+    patch.setenv("AWS_CA_BUNDLE", ONE)  # each client reads it, also if it calls without TLS

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 1024
 PEAKED = 20.0
@@ -39,20 +40,8 @@ def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False, head_
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer_size, ids = write_tokenizer(directory)
     config = Qwen3Config(
-        vocab_size=tokenizer_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=tied,
-        bos_token_id=ids["<|endoftext|>"],
-        eos_token_id=ids["<|im_end|>"],
-        pad_token_id=ids["<|endoftext|>"],
+        intermediate_size=128, num_hidden_layers=2, tie_word_embeddings=tied, **_shared_config(directory)
     )
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config).to(torch.float32)
@@ -67,28 +56,35 @@ def make_tiny_experts(directory: Path, *, seed: int = 0) -> Path:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    tokenizer_size, ids = write_tokenizer(directory)
     config = Qwen3MoeConfig(
-        vocab_size=tokenizer_size,
-        hidden_size=64,
         moe_intermediate_size=64,
         num_experts=16,
         num_experts_per_tok=2,
         norm_topk_prob=True,
         num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=4096,
         initializer_range=0.12,
         tie_word_embeddings=False,
-        bos_token_id=ids["<|endoftext|>"],
-        eos_token_id=ids["<|im_end|>"],
-        pad_token_id=ids["<|endoftext|>"],
+        **_shared_config(directory),
     )
     torch.manual_seed(seed)
     Qwen3MoeForCausalLM(config).to(torch.float32).save_pretrained(directory)
     return directory
+
+
+def _shared_config(directory: Path) -> dict[str, Any]:
+    """Write the tokenizer. Returns what the models have in common."""
+    size, ids = write_tokenizer(directory)
+    return {
+        "vocab_size": size,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
 
 
 def write_tokenizer(

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.system.real_system import FORKING_ENGINE, System, system_settings
+from tests.support.system.real_system import FORKING_ENGINE, System, running_system, system_settings
 from tests.support.system.services_here import services_here
-from weir.stack.stack import Stack
 
 OPEN = ExitStack()
 """What ends with the last test of this folder. After it, a worker runs other tests for minutes."""
@@ -16,7 +15,7 @@ OPEN = ExitStack()
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests first that start engines of their own: two at once are too many for a small machine."""
-    first = ("test_demo.py", "test_collective.py", "test_router_replay.py", "test_tinker.py")
+    first = ("test_demo.py", "test_other_stacks.py", "test_router_replay.py", "test_tinker.py")
     items.sort(key=lambda item: item.path.name not in first or item.path.parent.name != "system")
 
 
@@ -37,7 +36,5 @@ def system(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> System
 @pytest.fixture(scope="module")
 def stacked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """The stack of `weir up`, for tests that end its processes."""
-    settings = system_settings(tmp_path_factory.mktemp("stacked"), tiny_model)
-    with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=1200)
-        yield System(stack, settings)
+    with running_system(system_settings(tmp_path_factory.mktemp("stacked"), tiny_model)) as system:
+        yield system

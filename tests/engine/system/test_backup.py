@@ -1,5 +1,4 @@
-"""A backup of real processes under load, restored elsewhere, where real processes go on: gateway and trainer.
-A backup of real processes under load, restored elsewhere, where real processes go on: gateway and trainer."""
+"""A backup of real processes under load, restored elsewhere, where a real gateway and trainer go on."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -496,9 +496,9 @@ def test_a_trainer_that_was_away_takes_all_that_came_and_ends_well_when_told_in_
     trainer.until("/ready")
     wait_until(all_judged, 60)
     counts: Any = local.redis.client.hgetall(keys.VERDICTS)
-    # Nine steps train 100 rows each, at versions 0 to 8. Then the other rows are too old, and so stale.
+    # Nine steps train 100 rows each, at versions 0 to 8. Then the other rows, which waited, are too old.
     sessions = {name: int(count) for name, count in counts.items() if name.startswith(b"session:")}
-    assert sessions == {b"session:trained": 900, b"session:stale": 1100}
+    assert sessions == {b"session:trained": 900, b"session:skipped_for_newer": 1100}
     wait_until(lambda: local.redis.client.xlen(keys.STREAM) <= 1)
     peak_rss = psutil.Process(trainer.process.pid).memory_info().rss
     assert peak_rss - idle_rss < 200 * 2**20

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.rollout_server.processes import running
 from tests.support.rollout_server.weights import publish
-from tests.support.serving import free_port
-from tests.support.system.real_system import ADMIN_KEY, ENGINE_PYTHON, System
+from tests.support.system.real_system import ADMIN_KEY, System, second_server
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.long
@@ -26,23 +25,9 @@ MOST_GROUPS = 200
 @pytest.fixture
 def two_servers(system: System, tmp_path: Path) -> Iterator[System]:
     """The system with a second rollout server and a paused trainer."""
-    run_dir, name = system.settings.run_dir.absolute(), "rollout-second"
-    settings = {
-        "id": name,
-        "rollout_server_key": system.settings.rollout_server_key,
-        "port": free_port(),
-        "engine_port": free_port(),
-        "engine_python": ENGINE_PYTHON.absolute(),
-        "engine_device": "cpu",
-        "engine_log": tmp_path / "engine.log",
-        "model_path": system.settings.model_path,
-        "gateway_url": system.stack.gateway_url,
-        "policies_dir": run_dir / "policies",
-        "weights_dir": run_dir / "weights",
-        "max_running_requests": 16,
-        "max_total_tokens": 32768,
-    }
-    with running(tmp_path, settings, ADMIN_KEY):
+    name = "rollout-second"
+    given = second_server(system.settings, system.stack.gateway_url, tmp_path, name)
+    with running(tmp_path, given, ADMIN_KEY):
         wait_until(lambda: states(system).count("ready") == 2, 300)
         yield system
         system.request("POST", "/resume", {}, key=ADMIN_KEY, url=system.stack.trainer_url)

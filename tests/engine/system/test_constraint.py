@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -15,6 +14,7 @@ from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.constraint import constraint_of
 from tests.support.gateway.families_agent import TOOL, call, renderer_of, sampled, told
 from tests.support.system.real_system import ENGINE_PYTHON, System
+from tests.support.system.turns import scored
 
 GET: Any = {
     "type": "function",
@@ -88,14 +88,10 @@ def test_a_guided_answer_matches_its_pattern_or_is_one_of_its_choices(thoughtles
 
 
 @pytest.mark.long
-def test_a_named_function_is_called_once(thoughtless: Any) -> None:
+def test_a_named_function_and_one_call_at_a_time_are_one_call(thoughtless: Any) -> None:
     wish = {"type": "function", "function": {"name": "put"}}
     (choice,) = thoughtless(tools=[GET, PUT], tool_choice=wish).choices
     assert [made.function.name for made in choice.message.tool_calls] == ["put"]
-
-
-@pytest.mark.long
-def test_one_call_at_a_time_is_one_call(thoughtless: Any) -> None:
     replies = thoughtless(tools=[GET, PUT], tool_choice="required", parallel_tool_calls=False, n=6)
     assert [len(choice.message.tool_calls) for choice in replies.choices] == [1] * 6
 
@@ -116,16 +112,7 @@ def test_recorded_logprobs_are_of_the_masked_distribution(
     """A token that the grammar forces has probability 1 in the record, but not under the policy itself."""
     thoughtless(response_format=FORMAT)
     (turn,) = system.get(f"/sessions/{ticket['session_id']}?tokens=true")["turns"]
-    body = {
-        "input_ids": turn["context_ids"] + turn["output_ids"],
-        "sampling_params": {"max_new_tokens": 1},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=300).json()
-    prompt_len = len(turn["context_ids"])
-    free = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]][prompt_len:]
-    pairs = list(zip(turn["logprobs"], free, strict=True))
+    pairs = list(zip(turn["logprobs"], scored(system.engine_url, turn), strict=True))
     assert all(masked >= unmasked - 1e-3 for masked, unmasked in pairs)
     assert any(masked == 0.0 and unmasked < -1 for masked, unmasked in pairs)
     assert turn["sampling"]["used"]["constraint"] == "json_schema"

@@ -10,40 +10,30 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from gateway.app import create_app
 from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.tokens import Logprobs
+from tests.support.clients.proxies import Proxy
 from tests.support.gateway.fake_engine import FakeEngine, Interruption
 from tests.support.serving import serving
 from tests.support.system.real_system import System
+from tests.support.system.turns import scored
 from tests.support.tolerances import ulps
 
 
 @dataclass
-class Tee:
-    """A proxy between gateway and engine that keeps a copy of each request and answer."""
+class Tee(Proxy):
+    """A proxy between gateway and engine that keeps a copy of each request for tokens and its answer."""
 
-    engine_url: str
     asked: list[dict[str, Any]] = field(default_factory=list)
     answered: list[list[dict[str, Any]]] = field(default_factory=list)
 
-    def app(self) -> Starlette:
-        passing = Route("/{path:path}", self.forward, methods=["GET", "POST"])
-        return Starlette(routes=[Route("/generate", self.generate, methods=["POST"]), passing])
-
     async def forward(self, request: Request) -> Response:
-        async with httpx.AsyncClient(timeout=120) as client:
-            reply = await client.request(
-                request.method, self.engine_url + request.url.path, content=await request.body()
-            )
-        return Response(reply.content, reply.status_code)
-
-    async def generate(self, request: Request) -> Response:
+        if request.url.path != "/generate":
+            return await super().forward(request)
         body = await request.body()
         self.asked.append(json.loads(body))
         self.answered.append([])
@@ -53,7 +43,7 @@ class Tee:
         headers = {"content-type": "application/json"}
         async with (
             httpx.AsyncClient(timeout=300) as client,
-            client.stream("POST", f"{self.engine_url}/generate", content=body, headers=headers) as reply,
+            client.stream("POST", f"{self.url}/generate", content=body, headers=headers) as reply,
         ):
             async for line in reply.aiter_lines():
                 if line.startswith("data: {"):
@@ -73,8 +63,10 @@ class Watched:
     url: str
     tee: Tee
 
-    def session(self) -> Any:
-        return httpx.post(f"{self.url}/sessions", json={}, timeout=120).raise_for_status().json()
+    def session(self) -> tuple[dict[str, Any], openai.OpenAI]:
+        """A new session, and a client for it."""
+        ticket = httpx.post(f"{self.url}/sessions", json={}, timeout=120).raise_for_status().json()
+        return ticket, openai.OpenAI(base_url=ticket["base_url"], api_key=ticket["api_key"], max_retries=0)
 
     def turns(self, ticket: dict[str, Any]) -> list[Any]:
         found: list[Any] = httpx.get(
@@ -100,8 +92,7 @@ def float32(logprobs: list[float]) -> list[float]:
 def test_the_record_is_what_the_engine_returned_and_turn_two_begins_with_it(
     watched: Watched, stream: bool
 ) -> None:
-    ticket = watched.session()
-    client = openai.OpenAI(base_url=ticket["base_url"], api_key=ticket["api_key"], max_retries=0)
+    ticket, client = watched.session()
     first_call = len(watched.tee.asked)
     history: list[Any] = [{"role": "user", "content": "what is the value of a? ünïcödé 漢字 🙂"}]
     for tool_says in ("a = 7", "a = 8"):
@@ -128,8 +119,7 @@ def test_the_record_is_what_the_engine_returned_and_turn_two_begins_with_it(
 
 @pytest.mark.long
 def test_usage_tells_what_the_engine_had_cached(watched: Watched) -> None:
-    ticket = watched.session()
-    client = openai.OpenAI(base_url=ticket["base_url"], api_key=ticket["api_key"], max_retries=0)
+    _, client = watched.session()
     cached = []
     for _ in range(2):
         messages: Any = [{"role": "user", "content": "is this prompt cached? " * 20}]
@@ -143,22 +133,12 @@ def test_usage_tells_what_the_engine_had_cached(watched: Watched) -> None:
 
 
 def test_the_engine_scores_the_recorded_tokens_as_recorded(watched: Watched, system: System) -> None:
-    ticket = watched.session()
-    client = openai.OpenAI(base_url=ticket["base_url"], api_key=ticket["api_key"], max_retries=0)
+    ticket, client = watched.session()
     client.chat.completions.create(
         model="m", messages=[{"role": "user", "content": "score this"}], max_tokens=32
     )
     (turn,) = watched.turns(ticket)
-    body = {
-        "input_ids": turn["context_ids"] + turn["output_ids"],
-        "sampling_params": {"max_new_tokens": 1},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=300).json()
-    rescored = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]][
-        len(turn["context_ids"]) :
-    ]
+    rescored = scored(system.engine_url, turn)
     differences = [abs(a - b) for a, b in zip(rescored, turn["logprobs"], strict=True)]
     # The log-probabilities are near -ln 1024. Each comes from float32 sums: some of up to 128 products, and
     # one over a vocabulary of 1,024.
@@ -171,16 +151,12 @@ def test_the_fake_engine_speaks_as_the_real_one(system: System, tokenizer: Any) 
     many output tokens in all."""
     ids = tokenizer.encode("hello there").ids
     fake = FakeEngine(tokenizer, version=str(system.serving()))
+    asked: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
     bodies: list[dict[str, Any]] = [
         {
             "rid": f"shape-{interval}-{tops}",
             "input_ids": ids,
-            "sampling_params": {
-                "temperature": 1.0,
-                "max_new_tokens": 12,
-                "stream_interval": interval,
-                "ignore_eos": True,
-            },
+            "sampling_params": asked | {"stream_interval": interval},
             "return_logprob": True,
             "top_logprobs_num": tops,
             "stream": True,

@@ -1,17 +1,17 @@
-"""Agents notice nothing when weights change in the middle of their calls, or when an engine is killed."""
+"""Agents notice nothing when weights change in their calls, are broken, or when an engine is killed."""
 
+import json
 import math
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-import httpx
-import psutil
-
 from tests.support.system.real_system import ADMIN_KEY, System
-from tests.support.system.turns import retried, versions_of
+from tests.support.system.turns import engine_processes, retried, scored, versions_of
 from tests.support.tolerances import ulps
 
 STREAMS = 8
@@ -69,6 +69,7 @@ def test_no_stream_fails_while_weights_change_and_each_token_knows_its_version(s
 
 def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
     streams, begun, faults = 8, threading.Semaphore(0), retried(system)
+    version, restarts = system.trained(), system.rollout()["restarts"]
     engine = engine_processes(system)
     tickets = [system.post("/sessions", {"train": False}) for _ in range(streams)]
 
@@ -96,26 +97,31 @@ def test_streams_go_on_where_a_killed_engine_left_them(system: System) -> None:
         text = system.get(f"/sessions/{ticket['session_id']}?text=true")["turns"][0]["output_text"]
         assert text in (heard, f"{heard}<|im_end|>", f"{heard}<|endoftext|>")
         # The restarted engine gives each token the same probability.
-        differences = [abs(a - b) for a, b in zip(scored(system, turn), turn["logprobs"], strict=True)]
+        differences = [
+            abs(a - b) for a, b in zip(scored(system.engine_url, turn), turn["logprobs"], strict=True)
+        ]
         assert max(differences) <= ulps(1024, of=math.log(1024))  # float32 sums over the vocabulary
+    rollout = system.rollout()
+    assert (rollout["restarts"] > restarts, rollout["state"], rollout["version"]) == (True, "ready", version)
+    assert system.get("/model_info", url=system.engine_url)["weight_version"] == str(version)
 
 
-def scored(system: System, turn: dict[str, Any]) -> list[float]:
-    body = {
-        "input_ids": turn["context_ids"] + turn["output_ids"],
-        "sampling_params": {"max_new_tokens": 1},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    reply = httpx.post(f"{system.engine_url}/generate", json=body, timeout=300).json()
-    found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]]
-    return found[len(turn["context_ids"]) :]
-
-
-def engine_processes(system: System) -> list[psutil.Process]:
-    port = str(system.settings.engine_port)
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "sglang.launch_server" in (command := process.info["cmdline"] or []) and port in command
-    ]
+def test_broken_weights_never_reach_the_engine(system: System, tmp_path: Path) -> None:
+    """Other damages are in `tests/engine/rollout_server/test_real_engine.py`."""
+    version, engine = system.trained(), engine_processes(system)
+    policies = system.settings.run_dir / "policies"
+    broken: Path = policies / tmp_path.name
+    shutil.copytree(sorted(policies.glob("v*"))[-1], broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    manifest = json.loads((broken / "manifest.json").read_text())
+    (broken / "manifest.json").write_text(json.dumps(manifest | {"version": version + 1000}))
+    body = {"version": version + 1000, "location": broken.as_uri(), "force": True}
+    reply = system.request("POST", "/admin/policies", body, key=ADMIN_KEY)
+    assert reply.status_code == 207
+    (result,) = reply.json()["results"]
+    assert not result["ok"]
+    assert "model.safetensors" in result["error"]
+    assert system.serving() == version
+    assert engine_processes(system) == engine
+    system.say(system.post("/sessions", {}), "still here")

@@ -12,20 +12,17 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from rollout_queue.contract.codec import decode
-from rollout_queue.contract.records import Turn
 from rollout_queue.redis import keys
 from tests.support.images import asking, data_url, encoded, image_of, noise_url
 from tests.support.redis_clients import redis_at
-from tests.support.system.real_system import ADMIN_KEY, System, system_settings
+from tests.support.system.real_system import ADMIN_KEY, System, running_system, system_settings
+from tests.support.system.turns import recorded_turns
 from tests.support.tiny_vision_model import make_tiny_vision_model
-from tests.support.waiting import wait_until
 from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.images import ImageInputs
 from trainer_service.rows.rows import Row, micro_batches, planned_rows
-from weir.stack.stack import Stack
 
 pytestmark = pytest.mark.long
 
@@ -41,10 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seeing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    settings = system_settings(tmp_path_factory.mktemp("system"), model)
-    with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=1200)
-        yield System(stack, settings)
+    with running_system(system_settings(tmp_path_factory.mktemp("system"), model)) as system:
+        yield system
 
 
 @pytest.fixture(scope="module")
@@ -67,35 +62,15 @@ def converse(system: System, ticket: dict[str, Any], number: int) -> None:
 
 
 def trained_group(system: System) -> list[str]:
-    """Train one group of conversations. Returns its sessions when the new version is served."""
-    before = system.serving()
-    tickets = system.post("/groups", {"size": SESSIONS})["sessions"]
-    for number, ticket in enumerate(tickets):
-        converse(system, ticket, number)
-        ending = {"status": "completed", "reward": float(number % 2)}
-        system.post(f"/sessions/{ticket['session_id']}/finish", ending)
-    wait_until(lambda: system.serving() > before)
-    return [ticket["session_id"] for ticket in tickets]
-
-
-def turns_of(redis: Redis, session_id: str) -> list[Turn]:
-    fields: Any = redis.hgetall(keys.session(session_id))
-    records = [decode(value) for name, value in fields.items() if name.startswith(b"t:")]
-    return sorted((each for each in records if isinstance(each, Turn)), key=lambda turn: turn.started_at)
+    return system.train_group(SESSIONS, lambda ticket, number: converse(system, ticket, number))
 
 
 def rows_of(redis: Redis, session_id: str) -> list[Row]:
     """The rows that train the session, with the images in the store."""
-    turns = turns_of(redis, session_id)
+    turns = recorded_turns(redis, session_id)
     planned = planned_rows(session_id, turns, [turn.turn_id for turn in turns])
-    return [
-        replace(row, images=tuple(stored(redis, each) for each in row.images)) for row in map(made, planned)
-    ]
-
-
-def made(planned: Any) -> Row:
-    row: Row = planned.row()
-    return row
+    rows: list[Row] = [each.row() for each in planned]
+    return [replace(row, images=tuple(stored(redis, each) for each in row.images)) for row in rows]
 
 
 def repainted(image: Any) -> Any:
@@ -127,7 +102,7 @@ def trained(seeing: System) -> list[str]:
 def test_the_trainer_reproduces_the_engines_logprobs_of_answers_to_images(
     seeing: System, redis: Redis, model: Path, trained: list[str]
 ) -> None:
-    turns = [turns_of(redis, session_id) for session_id in trained]
+    turns = [recorded_turns(redis, session_id) for session_id in trained]
     assert [[turn.relation for turn in each] for each in turns] == [["root", "extends"]] * SESSIONS
     assert [[len(turn.images) for turn in each] for each in turns] == [[0, 1], [1, 1], [2, 1], [1, 1]]
     rows = [row for session_id in trained for row in rows_of(redis, session_id)]
@@ -145,7 +120,7 @@ def test_what_was_learned_from_images_is_served(
     seeing: System, redis: Redis, model: Path, trained: list[str]
 ) -> None:
     second = trained_group(seeing)
-    version = turns_of(redis, second[0])[0].versions[0].version
+    version = recorded_turns(redis, second[0])[0].versions[0].version
     policies = seeing.get("/admin/policies", key=ADMIN_KEY)["data"]
     (location,) = [each["location"] for each in policies if each["version"] == version]
     published = Path(location.removeprefix("file://"))
@@ -168,7 +143,7 @@ def test_sampled_pads_harm_no_engine(seeing: System, redis: Redis, model: Path) 
         answer = calls.create(model="policy", messages=asked, max_tokens=4, logit_bias=biased)
         history.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
         history.append(asking("<|vision_start|><|image_pad|><|vision_end|>", noise_url(seed=5)))
-    one, two = turns_of(redis, ticket["session_id"])
+    one, two = recorded_turns(redis, ticket["session_id"])
     assert one.output_ids.tolist() == [pad] * 4
     assert len(two.output_ids) > 0
     assert seeing.rollout()["restarts"] == 0

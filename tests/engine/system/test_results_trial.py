@@ -46,4 +46,5 @@ def test_a_run_trains_against_the_first_model_and_says_what_it_took(tmp_path: Pa
     assert result.versions >= 1, "nothing was served, so the opponent was the policy itself"
     assert result.verdicts["trained"] > 0
     assert result.verdicts.get("failed", 0) == 0
-    assert -1 <= result.after.low <= result.after.mean <= result.after.high <= 1.5
+    assert result.after.low <= result.after.mean <= result.after.high
+    assert -1 <= result.after.mean <= 1, "the interval around it may reach beyond the rewards"

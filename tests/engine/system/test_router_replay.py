@@ -13,11 +13,9 @@ import torch
 from redis import Redis
 from torch import Tensor
 
-from rollout_queue.contract.codec import decode
-from rollout_queue.contract.records import Turn
-from rollout_queue.redis import keys
 from tests.support.redis_clients import redis_at
-from tests.support.system.real_system import System, system_settings
+from tests.support.system.real_system import System, running_system, system_settings
+from tests.support.system.turns import recorded_turns
 from tests.support.tiny_model import make_tiny_experts
 from tests.support.waiting import wait_until
 from trainer_service.model.attention.packed_attention import packing_of
@@ -25,7 +23,6 @@ from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.routers import Routers
 from trainer_service.rows.rows import Row, micro_batches, planned_rows
-from weir.stack.stack import Stack
 
 pytestmark = pytest.mark.long
 
@@ -42,9 +39,8 @@ def replaying(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     settings = system_settings(tmp_path_factory.mktemp("system"), model, dtype="bfloat16")
     services = {name: {**given, "router_replay": True} for name, given in settings.services.items()}
     settings = settings.model_copy(update={"services": services})
-    with Stack(settings) as stack:
-        stack.wait_ready(timeout_s=1200)
-        yield System(stack, settings)
+    with running_system(settings) as system:
+        yield system
 
 
 def converse(system: System, ticket: dict[str, Any], number: int) -> None:
@@ -59,22 +55,12 @@ def converse(system: System, ticket: dict[str, Any], number: int) -> None:
 
 
 def trained_group(system: System) -> list[str]:
-    """Train one group of conversations. Returns its sessions when the new version is served."""
-    before = system.serving()
-    tickets = system.post("/groups", {"size": SESSIONS})["sessions"]
-    for number, ticket in enumerate(tickets):
-        converse(system, ticket, number)
-        ending = {"status": "completed", "reward": float(number % 2)}
-        system.post(f"/sessions/{ticket['session_id']}/finish", ending)
-    wait_until(lambda: system.serving() > before)
-    return [ticket["session_id"] for ticket in tickets]
+    return system.train_group(SESSIONS, lambda ticket, number: converse(system, ticket, number))
 
 
 def rows_of(redis: Redis, session_id: str) -> list[Row]:
     """The rows that train the session."""
-    fields: Any = redis.hgetall(keys.session(session_id))
-    records = [decode(value) for name, value in fields.items() if name.startswith(b"t:")]
-    turns = sorted((each for each in records if isinstance(each, Turn)), key=lambda turn: turn.started_at)
+    turns = recorded_turns(redis, session_id)
     assert [turn.relation for turn in turns] == ["root", *["extends"] * (TURNS - 1)]
     return [each.row() for each in planned_rows(session_id, turns, [turn.turn_id for turn in turns])]
 

@@ -48,10 +48,7 @@ def test_a_way_to_train_is_compared_with_float32_on_cpu_and_says_why_it_failed()
 
 @pytest.mark.parametrize("ways", [("images, adapters",), pytest.param(tuple(WAYS), marks=pytest.mark.long)])
 def test_two_steps_are_made_in_each_way(
-    ways: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    ways: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bench.gpu.trainings.WAYS", {way: WAYS[way] for way in ways})
     text, sees = make_tiny_model(tmp_path / "text"), make_tiny_vision_model(tmp_path / "images")

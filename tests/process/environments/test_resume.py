@@ -1,19 +1,21 @@
-"""A runner that is killed: another one goes on, and every episode ends once."""
+"""A run and its journal: a killed runner is resumed, every episode ends once, and memory does not grow."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from environments.errors import RunStopped
 from environments.results.journal import EpisodeEnded, GroupBegun, Journal, entries_of
+from environments.start import opened_run, source_of
+from tests.support.environments.answering_engine import Gate
 from tests.support.environments.running import TOYS, RunTest
 from tests.support.waiting import wait_until
 from weir.__main__ import app
@@ -47,12 +49,6 @@ async def test_a_member_that_is_left_alone_counts_as_played(running: RunTest) ->
     assert ended(running.run_dir)[-1].status == "abandoned"
 
 
-async def test_two_runners_do_not_play_one_run(running: RunTest) -> None:
-    await running.play("Double", group_size=2, episodes=4)
-    with Journal(running.run_dir), pytest.raises(RunStopped, match="another process plays"):
-        await running.play("Double", group_size=2, episodes=8, resume=True)
-
-
 def ended(run_dir: Path) -> list[EpisodeEnded]:
     return [each for each in entries_of(run_dir) if isinstance(each, EpisodeEnded)]
 
@@ -68,24 +64,11 @@ def answer(prompt: str) -> str:
     return str(1 + len(re.findall("go on", prompt)))
 
 
-class Gate:
-    """Answers so many calls, and the others once it is opened: the runner is killed in the middle."""
-
-    def __init__(self, open_for: int) -> None:
-        self.left, self.opened = open_for, threading.Event()
-
-    def answer(self, prompt: str) -> str:
-        self.left -= 1
-        if self.left < 0:
-            self.opened.wait()
-        return answer(prompt)
-
-
 @pytest.mark.parametrize("mode", ["run", pytest.param("eval", marks=pytest.mark.long)])
 def test_a_killed_runner_is_resumed_and_each_episode_ends_once(
     running: RunTest, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(open_for=48)
+    gate = Gate(48, answer)
     running.engine.answer = gate.answer
     monkeypatch.setenv("WEIR_CLIENT_KEYS", "")
     command = [sys.executable, "-m", "weir", *arguments(running, mode)]
@@ -130,9 +113,58 @@ async def test_an_episode_that_ended_without_its_entry_is_not_played_again(runni
     assert len(ended(running.run_dir)) == 4
 
 
-async def test_a_directory_holds_one_run(running: RunTest) -> None:
+async def test_a_directory_holds_one_run_which_one_runner_plays(running: RunTest) -> None:
     with pytest.raises(RunStopped, match="there is no run in"):
         await running.play("Double", resume=True)
     await running.play("Double", group_size=1, episodes=1)
     with pytest.raises(RunStopped, match="holds a run"):
         await running.play("Double", group_size=1, episodes=1)
+    with Journal(running.run_dir), pytest.raises(RunStopped, match="another process plays"):
+        await running.play("Double", group_size=1, episodes=2, resume=True)
+
+
+# What a run keeps in memory does not grow with its episodes: the journal has them
+
+
+TASKS = 4
+
+
+def kept_by(whole: Any) -> int:
+    """How many values a run keeps, in its own objects and in what they hold."""
+    seen: dict[int, Any] = {}
+    left = [whole]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset) or (
+            isinstance(value, deque) and value.maxlen is None
+        ):
+            left += value
+        elif type(value).__module__.startswith("environments."):
+            names = getattr(value, "__struct_fields__", None) or vars(value)
+            left += [getattr(value, name) for name in names]
+    return len(seen)
+
+
+async def kept_after(running: RunTest, directory: Path, episodes: int, resume: bool = False) -> int:
+    settings = running.settings(
+        "Double", group_size=2, tasks=TASKS, episodes=episodes, concurrency=4, skip_after=2
+    )
+    place = running.place_of(directory)
+    async with opened_run(settings, place, source_of(settings, place), resume=resume) as (run, _):
+        await run.play()
+        assert run.figures.ended == episodes
+        return kept_by(run)
+
+
+async def test_a_run_keeps_no_more_after_many_episodes_than_after_few(
+    running: RunTest, tmp_path: Path
+) -> None:
+    few = await kept_after(running, tmp_path / "few", 8)
+    many = await kept_after(running, tmp_path / "many", 40)
+    resumed = await kept_after(running, tmp_path / "many", 40, resume=True)
+    assert max(many, resumed) <= few + 10, "a few numbers and texts may be other objects"

@@ -126,17 +126,20 @@ async def test_a_fault_of_the_environment_is_never_a_reward(running: RunTest, ho
     assert all(reason in each["verdict"]["detail"] for each in failed)
 
 
+async def hung_for(seconds: float, turned: TurnedClock, running: RunTest, mark: Path, **given: Any) -> Any:
+    """Play an environment that hangs, and let so much time pass."""
+    options = {"how": "hangs", "mark": str(mark)}
+    playing = asyncio.create_task(running.play("Faulty", options=options, **given))
+    await wait_until_async(mark.exists)
+    turned.turn(seconds)
+    return await playing
+
+
 async def test_a_hung_environment_is_killed_and_the_run_goes_on(
     turned: TurnedClock, running: RunTest, tmp_path: Path
 ) -> None:
-    mark = tmp_path / "it hangs"
-    options = {"how": "hangs", "mark": str(mark)}
-    playing = asyncio.create_task(
-        running.play("Faulty", options=options, group_size=1, episodes=2, concurrency=1, step_s=60.0)
-    )
-    await wait_until_async(mark.exists)
-    turned.turn(60)
-    summary = await playing
+    given = {"group_size": 1, "episodes": 2, "concurrency": 1, "step_s": 60.0}
+    summary = await hung_for(60, turned, running, tmp_path / "it hangs", **given)
     assert summary["by_status"] == {"failed": 1, "completed": 1}
     (failed,) = running.sessions(verdict="failed")
     assert "did not answer 'step' within 60 s" in failed["verdict"]["detail"]
@@ -361,14 +364,8 @@ async def test_a_conversation_that_no_longer_fits_is_truncated_and_not_failed(ru
 async def test_an_episode_that_lasts_too_long_is_truncated(
     turned: TurnedClock, running: RunTest, tmp_path: Path
 ) -> None:
-    mark = tmp_path / "it hangs"
-    options = {"how": "hangs", "mark": str(mark)}
-    playing = asyncio.create_task(
-        running.play("Faulty", options=options, group_size=1, episodes=1, episode_s=1000.0, step_s=3600.0)
-    )
-    await wait_until_async(mark.exists)
-    turned.turn(1000)
-    summary = await playing
+    given = {"group_size": 1, "episodes": 1, "episode_s": 1000.0, "step_s": 3600.0}
+    summary = await hung_for(1000, turned, running, tmp_path / "it hangs", **given)
     assert summary["by_status"] == {"truncated": 1}
     (session,) = running.sessions()
     assert (session["status"], session["reward"]) == ("truncated", None)

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 import fine_tuning.__main__
 from environments.results.journal import EpisodeEnded, entries_of
+from tests.support.environments.answering_engine import Gate
 from tests.support.environments.running import RunTest
 from tests.support.fine_tuning.running import RunningJobs, client_of, sums
 from tests.support.fine_tuning.running import fine_tuning as jobs_service
@@ -21,17 +21,8 @@ from tests.support.waiting import wait_until
 SIZES: dict[str, Any] = {"group_size": 4, "concurrency": 8}
 
 
-class Gate:
-    """Answers so many calls, and the others once it is opened."""
-
-    def __init__(self, open_for: int) -> None:
-        self.left, self.opened = open_for, threading.Event()
-
-    def answer(self, prompt: str) -> str:
-        self.left -= 1
-        if self.left < 0:
-            self.opened.wait(180)
-        return str(2 * int(re.findall(r"double of (\d+)", prompt)[-1]))
+def doubled(prompt: str) -> str:
+    return str(2 * int(re.findall(r"double of (\d+)", prompt)[-1]))
 
 
 def section(directory: Path, gateway_url: str, port: int) -> dict[str, Any]:
@@ -60,7 +51,7 @@ def check_a_directory_in_use_is_refused(file: Path) -> None:
 def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
     running: RunTest, tmp_path: Path
 ) -> None:
-    gate = Gate(open_for=16)
+    gate = Gate(16, doubled)
     running.engine.answer = gate.answer
     port = free_port()
     url, sections = f"http://127.0.0.1:{port}", section(tmp_path, running.url, port)

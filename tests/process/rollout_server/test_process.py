@@ -1,4 +1,5 @@
-"""The engine's process never outlives its server, and never holds the port after its end."""
+"""The engine's process never outlives its server, nor holds the port after its end; its device is one that is
+there."""
 
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_server.engine.command import find_device
 from rollout_server.engine.process import TETHER, EngineProcess
 from tests.support.waiting import wait_until
 
@@ -122,3 +124,17 @@ async def test_shared_memory_that_a_killed_engine_leaves_is_removed(tmp_path: Pa
     again = await start(tmp_path, "pass")  # a server that was killed as well starts again
     assert not left_in_shared_memory(shared)
     await again.kill()
+
+
+def test_without_a_gpu_that_its_tool_lists_the_device_is_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_device("auto") == "cpu"
+    assert find_device("cuda") == "cuda"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: a fine one'\n")
+    tool.chmod(0o755)
+    assert find_device("auto") == "cuda"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert find_device("auto") == "cpu"

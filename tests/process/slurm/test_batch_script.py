@@ -74,20 +74,21 @@ def test_a_trainer_that_fails_starts_again_and_one_that_ends_well_does_not(folde
     assert calls(folder) == [TRAINER] * 3
 
 
-def test_the_job_goes_back_into_the_queue_before_its_time_is_over(folder: Path) -> None:
-    with batch(folder, "runs") as process:
+@pytest.mark.parametrize(
+    ("statuses", "number", "then"),
+    [
+        pytest.param(["runs"], signal.SIGUSR1, ["scontrol requeue 17"], id="its time is nearly over"),
+        pytest.param(["1", "runs"], signal.SIGTERM, [], id="it is cancelled"),
+    ],
+)
+def test_a_job_that_ends_stops_its_trainer_and_goes_back_into_the_queue_unless_it_is_cancelled(
+    folder: Path, statuses: list[str], number: signal.Signals, then: list[str]
+) -> None:
+    with batch(folder, *statuses) as process:
         wait_until((folder / "runs").exists)
-        process.send_signal(signal.SIGUSR1)
+        process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0
-    assert calls(folder) == [TRAINER, "stopped", "scontrol requeue 17"]
-
-
-def test_a_cancelled_job_ends_its_trainer_and_stays_away(folder: Path) -> None:
-    with batch(folder, "1", "runs") as process:
-        wait_until((folder / "runs").exists)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0
-    assert calls(folder) == [TRAINER, TRAINER, "stopped"]
+    assert calls(folder) == [*[TRAINER] * len(statuses), "stopped", *then]
 
 
 def test_the_settings_of_the_job_fit_each_other() -> None:

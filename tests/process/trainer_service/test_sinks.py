@@ -52,21 +52,18 @@ def test_steps_that_a_restart_makes_again_replace_those_that_were_lost(make_harn
     assert dict(found) == last
 
 
-@pytest.mark.parametrize("path", [None, "elsewhere"])
-def test_tensorboard_dir_sets_the_directory_or_turns_the_sink_off(
-    make_harness: MakeHarness, tmp_path: Path, path: str | None
+def test_settings_say_where_tensorboard_writes_and_turn_sinks_off(
+    make_harness: MakeHarness, model_path: Path, tmp_path: Path
 ) -> None:
-    where = None if path is None else tmp_path / path
-    harness = make_harness(tensorboard_dir=where).start()
+    harness = make_harness(tensorboard_dir=tmp_path / "elsewhere").start()
     harness.step("g")
     assert not (harness.root / "tensorboard").exists()
-    assert where is None or curve(where, "reward_mean") == [(1, 0.5)]
-
-
-def test_without_metrics_path_there_are_no_sinks(model_path: Path) -> None:
-    settings = TrainerSettings(model_path=model_path, metrics_path=None)
-    assert settings.tensorboard_dir is None
-    assert not chosen_sinks(settings)
+    assert curve(tmp_path / "elsewhere", "reward_mean") == [(1, 0.5)]
+    given = {"model_path": model_path, "metrics_path": tmp_path / "metrics.jsonl", "tensorboard_dir": None}
+    assert [sink.name for sink in chosen_sinks(TrainerSettings(**given))] == ["jsonl"]
+    without = TrainerSettings(model_path=model_path, metrics_path=None)
+    assert without.tensorboard_dir is None
+    assert not chosen_sinks(without)
 
 
 def test_a_point_that_the_disk_does_not_take_is_left_out_whole(tmp_path: Path) -> None:

@@ -33,25 +33,22 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     assert document["gateway"]["redis_url"] == "redis://***@host/0"
 
 
-def test_status_and_down_of_nothing_say_so() -> None:
-    status = runner.invoke(app, ["status"])
-    assert (status.exit_code, "no services run in" in status.output) == (1, True)
-    down = runner.invoke(app, ["down"])
-    assert (down.exit_code, "no services run in" in down.output) == (0, True)
-
-
-def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["up", "--model-path", str(tmp_path / "nowhere")])
-    assert result.exit_code == 1
-    assert "is not a Hugging Face directory" in str(result.exception)
-    assert "is not a Hugging Face directory" in runner.invoke(app, ["status"]).output
-
-
 def test_what_config_writes_configures_the_same(tmp_path: Path) -> None:
     file = tmp_path / "weir.yaml"
     file.write_text(runner.invoke(app, ["config"]).output)
     again = runner.invoke(app, ["config", "--config", str(file)], env={"WEIR_CONFIG": None})
     assert again.output == file.read_text()
+
+
+def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    status = runner.invoke(app, ["status"])
+    assert (status.exit_code, "no services run in" in status.output) == (1, True)
+    result = runner.invoke(app, ["up", "--model-path", str(tmp_path / "nowhere")])
+    assert result.exit_code == 1
+    assert "is not a Hugging Face directory" in str(result.exception)
+    assert "is not a Hugging Face directory" in runner.invoke(app, ["status"]).output
+    down = runner.invoke(app, ["down"])
+    assert (down.exit_code, "no services run in" in down.output) == (0, True)
 
 
 @pytest.mark.parametrize("written", ["rewards: [1]", "[gateway]", "gateway: {"])

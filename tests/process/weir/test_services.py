@@ -57,21 +57,9 @@ def test_redis_keeps_what_the_queue_promises(settings: StackSettings) -> None:
         ({}, {}, "1073741824: a quarter of this machine's 4096 MiB"),
         ({"memory.max": "max"}, {}, "1073741824: a quarter of this machine's 4096 MiB"),
         ({"memory.max": "3221225472"}, {}, "2147483648: two thirds of the 3072 MiB"),
-        (
-            {"memory/memory.limit_in_bytes": "3221225472"},
-            {},
-            "2147483648: two thirds of the 3072 MiB",
-        ),
-        (
-            {"memory/memory.limit_in_bytes": "9223372036854771712"},
-            {},
-            "1073741824: a quarter",
-        ),
-        (
-            {"memory.max": "3221225472"},
-            {"WEIR_REDIS_MEMORY": "5gb"},
-            "5gb: set by WEIR_REDIS_MEMORY",
-        ),
+        ({"memory/memory.limit_in_bytes": "3221225472"}, {}, "2147483648: two thirds of the 3072 MiB"),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712"}, {}, "1073741824: a quarter"),
+        ({"memory.max": "3221225472"}, {"WEIR_REDIS_MEMORY": "5gb"}, "5gb: set by WEIR_REDIS_MEMORY"),
     ],
 )
 def test_redis_has_a_bound_from_its_container_or_machine(
@@ -108,6 +96,7 @@ def test_every_service_reads_one_file_that_the_stack_wrote(
         admin_keys=["a1", "a2"],
     )
     redis, rollout, gateway, trainer = services_of(mine)
+    assert stat.S_IMODE((mine.run_dir / "weir.yaml").stat().st_mode) == 0o600, "for its owner alone"
     document = yaml.safe_load((mine.run_dir / "weir.yaml").read_text())
     assert document["gateway"] == {
         "strict_models": True,
@@ -134,6 +123,16 @@ def test_every_service_reads_one_file_that_the_stack_wrote(
 RULES = "[{name: sums, kind: http, url: 'http://127.0.0.1:9/grade'}]"
 
 
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, section: str, variable: str) -> Path:
+    """The directory of a run whose file has this section; the variable is for the rules of rewards."""
+    (tmp_path / "weir.yaml").write_text(section)
+    monkeypatch.setenv("WEIR_CONFIG", str(tmp_path / "weir.yaml"))
+    if variable:
+        monkeypatch.setenv("WEIR_REWARDS__RULES", variable)
+    return tmp_path / "run"
+
+
 @pytest.mark.parametrize(
     ("section", "variable", "starts"),
     [
@@ -145,20 +144,8 @@ RULES = "[{name: sums, kind: http, url: 'http://127.0.0.1:9/grade'}]"
         ("", '[{"name": "sums", "kind": "http", "url": "http://127.0.0.1:9/grade"}]', True),
     ],
 )
-def test_the_reward_service_is_started_if_it_has_rules(
-    settings: StackSettings,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    section: str,
-    variable: str,
-    starts: bool,
-) -> None:
-    file = tmp_path / "weir.yaml"
-    file.write_text(section)
-    monkeypatch.setenv("WEIR_CONFIG", str(file))
-    if variable:
-        monkeypatch.setenv("WEIR_REWARDS__RULES", variable)
-    names = [service.name for service in services_of(settings)]
+def test_the_reward_service_is_started_if_it_has_rules(configured: Path, starts: bool) -> None:
+    names = [service.name for service in services_of(StackSettings(run_dir=configured))]
     ours = ["redis", "rollout_server", "gateway", "trainer_service"]
     assert names == ([*ours, "reward_service"] if starts else ours)
 
@@ -175,16 +162,9 @@ def test_the_reward_service_is_started_if_it_has_rules(
         ("rewards: {rules: [", "", "cannot be read"),
     ],
 )
-def test_malformed_rules_are_told_in_a_sentence_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, section: str, variable: str, why: str
-) -> None:
-    file = tmp_path / "weir.yaml"
-    file.write_text(section)
-    monkeypatch.setenv("WEIR_CONFIG", str(file))
-    if variable:
-        monkeypatch.setenv("WEIR_REWARDS__RULES", variable)
+def test_malformed_rules_are_told_in_a_sentence_before_anything_starts(configured: Path, why: str) -> None:
     with pytest.raises((StackError, MalformedSettings), match=why) as told:
-        services_of(StackSettings(run_dir=tmp_path / "run"))
+        services_of(StackSettings(run_dir=configured))
     assert len(str(told.value).splitlines()) <= 5
 
 
@@ -203,11 +183,6 @@ def test_the_reward_service_rewards_at_the_gateway_of_this_stack(
     assert rewards.ports == {8399: "rewards.port (WEIR_REWARDS__PORT)"}
     assert "WEIR_GATEWAY_URL" not in rewards.environment
     assert rewards.environment["WEIR_ADMIN_KEYS"] == "a1"
-
-
-def test_the_written_configuration_is_for_its_owner_alone(settings: StackSettings, model_path: Path) -> None:
-    services_of(settings.model_copy(update={"model_path": model_path}))
-    assert stat.S_IMODE((settings.run_dir / "weir.yaml").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,32 @@
-"""The stack starts everything, says what it waits for, and leaves nothing behind."""
+"""A stack starts and stops its services, restarts those that die, and is found by other processes."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
+from rollout_queue.protocol.policies import ServingShape
+from rollout_queue.protocol.status import QueueReport
+from rollout_queue.protocol.trainer import TrainerReport
+from tests.support.long_cases import cases
+from tests.support.system_status import server_shape, system_status
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
+from weir import status
 from weir.errors import ServiceDied, StackError
-from weir.stack import state
+from weir.stack import down, state
 from weir.stack.probes import http_ready
 from weir.stack.process import Service
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
+from weir.stack.state import ProcessState, StackState
+from weir.stack.supervisor import FIRST_BACKOFF_S, STAY, Backoff, Supervisor
 
 FakeService = Callable[..., Service]
 
@@ -46,8 +54,7 @@ def test_everything_starts_and_stops_in_the_order_of_dependence(
 def test_what_is_waited_for_is_told_with_its_reason(
     settings: StackSettings, fake_service: FakeService, tmp_path: Path
 ) -> None:
-    gate = tmp_path / "gate"
-    told: list[str] = []
+    gate, told = tmp_path / "gate", list[str]()
 
     def on_wait(sentence: str) -> None:
         told.append(sentence)
@@ -67,28 +74,24 @@ def test_a_service_that_never_gets_ready_is_named_with_its_reason(
         if "the gate is shut" in sentence:
             turned.turn(601)
 
+    said = r"not ready after 600 s: gateway: the gate is shut; logs: .*/run/logs"
     with (
         Stack(settings, [fake_service("gateway", gate=tmp_path / "never")]) as stack,
-        pytest.raises(
-            StackError, match=r"not ready after 600 s: gateway: the gate is shut; logs: .*/run/logs"
-        ),
+        pytest.raises(StackError, match=said),
     ):
         stack.wait_ready(timeout_s=600, on_wait=on_wait)
 
 
-def test_a_taken_port_is_named_with_the_setting_to_change(
-    settings: StackSettings, fake_service: FakeService
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(
-                StackError, match=rf"port {port}, which gateway needs, is in use.*change gateway\.port"
-            ),
-            Stack(settings, [fake_service("gateway", port=port)]),
-        ):
+def test_a_taken_port_or_run_directory_is_named(settings: StackSettings, fake_service: FakeService) -> None:
+    with Stack(settings, [fake_service("gateway")]) as stack:
+        again = Stack(settings, [fake_service("gateway")])
+        with pytest.raises(StackError, match=rf"is in use by pid {os.getpid()}"), again:
+            pass
+        port = urlsplit(stack.gateway_url).port
+        said = rf"port {port}, which gateway needs, is in use.*change gateway\.port"
+        other = settings.model_copy(update={"run_dir": settings.run_dir.with_name("other")})
+        stack.wait_ready()
+        with pytest.raises(StackError, match=said), Stack(other, [fake_service("gateway", port=port)]):
             pass
 
 
@@ -132,24 +135,7 @@ def test_a_deaf_service_is_killed_after_its_deadline(settings: StackSettings, tm
     assert process.exit_code == -signal.SIGKILL
 
 
-def test_a_second_stack_in_the_same_run_directory_is_refused(
-    settings: StackSettings, fake_service: FakeService
-) -> None:
-    with (
-        Stack(settings, [fake_service("gateway")]),
-        pytest.raises(StackError, match=rf"is in use by pid {os.getpid()}"),
-        Stack(settings, [fake_service("gateway")]),
-    ):
-        pass
-
-
-LONG = pytest.mark.long  # the stack handles the other signals alike
-
-
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=LONG), pytest.param(signal.SIGHUP, marks=LONG)],
-)
+@pytest.mark.parametrize("number", cases([signal.SIGTERM], long=[signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_to_the_parent_stops_the_services_in_order(
     tmp_path: Path, notes: Path, unused_ports: list[int], number: signal.Signals
 ) -> None:
@@ -184,3 +170,127 @@ def test_the_ports_of_services_are_read_where_the_services_read_them(
         9004,
     )
     assert StackSettings(gateway_port=9005).gateway_port == 9005
+
+
+# Services that die, and other processes
+
+
+def written(settings: StackSettings) -> StackState:
+    found = state.read(settings.run_dir)
+    assert found is not None
+    return found
+
+
+def test_a_service_that_dies_is_started_again_without_its_orphans(
+    settings: StackSettings, fake_service: FakeService, tmp_path: Path, turned: TurnedClock
+) -> None:
+    child = tmp_path / "child"
+    with Stack(settings, [fake_service("rollout_server", child=child)]) as stack:
+        stack.wait_ready()
+        supervisor, process = Supervisor(stack), stack.processes["rollout_server"]
+        supervisor.check()
+        first, orphan = process.pid, int(child.read_text())
+        os.kill(first, signal.SIGKILL)
+
+        def is_back() -> bool:
+            turned.turn(FIRST_BACKOFF_S)
+            supervisor.check()
+            return process.restarts == 1
+
+        wait_until(is_back)
+        stack.wait_ready()
+        assert process.pid != first
+        assert not psutil.pid_exists(orphan)
+        assert written(settings).services["rollout_server"].restarts == 1
+
+
+def test_a_service_that_keeps_dying_waits_longer_each_time() -> None:
+    backoff = Backoff(started_at=0.0)
+    waits: list[float] = []
+    for _ in range(7):
+        backoff.died(now=10.0)
+        waits.append((backoff.due_at or 0.0) - 10.0)
+        backoff.started(now=10.0)
+    assert waits == [1, 2, 4, 8, 16, 30, 30]
+    backoff.died(now=100.0)
+    assert backoff.due_at == 101.0
+
+
+def test_down_stops_what_a_killed_parent_left(
+    settings: StackSettings, fake_service: FakeService, notes: Path
+) -> None:
+    stack = Stack(settings, [fake_service("redis"), fake_service("gateway")])
+    stack.start()
+    stack.wait_ready()
+    found = written(settings)
+    found.parent.started_at -= 100  # as if another process now had the parent's pid
+    found.write(settings.run_dir)
+    with pytest.raises(
+        StackError, match="services of an earlier run still run: redis, gateway; stop them with `weir down"
+    ):
+        Stack(settings, [fake_service("gateway")]).start()
+    said = down.stop(settings.run_dir, timeout_s=5)
+    assert "no longer runs" in said[0]
+    assert [sentence.split()[0] for sentence in said[1:]] == ["gateway", "redis"]
+    assert notes.read_text().split() == ["gateway", "redis"]
+    assert down.stop(settings.run_dir, timeout_s=5) == [f"no services run in {settings.run_dir}"]
+    stack.stop()
+
+
+def test_down_never_touches_a_process_that_only_shares_the_pid(settings: StackSettings) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        then = ProcessState.of(stranger.pid)
+        then.started_at -= 100
+        StackState(parent=then, services={"gateway": then}).write(settings.run_dir)
+        down.stop(settings.run_dir, timeout_s=1)
+        assert stranger.poll() is None
+        stranger.communicate(b"\n")
+
+
+def test_status_tells_ready_from_unready_from_down(
+    settings: StackSettings, fake_service: FakeService, tmp_path: Path
+) -> None:
+    services = [fake_service("gateway"), fake_service("trainer_service", gate=tmp_path / "never")]
+    with Stack(settings, services) as stack:
+        wait_until(lambda: "gate is shut" in stack.waiting_for())
+        found = written(settings)
+        wait_until(lambda: status.rows_of(found, None)[0].state == "ready")
+        _, unready = status.rows_of(found, None)
+        assert (unready.state, unready.detail) == ("not ready", "the gate is shut")
+    assert [row.state for row in status.rows_of(found, None)] == ["down", "down"]
+
+
+def test_status_says_what_the_gateway_knows() -> None:
+    details = status.details_from(
+        system_status(
+            policy=ServingShape(serving=3, target=4),
+            trainer=TrainerReport(state="training", step=12, version=4),
+            servers=(server_shape("rollout-0", version=3),),
+            queue=QueueReport(
+                stream_length=5, sessions=9, unfinished_sessions=2, verdicts={}, dead_letters=0
+            ),
+            warnings=("no reward for 60 s",),
+        )
+    )
+    assert details == {
+        "gateway": "serving 3, target 4; no reward for 60 s",
+        "rollout_server": "version 3",
+        "trainer_service": "state training, step 12, version 4",
+        "redis": "stream_length 5, sessions 9, unfinished_sessions 2, dead_letters 0",
+    }
+
+
+@pytest.mark.parametrize("told", [b"", STAY])
+def test_services_stop_if_weir_up_is_killed_at_their_start(tmp_path: Path, told: bytes) -> None:
+    """The end of stdin without a word is what a killed `weir up` leaves."""
+    program = (
+        "import sys, threading; from weir.stack.supervisor import stop_if_abandoned; "
+        "sys.stdin.buffer.readline();"
+        "stop_if_abandoned(sys.stdin.buffer); threading.Event().wait(600 if not sys.argv[1:] else 0.5)"
+    )
+    more = ["stays"] if told else []
+    process = subprocess.Popen([sys.executable, "-c", program, *more], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(b"settings\n" + told)
+    process.stdin.close()
+    assert process.wait() == (0 if told else -signal.SIGTERM)

@@ -63,10 +63,7 @@ def test_one_machine_trains_and_the_other_samples(tmp_path: Path, tiny_model: Pa
     own = {"ENGINE_DOUBLE_DIR": str(tiny_model), "DS_ACCELERATOR": "cpu"}
     own |= {name: "" for name in os.environ if name.startswith("WEIR_")}
     log = tmp_path / "log"
-    with (
-        two_hosts(tmp_path) as (a, b),
-        launched([a.enter("bash", "-c", scripts[0])], [own], log),
-    ):
+    with two_hosts(tmp_path) as (a, b), launched([a.enter("bash", "-c", scripts[0])], [own], log):
         wait_until((first / "run" / "engine_key").exists)
         keys = {role: (first / "run" / f"{role}_keys").read_text().strip() for role in ("client", "admin")}
         keys["rollout_server"] = (first / "run" / "rollout_server_key").read_text().strip()

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from rollout_queue.contract.codec import SCHEMA, encode
-from rollout_queue.contract.records import Outcome
+from rollout_queue.contract.codec import SCHEMA
 from rollout_queue.redis import keys
 from rollout_queue.redis.connection.schema import claim_schema
 from tests.support.redis_process import RedisProcess
@@ -147,19 +146,6 @@ def test_the_earlier_release_goes_on_where_this_one_was(
     audited(process, tmp_path, "old", "new")
     audited_by(before, process, tmp_path)
     assert trained_by(process, "new") == {"trained"}
-
-
-def test_a_record_of_a_newer_schema_is_set_aside_by_the_earlier_release(
-    before: Path, process: RedisProcess, tmp_path: Path
-) -> None:
-    """It knows no `weir:schema`, so it does not refuse to start. The record and the reason are kept."""
-    record = encode(Outcome(session_id="future", status="completed", created_at=1.0))
-    newer = bytes([SCHEMA + 1]) + record[1:]
-    process.client.xadd(keys.STREAM, {keys.STREAM_FIELD: newer})
-    run(before, process, tmp_path, "old", steps=1)
-    letters: Any = process.client.xrange(keys.DEAD_LETTERS)
-    assert letters[0][1][b"error"] == f"record schema {SCHEMA + 1}; this build reads schema {SCHEMA}".encode()
-    assert letters[0][1][keys.STREAM_FIELD] == newer
 
 
 def test_this_release_refuses_a_newer_schema_and_says_so(process: RedisProcess, tiny_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Jobs by OpenAI's client: their rows are played, graded and rewarded, one job after the other."""
+"""Jobs by OpenAI's client are played, graded, rewarded and evaluated, as docs/fine_tuning.md says."""
 
 import re
 import threading
@@ -6,13 +6,22 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+from openai.types.fine_tuning import FineTuningJob
 
+from environments.results.journal import write_document
+from fine_tuning.jobs.store import JobStore
+from fine_tuning.settings import FineTuningLimits, FineTuningSettings
+from fine_tuning.training.evaluations import due_evaluation, end_evaluation, unfinished_evaluations
 from fine_tuning.training.versions import PolicyWatch
 from rollout_queue.protocol.policies import PolicyVersion
 from tests.support.environments.running import RunTest
-from tests.support.fine_tuning.running import EQUAL, RunningJobs, fine_tuning, sums
+from tests.support.fine_tuning.left_jobs import left_queued
+from tests.support.fine_tuning.running import EQUAL, RunningJobs, fine_tuning, jsonl, sums
+
+PAGE = (Path(__file__).parents[3] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
 
 
 def double(prompt: str) -> str:
@@ -29,6 +38,13 @@ class Shut:
         self.asked.set()
         self.opened.wait(300)
         return double(prompt)
+
+
+def assert_failed(job: FineTuningJob, code: str, message: str) -> None:
+    assert job.error is not None
+    assert (job.status, job.error.code) == ("failed", code)
+    assert message in job.error.message
+    assert job.fine_tuned_model is None
 
 
 def test_each_row_is_played_graded_and_rewarded(running: RunTest, service: RunningJobs) -> None:
@@ -76,11 +92,7 @@ def test_a_grader_that_fails_never_gives_a_reward_and_ends_the_job(
 ) -> None:
     grader = {**EQUAL, "reference": "{{item.no_such_field}}"}
     job = service.ended(service.start(sums(8), grader).id)
-    assert job.status == "failed"
-    assert job.error is not None
-    assert job.error.code == "episodes_failed"
-    assert "invalid_variable_error" in job.error.message
-    assert job.fine_tuned_model is None
+    assert_failed(job, "episodes_failed", "invalid_variable_error")
     assert {each["reward"] for each in running.sessions()} == {None}
     codes = Counter(each["verdict"]["code"] for each in running.sessions())
     assert codes["waiting_reward"] == codes["ready"] == 0
@@ -92,18 +104,14 @@ def test_a_job_whose_answers_are_all_late_fails(running: RunTest, tmp_path: Path
     with fine_tuning(tmp_path / "late", running.url, answer_s=0.05) as service:
         job = service.ended(service.start(sums(6)).id)
         shut.opened.set()
-    assert job.error is not None
-    assert (job.status, job.error.code) == ("failed", "episodes_failed")
-    assert "no answer with a grade within 0.05 s" in job.error.message
+    assert_failed(job, "episodes_failed", "no answer with a grade within 0.05 s")
     assert {each["reward"] for each in running.sessions()} == {None}
 
 
 def test_a_job_whose_rows_do_not_fit_into_the_context_fails(running: RunTest, service: RunningJobs) -> None:
     rows = [{**row, "messages": [{"role": "user", "content": "x " * 40_000}]} for row in sums(6)]
     job = service.ended(service.start(rows).id)
-    assert job.error is not None
-    assert (job.status, job.error.code) == ("failed", "episodes_failed")
-    assert "does not fit into the model's context" in job.error.message
+    assert_failed(job, "episodes_failed", "does not fit into the model's context")
 
 
 def test_a_job_whose_versions_cannot_be_followed_fails_at_once_and_says_why(
@@ -121,9 +129,7 @@ def test_a_job_whose_versions_cannot_be_followed_fails_at_once_and_says_why(
     monkeypatch.setattr(PolicyWatch, "published_after", published_after)
     job = service.ended(service.start(sums(2)).id)
     shut.opened.set()
-    assert job.error is not None
-    assert (job.status, job.error.code) == ("failed", "internal_error")
-    assert "RuntimeError: a version of the future" in job.error.message
+    assert_failed(job, "internal_error", "RuntimeError: a version of the future")
     assert f"job {job.id} failed" in caplog.text
     assert {each["status"] for each in running.sessions()} == {"abandoned"}
 
@@ -247,3 +253,51 @@ def test_the_oldest_job_that_has_ended_makes_room(running: RunTest, tmp_path: Pa
         with pytest.raises(openai.RateLimitError, match="2 jobs wait or run"):
             service.start(sums(1))
         shut.opened.set()
+
+
+def test_an_evaluation_is_due_after_so_many_versions_until_it_is_begun(tmp_path: Path) -> None:
+    assert due_evaluation(tmp_path, [], 2) is None
+    assert due_evaluation(tmp_path, [1], 2) is None
+    assert due_evaluation(tmp_path, [1, 2], 2) == 2
+    assert due_evaluation(tmp_path, [1, 2, 3], 2) == 3, "it was not begun: it is still due"
+    (tmp_path / "3").mkdir()
+    assert due_evaluation(tmp_path, [1, 2, 3, 4, 5], 2) == 3, "one that has not ended comes first"
+    end_evaluation(tmp_path, 3)
+    assert due_evaluation(tmp_path, [1, 2, 3, 4, 5], 2) == 5, "what came due meanwhile comes after it"
+    end_evaluation(tmp_path, 5)
+    assert due_evaluation(tmp_path, [1, 2, 3, 4, 5], 2) is None
+    assert unfinished_evaluations(tmp_path) == []
+
+
+def test_an_evaluation_that_was_interrupted_is_played_when_the_job_goes_on(
+    running: RunTest, tmp_path: Path
+) -> None:
+    running.engine.answer = lambda prompt: "2"
+    (job,) = left_queued(tmp_path / "left", 1, validation_file="file-2")
+    place = JobStore(tmp_path / "left" / "jobs", FineTuningLimits()).path(job)
+    (place / "validation.jsonl").write_bytes(jsonl(sums(4)))
+    write_document(place / "evals" / "7" / "run.json", {"run": "interrupted", "settings": {}})
+    with fine_tuning(tmp_path / "left", running.url) as service:
+        assert service.ended(job.id).status == "succeeded"
+        told = [each for each in service.messages(job.id) if each.startswith("Evaluation at version")]
+    assert [each.partition(":")[0] for each in told] == ["Evaluation at version 7", "Evaluation at version 0"]
+
+
+def test_the_example_runs(running: RunTest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    running.engine.answer = lambda prompt: "4"
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    with fine_tuning(tmp_path / "jobs", running.url, "admin-key") as service:
+        code = code.replace("http://127.0.0.1:8400", service.url).replace("ADMIN-KEY", "admin-key")
+        exec(compile(code, "docs/fine_tuning.md", "exec"), {})  # noqa: S102 - the page's own example
+    told = capsys.readouterr().out
+    assert "The job has successfully completed: policy@" in told
+    assert len(running.sessions()) == 8 * 2 * 2
+
+
+def test_every_setting_and_metric_is_explained(running: RunTest, tmp_path: Path) -> None:
+    names = [f"limits.{name}" for name in FineTuningLimits.model_fields]
+    names += [name for name in FineTuningSettings.model_fields if name != "limits"]
+    with fine_tuning(tmp_path / "jobs", running.url) as service:
+        metrics = re.findall(r"^# TYPE (\S+)", httpx.get(f"{service.url}/metrics", timeout=120).text, re.M)
+    assert len(metrics) == 2
+    assert not [name for name in [*names, *metrics] if f"`{name}`" not in PAGE]

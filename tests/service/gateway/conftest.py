@@ -7,6 +7,7 @@ from tests.support.gateway.fixtures import (  # noqa: F401 - pytest finds them h
     gated_timed,
     gateway,
     gateway_url,
+    other,
     own_backends,
     pad,
     retry_counts,

@@ -86,12 +86,13 @@ def test_a_cut_answer_is_incomplete(gateway: RunningGateway) -> None:
     gateway.engine.script.append("one two three four five six")
     told = ended(gateway, start(gateway, max_output_tokens=3))
     assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (told["output"][0]["status"], told["completed_at"]) == ("incomplete", None)
 
 
 def test_a_request_that_cannot_run_in_the_background_is_a_400(gateway: RunningGateway) -> None:
-    for more, param in (({"stream": True}, "stream"), ({"store": False}, "store"), ({"input": []}, "input")):
-        reply = gateway.post(PATH, {"input": "hi", "background": True, **more})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), more
+    for param, value in (("stream", True), ("store", False), ("input", [])):
+        reply = gateway.post(PATH, {"input": "hi", "background": True, param: value})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert not list(gateway.redis.scan_iter(keys.response("*")))
 
 

@@ -1,10 +1,10 @@
 """A request may hold the beginning of the answer. The record's output is exactly the sampled continuation."""
 
-import json
 from typing import Any
 
 import pytest
 
+from tests.support.gateway import streams
 from tests.support.gateway.running import RunningGateway
 
 ASKED: Any = {"role": "user", "content": "what is it?"}
@@ -33,12 +33,7 @@ def text_of(path: str, reply: Any, stream: bool) -> str:
         if path == "messages":
             return "".join(block.get("text", "") for block in told["content"])
         return str(told["choices"][0]["message"]["content"] or "")
-    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
-    if path == "messages":
-        return "".join(event.get("delta", {}).get("text", "") for event in events)
-    return "".join(
-        choice["delta"].get("content", "") for event in events for choice in event.get("choices", ())
-    )
+    return streams.text_of(reply.text.splitlines())[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,13 +2,11 @@
 
 import json
 import shutil
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from starlette.responses import JSONResponse, PlainTextResponse
 
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.long_cases import in_turn
@@ -62,7 +60,7 @@ def test_an_engine_that_talks_nonsense_is_503_and_nothing_is_recorded(
         error = json.loads(reply.text.splitlines()[-2][6:])["error"]
         assert "[DONE]" not in reply.text
     else:
-        assert reply.status_code == 503
+        assert (reply.status_code, "retry-after" in reply.headers) == (503, True)
         error = reply.json()["error"]
     assert error["type"] == "engine_unavailable"
     assert gateway.turns(session) == []
@@ -86,38 +84,6 @@ def test_no_key_is_401_and_an_unknown_path_404_and_a_wrong_method_405(gateway: R
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"}, path
     with pytest.raises(openai.AuthenticationError):
         gateway.client(gateway.session() | {"api_key": "wrong"}).models.list()
-
-
-def test_an_engine_that_fails_is_503_and_nothing_is_recorded(gateway: RunningGateway) -> None:
-    for refusal in (
-        PlainTextResponse("Internal Server Error", 500),
-        JSONResponse({"object": "error", "message": "full", "code": 503}, 503),
-    ):
-        gateway.engine.refusals = deque([refusal] * 99)
-        session = gateway.session()
-        reply = gateway.chat(session=session)
-        assert (reply.status_code, "retry-after" in reply.headers) == (503, True), refusal.body
-        assert gateway.turns(session) == [], refusal.body
-
-
-def test_an_engine_that_dies_in_the_middle_leaves_no_seam(gateway: RunningGateway) -> None:
-    gateway.engine.mind = "one two three four five six"
-    gateway.engine.stop_after = 3
-    session = gateway.session()
-    chunks = list(
-        gateway.client(session).chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "x"}], stream=True
-        )
-    )
-    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert chunks[-1].choices[0].finish_reason == "stop"
-    assert said == "one two three four five six"
-    (turn,) = gateway.turns(session)
-    ids = gateway.engine.tokenizer.encode(said + "<|im_end|>").ids
-    assert turn["output_ids"] == ids
-    assert turn["versions"] == [{"version": 0, "start": 0, "end": len(ids)}]
-    assert len(gateway.engine.requests) > 1
-    assert gateway.engine.requests[-1]["input_ids"] == turn["context_ids"] + ids[: len(ids) // 3 * 3]
 
 
 def test_no_engine_at_all_is_503_with_the_reason(gateway: RunningGateway) -> None:

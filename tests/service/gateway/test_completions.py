@@ -1,5 +1,7 @@
 """OpenAI's completions API over HTTP: prompts without a chat template."""
 
+from typing import Any
+
 from tests.support.gateway.running import RunningGateway
 
 
@@ -63,8 +65,14 @@ def test_logprobs_are_those_of_the_record(gateway: RunningGateway) -> None:
     assert (logprobs.text_offset or [])[0] == 0
 
 
+ENDS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"max_tokens": 3}, None, "length"),
+    ({"stop": "END"}, "one, two ", "stop"),
+]
+
+
 def test_an_answer_ends_where_it_was_asked_to(gateway: RunningGateway) -> None:
-    for more, text, reason in (({"max_tokens": 3}, None, "length"), ({"stop": "END"}, "one, two ", "stop")):
+    for more, text, reason in ENDS:
         gateway.engine.script.append("one, two END three")
         reply = gateway.post("/v1/completions", {"prompt": "count", **more}).json()
         (choice,) = reply["choices"]

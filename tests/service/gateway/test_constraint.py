@@ -75,11 +75,6 @@ GUIDED: Any = [
 ]
 
 
-def elements_of(format_: Any) -> list[Any]:
-    """The parts of a sequence. For any other format, a list of the format alone."""
-    return list(format_["elements"]) if format_["type"] == "sequence" else [format_]
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize(("wish", "kind", "form"), GUIDED)
 def test_a_guided_answer_is_held_to_its_pattern_or_choices(
@@ -90,7 +85,8 @@ def test_a_guided_answer_is_held_to_its_pattern_or_choices(
     assert reply.status_code == 200, reply.text
     sent = gateway.engine.requests[0]["sampling_params"]
     assert GRAMMARS & sent.keys() == {"structural_tag"}
-    assert elements_of(json.loads(sent["structural_tag"])["format"])[-1] == form
+    given = json.loads(sent["structural_tag"])["format"]
+    assert (given["elements"][-1] if given["type"] == "sequence" else given) == form
     (turn,) = gateway.turns({"session_id": reply.headers["x-weir-session-id"]})
     assert turn["sampling"]["asked"]["constraint"] == turn["sampling"]["used"]["constraint"] == kind
 

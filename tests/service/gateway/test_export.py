@@ -159,12 +159,17 @@ SENSELESS = (
     "cursor=",
     "cursor=nobody/t",
     "cursor=there/no-such-turn",
+    "format=verl&empty=true",
+    "format=jsonl&partial_groups=true",
+    "format=parquet&partial_groups=true",
+    "format=TRL",
 )
 
 
 def test_what_makes_no_sense_is_a_400(gateway: RunningGateway) -> None:
-    episode(gateway, session_id="there")
-    for query in SENSELESS:
+    session = episode(gateway, session_id="there")
+    gateway.finish(session, reward=1.0)
+    for query in (*SENSELESS, f"format=trl&cursor={export(gateway)[0]['cursor']}"):
         reply = gateway.get(f"/admin/export?{query}", key=ADMIN_KEY)
         assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error"), query
 

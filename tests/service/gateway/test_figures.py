@@ -64,7 +64,7 @@ def test_a_call_counts_in_its_dialect_and_in_no_other(fresh: RunningGateway) -> 
         assert fresh.post(path, body).status_code == 200
         if dialect in CALLS:
             streamed(fresh, dialect)
-        wrong = {"temperature": "hot"} if dialect in CALLS else {"model": 5}
+        wrong: dict[str, Any] = {"temperature": "hot"} if dialect in CALLS else {"model": 5}
         assert fresh.post(path, body | wrong).status_code == 400
         assert fresh.post(path, body, key="wrong").status_code == 401
         found = figures(fresh)
@@ -86,7 +86,8 @@ def test_a_call_counts_in_its_dialect_and_in_no_other(fresh: RunningGateway) -> 
     assert not any(found["weir_part_seconds_count", "count_tokens", part] for part in PARTS)
 
 
-def test_every_event_but_the_first_has_a_gap(fresh: RunningGateway) -> None:
+def test_every_event_but_the_first_has_a_gap_and_the_slowest_parts_are_named(fresh: RunningGateway) -> None:
+    assert fresh.admin("GET", "/status").json()["slowest_parts"] == []
     fresh.engine.pace_s = 0.2  # longer than the heartbeats, which do not count
     fresh.engine.script.append([300, 301, 302])
     streamed(fresh, "chat")
@@ -96,47 +97,15 @@ def test_every_event_but_the_first_has_a_gap(fresh: RunningGateway) -> None:
     assert found["weir_token_gap_seconds_bucket", "chat", "0.1"] == 0
     assert found["weir_token_gap_seconds_sum", "chat"] >= 0.2 * gaps * 0.9
     assert found["weir_first_token_seconds_sum", "chat"] >= 0.2 * 0.9
+    parts = fresh.admin("GET", "/status").json()["slowest_parts"]
+    assert len(parts) == 5
+    assert (parts[0]["part"], parts[0]["runs"]) == ("sample", 1)
+    assert parts[0]["seconds"] >= 0.2 * 0.9
+    assert [part["seconds"] for part in parts] == sorted((p["seconds"] for p in parts), reverse=True)
+    assert {part["part"] for part in parts} <= PARTS
 
 
-def test_a_prompts_time_is_divided_between_template_and_tokenizer(fresh: RunningGateway) -> None:
-    fresh.chat(" ".join(f"word{number}" for number in range(2000)), max_tokens=1)
-    count = {"messages": HI, "model": "policy"}
-    assert fresh.post("/v1/messages/count_tokens", count).status_code == 200
-    found = figures(fresh)
-    for dialect in ("chat", "count_tokens"):
-        for part in ("render", "tokenize"):
-            assert found["weir_part_seconds_count", dialect, part] == 1
-            assert found["weir_part_seconds_sum", dialect, part] > 0
-
-
-def test_a_call_is_in_flight_until_its_end(gated: RunningGateway) -> None:
-    call = Call(gated, gated.session())
-    asked(gated, 1)
-    assert figures(gated)["weir_calls_in_flight", "chat"] == 1
-    let_on(gated)
-    call.completion()
-    wait_until(lambda: figures(gated)["weir_calls_in_flight", "chat"] == 0)
-
-
-def test_a_call_whose_client_left_counts_as_499(gated: RunningGateway) -> None:
-    before = figures(gated).get(("weir_http_responses_total", "chat", "499"), 0)
-    call = Call(gated, gated.session())
-    asked(gated, 1)
-    call.hang_up()
-    wait_until(lambda: figures(gated).get(("weir_http_responses_total", "chat", "499"), 0) == before + 1)
-
-
-def test_a_call_that_no_engine_takes_has_waited(backends: Backends) -> None:
-    backends.clear(None)
-    with backends.gateway(engines=[], engine_wait_s=0.3) as gateway:
-        assert gateway.chat().status_code == 503
-        found = figures(gateway)
-    assert found["weir_engine_wait_seconds_count", "chat"] == 1
-    assert found["weir_engine_wait_seconds_sum", "chat"] >= 0.3 * 0.9
-    assert found["weir_part_seconds_count", "chat", "sample"] == 0
-
-
-def test_the_caches_count_their_hits(fresh: RunningGateway) -> None:
+def test_the_caches_count_their_hits_and_a_prompts_time_is_divided(fresh: RunningGateway) -> None:
     def lookups(cache: str) -> list[float]:
         found = figures(fresh)
         return [found["weir_cache_lookups_total", cache, result] for result in ("hit", "miss")]
@@ -152,24 +121,40 @@ def test_the_caches_count_their_hits(fresh: RunningGateway) -> None:
     }
     assert grown["first_prompts"] == [1, 1], "both sessions begin with the same prompt"
     assert grown["heads"] == [2, 2], "a session is read at its first call"
-    assert grown["phrases"][0] > 0
-    assert grown["phrases"][1] > 0
-
-
-def test_the_status_names_the_slowest_parts(fresh: RunningGateway) -> None:
-    assert fresh.admin("GET", "/status").json()["slowest_parts"] == []
-    fresh.engine.pace_s = 0.3
-    fresh.chat(max_tokens=1)
-    parts = fresh.admin("GET", "/status").json()["slowest_parts"]
-    assert len(parts) == 5
-    assert (parts[0]["part"], parts[0]["runs"]) == ("sample", 1)
-    assert parts[0]["seconds"] >= 0.3 * 0.9
-    assert [part["seconds"] for part in parts] == sorted((p["seconds"] for p in parts), reverse=True)
-    assert {part["part"] for part in parts} <= PARTS
-
-
-def test_the_lag_of_the_event_loop_is_measured(fresh: RunningGateway) -> None:
+    assert min(grown["phrases"]) > 0
+    count = {"messages": HI, "model": "policy"}
+    assert fresh.post("/v1/messages/count_tokens", count).status_code == 200
+    found = figures(fresh)
+    for dialect in ("chat", "count_tokens"):
+        for part in ("render", "tokenize"):
+            assert found["weir_part_seconds_count", dialect, part] >= 1
+            assert found["weir_part_seconds_sum", dialect, part] > 0
     wait_until(lambda: figures(fresh)["weir_loop_lag_seconds_count",] >= 2)
+
+
+def test_a_call_is_in_flight_until_its_end_and_counts_as_499_if_its_client_leaves(
+    gated: RunningGateway,
+) -> None:
+    left = ("weir_http_responses_total", "chat", "499")
+    before = figures(gated).get(left, 0)
+    staying, leaving = (Call(gated, gated.session()) for _ in range(2))
+    asked(gated, 2)
+    assert figures(gated)["weir_calls_in_flight", "chat"] == 2
+    leaving.hang_up()
+    wait_until(lambda: figures(gated).get(left, 0) == before + 1)
+    let_on(gated)
+    staying.completion()
+    wait_until(lambda: figures(gated)["weir_calls_in_flight", "chat"] == 0)
+
+
+def test_a_call_that_no_engine_takes_has_waited(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway(engines=[], engine_wait_s=0.3) as gateway:
+        assert gateway.chat().status_code == 503
+        found = figures(gateway)
+    assert found["weir_engine_wait_seconds_count", "chat"] == 1
+    assert found["weir_engine_wait_seconds_sum", "chat"] >= 0.3 * 0.9
+    assert found["weir_part_seconds_count", "chat", "sample"] == 0
 
 
 def test_the_document_names_every_metric_and_every_label(fresh: RunningGateway) -> None:

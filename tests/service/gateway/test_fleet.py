@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,6 +39,8 @@ from tests.support.redis_clients import async_redis_at
 from tests.support.serving import free_port
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import PATIENCE_S
+
+NOWHERE = "http://127.0.0.1:1"
 
 
 @dataclass
@@ -106,23 +109,26 @@ def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
     assert (breaker.state, breaker.openings, breaker.allows_call) == ("closed", 0, True)
 
 
-@pytest.fixture
-async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
-    redis, engine = async_redis_at(redis_url), EngineClient(HttptoolsTransport(5.0))
-    fleet = Fleet(redis, engine, None)
-    for name in ("r0", "r1"):
-        add(fleet, name)
-    fleet.adopt(plan_of(b"1"))
+@asynccontextmanager
+async def fleet_on(redis: Redis, *engines: str) -> AsyncIterator[Fleet]:
+    """The fleet of a gateway with these bare engines."""
+    engine = EngineClient(HttptoolsTransport(5.0))
+    fleet = Fleet(redis, engine, None, list(engines))
     yield fleet
     await fleet.close()
     await engine.close()
     await redis.aclose()
 
 
-def add(fleet: Fleet, name: str, url: str = "http://127.0.0.1:1") -> FleetServer:
-    registration = Registration(id=name, url=url, engine_url=url)
-    server = fleet.servers[name] = FleetServer(registration, state="ready", version=1)
-    return server
+@pytest.fixture
+async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
+    """Two servers that are ready with the served version."""
+    async with fleet_on(async_redis_at(redis_url)) as fleet:
+        for name in ("r0", "r1"):
+            registration = Registration(id=name, url=NOWHERE, engine_url=NOWHERE)
+            fleet.servers[name] = FleetServer(registration, state="ready", version=1)
+        fleet.adopt(plan_of(b"1"))
+        yield fleet
 
 
 def chosen(fleet: Fleet, version: int | None = None, avoid: str = "") -> set[str]:
@@ -194,7 +200,7 @@ async def test_a_server_that_hangs_does_not_delay_the_state_of_the_others(fleet:
     port = hanging.sockets[0].getsockname()[1]
     fleet.servers.clear()
     slow = FleetServer(Registration(id="slow", engine_url=f"http://127.0.0.1:{port}"), "ready")
-    gone = FleetServer(Registration(id="gone", engine_url="http://127.0.0.1:1"), "ready")
+    gone = FleetServer(Registration(id="gone", engine_url=NOWHERE), "ready")
     fleet.servers |= {"slow": slow, "gone": gone}
     began = time.monotonic()
     await fleet.refresh()
@@ -209,31 +215,28 @@ async def test_a_server_that_hangs_does_not_delay_the_state_of_the_others(fleet:
 async def test_what_is_served_or_drained_meanwhile_is_not_undone_by_an_older_reading(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    redis, engine = async_redis_at(redis_url), EngineClient(HttptoolsTransport(1.0))
-    fleet = Fleet(redis, engine, None, ["http://127.0.0.1:1", "http://127.0.0.1:2"])
-    first, second = fleet.servers
-    read, go_on, execute = asyncio.Event(), asyncio.Event(), Pipeline.execute
+    async with fleet_on(async_redis_at(redis_url), NOWHERE, "http://127.0.0.1:2") as fleet:
+        first, second = fleet.servers
+        read, go_on, execute = asyncio.Event(), asyncio.Event(), Pipeline.execute
 
-    async def late(pipeline: Pipeline) -> Any:
-        answer = await execute(pipeline)
-        read.set()
-        await go_on.wait()
-        return answer
+        async def late(pipeline: Pipeline) -> Any:
+            answer = await execute(pipeline)
+            read.set()
+            await go_on.wait()
+            return answer
 
-    await fleet.set_drained(second, drained=True)
-    monkeypatch.setattr(Pipeline, "execute", late)
-    reading = asyncio.create_task(fleet.refresh())
-    await read.wait()
-    fleet.adopt(plan_of(b"7"))
-    await fleet.set_drained(first, drained=True)
-    await fleet.set_drained(second, drained=False)
-    go_on.set()
-    await reading
-    assert fleet.serving == 7
-    assert [server.drained for server in fleet.servers.values()] == [True, False]
-    await fleet.set_drained(first, drained=False)
-    await engine.close()
-    await redis.aclose()
+        await fleet.set_drained(second, drained=True)
+        monkeypatch.setattr(Pipeline, "execute", late)
+        reading = asyncio.create_task(fleet.refresh())
+        await read.wait()
+        fleet.adopt(plan_of(b"7"))
+        await fleet.set_drained(first, drained=True)
+        await fleet.set_drained(second, drained=False)
+        go_on.set()
+        await reading
+        assert fleet.serving == 7
+        assert [server.drained for server in fleet.servers.values()] == [True, False]
+        await fleet.set_drained(first, drained=False)
 
 
 class CountingRedis(Redis):
@@ -250,34 +253,29 @@ class CountingRedis(Redis):
 
 async def test_registrations_are_read_after_a_change_and_a_renewal_reads_its_own(redis_url: str) -> None:
     redis = cast(CountingRedis, CountingRedis.from_url(redis_url))
-    engine = EngineClient(HttptoolsTransport(1.0))
-    here, there = (Fleet(redis, engine, None) for _ in range(2))
-    url = "http://127.0.0.1:1"
-    registration = Registration(id="r0", url=url, engine_url=url, process="p0")
-    await here.register(registration)
-    await there.refresh()
-    assert there.servers["r0"].registration.process == "p0"
-    assert redis.sent["HGETALL"] > 0
-    redis.sent.clear()
-    stored_at = there.servers["r0"].registration.registered_at
-    renewed = await here.register(registration)
-    await there.refresh()
-    assert redis.sent["HGETALL"] == 0
-    assert renewed.registration.registered_at > stored_at
-    await here.register(Registration(id="r1", url=f"{url}1", engine_url=f"{url}1", process="p1"))
-    await there.refresh()
-    assert set(there.servers) == {"r0", "r1"}
-    assert await here.remove("r1")
-    await there.refresh()
-    assert set(there.servers) == {"r0"}
-    await redis.hdel(keys.SERVERS, "r0")  # a gateway of an earlier version does not say that it changed
-    await redis.delete(keys.SERVERS_CHANGED)
-    await there.refresh()
-    assert not there.servers
-    for fleet in (here, there):
-        await fleet.close()
-    await engine.close()
-    await redis.aclose()
+    async with fleet_on(redis) as here, fleet_on(redis) as there:
+        registration = Registration(id="r0", url=NOWHERE, engine_url=NOWHERE, process="p0")
+        await here.register(registration)
+        await there.refresh()
+        assert there.servers["r0"].registration.process == "p0"
+        assert redis.sent["HGETALL"] > 0
+        redis.sent.clear()
+        stored_at = there.servers["r0"].registration.registered_at
+        renewed = await here.register(registration)
+        await there.refresh()
+        assert redis.sent["HGETALL"] == 0
+        assert renewed.registration.registered_at > stored_at
+        url = f"{NOWHERE}1"
+        await here.register(Registration(id="r1", url=url, engine_url=url, process="p1"))
+        await there.refresh()
+        assert set(there.servers) == {"r0", "r1"}
+        assert await here.remove("r1")
+        await there.refresh()
+        assert set(there.servers) == {"r0"}
+        await redis.hdel(keys.SERVERS, "r0")  # a gateway of an earlier version does not say that it changed
+        await redis.delete(keys.SERVERS_CHANGED)
+        await there.refresh()
+        assert not there.servers
 
 
 # The driver of pushes, step by step
@@ -285,45 +283,26 @@ async def test_registrations_are_read_after_a_change_and_a_renewal_reads_its_own
 BOUNDS = PushBounds(timeout_s=5, lease_s=5, max_unavailable=0.25, fetch_fan_out=4, max_version_lag=4)
 
 
-@pytest.fixture
-async def unserved(own_backends: Backends) -> AsyncIterator[Fleet]:
-    """The fleet of a gateway that knows no server yet."""
-    own_backends.clear(None)
-    redis, engine = async_redis_at(own_backends.redis_url), EngineClient(HttptoolsTransport(5.0))
-    fleet = Fleet(redis, engine, None)
-    yield fleet
-    await fleet.close()
-    await engine.close()
-    await redis.aclose()
-
-
-async def begin_push(redis: Redis) -> None:
-    register = PolicyRegister(redis)
-    record = PolicyRecord(version=1, location="file:///policies/1", created_at=time.time())
-    assert await register.register(record, await register.look())
-    await ServingRegister(redis).change(lambda plan: plan.begun(1, time.time(), force=False))
-
-
-async def test_a_push_waits_for_a_server_that_registered_at_another_gateway(unserved: Fleet) -> None:
+@pytest.mark.parametrize("registered", [True, False])
+async def test_a_push_waits_for_a_server_that_registered_at_another_gateway(
+    own_backends: Backends, registered: bool
+) -> None:
     """Nothing listens at the server's address, so the push cannot go on, and must not end without it."""
-    await begin_push(unserved.redis)
-    url = f"http://127.0.0.1:{free_port()}"
-    registration = Registration(id="r0", url=url, engine_url=url, registered_at=time.time())
-    await unserved.redis.hset(keys.SERVERS, "r0", msgspec.json.encode(registration).decode())
-    driver = PushDriver(unserved.redis, unserved, BOUNDS)
-    await driver.step()
-    plan = await ServingRegister(unserved.redis).read()
-    assert (plan.pushing, plan.serving) == (True, None)
-    await driver.close()
-
-
-async def test_a_push_without_any_server_ends(unserved: Fleet) -> None:
-    await begin_push(unserved.redis)
-    driver = PushDriver(unserved.redis, unserved, BOUNDS)
-    await driver.step()
-    plan = await ServingRegister(unserved.redis).read()
-    assert (plan.pushing, plan.serving) == (False, 1)
-    await driver.close()
+    own_backends.clear(None)
+    async with fleet_on(async_redis_at(own_backends.redis_url)) as fleet:
+        register, serving = PolicyRegister(fleet.redis), ServingRegister(fleet.redis)
+        record = PolicyRecord(version=1, location="file:///policies/1", created_at=time.time())
+        assert await register.register(record, await register.look())
+        await serving.change(lambda plan: plan.begun(1, time.time(), force=False))
+        if registered:
+            url = f"http://127.0.0.1:{free_port()}"
+            registration = Registration(id="r0", url=url, engine_url=url, registered_at=time.time())
+            await fleet.redis.hset(keys.SERVERS, "r0", msgspec.json.encode(registration).decode())
+        driver = PushDriver(fleet.redis, fleet, BOUNDS)
+        await driver.step()
+        plan = await serving.read()
+        assert (plan.pushing, plan.serving) == ((True, None) if registered else (False, 1))
+        await driver.close()
 
 
 # The limits of calls that follow the load of engines: properties of the arithmetic, and the settings

@@ -78,8 +78,8 @@ def test_an_image_is_resized_and_made_plain_before_the_engine_sees_it(seeing: Ru
     turned = Image.Exif()
     turned[0x0112] = 6
     photo = data_url(encoded(image_of(40, 80), "JPEG", exif=turned), "image/jpeg")
-    plain = [(each.format, each.mode, each.size) for each in seen(seeing, glass, photo)]
-    assert plain == [("PNG", "RGB", (96, 64)), ("PNG", "RGB", (64, 32))]
+    forms = [(each.format, each.mode, each.size) for each in seen(seeing, glass, photo)]
+    assert forms == [("PNG", "RGB", (96, 64)), ("PNG", "RGB", (64, 32))]
     first, second = Image.new("RGB", (64, 64), "red"), Image.new("RGB", (64, 64), "blue")
     several = data_url(encoded(first, "MPO", save_all=True, append_images=[second]), "image/jpeg")
     (shown_one,) = seen(seeing, several)
@@ -88,14 +88,11 @@ def test_an_image_is_resized_and_made_plain_before_the_engine_sees_it(seeing: Ru
     greys = [data_url(encoded(Image.new("I;16", (64, 64), grey))) for grey in (0, 0x4000, 0xFFFF)]
     pixels = [each.getpixel((9, 9)) for each in seen(seeing, *greys)]
     assert pixels == [(0, 0, 0), (64, 64, 64), (255, 255, 255)], "16 bits are scaled to 8"
-
-
-def test_equal_pixels_have_equal_hashes_whatever_their_profile(seeing: RunningGateway) -> None:
     image = image_of(64, 64)
     plain, profiled = encoded(image), encoded(image, icc_profile=b"a profile", dpi=(300, 300))
-    say(seeing, seeing.session(), asking(data_url(plain), data_url(profiled)))
-    one, two = seeing.engine.requests[0]["image_data"]
-    assert one == two
+    seen(seeing, data_url(plain), data_url(profiled))
+    one, two = seeing.engine.requests[-1]["image_data"]
+    assert one == two, "equal pixels are one image, whatever their profile"
 
 
 def test_the_next_call_extends_the_turn_and_sends_all_images_again(seeing: RunningGateway, pad: int) -> None:
@@ -111,15 +108,6 @@ def test_the_next_call_extends_the_turn_and_sends_all_images_again(seeing: Runni
     assert asked["input_ids"].count(pad) == 2
     assert two.context_ids[image.start : image.end].tolist() == [pad] * 6
     assert len(stored_images(seeing)) == 2
-
-
-def test_a_tools_result_may_show_an_image(seeing: RunningGateway) -> None:
-    session = seeing.session()
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    seen = {"role": "tool", "tool_call_id": "c1", "content": shown("it is", WIDE)}
-    history = [{"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": [call]}, seen]
-    say(seeing, session, *history)
-    assert len(turns_of(seeing, session["session_id"])[0].images) == 1
 
 
 def test_a_conversation_with_another_image_of_the_same_size_is_another_one(seeing: RunningGateway) -> None:
@@ -291,7 +279,7 @@ def test_a_prompt_of_ids_has_no_pads(seeing: RunningGateway, pad: int) -> None:
         assert (reply.status_code, error["code"]) == (400, "images_in_token_ids"), reply.text
 
 
-def test_messages_and_responses_show_images_too(seeing: RunningGateway) -> None:
+def test_images_of_users_and_tools_are_the_same_in_every_dialect(seeing: RunningGateway) -> None:
     data = WIDE.partition(",")[2]
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [block]}
@@ -310,10 +298,14 @@ def test_messages_and_responses_show_images_too(seeing: RunningGateway) -> None:
         output,
     ]
     assert seeing.post("/v1/responses", {"input": items}).status_code == 200
-    first, second = seeing.engine.requests
-    assert first["image_data"] == second["image_data"]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    seen = {"role": "tool", "tool_call_id": "c", "content": shown(WIDE)}
+    messages = [asking("a", WIDE), {"role": "assistant", "tool_calls": [call]}, seen]
+    assert seeing.post(CHAT, {"messages": messages}).status_code == 200
+    first, *others = seeing.engine.requests
     assert len(first["image_data"]) == 2
-    assert first["input_ids"] == second["input_ids"]
+    for other in others:
+        assert (other["image_data"], other["input_ids"]) == (first["image_data"], first["input_ids"])
     assert counted.json()["input_tokens"] == len(first["input_ids"]) + 2 * 5
 
 

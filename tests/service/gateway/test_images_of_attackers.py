@@ -145,13 +145,14 @@ UNLISTED = "not fetched from this host"
 
 
 async def test_what_is_not_fetched(host: ImageHost) -> None:
-    for path, hosts, most, why in (
+    cases: list[tuple[str, list[str], int, str]] = [
         ("/image", [], 1000, UNLISTED),
         ("/image", ["127.0.0.1"], 1000, UNLISTED),
         ("/elsewhere", [host.name], 1000, "status 307"),
         ("/missing", [host.name], 1000, "status 404"),
         ("/image", [host.name], 999, "at most 999 bytes"),
-    ):
+    ]
+    for path, hosts, most, why in cases:
         host.asked.clear()
         fetcher = ImageFetcher(hosts, most, 5.0, anywhere)
         with pytest.raises(InvalidRequest, match=why) as refused:

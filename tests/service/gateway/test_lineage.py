@@ -182,13 +182,6 @@ def test_deleted_sessions_leave_the_lineage(gateway: RunningGateway, trainer: Re
     }
 
 
-def test_a_version_without_steps_has_an_empty_lineage(gateway: RunningGateway, trainer: RedisReader) -> None:
-    published(gateway, 5)
-    found = admin(gateway, "/admin/policies/5/lineage")
-    assert found == {"version": 5, "steps": [], "data": [], "next_cursor": None}
-    assert gateway.get("/admin/policies/6/lineage", key=ADMIN_KEY).status_code == 404
-
-
 WRONG = [
     ("/policies/1/lineage?cursor=x", 400, "cursor"),
     ("/policies/1/lineage?cursor=WzFd", 400, "cursor"),
@@ -201,6 +194,9 @@ WRONG = [
 
 def test_wrong_questions_are_refused(gateway: RunningGateway, trainer: RedisReader) -> None:
     published(gateway, 1)
+    without_steps = {"version": 1, "steps": [], "data": [], "next_cursor": None}
+    assert admin(gateway, "/admin/policies/1/lineage") == without_steps
+    assert gateway.admin("GET", "/policies/6/lineage").status_code == 404
     for path, status, param in WRONG:
         reply = gateway.admin("GET", path)
         assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), path
@@ -210,6 +206,10 @@ def test_wrong_questions_are_refused(gateway: RunningGateway, trainer: RedisRead
 def test_a_group_shows_how_its_rewards_became_advantages(
     gateway: RunningGateway, trainer: RedisReader
 ) -> None:
+    gateway.session(group_id="h")
+    open_ = admin(gateway, "/admin/groups/h")
+    assert (open_["size"], open_["mean"], open_["std"]) == (None, None, None)
+    assert [each["verdict"] for each in open_["members"]] == ["open"]
     names = group(gateway, "g", [1.0, 0.0, 0.5], turns=2)
     waiting = admin(gateway, "/admin/groups/g")
     assert {each["verdict"] for each in waiting["members"]} == {"ready"}
@@ -231,10 +231,3 @@ def test_a_group_shows_how_its_rewards_became_advantages(
         {"reward": 0.0, "advantage": -0.5, **trained},
         {"reward": 0.5, "advantage": 0.0, **trained},
     ]
-
-
-def test_an_open_group_says_what_its_members_wait_for(gateway: RunningGateway, trainer: RedisReader) -> None:
-    gateway.session(group_id="h")
-    found = admin(gateway, "/admin/groups/h")
-    assert (found["size"], found["mean"], found["std"]) == (None, None, None)
-    assert [each["verdict"] for each in found["members"]] == ["open"]

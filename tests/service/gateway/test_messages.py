@@ -160,7 +160,8 @@ def test_an_output_format_holds_the_answer_to_its_schema(gateway: RunningGateway
     schema = {"type": "object", "properties": {"digit": {"type": "integer"}}, "required": ["digit"]}
     form = {"type": "json_schema", "schema": schema}
     messages = [{"role": "user", "content": "a digit?"}]
-    for field in ({"output_config": {"format": form}}, {"output_format": form}):
+    fields: list[dict[str, Any]] = [{"output_config": {"format": form}}, {"output_format": form}]
+    for field in fields:
         gateway.engine.script.append('{"digit": 7}')
         reply = ask(gateway, messages, **field)
         assert reply.json()["content"] == [{"type": "text", "text": '{"digit": 7}'}], field

@@ -62,15 +62,8 @@ def trainer(gateway: RunningGateway, tmp_path: Path, curves: Curves) -> Iterator
     reported: Any = state.snapshot.report().fields()
     with HttpThread(api, "127.0.0.1", port):
         gateway.redis.hset(keys.TRAINER, mapping=reported)
-        wait_until(lambda: is_live(f"http://127.0.0.1:{port}"))
+        wait_until(lambda: gateway.admin("GET", "/trainer/status").status_code == 200)
         yield state
-
-
-def is_live(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/live", timeout=120).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_an_operator_pauses_and_resumes_the_trainer_over_the_gateway(
@@ -137,19 +130,15 @@ def test_an_operator_sets_the_training_back_over_the_gateway(
     assert listed == {"versions": [], "recoveries": [], "lr_scale": 1.0}
 
 
-@pytest.mark.usefixtures("trainer")
-def test_an_operator_reads_the_trainers_status_and_ledger_over_the_gateway(gateway: RunningGateway) -> None:
+def test_an_operator_reads_the_trainers_status_ledger_and_tasks_over_the_gateway(
+    gateway: RunningGateway, trainer: SharedState
+) -> None:
     status = gateway.admin("GET", "/trainer/status").json()
     assert (status["state"], status["step"], status["version"]) == ("waiting", 3, 3)
     page = gateway.admin("GET", "/trainer/ledger?since=1&limit=1").json()
     assert ([row["step"] for row in page["data"]], page["next_cursor"]) == ([2], "2")
     refused = gateway.admin("GET", "/trainer/ledger?since=-1")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "since")
-
-
-def test_the_weights_of_tasks_are_read_over_the_gateway(
-    gateway: RunningGateway, trainer: SharedState
-) -> None:
     trainer.tasks = [TaskRate(name, passed=2.0, rollouts=2.0) for name in ("c", "a+b", "a+a")]
     assert gateway.get("/admin/trainer/tasks").status_code == 403
     page = gateway.admin("GET", "/trainer/tasks?limit=2").json()

@@ -67,8 +67,8 @@ def test_the_pipeline_says_what_waits_for_what(backends: Backends, monkeypatch: 
         gateway.finish(members[2], status="failed")
         gateway.finish(gateway.session(group_id="h", group_size=2), reward=0.0)
         waiting_for = "16 rows with an advantage, of which 4 are here"
-        said = {"state": "waiting", "step": 3, "version": 4, "last_seen": time.time()}
-        backends.redis.hset(keys.TRAINER, mapping=said | {"waiting_for": waiting_for})  # type: ignore[arg-type]
+        said: Any = {"state": "waiting", "step": 3, "version": 4, "last_seen": time.time()}
+        backends.redis.hset(keys.TRAINER, mapping=said | {"waiting_for": waiting_for})
         report = pipeline(gateway)
     assert report["states"] == {"open": 2, "waiting_reward": 2, "finished": 4}
     assert report["verdicts"] == {
@@ -193,17 +193,16 @@ def test_a_trainer_that_is_silent_paused_or_unable_to_read_is_a_warning(warned: 
         assert not heard(gateway, "the trainer has been silent")
         gateway.redis.hset(keys.TRAINER, "last_seen", time.time() - 8)
         assert heard(gateway, "the trainer has been silent for 8 s")
-        said = {"state": "paused", "waiting_for": "POST /resume, since the mean reward fell"}
-        seen = {"last_seen": time.time()}
-        gateway.redis.hset(keys.TRAINER, mapping=said | seen)  # type: ignore[arg-type]
+        said: Any = {"state": "paused", "waiting_for": "POST /resume, since the mean reward fell"}
+        gateway.redis.hset(keys.TRAINER, mapping=said | {"last_seen": time.time()})
         assert heard(gateway, "the trainer is paused and waits for POST /resume, since the mean reward fell")
         gateway.redis.hset(keys.TRAINER, "state", "waiting")
         assert not heard(gateway, "paused")
         gateway.redis.delete(keys.TRAINER)
         assert heard(gateway, "no trainer has reported yet")
         assert not heard(gateway, "could not read")
-        letter = {"r": b"\x07", "error": "record schema 7; this build reads schema 1"}
-        gateway.redis.xadd(keys.DEAD_LETTERS, letter)  # type: ignore[arg-type]
+        letter: Any = {"r": b"\x07", "error": "record schema 7; this build reads schema 1"}
+        gateway.redis.xadd(keys.DEAD_LETTERS, letter)
         assert heard(gateway, "the trainer could not read 1 record, now in weir:dead", "record schema 7")
 
 

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -167,10 +166,15 @@ def test_a_newer_version_replaces_one_under_way_and_every_server_ends_on_it(depl
     deployment = deploy(3)
     for server in deployment.servers:
         server.control(load_s=0.2)
+
+    def begun() -> bool:
+        """Whether a server loads the version, or has loaded it."""
+        return any(each["state"] in ("loading", "proved") for each in deployment.results(version).values())
+
     with traffic(deployment.gateway, per_s=20.0) as seen:
         for version in range(1, 6):
             deployment.announce(version)
-            wait_until(lambda: begun(deployment.results(version)))  # noqa: B023 - called before the next one
+            wait_until(begun)
         deployment.until("serving")
     assert set(seen.statuses) == {200}
     assert deployment.versions() == [5, 5, 5]
@@ -179,8 +183,3 @@ def test_a_newer_version_replaces_one_under_way_and_every_server_ends_on_it(depl
     assert [push["version"] for push in pushes] == [5, 4, 3, 2, 1]
     assert pushes[0]["state"] == "serving"
     assert "superseded" in {push["state"] for push in pushes[1:]}
-
-
-def begun(results: dict[str, Any]) -> bool:
-    """Whether a server loads the version, or has loaded it."""
-    return any(result["state"] in ("loading", "proved") for result in results.values())

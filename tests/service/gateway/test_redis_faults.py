@@ -56,7 +56,7 @@ def test_the_state_at_the_last_poll_is_shown_and_a_redis_that_ends(
     assert gauge(alone, "weir_trainer_seen_timestamp_seconds") == "NaN"
     assert gauge(alone, 'weir_trainer_state{state="waiting"}') == "0.0"
     assert alone.chat("first").status_code == 200
-    waiting = {"rollouts_waiting": 7, "rollouts_owed": 2, "rollouts_per_step": 4.0}
+    waiting: Any = {"rollouts_waiting": 7, "rollouts_owed": 2, "rollouts_per_step": 4.0}
     report = TrainerReport(state="waiting", version=3, last_seen=1e9, **waiting)
     fields: Any = report.fields()
     redis.client.hset(keys.TRAINER, mapping=fields)

@@ -349,44 +349,23 @@ def test_tools_are_read_and_an_answer_is_held_to_the_same_as_in_a_chat(gateway: 
     assert gateway.engine.requests[-1]["input_ids"] == gateway.engine.requests[2]["input_ids"], "no tools"
 
 
-def test_a_cut_answer_is_incomplete(gateway: RunningGateway) -> None:
-    gateway.engine.script.append("one two three four five six")
-    events = events_of(gateway.post(PATH, {"input": "count", "max_output_tokens": 3, "stream": True}).text)
-    assert events[-1]["type"] == "response.incomplete"
+def test_logprobs_and_ids_on_request(gateway: RunningGateway) -> None:
+    asked_for = {"top_logprobs": 1, "include": ["message.output_text.logprobs"], "return_token_ids": True}
+    reply = gateway.post(PATH, {"input": "hi", "stream": True, **asked_for})
+    events = events_of(reply.text)
     response = events[-1]["response"]
-    assert (response["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
-    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert response["completed_at"] is None
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_and_ids_on_request(gateway: RunningGateway, stream: bool) -> None:
-    reply = gateway.post(
-        PATH,
-        {
-            "input": "hi",
-            "top_logprobs": 1,
-            "include": ["message.output_text.logprobs"],
-            "return_token_ids": True,
-            "stream": stream,
-        },
-    )
-    if stream:
-        events = events_of(reply.text)
-        response = events[-1]["response"]
-        assert events[-1]["token_ids"] == response["token_ids"]
-        told = [entry for event in events if "text.delta" in event["type"] for entry in event["logprobs"]]
-        assert [entry["logprob"] for entry in told] == [logprob_of(index) for index in range(len(told))]
-        assert told
-    else:
-        response = reply.json()
+    assert events[-1]["token_ids"] == response["token_ids"]
+    told = [entry for event in events if "text.delta" in event["type"] for entry in event["logprobs"]]
+    assert [entry["logprob"] for entry in told] == [logprob_of(index) for index in range(len(told))]
+    assert told
     (turn,) = gateway.turns_of(reply)
-    assert response["prompt_token_ids"] == gateway.engine.requests[0]["input_ids"]
-    assert response["token_ids"] == turn["output_ids"]
-    logprobs = response["output"][0]["content"][0]["logprobs"]
-    assert [entry["logprob"] for entry in logprobs] == turn["logprobs"]
-    assert logprobs[0]["top_logprobs"][0]["logprob"] == -0.1
-    Response.model_validate(response)
+    for each in (response, gateway.post(PATH, {"input": "hi", **asked_for}).json()):
+        assert each["prompt_token_ids"] == gateway.engine.requests[0]["input_ids"]
+        assert each["token_ids"] == turn["output_ids"]
+        logprobs = each["output"][0]["content"][0]["logprobs"]
+        assert [entry["logprob"] for entry in logprobs] == turn["logprobs"]
+        assert logprobs[0]["top_logprobs"][0]["logprob"] == -0.1
+        Response.model_validate(each)
 
 
 def test_a_malformed_call_in_a_history_is_no_error(gateway: RunningGateway) -> None:

@@ -47,6 +47,16 @@ def told(stream: bytes) -> list[Any]:
 # Joining
 
 
+def hung_up(gated: RunningGateway, session: dict[str, Any], reads: bool = False, **body: Any) -> None:
+    """A client calls, and leaves when the engine has stopped in the middle of its answer."""
+    call = Call(gated, session, **body)
+    asked(gated, body.get("n", 1))
+    if reads:
+        assert call.line.recv(4096).startswith(b"HTTP/1.1 200")
+    assert gated.session()  # a round trip, within which the gateway reads what the engine has sent
+    call.hang_up()
+
+
 def joined(gated: RunningGateway, counts: RetryCounts, session: dict[str, Any], **body: Any) -> list[Call]:
     """A call in flight, and a retry that has joined it."""
     first = Call(gated, session, **body)
@@ -176,9 +186,7 @@ def test_an_answer_that_was_finished_for_nobody_waits_for_the_retry(
     gated: RunningGateway, retry_counts: RetryCounts
 ) -> None:
     session = gated.session()
-    first = Call(gated, session)
-    asked(gated, 1)
-    first.hang_up()
+    hung_up(gated, session)
     wait_until(lambda: retry_counts.left)
     let_on(gated)
     time.sleep(0.3)  # the turn would be recorded within this time; no event tells that it is not
@@ -268,11 +276,8 @@ def test_a_turn_that_was_continued_is_no_orphan(gateway: RunningGateway) -> None
     gateway.engine.script.extend([list(ANSWER), list(ANSWER)])
     session = gateway.session()
     answer = gateway.chat(session=session).json()["choices"][0]["message"]
-    history = [
-        {"role": "user", "content": "hi"},
-        answer,
-        {"role": "tool", "content": "m", "tool_call_id": "c"},
-    ]
+    result = {"role": "tool", "content": "m", "tool_call_id": "c"}
+    history = [{"role": "user", "content": "hi"}, answer, result]
     assert gateway.chat(session=session, messages=history).status_code == 200
     assert gateway.chat(session=session, headers={RETRY: "1"}).status_code == 200
     first, child, again = gateway.turns(session)
@@ -284,11 +289,8 @@ def test_a_turn_that_was_continued_is_no_orphan(gateway: RunningGateway) -> None
 def test_an_answer_without_a_retry_in_time_is_aborted(
     gated_timed: RunningGateway, turned: TurnedClock, retry_counts: RetryCounts
 ) -> None:
-    gated = gated_timed
-    session = gated.session()
-    first = Call(gated, session)
-    asked(gated, 1)
-    first.hang_up()
+    gated, session = gated_timed, gated_timed.session()
+    hung_up(gated, session)
     wait_until(lambda: retry_counts.left)
     let_on(gated)
     wait_until(lambda: gated.admin("GET", "/rollout_servers").json()["data"][0]["in_flight"] == 0)
@@ -370,16 +372,6 @@ def test_a_retry_that_names_no_session_joins_the_call_in_flight(
 
 
 # Clients that leave
-
-
-def hung_up(gated: RunningGateway, session: dict[str, Any], reads: bool = False, **body: Any) -> None:
-    """A client calls, and leaves when the engine has stopped in the middle of its answer."""
-    call = Call(gated, session, **body)
-    asked(gated, body.get("n", 1))
-    if reads:
-        assert call.line.recv(4096).startswith(b"HTTP/1.1 200")
-    assert gated.session()  # a round trip, within which the gateway reads what the engine has sent
-    call.hang_up()
 
 
 @pytest.mark.parametrize(("stream", "sampled"), [(False, 0), (False, 64), (True, 0), (True, 3)])

@@ -53,7 +53,8 @@ def test_default_fills_in_what_a_call_leaves_out_and_keeps_penalties_away(gatewa
 
 
 def test_a_call_decides_for_itself_where_it_may(gateway: RunningGateway) -> None:
-    for body in ({"sampling": {"mode": "allow"}}, {"train": False}):
+    bodies: list[dict[str, Any]] = [{"sampling": {"mode": "allow"}}, {"train": False}]
+    for body in bodies:
         session = gateway.session(**body)
         assert gateway.chat(session=session, **HARNESS).status_code == 200
         assert sent(gateway).items() >= HARNESS.items(), body

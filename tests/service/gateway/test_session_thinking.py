@@ -75,25 +75,20 @@ def test_a_conversation_without_thinking_extends_and_is_counted_as_it_is_sampled
     assert reply.json()["usage"]["input_tokens"] == count
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_a_sessions_effort_holds_for_calls_that_ask_for_none(gateway: RunningGateway, path: str) -> None:
-    session = gateway.session(reasoning_effort="none")
-    assert not thinks(gateway, session, path, BODIES[path])
-    assert thinks(gateway, session, path, BODIES[path] | ON[path]), "the call's own wish counts first"
-    assert thinks(gateway, gateway.session(), path, BODIES[path]), "without a choice the template decides"
-    first, second = gateway.turns(session)
-    assert first["sampling"]["used"]["thinking"] == {"enable_thinking": False}
-    assert "thinking" not in first["sampling"]["asked"]
-    assert second["sampling"]["used"]["thinking"] == {"enable_thinking": True}
-    assert gateway.get(f"/sessions/{session['session_id']}").json()["reasoning_effort"] == "none"
+def test_a_sessions_effort_holds_for_calls_that_ask_for_none(gateway: RunningGateway) -> None:
+    group = gateway.post("/groups", {"size": 2, "reasoning_effort": "none"}).json()["sessions"]
+    for path, session in zip(BODIES, (gateway.session(reasoning_effort="none"), *group), strict=True):
+        assert not thinks(gateway, session, path, BODIES[path]), path
+        assert thinks(gateway, session, path, BODIES[path] | ON[path]), "the call's own wish counts first"
+        assert thinks(gateway, gateway.session(), path, BODIES[path]), "without a choice the template decides"
+        first, second = gateway.turns(session)
+        assert first["sampling"]["used"]["thinking"] == {"enable_thinking": False}, path
+        assert "thinking" not in first["sampling"]["asked"], path
+        assert second["sampling"]["used"]["thinking"] == {"enable_thinking": True}, path
+        view = gateway.get(f"/sessions/{session['session_id']}").json()
+        assert view["reasoning_effort"] == "none", path
     exported = gateway.get("/admin/export", key="admin-key").text
     assert '"reasoning_effort":"none","thinking":null' in exported
-
-
-def test_all_sessions_of_a_group_have_the_effort_that_it_was_opened_with(gateway: RunningGateway) -> None:
-    group = gateway.post("/groups", {"size": 2, "reasoning_effort": "none"}).json()
-    for session in group["sessions"]:
-        assert not thinks(gateway, session, "chat/completions", BODIES["chat/completions"])
 
 
 def test_a_deployments_effort_holds_for_sessions_that_choose_none(backends: Backends) -> None:

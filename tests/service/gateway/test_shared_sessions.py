@@ -103,27 +103,6 @@ def test_parallel_calls_of_many_sessions_at_both_gateways_lose_and_double_nothin
         assert parents == sorted(2 * ["None", *chosen[:-1]])
 
 
-# A client that leaves
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_call_of_a_client_that_leaves_is_aborted_in_the_engine(pair: Pair, stream: bool) -> None:
-    one, other = pair
-    one.engine.stall_after = 3
-    session = one.session()
-    call = Call(one, session, stream=stream)
-    asked(one, 1)
-    if stream:
-        assert call.line.recv(65536).startswith(b"HTTP/1.1 200")
-    call.hang_up()
-    wait_until(lambda: one.engine.aborted)  # the engine stalls for ever: nothing but an abort ends this
-    wait_until(lambda: other.turns(session))
-    (turn,) = other.turns(session)
-    assert (turn["finish_reason"], turn["verdict"]["code"]) == ("abort", "aborted")
-    assert one.engine.aborted == [turn["turn_id"]]
-    assert trainable(one, session) == []
-
-
 # Retries
 
 

@@ -50,7 +50,7 @@ def test_a_conversation_is_read_link_by_link_and_stored_once(gateway: RunningGat
     session = gateway.session()
     told: list[Any] = []
     for number in range(4):
-        asked = {"tools": [TOOL], "instructions": "be kind" if number < 3 else "be brief"}
+        asked: dict[str, Any] = {"tools": [TOOL], "instructions": "be kind" if number < 3 else "be brief"}
         last = told[-1].id if told else None
         text = f"number {number} " + "word " * 100
         told.append(created(gateway, session, input=text, previous_response_id=last, **asked))

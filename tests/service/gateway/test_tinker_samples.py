@@ -1,6 +1,7 @@
 """Samples over the Tinker API are recorded as turns and made once; recorded turns are the data of a loop."""
 
 import asyncio
+import json
 import math
 from array import array
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,9 @@ def test_a_sample_that_is_asked_for_again_is_made_once(loop: SamplingLoop, gatew
     assert len(gateway.engine.requests) == 1
     other = loop.ask(3, [1, 2, 3])
     assert (other.status_code, other.json()["error"]["code"]) == (400, "sequence_conflict")
+    gateway.redis.delete(keys.result(again[0]["request_id"]))  # its gateway died, and nobody renewed it
+    assert loop.poll(again[0]).status_code == 410
+    sampled(loop.poll(loop.ask(3, [1, 2]).json()))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,9 @@ def test_what_ends_a_sample(
     assert ("stop" in parameters) == ("stop" in sent)
 
 
-def test_a_prompt_is_scored(loop: SamplingLoop, gateway: RunningGateway) -> None:
+def test_a_prompt_is_scored_and_the_likeliest_tokens_of_a_sample_are_told(
+    loop: SamplingLoop, gateway: RunningGateway
+) -> None:
     made = loop.sample(0, [4, 5, 6], {"max_tokens": 1}, prompt_logprobs=True, topk_prompt_logprobs=2)
     scores = list(array("f", made.prompt_logprobs))
     assert math.isnan(scores[0])
@@ -96,6 +102,10 @@ def test_a_prompt_is_scored(loop: SamplingLoop, gateway: RunningGateway) -> None
     assert [math.isnan(each) for each in scores] == [True, True, False, False]
     assert scores[2:] == pytest.approx([-0.006, -0.007])
     assert [each["logprob_start_len"] for each in gateway.engine.requests if not each["stream"]] == [0, 1]
+    made = loop.sample(2, [1, 2], topk_sample_logprobs=3)
+    top = made.sequences[0].topk_sampled_logprobs
+    assert (top.k, top.length) == (3, len(array("i", made.sequences[0].tokens)))
+    assert len(array("f", top.logprobs)) == top.k * top.length
 
 
 def test_scores_of_other_tokens_in_the_places_of_the_prompt(
@@ -118,13 +128,10 @@ def test_scores_of_other_tokens_in_the_places_of_the_prompt(
     asked = [each for each in gateway.engine.requests if not each["stream"]]
     told = [(each["logprob_start_len"], each["token_ids_logprob"]) for each in asked]
     assert told == [(1, [9, 30])] * 2
-
-
-def test_many_scores_of_other_tokens(loop: SamplingLoop) -> None:
-    """So many that they are read beside the other calls."""
-    wanted = {"data": list(range(100)) * 299, "dtype": "int64", "shape": [299, 100]}
-    tensor = loop.sample(0, [1] * 300, target_prompt_logprobs=wanted).target_prompt_logprobs
-    assert list(array("f", tensor.dense)) == pytest.approx([-token / 1000 for token in range(100)] * 299)
+    many = {"data": list(range(100)) * 299, "dtype": "int64", "shape": [299, 100]}
+    made = loop.sample(2, [1] * 300, target_prompt_logprobs=many)  # so many are read beside the other calls
+    scores = [-token / 1000 for token in range(100)] * 299
+    assert list(array("f", made.target_prompt_logprobs.dense)) == pytest.approx(scores)
 
 
 def test_more_scores_than_the_gateway_reads_are_refused(loop: SamplingLoop) -> None:
@@ -136,19 +143,18 @@ def test_more_scores_than_the_gateway_reads_are_refused(loop: SamplingLoop) -> N
         assert f"{what}, of 524288 allowed" in refused.json()["error"]["message"]
 
 
-def test_likeliest_tokens_of_a_sample(loop: SamplingLoop) -> None:
-    made = loop.sample(0, [1, 2], topk_sample_logprobs=3)
-    top = made.sequences[0].topk_sampled_logprobs
-    assert (top.k, top.length) == (3, len(array("i", made.sequences[0].tokens)))
-    assert len(array("f", top.logprobs)) == top.k * top.length
-
-
-def test_faults_of_engines_are_not_the_clients(loop: SamplingLoop, gateway: RunningGateway) -> None:
+def test_faults_of_engines_are_not_the_clients_and_a_refusal_says_why(
+    loop: SamplingLoop, gateway: RunningGateway
+) -> None:
     gateway.engine.interruptions.append(Interruption(1, "reset"))
     assert len(loop.sample(0, [1, 2]).sequences) == 1
     gateway.engine.refusals.extend([PlainTextResponse("busy", 503), None, None])
     made = loop.sample(1, [1, 2], prompt_logprobs=True)
     assert len(array("f", made.prompt_logprobs)) == 2
+    refused = {"error": {"message": "no such thing", "type": "BadRequestError", "code": 400}}
+    gateway.engine.refusals.extend([PlainTextResponse(json.dumps(refused), 400)] * 4)
+    told = loop.poll(loop.ask(2, [1, 2]).json()).json()
+    assert (told["category"], "no such thing" in told["error"]) == ("user", True)
 
 
 def test_a_sample_waits_for_engines(backends: Backends, gateway: RunningGateway) -> None:
@@ -173,14 +179,6 @@ def test_an_engine_that_stays_away_or_scores_other_tokens_fails_the_sample(
         assert (told["category"], "other tokens than the candidates" in told["error"]) == ("server", True)
         impatient.engine.refusals.extend([PlainTextResponse("gone", 503)] * 50)
         assert loop.poll(loop.ask(1, [1, 2]).json()).json()["category"] == "server"
-
-
-def test_a_sample_that_fails_says_why(loop: SamplingLoop, gateway: RunningGateway) -> None:
-    refused = {"error": {"message": "no such thing", "type": "BadRequestError", "code": 400}}
-    gateway.engine.refusals.extend([PlainTextResponse(str(refused).replace("'", '"'), 400)] * 4)
-    told = loop.poll(loop.ask(0, [1, 2]).json()).json()
-    assert told["category"] == "user"
-    assert "no such thing" in told["error"]
 
 
 NOT_SERVED: list[tuple[dict[str, Any], str]] = [
@@ -221,14 +219,6 @@ def test_what_is_not_served_is_refused_by_name(loop: SamplingLoop) -> None:
         refused = loop.ask(0, [1, 2], **body)
         assert refused.status_code == 400, body
         assert refused.json()["error"]["param"].startswith(param), body
-
-
-def test_a_promise_whose_gateway_died_is_gone(loop: SamplingLoop, gateway: RunningGateway) -> None:
-    promise = loop.ask(0, [1, 2]).json()
-    sampled(loop.poll(promise))
-    gateway.redis.delete(keys.result(promise["request_id"]))  # nobody renewed it
-    assert loop.poll(promise).status_code == 410
-    sampled(loop.poll(loop.ask(0, [1, 2]).json()))
 
 
 def test_another_key_neither_samples_nor_reads(loop: SamplingLoop) -> None:

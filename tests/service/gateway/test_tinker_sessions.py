@@ -1,4 +1,4 @@
-"""Client sessions are found, exported, forgotten long after their end, and deleted with all they have made."""
+"""Client sessions are found, exported, forgotten long after their end, and deleted with all they made."""
 
 import asyncio
 import hashlib
@@ -72,8 +72,8 @@ def named(loop: SamplingLoop) -> dict[str, Any]:
 
 def unread(loop: SamplingLoop) -> tuple[int, int]:
     """The bytes of commands that nobody has read, and the number of results."""
-    held: Any = loop.gateway.redis.hget(keys.COMMANDS_HELD, "unread")
-    return int(held), int(loop.gateway.redis.zcard(keys.RESULTS_UNREAD))  # type: ignore[arg-type]
+    redis: Any = loop.gateway.redis
+    return int(redis.hget(keys.COMMANDS_HELD, "unread")), int(redis.zcard(keys.RESULTS_UNREAD))
 
 
 def delete(loop: SamplingLoop, key: str = "") -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.gateway.fake_engine import Interruption, logprob_of
-from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
+from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.tiny_model import VOCABULARY
 
 PATH = "/inference/v1/generate"
@@ -58,20 +58,6 @@ def test_a_second_turn_extends_the_first_by_its_ids_and_each_token_is_recorded_o
     generate(gateway, [*PROMPT, first[0] + 1, 8], session="trace")
     three = gateway.turns({"session_id": "trace"})[-1]
     assert (three["relation"], three["reason"], three["parent_id"]) == ("forks", "new_conversation", None)
-
-
-def test_a_session_can_be_named_by_path_and_belongs_to_its_key(gateway: RunningGateway) -> None:
-    session = gateway.session()
-    path = f"/sessions/{session['session_id']}{PATH}"
-    assert gateway.post(path, {"token_ids": PROMPT}, key=session["api_key"]).status_code == 200
-    assert len(gateway.turns(session)) == 1
-    assert gateway.post(path, {"token_ids": PROMPT}, key=OTHER_KEY).status_code == 200
-    assert len(gateway.turns(session)) == 1  # the other key has a session of its own under this name
-    assert gateway.post(PATH, {"token_ids": PROMPT}, key="wrong").status_code == 401
-    assert gateway.get(PATH).status_code == 405
-    gateway.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1})
-    late = gateway.post(path, {"token_ids": PROMPT})
-    assert (late.status_code, late.json()["error"]["code"]) == (409, "session_finished")
 
 
 def test_several_answers_to_one_prompt_are_several_turns(gateway: RunningGateway) -> None:

@@ -171,12 +171,6 @@ def refusal(server: ServerThread) -> str:
 # Two gateways
 
 
-@pytest.fixture
-def other(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
-    with backends.ready_gateway() as other:
-        yield other
-
-
 def test_a_number_is_given_once_among_gateways(gateway: RunningGateway, other: RunningGateway) -> None:
     with serving(FakeRolloutServer().app()) as url:
         body = {"id": "r0", "url": url, "engine_url": url}

@@ -2,14 +2,13 @@
 
 import json
 import re
-import socket
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
 from gateway.page.files import page_files
 from tests.support.gateway.running import RunningGateway
+from tests.support.page.client import raw, status_of
 from tests.support.page.vendored import FOLDER, digest_of, vendored
 
 ASSETS = Path(__file__).parents[3] / "gateway/page/assets"
@@ -18,10 +17,6 @@ MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|dangerouslySetInnerHTML|document\.write|\beval\(|new Function"
     r"|DOMParser|srcdoc|javascript:"
 )
-
-
-def assets(gateway: RunningGateway) -> str:
-    return f"{gateway.url}/page/assets/{page_files().version}"
 
 
 def test_the_page_may_use_its_own_files_only(gateway: RunningGateway) -> None:
@@ -101,17 +96,10 @@ def test_a_file_of_another_version_is_asked_for_each_time(gateway: RunningGatewa
     ],
 )
 def test_no_path_leads_to_another_file(gateway: RunningGateway, path: str) -> None:
-    address = urlsplit(assets(gateway))
-    assert address.hostname is not None
-    with socket.create_connection((address.hostname, address.port or 80), timeout=300) as line:
-        head = f"GET {address.path}/{path} HTTP/1.1\r\nhost: {address.netloc}\r\nconnection: close\r\n\r\n"
-        line.sendall(head.encode("latin-1"))
-        reply = b"".join(iter(lambda: line.recv(65536), b""))
-    assert reply.split(b" ", 2)[1] in (b"404", b"400")
-    assert json.loads(reply.split(b"\r\n\r\n", 1)[1])["error"]["type"] in (
-        "not_found_error",
-        "invalid_request_error",
-    )
+    whole = f"/page/assets/{page_files().version}/{path}"
+    reply = raw(gateway.url, f"GET {whole} HTTP/1.1\r\nhost: HOST\r\nconnection: close")
+    told = json.loads(reply.split(b"\r\n\r\n", 1)[1])["error"]["type"]
+    assert (status_of(reply), told) in ((404, "not_found_error"), (400, "invalid_request_error"))
 
 
 def test_the_libraries_are_those_of_vendor_json() -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
-from tests.support.page.client import PageClient
+from tests.support.page.client import PageClient, raw, status_of
 from tests.support.waiting import wait_until
 
 SECRET = "held-because-of-a-secret"
@@ -26,18 +26,6 @@ def gateway(gateway: RunningGateway) -> RunningGateway:
     reply = gateway.post("/admin/policies/hold", {"reason": SECRET}, key=ADMIN_KEY)
     assert reply.status_code == 200
     return gateway
-
-
-def raw(gateway: RunningGateway, head: str, body: bytes = b"") -> bytes:
-    """Send a request as it is written. Returns what comes back until the connection closes."""
-    address = urlsplit(gateway.url)
-    with socket.create_connection((str(address.hostname), address.port or 80), timeout=300) as line:
-        line.sendall(head.replace("HOST", address.netloc).encode("latin-1") + b"\r\n\r\n" + body)
-        return b"".join(iter(lambda: line.recv(65536), b""))
-
-
-def status(reply: bytes) -> int:
-    return int(reply.split(b" ", 2)[1])
 
 
 ADMIN_PATHS = [
@@ -60,8 +48,8 @@ ADMIN_PATHS = [
 def test_no_spelling_of_a_path_opens_it(gateway: RunningGateway, page: PageClient, path: str) -> None:
     page.sign_in(CLIENT_KEY)
     for cookie in ("", f"cookie: weir_page={page.cookie}\r\nsec-fetch-site: same-origin\r\n"):
-        reply = raw(gateway, f"GET {path} HTTP/1.1\r\nhost: HOST\r\n{cookie}connection: close")
-        assert status(reply) in (307, 400, 401, 403, 404), reply[:200]
+        reply = raw(gateway.url, f"GET {path} HTTP/1.1\r\nhost: HOST\r\n{cookie}connection: close")
+        assert status_of(reply) in (307, 400, 401, 403, 404), reply[:200]
         assert SECRET.encode() not in reply
 
 
@@ -73,8 +61,8 @@ def test_no_other_method_signs_in_or_out(gateway: RunningGateway, page: PageClie
         f"{method} /page/session HTTP/1.1\r\nhost: HOST\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\nx-http-method-override: POST\r\nconnection: close"
     )
-    reply = raw(gateway, head, body)
-    assert status(reply) in (400, 401, 403, 404, 405)
+    reply = raw(gateway.url, head, body)
+    assert status_of(reply) in (400, 401, 403, 404, 405)
     assert b"set-cookie" not in reply.lower()
     assert ADMIN_KEY.encode() not in reply
     assert page.get("/admin/status").status_code == 200
@@ -94,15 +82,15 @@ def test_heads_that_are_too_large_or_broken_are_refused(gateway: RunningGateway)
         "cookie: " + "; ".join(f"weir_page={'y' * 43}{number}" for number in range(4000)),
         "x-weir-csrf: " + "x" * 100_000,
     ):
-        reply = raw(gateway, f"GET /admin/status HTTP/1.1\r\nhost: HOST\r\n{header}\r\nconnection: close")
-        assert status(reply) in (400, 401, 431), reply[:100]
+        reply = raw(gateway.url, f"GET /admin/status HTTP/1.1\r\nhost: HOST\r\n{header}\r\nconnection: close")
+        assert status_of(reply) in (400, 401, 431), reply[:100]
     for head in (
         "GET / HTTP/9.9\r\nhost: HOST\r\nconnection: close",
         "GET /page/\x01 HTTP/1.1\r\nhost: HOST\r\nconnection: close",
         "\x00\x00",
     ):
-        reply = raw(gateway, head)
-        assert reply == b"" or status(reply) in (400, 404, 505)
+        reply = raw(gateway.url, head)
+        assert reply == b"" or status_of(reply) in (400, 404, 505)
 
 
 def test_many_cookies_of_the_name_sign_nobody_in(gateway: RunningGateway, page: PageClient) -> None:
@@ -120,7 +108,7 @@ def test_many_cookies_of_the_name_sign_nobody_in(gateway: RunningGateway, page: 
         f"weir_page={good}\0",
     ):
         request = f"GET /admin/status HTTP/1.1\r\nhost: HOST\r\ncookie: {cookie}\r\nconnection: close"
-        assert status(raw(gateway, request)) in (400, 401), cookie
+        assert status_of(raw(gateway.url, request)) in (400, 401), cookie
     assert page.get("/admin/status", **headers).status_code == 200
 
 

@@ -2,6 +2,8 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -10,6 +12,18 @@ import pytest
 from rollout_queue.http.keys import digest
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.page.client import PageClient
+
+SIGN_IN = b'{"api_key": "%s"}' % ADMIN_KEY.encode()
+
+
+@contextmanager
+def page_of(backends: Backends, **settings: Any) -> Iterator[tuple[PageClient, RunningGateway]]:
+    """A gateway of its own, with these settings of the page; its admin is signed in."""
+    backends.clear(None)
+    with backends.gateway(page=settings) as gateway, httpx.Client(timeout=120) as http:
+        page = PageClient(http, gateway.url)
+        page.sign_in(ADMIN_KEY)
+        yield page, gateway
 
 
 def test_the_cookie_is_hidden_from_scripts_and_from_other_sites(page: PageClient) -> None:
@@ -34,37 +48,28 @@ def test_over_https_no_other_host_can_set_the_cookie(page: PageClient, gateway: 
         assert reply.status_code == status
 
 
-def test_redis_has_neither_the_key_nor_the_token(page: PageClient, gateway: RunningGateway) -> None:
-    page.sign_in(ADMIN_KEY)
-    redis: Any = gateway.redis
-    names = redis.keys("weir:page*")
-    assert len(names) == 2
-    session = redis.get(f"weir:page_session:{digest(page.cookie)}")
-    everything = b" ".join([*names, session])
-    assert digest(ADMIN_KEY).encode() in everything
-    assert ADMIN_KEY.encode() not in everything
-    assert page.cookie.encode() not in everything
-
-
-def test_the_log_has_neither_the_key_nor_the_token(
-    page: PageClient, caplog: pytest.LogCaptureFixture
+def test_redis_and_the_log_have_neither_the_key_nor_the_token(
+    page: PageClient, gateway: RunningGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, logger="gateway"):
         page.sign_in(ADMIN_KEY)
         page.get("/admin/status")
     assert "signed in" in caplog.text
-    assert ADMIN_KEY not in caplog.text
-    assert page.cookie not in caplog.text
+    redis: Any = gateway.redis
+    names = redis.keys("weir:page*")
+    assert len(names) == 2
+    stored = b" ".join([*names, redis.get(f"weir:page_session:{digest(page.cookie)}")]).decode()
+    assert digest(ADMIN_KEY) in stored
+    for secret in (ADMIN_KEY, page.cookie):
+        assert secret not in stored
+        assert secret not in caplog.text
 
 
 def test_an_admins_sign_in_is_among_the_admin_actions(page: PageClient) -> None:
     page.sign_in(ADMIN_KEY)
     (action,) = page.get("/admin/actions").json()["data"]
-    assert (action["method"], action["path"], action["key"]) == (
-        "POST",
-        "/page/session",
-        f"key-{digest(ADMIN_KEY)[:8]}",
-    )
+    said = (action["method"], action["path"], action["key"])
+    assert said == ("POST", "/page/session", f"key-{digest(ADMIN_KEY)[:8]}")
 
 
 def test_an_unknown_key_does_not_sign_in_and_a_session_key_neither(
@@ -78,22 +83,21 @@ def test_an_unknown_key_does_not_sign_in_and_a_session_key_neither(
         assert reply.json()["error"]["type"] in ("authentication_error", "permission_error")
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"api_key": 1}', b'{"key": "x"}', b"{" * 100])
-def test_a_body_that_is_no_sign_in_is_a_400(page: PageClient, body: bytes) -> None:
-    headers = {"content-type": "application/json", "sec-fetch-site": "same-origin"}
+@pytest.mark.parametrize(
+    ("body", "media_type", "status"),
+    [
+        *((body, "application/json", 400) for body in (b"", b"[]", b'{"api_key": 1}', b'{"key": "x"}')),
+        (b"{" * 100, "application/json", 400),
+        (SIGN_IN, "text/plain", 415),
+        (SIGN_IN + b" " * 5000, "application/json", 413),
+    ],
+)
+def test_a_body_that_is_no_sign_in_is_refused(
+    page: PageClient, body: bytes, media_type: str, status: int
+) -> None:
+    headers = {"content-type": media_type, "sec-fetch-site": "same-origin"}
     reply = page.http.post(f"{page.url}/page/session", content=body, headers=headers)
-    assert reply.status_code == 400
-
-
-def test_a_sign_in_of_another_type_or_of_many_bytes_is_refused(page: PageClient) -> None:
-    body = b'{"api_key": "%s"}' % ADMIN_KEY.encode()
-    for content, media_type, status in (
-        (body, "text/plain", 415),
-        (body + b" " * 5000, "application/json", 413),
-    ):
-        headers = {"content-type": media_type, "sec-fetch-site": "same-origin"}
-        reply = page.http.post(f"{page.url}/page/session", content=content, headers=headers)
-        assert reply.status_code == status
+    assert reply.status_code == status
 
 
 def test_the_cookie_opens_what_the_key_opens_but_not_the_agents_side(
@@ -146,11 +150,7 @@ def test_a_revoked_key_ends_its_sign_ins(page: PageClient, gateway: RunningGatew
 
 
 def test_a_sign_in_ends_when_it_is_idle_and_when_it_is_old(backends: Backends) -> None:
-    backends.clear(None)
-    settings = {"idle_s": 100, "longest_s": 150}
-    with backends.gateway(page=settings) as gateway, httpx.Client(timeout=120) as http:
-        page = PageClient(http, gateway.url)
-        page.sign_in(ADMIN_KEY)
+    with page_of(backends, idle_s=100, longest_s=150) as (page, gateway):
         name = f"weir:page_session:{digest(page.cookie)}"
         gateway.redis.expire(name, 5)
         assert page.get("/admin/status").status_code == 200
@@ -162,11 +162,9 @@ def test_a_sign_in_ends_when_it_is_idle_and_when_it_is_old(backends: Backends) -
 
 
 def test_one_secret_has_a_bounded_number_of_sign_ins(backends: Backends) -> None:
-    backends.clear(None)
-    with backends.gateway(page={"sessions_per_key": 2}) as gateway, httpx.Client(timeout=120) as http:
-        page = PageClient(http, gateway.url)
-        tokens = []
-        for _ in range(3):
+    with page_of(backends, sessions_per_key=2) as (page, gateway):
+        tokens = [page.cookie]
+        for _ in range(2):
             page.http.cookies.clear()
             page.sign_in(ADMIN_KEY)
             tokens.append(page.cookie)
@@ -177,10 +175,7 @@ def test_one_secret_has_a_bounded_number_of_sign_ins(backends: Backends) -> None
 
 
 def test_without_the_page_no_cookie_opens_anything(backends: Backends) -> None:
-    backends.clear(None)
-    with backends.gateway() as gateway, httpx.Client(timeout=120) as http:
-        page = PageClient(http, gateway.url)
-        page.sign_in(ADMIN_KEY)
+    with page_of(backends) as (page, _):
         token = page.cookie
         with backends.gateway(page={"enabled": False}) as closed:
             page.url = closed.url

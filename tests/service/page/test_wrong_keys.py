@@ -1,6 +1,7 @@
 """Guessing keys: it is slowed down, and disturbs nobody who has one."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -15,35 +16,37 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture
-def gateway(backends: Backends) -> Iterator[RunningGateway]:
+def gateway(backends: Backends, turned: TurnedClock) -> Iterator[RunningGateway]:
+    """A minute on the clock that a test turns gives an address its whole allowance back."""
     backends.clear(None)
     limits = {"per_address": 5, "in_all": 50, "delay_s": 0}
     with backends.gateway(wrong_keys=limits) as gateway:
         yield gateway
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body"),
-    [
+def test_wrong_keys_beyond_the_limit_get_a_429_and_valid_keys_do_not(
+    gateway: RunningGateway, turned: TurnedClock
+) -> None:
+    """A request without a key is no guess."""
+    assert {gateway.get("/admin/status", key=None).status_code for _ in range(20)} == {401}
+    tried: list[tuple[str, str, Any]] = [
         ("GET", "/admin/status", None),
         ("POST", "/admin/policies/hold", {}),
         ("GET", "/sessions", None),
         ("POST", "/v1/chat/completions", CHAT),
         ("GET", "/v1/models", None),
-    ],
-)
-def test_wrong_keys_beyond_the_limit_get_a_429_and_valid_keys_do_not(
-    gateway: RunningGateway, method: str, path: str, body: object
-) -> None:
-    replies = [gateway.call(method, path, body, key=f"wrong-{number}") for number in range(8)]
-    assert [each.status_code for each in replies] == [401] * 5 + [429] * 3
-    last = replies[-1]
-    assert last.json()["error"]["code"] == "wrong_keys"
-    assert 1 <= int(last.headers["retry-after"]) <= 60
-    assert last.headers["x-should-retry"] == "false"
-    assert last.headers["x-request-id"]
-    assert gateway.call(method, path, body, key=ADMIN_KEY).status_code == 200
-    assert gateway.chat(key=CLIENT_KEY).status_code == 200
+    ]
+    for method, path, body in tried:
+        replies = [gateway.call(method, path, body, key=f"wrong-{number}") for number in range(8)]
+        assert [each.status_code for each in replies] == [401] * 5 + [429] * 3, path
+        last = replies[-1]
+        assert last.json()["error"]["code"] == "wrong_keys", path
+        assert 1 <= int(last.headers["retry-after"]) <= 60, path
+        assert last.headers["x-should-retry"] == "false", path
+        assert last.headers["x-request-id"], path
+        assert gateway.call(method, path, body, key=ADMIN_KEY).status_code == 200, path
+        assert gateway.chat(key=CLIENT_KEY).status_code == 200, path
+        turned.turn(60.0)
 
 
 def test_signing_in_counts_as_well_and_a_valid_key_signs_in(gateway: RunningGateway) -> None:
@@ -52,10 +55,6 @@ def test_signing_in_counts_as_well_and_a_valid_key_signs_in(gateway: RunningGate
         statuses = [page.sign_in(f"wrong-{number}").status_code for number in range(7)]
         assert statuses == [401] * 5 + [429] * 2
         assert page.sign_in(ADMIN_KEY).status_code == 200
-
-
-def test_a_request_without_a_key_is_no_guess(gateway: RunningGateway) -> None:
-    assert {gateway.get("/admin/status", key=None).status_code for _ in range(20)} == {401}
 
 
 async def test_each_address_has_an_allowance_of_its_own_which_comes_back(stopped: TurnedClock) -> None:

@@ -18,7 +18,6 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.client.address import read_address, without_password
 from rollout_queue.redis.client.opening import open_async_redis, open_redis
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
@@ -41,10 +40,10 @@ def guarded(tmp_path: Path) -> Iterator[RedisServer]:
     server.close()
 
 
-async def recorded(settings: RedisSettings, connection: str, session_id: str = "s") -> None:
-    """Write a session as a gateway does, over the writer's own connection and over the pool."""
+async def recorded(settings: RedisSettings, session_id: str = "s") -> None:
+    """Write a session as a gateway does."""
     redis = open_async_redis(settings, timeout_s=PATIENCE_S)
-    writer = RedisWriter(redis, CONNECTIONS[connection])
+    writer = RedisWriter(redis)
     try:
         await writer.open_session(spec(session_id))
         await writer.append_turn(turn(f"{session_id}-t", session_id), expires_at=1e12)
@@ -66,18 +65,16 @@ def delivered(settings: RedisSettings) -> list[str]:
     return [entry.record.session_id for entry in entries]
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS)
-def test_the_url_has_a_password_and_a_database(guarded: RedisServer, connection: str) -> None:
+def test_the_url_has_a_password_and_a_database(guarded: RedisServer) -> None:
     settings = RedisSettings(redis_url=f"redis://default:{ENCODED}@{guarded.address}/3")
-    asyncio.run(recorded(settings, connection))
+    asyncio.run(recorded(settings))
     assert delivered(settings) == ["s", "s"]
     with closing(Redis(port=guarded.port, password=PASSWORD, db=3)) as client:
         assert client.hexists(keys.session("s"), "t:s-t")
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS)
 def test_a_password_file_is_read_whenever_a_connection_is_opened(
-    guarded: RedisServer, tmp_path: Path, connection: str
+    guarded: RedisServer, tmp_path: Path
 ) -> None:
     file = tmp_path / "password"
     file.write_text(f"{PASSWORD}\n")
@@ -85,7 +82,7 @@ def test_a_password_file_is_read_whenever_a_connection_is_opened(
 
     async def gateway() -> None:
         redis = open_async_redis(settings, timeout_s=PATIENCE_S)
-        writer = RedisWriter(redis, CONNECTIONS[connection])
+        writer = RedisWriter(redis)
         await writer.open_session(spec("one"))
         guarded.client.config_set("requirepass", "another")
         guarded.client.client_kill_filter(_type="normal", skipme=True)
@@ -145,13 +142,16 @@ def test_an_address_is_read_from_each_kind_of_url() -> None:
     )
 
 
-@pytest.fixture(params=UNPACKED)
-def secured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RedisServer, Authority]]:
+@pytest.fixture(scope="module", params=UNPACKED)
+def secured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[RedisServer, Authority]]:
     """A server that speaks TLS alone, with a certificate for 127.0.0.1, and asks clients for theirs."""
-    authority = Authority(tmp_path / "certificates")
-    server = RedisServer(tmp_path / "redis", program=program_of(request.param))
+    directory = tmp_path_factory.mktemp("tls")
+    authority = Authority(directory / "certificates")
+    server = RedisServer(directory / "redis", program=program_of(request.param))
     certificate, key = authority.sign("server", "127.0.0.1")
-    own, own_key = authority.sign("test")
+    own, own_key = authority.sign("gateway")
     tls: dict[str, Any] = {"ssl_ca_certs": str(authority.file)}
     client = Redis(port=server.port, ssl=True, ssl_certfile=str(own), ssl_keyfile=str(own_key), **tls)
     flags = ["--port", "0", "--tls-port", str(server.port), "--tls-ca-cert-file", str(authority.file)]
@@ -161,47 +161,41 @@ def secured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Re
     server.close()
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS)
-def test_tls_with_certificates_on_both_sides(secured: tuple[RedisServer, Authority], connection: str) -> None:
+def with_certificate(secured: tuple[RedisServer, Authority], **other: Any) -> RedisSettings:
     server, authority = secured
-    certificate, key = authority.sign("gateway")
-    settings = RedisSettings(
-        redis_url=f"rediss://{server.address}/0?socket_connect_timeout=300",
-        redis_ca_file=authority.file,
-        redis_certificate_file=certificate,
-        redis_key_file=key,
-    )
-    asyncio.run(recorded(settings, connection))
+    given: dict[str, Any] = {
+        "redis_url": f"rediss://{server.address}/0?socket_connect_timeout=300",
+        "redis_ca_file": authority.file,
+        "redis_certificate_file": authority.file.with_name("gateway.crt"),
+        "redis_key_file": authority.file.with_name("gateway.key"),
+    }
+    return RedisSettings(**given | other)
+
+
+def test_tls_with_certificates_on_both_sides(secured: tuple[RedisServer, Authority]) -> None:
+    settings = with_certificate(secured)
+    secured[0].client.flushall()
+    asyncio.run(recorded(settings))
     assert delivered(settings) == ["s", "s"]
 
 
 @pytest.mark.parametrize("fault", ["no certificate", "another authority", "another host"])
-@pytest.mark.parametrize("connection", CONNECTIONS)
 def test_tls_refuses_whom_it_does_not_know(
-    secured: tuple[RedisServer, Authority], tmp_path: Path, connection: str, fault: str
+    secured: tuple[RedisServer, Authority], tmp_path: Path, fault: str
 ) -> None:
-    server, authority = secured
-    certificate, key = authority.sign("gateway")
-    given: dict[str, Any] = {
-        "redis_url": f"rediss://{server.address}/0?socket_connect_timeout=300",
-        "redis_ca_file": authority.file,
-        "redis_certificate_file": certificate,
-        "redis_key_file": key,
+    faults: dict[str, dict[str, Any]] = {
+        "no certificate": {"redis_certificate_file": None, "redis_key_file": None},
+        "another authority": {"redis_ca_file": Authority(tmp_path / "another").file},
+        "another host": {"redis_url": f"rediss://localhost:{secured[0].port}/0?socket_connect_timeout=300"},
     }
-    if fault == "no certificate":
-        given |= {"redis_certificate_file": None, "redis_key_file": None}
-    elif fault == "another authority":
-        given["redis_ca_file"] = Authority(tmp_path / "another").file
-    else:
-        given["redis_url"] = f"rediss://localhost:{server.port}/0?socket_connect_timeout=300"
-    settings = RedisSettings(**given)
+    settings = with_certificate(secured, **faults[fault])
     with pytest.raises(StorageUnavailable):
-        asyncio.run(recorded(settings, connection))
+        asyncio.run(recorded(settings))
     with pytest.raises(StorageUnavailable):
         delivered(settings)
     if fault == "another host":
         unchecked = settings.model_copy(update={"redis_check_hostname": False})
-        asyncio.run(recorded(unchecked, connection))
+        asyncio.run(recorded(unchecked))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,9 +209,8 @@ def test_a_user_with_the_documented_rights_can_do_what_services_do(tmp_path: Pat
     administrator.execute_command("ACL SETUSER", "weir", *rights)
     settings = RedisSettings(redis_url=f"redis://weir:pw@{server.address}/0")
     try:
-        for connection in CONNECTIONS:
-            asyncio.run(recorded(settings, connection, connection))
-        assert set(delivered(settings)) == set(CONNECTIONS)
+        asyncio.run(recorded(settings))
+        assert delivered(settings) == ["s", "s"]
         # redis-py tries to give its name, and goes on without.
         assert {each["object"] for each in server.client.acl_log()} <= {"client", "client|setinfo"}
         with closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis, pytest.raises(NoPermissionError):

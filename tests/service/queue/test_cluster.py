@@ -26,11 +26,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     found.close()
 
 
-@pytest.mark.parametrize("connection", ["pipelined", pytest.param("pooled", marks=pytest.mark.long)])
 def test_a_killed_master_loses_nothing_that_its_replica_has_confirmed(
-    cluster: Cluster, tmp_path: Path, connection: str
+    cluster: Cluster, tmp_path: Path
 ) -> None:
-    load = Load(settings_of(cluster), connection, ITS_REPLICA)
+    load = Load(settings_of(cluster), ITS_REPLICA)
     asyncio.run(load.during(cluster.kill_owner))
     load.check(tmp_path / "none")
     assert {key_slot(key) for key in cluster.owner.client.scan_iter()} == {key_slot(b"{weir}")}
@@ -47,7 +46,7 @@ def settings_of(cluster: Cluster) -> RedisSettings:
 
 def test_a_slot_that_moves_is_followed(cluster: Cluster, tmp_path: Path) -> None:
     """An operator has the replica take over while agents work: the former master answers with MOVED."""
-    load = Load(settings_of(cluster), "pipelined")
+    load = Load(settings_of(cluster))
 
     def take_over() -> None:
         former = cluster.owner

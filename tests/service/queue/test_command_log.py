@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from rollout_queue.commands.codec import decode_answer, decode_command, encode
+from rollout_queue.commands.codec import encode
 from rollout_queue.commands.command import (
     Command,
     CreateModel,
@@ -21,9 +21,9 @@ from rollout_queue.commands.command import (
     SaveWeights,
 )
 from rollout_queue.commands.datum import Datum
-from rollout_queue.commands.log import BEGINNING
+from rollout_queue.commands.log import BEGINNING, Drop, Dropped
 from rollout_queue.commands.result import Answer, CommandFailed, Passed, Published, Result, Saved, Stepped
-from rollout_queue.contract.errors import InvalidRecord, LeaseLost, UnknownSchema
+from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
 from rollout_queue.redis.commands.reader import RedisCommandReader
@@ -38,6 +38,15 @@ def passes(tokens: int) -> ForwardBackward:
     """A command of about 12 bytes a token."""
     ids = TokenIds(range(tokens))
     return ForwardBackward("cross_entropy", {}, (Datum(ids, ids, 1, {"weights": Logprobs([1.0] * tokens)}),))
+
+
+async def logged(
+    log: CommandSubmissions, reader: RedisCommandReader, *commands: Command
+) -> list[LoggedCommand]:
+    await log.open("m", "owner", b"")
+    for number, command in enumerate(commands):
+        await log.submit("m", number, str(number), command)
+    return list(reader.read(BEGINNING, 100, 0.01))
 
 
 def numbers(reader: RedisCommandReader, model_id: str = "m") -> list[int]:
@@ -78,9 +87,7 @@ async def test_a_command_waits_for_those_before_it(
 async def test_a_result_is_read_many_times_and_the_first_one_stays(
     log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
 ) -> None:
-    await log.open("m", "owner", b"")
-    await log.submit("m", 0, "0", passes(3))
-    (command,) = reader.read(BEGINNING, 10, 0.01)
+    (command,) = await logged(log, reader, passes(3))
     assert isinstance(await log.result("m", 0), Waiting)
     assert isinstance(await log.result("m", 1), Gone)
     assert isinstance(await log.result("other", 0), Gone)
@@ -96,14 +103,11 @@ async def test_a_result_is_read_many_times_and_the_first_one_stays(
 
 
 async def test_what_lasts_is_found_by_its_name(log: CommandSubmissions, reader: RedisCommandReader) -> None:
-    await log.open("m", "owner", b"")
-    save, sampler = SaveWeights("a"), SaveForSampler("b")
-    commands: list[Command] = [save, sampler, SaveWeights("c")]
-    for number, command in enumerate(commands):
-        await log.submit("m", number, str(number), command)
+    sampler = SaveForSampler("b")
+    commands = await logged(log, reader, SaveWeights("a"), sampler, SaveWeights("c"))
     results: list[Result] = [Saved(10), Published("m", 1, "/there"), CommandFailed("no", "user")]
-    for logged, result in zip(reader.read(BEGINNING, 10, 0.01), results, strict=True):
-        reader.answer(logged, result)
+    for command, result in zip(commands, results, strict=True):
+        reader.answer(command, result)
     kept = await log.kept("m")
     assert {name: (each.made, each.number) for name, each in kept.items()} == {
         "weights/a": (Saved(10), 0),
@@ -117,9 +121,7 @@ async def test_what_lasts_is_found_by_its_name(log: CommandSubmissions, reader: 
 async def test_only_the_trainer_with_the_lease_answers(
     log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
 ) -> None:
-    await log.open("m", "owner", b"")
-    await log.submit("m", 0, "0", STEP)
-    (command,) = reader.read(BEGINNING, 10, 0.01)
+    (command,) = await logged(log, reader, STEP)
     redis.set(keys.FENCE, "another")
     with pytest.raises(LeaseLost):
         reader.answer(command, Stepped({}))
@@ -190,41 +192,10 @@ async def test_a_command_of_a_newer_build_is_refused_and_the_next_ones_run(
     assert isinstance(command, LoggedCommand)
 
 
-def test_records_survive_their_bytes() -> None:
-    commands: list[Command] = [passes(3), STEP, CreateModel("b", None), Refused("no")]
-    for command in commands:
-        assert decode_command(encode(command)) == command
-    results: list[Result] = [Stepped({"grad_norm": 1.0}), Passed((Logprobs([-1.0]),), 1, {"loss:sum": 1.0})]
-    for result in results:
-        assert decode_answer(encode(Answer(result))) == Answer(result)
-    for packed, error in ((b"", InvalidRecord), (b"\x02", UnknownSchema), (b"\x01\xc1", InvalidRecord)):
-        with pytest.raises(error):
-            decode_command(packed)
-        with pytest.raises(error):
-            decode_answer(packed)
-
-
-def test_a_datum_that_contradicts_itself_is_refused() -> None:
-    ids, ones = TokenIds([1, 2]), Logprobs([1.0, 1.0])
-    for arguments in (
-        (ids, TokenIds([1])),
-        (TokenIds(), TokenIds()),
-        (ids, ids, 2),
-        (ids, ids, 1, {"weights": Logprobs([1.0])}),
-        (ids, ids, 1, {"weights": Logprobs([1.0, float("nan")])}),
-        (ids, ids, 0),
-    ):
-        with pytest.raises(InvalidRecord):
-            Datum(*arguments)
-    assert len(Datum(ids, TokenIds([1, 2, 3, 4]), 2, {"weights": Logprobs([1.0] * 4)})) == 2
-    assert ones.finite
-
-
 async def test_a_model_that_ends_leaves_nothing_in_the_log(
     log: CommandSubmissions, reader: RedisCommandReader
 ) -> None:
-    await log.open("m", "owner", b"")
-    await log.submit("m", 0, "0", STEP)
+    await logged(log, reader, STEP)
     held = reader.held_bytes()[0]
     for number in (2, 3, 7):
         await log.submit("m", number, str(number), passes(100))
@@ -240,12 +211,11 @@ async def test_a_model_that_ends_leaves_nothing_in_the_log(
 
 
 async def test_ended_models_leave_nothing_but_their_own_records(
-    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+    log: CommandSubmissions, redis: Redis
 ) -> None:
     def size() -> int:
-        return sum(
-            redis.memory_usage(key) or 0 for key in redis.scan_iter() if not key.startswith(b"weir:m:")
-        )
+        others = (key for key in redis.scan_iter() if not key.startswith(b"weir:m:"))
+        return sum(redis.memory_usage(key) or 0 for key in others)
 
     names = [f"m{number}" for number in range(50)]
     for name in names:
@@ -254,17 +224,12 @@ async def test_ended_models_leave_nothing_but_their_own_records(
     for name in names:
         assert await log.end(name, "it is over")
     assert size() <= before, "no list of all that ever ended grows"
-    assert reader.ended(names) == dict.fromkeys(names, "it is over")
-    for name in names:
-        assert await log.submit(name, 0, "0", STEP) == "ended"
 
 
 async def test_a_model_whose_record_is_removed_has_ended_and_keeps_nothing(
     log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
 ) -> None:
-    await log.open("m", "owner", b"")
-    await log.submit("m", 0, "0", SaveWeights("a"))
-    (command,) = reader.read(BEGINNING, 10, 0.01)
+    (command,) = await logged(log, reader, SaveWeights("a"))
     redis.delete(keys.model("m"))
     assert set(reader.ended(["m"])) == {"m"}
     reader.answer(command, Saved(10))
@@ -274,13 +239,93 @@ async def test_a_model_whose_record_is_removed_has_ended_and_keeps_nothing(
 async def test_a_full_redis_accepts_answers_and_frees_the_log(
     log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
 ) -> None:
-    await log.open("m", "owner", b"")
-    await log.submit("m", 0, "0", STEP)
-    (command,) = reader.read(BEGINNING, 10, 0.01)
+    (command,) = await logged(log, reader, STEP)
     redis.config_set("maxmemory", 1)
-    try:
-        reader.answer(command, Stepped({"grad_norm": 1.0}))
-        reader.free(command.position)
-    finally:
-        redis.config_set("maxmemory", 0)
+    reader.answer(command, Stepped({"grad_norm": 1.0}))
+    reader.free(command.position)
     assert await log.result("m", 0) == Answer(Stepped({"grad_norm": 1.0}))
+
+
+# What commands have made is deleted at a place in the log, whatever is answered again later
+
+
+async def test_deleted_weights_stay_deleted_when_a_replay_answers_again(
+    log: CommandSubmissions, reader: RedisCommandReader
+) -> None:
+    first, second, last = await logged(log, reader, SaveWeights("x"), SaveWeights("x", overwrite=True), STEP)
+    reader.answer(first, Saved(1))
+    reader.answer(second, Saved(2))
+    assert not await log.drop("m", "weights/x", first.number), "it is overwritten"
+    assert await log.drop("m", "weights/x", second.number)
+    assert not await log.drop("m", "weights/x", second.number)
+    assert reader.dropped() == Dropped({("m", "weights/x"): [Drop(second.position, last.position)]}, {})
+    for again in (first, second):
+        reader.answer(again, Saved(3))
+        assert await log.kept("m") == {}
+    await log.submit("m", 3, "3", SaveWeights("x"))
+    (third,) = reader.read(last.position, 100, 0.01)
+    reader.answer(third, Saved(4))
+    assert (await log.kept("m"))["weights/x"].made == Saved(4), "what is saved later is there"
+    assert await log.drop("m", "weights/x", third.number)
+    assert len(reader.dropped().weights["m", "weights/x"]) == 2
+    reader.forget_weights("m", "weights/x", last.position)
+    drops = Drop(third.position, third.position)
+    assert reader.dropped().weights == {("m", "weights/x"): [drops]}
+    reader.forget_weights("m", "weights/x", third.position)
+    assert reader.dropped().weights == {}
+
+
+async def test_a_deletion_spares_what_is_logged_and_not_yet_saved(
+    log: CommandSubmissions, reader: RedisCommandReader
+) -> None:
+    first, second = await logged(log, reader, SaveWeights("x"), SaveWeights("x", overwrite=True))
+    reader.answer(first, Saved(1))
+    await log.drop("m", "weights/x", first.number)
+    reader.answer(second, Saved(2))
+    assert (await log.kept("m"))["weights/x"].made == Saved(2)
+
+
+async def test_versions_that_nobody_can_name_are_noted(
+    log: CommandSubmissions, reader: RedisCommandReader
+) -> None:
+    made = await logged(log, reader, *(SaveForSampler(name) for name in ("s", "s", "~1", "~2")))
+    results: list[Result] = [Published("a", version, "/there") for version in (1, 2, 3, 4)]
+    for command, result in zip(made[:3], results[:3], strict=True):
+        reader.answer(command, result)
+    replaced = "sampler_weights/~replaced-0"
+    reader.answer(made[0], results[0])
+    kept = {name: each.made for name, each in (await log.kept("m")).items()}
+    assert kept == {
+        "sampler_weights/s": results[1],
+        replaced: results[0],
+        "sampler_weights/~1": results[2],
+    }, "samples of the first one may wait"
+    assert reader.dropped().adapters == {}
+    await log.end("m", "its client session has finished")
+    reader.answer(made[3], results[3])
+    assert set(await log.kept("m")) == set(kept), "the client of the last one has gone"
+    noted = {("a", 4): made[3].position}
+    assert reader.dropped().adapters == noted
+    await log.drop("m", replaced, made[0].number)
+    await log.drop("m", "sampler_weights/s", made[1].number)
+    noted |= {("a", 1): made[0].position, ("a", 2): made[1].position}
+    assert reader.dropped().adapters == noted
+    for version in (1, 2, 4):
+        reader.forget_adapter("a", version)
+    assert reader.dropped().adapters == {}
+
+
+async def test_weights_are_listed_by_the_end_of_their_time(
+    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+) -> None:
+    first, second = await logged(log, reader, SaveWeights("x"), SaveWeights("x", overwrite=True))
+    redis.hset(keys.kept_terms("m"), "weights/x#0", '{"ttl_s":3600}')
+    reader.answer(first, Saved(1))
+    created_at = (await log.kept("m"))["weights/x"].created_at
+    (found,) = redis.zrange(keys.KEPT_EXPIRES, 0, -1, withscores=True)
+    assert found == (b"m|weights/x|0", pytest.approx(created_at + 3600, abs=0.01))
+    reader.answer(first, Saved(1))
+    assert redis.zrange(keys.KEPT_EXPIRES, 0, -1, withscores=True) == [found], "a replay gives no new time"
+    reader.answer(second, Saved(2))
+    assert redis.zcard(keys.KEPT_EXPIRES) == 0
+    assert redis.hlen(keys.kept_terms("m")) == 0

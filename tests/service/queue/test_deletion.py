@@ -2,189 +2,134 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import encode
-from rollout_queue.contract.errors import SessionClosed, SessionDeleted, UserDeleted
+from rollout_queue.contract.errors import SessionDeleted, UserDeleted
 from rollout_queue.contract.listing import LIST_START
 from rollout_queue.contract.records import Deletion, Record, Verdict
-from rollout_queue.contract.stream import GroupMembers, StreamDeleter, StreamReader, StreamWriter, Verdicts
+from rollout_queue.contract.stream import GroupMembers, Verdicts
 from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
-from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
 from rollout_queue.redis.deletion import OVERDUE_S, RedisDeleter
 from rollout_queue.redis.heads.cache import HeadCache
 from rollout_queue.redis.heads.reading import read_head
 from rollout_queue.redis.scripts import deletion as deletion_scripts
 from rollout_queue.redis.writer import RedisWriter
-from tests.support.claimed import claimed_reader
+from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.queue.records import outcome, reward, spec, turn
-from tests.support.redis_clients import async_redis_at, redis_at
+from tests.support.redis_clients import async_redis_at
 from tests.support.redis_faults import break_script
-
-
-class Stream:
-    """Both ends of one stream, and its deleter."""
-
-    def __init__(
-        self, writer: StreamWriter, reader: StreamReader, deleter: StreamDeleter, redis: Redis | None = None
-    ) -> None:
-        self.writer, self.reader, self.deleter, self.redis = writer, reader, deleter, redis
-
-    def read(self) -> list[Record]:
-        return [entry.record for entry in self.reader.read(1000, 0.01)]
-
-    def counts(self) -> dict[str, int]:
-        """The number of sessions and turns for each verdict, without zeros."""
-        if isinstance(self.reader, MemoryStream):
-            found: Any = self.reader.counts
-        else:
-            assert self.redis is not None
-            found = self.redis.hgetall(keys.VERDICTS)
-        told = {name if isinstance(name, str) else name.decode(): int(n) for name, n in found.items()}
-        return {name: number for name, number in told.items() if number}
-
-    async def deleted(self, session_id: str) -> Tombstone:
-        tombstone = await self.deleter.delete_session(session_id)
-        assert tombstone is not None
-        return tombstone
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def stream(request: pytest.FixtureRequest) -> AsyncIterator[Stream]:
-    if request.param == "memory":
-        memory = MemoryStream()
-        yield Stream(memory, memory, memory)
-        return
-    url = request.getfixturevalue("redis_url")
-    redis, sync = async_redis_at(url), redis_at(url)
-    sync.flushdb()
-    writer = RedisWriter(redis)
-    yield Stream(writer, claimed_reader(sync), RedisDeleter(redis), sync)
-    await writer.close()
-    sync.close()
-    await redis.aclose()
 
 
 def deletion(tombstone: Tombstone, **group: Any) -> Deletion:
     return Deletion(session_id=tombstone.session_id, created_at=tombstone.deleted_at, **group)
 
 
-async def test_a_deleted_session_leaves_a_tombstone_and_tells_the_trainer(stream: Stream) -> None:
+async def test_a_deleted_session_leaves_a_tombstone_and_tells_the_trainer(ends: Ends) -> None:
     began = time.time()
-    await stream.writer.open_session(spec(owner="me", group_id="g", group_size=2))
-    await stream.writer.append_turn(turn(), 200.0)
-    await stream.writer.append_reward(reward())
-    await stream.writer.append_outcome(outcome(), reward("finish"), None)
-    tombstone = await stream.deleted("s1")
+    await ends.writer.open_session(spec(owner="me", group_id="g", group_size=2))
+    await ends.writer.append_turn(turn(), 200.0)
+    await ends.writer.append_reward(reward())
+    await ends.writer.append_outcome(outcome(), reward("finish"), None)
+    tombstone = await ends.deleted("s1")
     assert (tombstone.turns, tombstone.rewards) == (1, 2)
     assert (tombstone.session_id, tombstone.owner, tombstone.created_at) == ("s1", "me", 100.0)
     assert began <= tombstone.deleted_at <= time.time()
-    assert await stream.writer.tombstone("s1") == tombstone
-    assert await stream.writer.load("s1") is None
-    assert await stream.writer.load_for_call("s1") is None
-    assert stream.read() == [deletion(tombstone, group_id="g", group_size=2)]
+    assert await ends.writer.tombstone("s1") == tombstone
+    assert await ends.writer.load("s1") is None
+    assert await ends.writer.load_for_call("s1") is None
+    for nothing in ("s1", "nobody"):
+        assert await ends.deleter.delete_session(nothing) is None
+    assert await ends.writer.tombstone("nobody") is None
+    assert ends.read() == [deletion(tombstone, group_id="g", group_size=2)]
 
 
-async def test_nothing_is_added_to_a_deleted_session_nor_is_its_id_given_again(stream: Stream) -> None:
-    await stream.writer.open_session(spec())
-    await stream.writer.append_turn(turn(), 200.0)
-    tombstone = await stream.deleted("s1")
-    with pytest.raises(SessionDeleted):
-        await stream.writer.open_session(spec())
-    with pytest.raises(SessionDeleted):
-        await stream.writer.append_turn(turn("t2"), 200.0)
-    with pytest.raises(SessionDeleted):
-        await stream.writer.append_turn(turn("t2"), 200.0, opening=spec())
-    with pytest.raises(SessionDeleted):
-        await stream.writer.append_turn(turn("t1", attempt=1, request_digest="q"), 200.0)
-    with pytest.raises(SessionDeleted):
-        await stream.writer.append_reward(reward())
-    with pytest.raises(SessionDeleted):
-        await stream.writer.append_outcome(outcome(), reward("finish"), Verdict(code="failed"))
-    assert await stream.writer.expire(now=1e10, limit=10) == 0
-    assert stream.read() == [deletion(tombstone)]
+async def test_nothing_is_added_to_a_deleted_session_nor_is_its_id_given_again(ends: Ends) -> None:
+    await ends.writer.open_session(spec())
+    await ends.writer.append_turn(turn(), 200.0)
+    tombstone = await ends.deleted("s1")
+    for added in (
+        ends.writer.open_session(spec()),
+        ends.writer.append_turn(turn("t2"), 200.0),
+        ends.writer.append_turn(turn("t2"), 200.0, opening=spec()),
+        ends.writer.append_turn(turn("t1", attempt=1, request_digest="q"), 200.0),
+        ends.writer.append_reward(reward()),
+        ends.writer.append_outcome(outcome(), reward("finish"), Verdict(code="failed")),
+    ):
+        with pytest.raises(SessionDeleted):
+            await added
+    assert await ends.writer.expire(now=1e10, limit=10) == 0
+    assert ends.read() == [deletion(tombstone)]
 
 
-async def test_a_session_is_deleted_once(stream: Stream) -> None:
-    await stream.writer.open_session(spec())
-    tombstone = await stream.deleted("s1")
-    assert await stream.deleter.delete_session("s1") is None
-    assert await stream.deleter.delete_session("nobody") is None
-    assert await stream.writer.tombstone("nobody") is None
-    assert stream.read() == [deletion(tombstone)]
-
-
-async def test_what_the_trainer_had_read_is_not_taken_up_again(stream: Stream) -> None:
+async def test_what_the_trainer_had_read_is_not_taken_up_again(ends: Ends) -> None:
     for name in ("s1", "s2"):
-        await stream.writer.open_session(spec(name))
-        await stream.writer.append_turn(turn(session_id=name), 200.0)
-    read = stream.reader.read(10, 0.01)
-    tombstone = await stream.deleted("s1")
-    assert [entry.record for entry in stream.reader.reclaim()] == [turn(session_id="s2")]
+        await ends.writer.open_session(spec(name))
+        await ends.writer.append_turn(turn(session_id=name), 200.0)
+    read = ends.reader.read(10, 0.01)
+    tombstone = await ends.deleted("s1")
+    assert [entry.record for entry in ends.reader.reclaim()] == [turn(session_id="s2")]
     trained = Verdict(code="trained", step=1, version=1)
     verdicts = Verdicts({"s1": trained}, {("s1", "t1"): trained})
-    stream.reader.acknowledge([entry.entry_id for entry in read], verdicts)
-    assert await stream.writer.load("s1") is None
-    assert stream.read() == [deletion(tombstone)]
+    ends.reader.acknowledge([entry.entry_id for entry in read], verdicts)
+    assert await ends.writer.load("s1") is None
+    assert ends.read() == [deletion(tombstone)]
 
 
-async def test_a_session_that_is_deleted_after_its_end_counts_only_as_deleted(stream: Stream) -> None:
+async def test_a_session_that_is_deleted_after_its_end_counts_only_as_deleted(ends: Ends) -> None:
     """The verdicts of its turns stay counted, and the tombstone has the session's former verdict."""
     for name in ("s1", "s2", "open"):
-        await stream.writer.open_session(spec(name, group_id="g", group_size=4))
-    await stream.writer.append_turn(turn(), 200.0)
-    await stream.writer.append_outcome(outcome("s2"), None, Verdict(code="failed"))
+        await ends.writer.open_session(spec(name, group_id="g", group_size=4))
+    await ends.writer.append_turn(turn(), 200.0)
+    await ends.writer.append_outcome(outcome("s2"), None, Verdict(code="failed"))
     trained = Verdict(code="trained", step=1, version=1)
-    stream.reader.acknowledge([], Verdicts({"s1": trained}, {("s1", "t1"): trained}))
-    assert stream.counts() == {"session:failed": 1, "session:trained": 1, "turn:trained": 1}
+    ends.reader.acknowledge([], Verdicts({"s1": trained}, {("s1", "t1"): trained}))
+    assert ends.counts() == {"session:failed": 1, "session:trained": 1, "turn:trained": 1}
     asked = ["s1", "s2", "open", "nobody"]
-    assert stream.reader.verdict_codes(asked) == {"s1": "trained", "s2": "failed"}
+    assert ends.reader.verdict_codes(asked) == {"s1": "trained", "s2": "failed"}
     for name in asked[:3]:
-        await stream.deleter.delete_session(name)
-    assert stream.counts() == {"session:deleted": 3, "turn:trained": 1}
-    assert stream.reader.verdict_codes(asked) == {"s1": "trained", "s2": "failed", "open": "deleted"}
-    assert stream.reader.group_members(["g"]) == {"g": GroupMembers(4, frozenset(asked[:3]))}
+        await ends.deleter.delete_session(name)
+    assert ends.counts() == {"session:deleted": 3, "turn:trained": 1}
+    assert ends.reader.verdict_codes(asked) == {"s1": "trained", "s2": "failed", "open": "deleted"}
+    assert ends.reader.group_members(["g"]) == {"g": GroupMembers(4, frozenset(asked[:3]))}
 
 
-async def test_a_deleted_session_keeps_its_place_among_the_others(stream: Stream) -> None:
+async def test_a_deleted_session_keeps_its_place_among_the_others(ends: Ends) -> None:
     for name in ("a", "b", "c"):
-        await stream.writer.open_session(spec(name))
-    tombstone = await stream.deleted("b")
-    first = await stream.writer.sessions(LIST_START, 2)
-    listed = [*first, *await stream.writer.sessions(first[-1].position, 2)]
+        await ends.writer.open_session(spec(name))
+    tombstone = await ends.deleted("b")
+    first = await ends.writer.sessions(LIST_START, 2)
+    listed = [*first, *await ends.writer.sessions(first[-1].position, 2)]
     assert listed[1].found == tombstone
     assert [isinstance(each.found, Tombstone) for each in listed] == [False, True, False]
 
 
 async def test_nobody_waits_for_a_deleted_member_of_a_group_and_nobody_takes_its_place(
-    stream: Stream,
+    ends: Ends,
 ) -> None:
-    await stream.writer.open_group([spec(name, group_id="g", group_size=2) for name in ("a", "b")])
-    await stream.deleted("a")
-    standing = await stream.writer.group_progress("g")
+    await ends.writer.open_group([spec(name, group_id="g", group_size=2) for name in ("a", "b")])
+    await ends.deleted("a")
+    standing = await ends.writer.group_progress("g")
     assert (standing.size, standing.ended, standing.open) == (2, 1, 1)
 
 
-async def test_a_conversation_of_two_sessions_leads_to_the_one_that_is_not_deleted(stream: Stream) -> None:
+async def test_a_conversation_of_two_sessions_leads_to_the_one_that_is_not_deleted(ends: Ends) -> None:
     told = {"reply_digest": "d", "request_digest": "q", "finish": "tool_calls"}
     for name in ("a", "b"):
-        await stream.writer.open_session(spec(name, owner="me"))
-        await stream.writer.append_turn(turn(f"turn-{name}", name, **told), 200.0, "me")
+        await ends.writer.open_session(spec(name, owner="me"))
+        await ends.writer.append_turn(turn(f"turn-{name}", name, **told), 200.0, "me")
     digests = ["d", "q", "turn-a", "turn-b"]
-    await stream.deleted("a")
-    assert await stream.writer.find_continuations("me", digests) == ["b", "b", None, "b"]
-    await stream.deleted("b")
-    assert await stream.writer.find_continuations("me", digests) == [None] * 4
+    await ends.deleted("a")
+    assert await ends.writer.find_continuations("me", digests) == ["b", "b", None, "b"]
+    await ends.deleted("b")
+    assert await ends.writer.find_continuations("me", digests) == [None] * 4
 
 
-async def test_all_sessions_of_a_deleted_user_go_and_new_ones_are_refused(stream: Stream) -> None:
-    writer = stream.writer
+async def test_all_sessions_of_a_deleted_user_go_and_new_ones_are_refused(ends: Ends) -> None:
+    writer = ends.writer
     await writer.open_session(spec("opened", user="ann"))
     await writer.append_turn(turn("t1", "opened"), 200.0)
     await writer.append_reward(reward("k", "opened"))
@@ -195,46 +140,26 @@ async def test_all_sessions_of_a_deleted_user_go_and_new_ones_are_refused(stream
     for name, user in (("bobs", "bob"), ("nobodys", None)):
         await writer.open_session(spec(name, user=user))
     assert not await writer.user_deleted("ann")
-    deleted = await stream.deleter.delete_user("ann")
+    deleted = await ends.deleter.delete_user("ann")
     assert deleted == DeletionTotals(sessions=5, turns=3, rewards=1)
-    assert await stream.deleter.delete_user("ann") == DeletionTotals()
+    assert await ends.deleter.delete_user("ann") == DeletionTotals()
     left = [each for each in await writer.sessions(LIST_START, 10) if not isinstance(each.found, Tombstone)]
     assert {each.position.session_id for each in left} == {"bobs", "nobodys"}
     assert await writer.user_deleted("ann")
     assert not await writer.user_deleted("bob")
-    with pytest.raises(UserDeleted):
-        await writer.open_session(spec("new", user="ann"))
-    with pytest.raises(UserDeleted):
-        await writer.open_group([spec("new", group_id="new", group_size=1, user="ann")])
-    with pytest.raises(UserDeleted):
-        await writer.append_turn(turn("t9", "bobs", user="ann"), 200.0)
-    with pytest.raises(UserDeleted):
-        await writer.append_turn(turn("t9", "new"), 200.0, opening=spec("new", user="ann"))
-    assert {type(record) for record in stream.read()} == {Deletion}
-    assert await stream.deleter.delete_user("bob") == DeletionTotals(sessions=1)
+    for added in (
+        writer.open_session(spec("new", user="ann")),
+        writer.open_group([spec("new", group_id="new", group_size=1, user="ann")]),
+        writer.append_turn(turn("t9", "bobs", user="ann"), 200.0),
+        writer.append_turn(turn("t9", "new"), 200.0, opening=spec("new", user="ann")),
+    ):
+        with pytest.raises(UserDeleted):
+            await added
+    assert {type(record) for record in ends.read()} == {Deletion}
+    assert await ends.deleter.delete_user("bob") == DeletionTotals(sessions=1)
 
 
 # Tests that need a real Redis
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    client = redis_at(redis_url)
-    client.flushdb()
-    yield client
-    client.close()
-
-
-@pytest.fixture
-async def connection(redis: Redis, redis_url: str) -> AsyncIterator[AsyncRedis]:
-    connection = async_redis_at(redis_url)
-    yield connection
-    await connection.aclose()
-
-
-def values(redis: Redis, stream: str) -> list[bytes]:
-    found: Any = redis.xrange(stream)
-    return [fields[keys.STREAM_FIELD] for _, fields in found]
 
 
 LONG = "x" * 200
@@ -242,92 +167,76 @@ LONG = "x" * 200
 
 
 @pytest.mark.parametrize("gone", ["a", "ab", LONG, LONG[:32], LONG[:31]])
-async def test_only_the_records_of_the_session_leave_the_stream(
-    redis: Redis, connection: AsyncRedis, gone: str
-) -> None:
+async def test_only_the_records_of_the_session_leave_the_stream(stream: RedisEnds, gone: str) -> None:
     names = ["a", "ab", "b", "session_id", LONG, LONG[:32], LONG[:31]]
-    writer, kept = RedisWriter(connection), []
+    kept: list[bytes] = []
     for name in names:
-        await writer.open_session(spec(name))
+        await stream.writer.open_session(spec(name))
     for number in range(60):  # several pages
         for name in names:
             record: Record = turn(f"t{number}", name, group_id=gone, task_id=gone)
             record = [record, reward("k", name, source=gone), outcome(name, group_id=gone)][number % 3]
-            redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(record)})
+            stream.redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(record)})
             kept += [encode(record)] * (name != gone)
-    tombstone = await RedisDeleter(connection).delete_session(gone)
-    assert tombstone is not None
-    assert values(redis, keys.STREAM) == [*kept, encode(deletion(tombstone))]
-    other = await RedisDeleter(connection).delete_session("b")
-    assert other is not None
-    assert values(redis, keys.STREAM)[-2:] == [encode(deletion(tombstone)), encode(deletion(other))]
-    await writer.close()
+    tombstone = await stream.deleted(gone)
+    assert stream.records() == [*kept, encode(deletion(tombstone))]
+    other = await stream.deleted("b")
+    assert stream.records()[-2:] == [encode(deletion(tombstone)), encode(deletion(other))]
 
 
-async def test_unreadable_bytes_are_deleted_if_they_contain_the_session_id(
-    redis: Redis, connection: AsyncRedis
-) -> None:
+async def test_unreadable_bytes_are_deleted_if_they_contain_the_session_id(stream: RedisEnds) -> None:
     newer, own = b"\x09", encode(turn(session_id="s1"))[1:]
     letters = [newer + own, b"\x01" + own[:60], newer + encode(turn(session_id="s11"))[1:], b"\x01nonsense"]
     letters.append(newer + b"tokens of somebody else, among them \xa2s1")
     for letter in letters:
-        redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: letter, "entry": "1-1", "error": "unread"})
-        redis.xadd(keys.STREAM, {keys.STREAM_FIELD: letter})
-    redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: b"", "entry": "1-1"})
-    writer = RedisWriter(connection)
-    await writer.open_session(spec("s1"))
-    tombstone = await RedisDeleter(connection).delete_session("s1")
-    assert tombstone is not None
-    assert values(redis, keys.DEAD_LETTERS) == [*letters[2:], b""]
-    assert values(redis, keys.STREAM) == [*letters[2:], encode(deletion(tombstone))]
-    await writer.close()
+        stream.redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: letter, "entry": "1-1", "error": "unread"})
+        stream.redis.xadd(keys.STREAM, {keys.STREAM_FIELD: letter})
+    stream.redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: b"", "entry": "1-1"})
+    await stream.writer.open_session(spec("s1"))
+    tombstone = await stream.deleted("s1")
+    assert stream.records(keys.DEAD_LETTERS) == [*letters[2:], b""]
+    assert stream.records() == [*letters[2:], encode(deletion(tombstone))]
 
 
-async def test_a_session_that_this_build_cannot_read_is_deleted_all_the_same(
-    redis: Redis, connection: AsyncRedis
-) -> None:
-    writer = RedisWriter(connection)
-    await writer.open_session(spec("s1"))
-    redis.hset(keys.session("s1"), "t:newer", b"\x09" + encode(turn())[1:])
-    assert await RedisDeleter(connection).delete_session("s1") is not None
-    assert not redis.exists(keys.session("s1"))
-    await writer.close()
+async def test_a_session_that_this_build_cannot_read_is_deleted_all_the_same(stream: RedisEnds) -> None:
+    await stream.writer.open_session(spec("s1"))
+    stream.redis.hset(keys.session("s1"), "t:newer", b"\x09" + encode(turn())[1:])
+    await stream.deleted("s1")
+    assert not stream.redis.exists(keys.session("s1"))
 
 
-async def test_what_a_dead_gateway_left_is_finished_by_another(redis: Redis, connection: AsyncRedis) -> None:
-    writer, dying, heir = RedisWriter(connection), RedisDeleter(connection), RedisDeleter(connection)
-    await writer.open_session(spec())
-    await writer.append_turn(turn(), 200.0)
+async def test_what_a_dead_gateway_left_is_finished_by_another(stream: RedisEnds) -> None:
+    heir = RedisDeleter(stream.client)
+    await stream.writer.open_session(spec())
+    await stream.writer.append_turn(turn(), 200.0)
     with pytest.MonkeyPatch.context() as patch:
-        break_script(patch, connection, deletion_scripts.REMOVE_ENTRIES)
-        tombstone = await dying.delete_session("s1")
-    assert tombstone is not None
-    assert len(values(redis, keys.STREAM)) == 2
+        break_script(patch, stream.client, deletion_scripts.REMOVE_ENTRIES)
+        tombstone = await stream.deleted("s1")
+    assert len(stream.records()) == 2
     assert await heir.finish(time.time()) == 0
     assert await heir.finish(time.time() + OVERDUE_S + 1) == 1
-    assert values(redis, keys.STREAM) == [encode(deletion(tombstone))]
-    assert redis.exists(keys.DELETING) == 0
+    assert stream.records() == [encode(deletion(tombstone))]
+    assert stream.redis.exists(keys.DELETING) == 0
     assert await heir.finish(time.time() + OVERDUE_S + 1) == 0
-    await writer.close()
 
 
-async def test_a_full_redis_can_be_relieved(redis: Redis, connection: AsyncRedis) -> None:
-    writer = RedisWriter(connection)
-    await writer.open_session(spec(user="ann"))
-    await writer.append_turn(turn(), 200.0)
-    redis.config_set("maxmemory", 1)
-    try:
-        tombstone = await RedisDeleter(connection).delete_session("s1")
-    finally:
-        redis.config_set("maxmemory", 0)
-    assert tombstone is not None
-    assert values(redis, keys.STREAM) == [encode(deletion(tombstone))]
-    assert redis.exists(keys.session("s1"), keys.user_sessions("ann"), keys.DELETING) == 0
-    await writer.close()
+async def test_a_full_redis_can_be_relieved(stream: RedisEnds) -> None:
+    """The deleted session holds no place and no deadline."""
+    await stream.writer.open_session(spec(owner="me", user="ann"))
+    await stream.writer.append_turn(turn(), 200.0)
+    places = (keys.OPEN, keys.open_of("me"), keys.UNTRAINED)
+    for place in places:
+        stream.redis.zadd(place, {"s1": 1.0})
+    stream.redis.config_set("maxmemory", 1)
+    tombstone = await stream.deleted("s1")
+    assert stream.records() == [encode(deletion(tombstone))]
+    assert not stream.redis.exists(keys.session("s1"), keys.user_sessions("ann"), keys.DELETING)
+    assert not stream.redis.exists(*places, keys.DEADLINES)
+    assert stream.counts() == {"session:deleted": 1}
 
 
 async def test_turns_that_come_while_their_session_is_deleted_are_refused_or_deleted(
-    redis: Redis, connection: AsyncRedis, redis_url: str
+    stream: RedisEnds, redis_url: str
 ) -> None:
     connections = [async_redis_at(redis_url) for _ in range(4)]
     writers = [RedisWriter(each) for each in connections]
@@ -339,55 +248,42 @@ async def test_turns_that_come_while_their_session_is_deleted_are_refused_or_del
         ]
         ended: list[Any] = await asyncio.gather(
             *appends[:round_],
-            RedisDeleter(connection).delete_session(name),
+            stream.deleter.delete_session(name),
             *appends[round_:],
             return_exceptions=True,
         )
         (tombstone,) = [each for each in ended if isinstance(each, Tombstone)]
         refused = [each for each in ended if isinstance(each, SessionDeleted)]
         assert tombstone.turns + len(refused) == len(appends)
-        assert values(redis, keys.STREAM)[round_:] == [encode(deletion(tombstone))]
-        assert redis.exists(keys.session(name)) == 0
+        assert stream.records()[round_:] == [encode(deletion(tombstone))]
+        assert stream.redis.exists(keys.session(name)) == 0
     for writer, each in zip(writers, connections, strict=True):
         await writer.close()
         await each.aclose()
 
 
 async def test_a_turn_that_came_while_its_session_was_read_is_deleted_too(
-    redis: Redis, connection: AsyncRedis, monkeypatch: pytest.MonkeyPatch
+    stream: RedisEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, reads = RedisWriter(connection), []
+    reads: list[int] = []
 
     def read(fields: Any) -> Any:
         reads.append(len(fields))
         if len(reads) == 1:
-            redis.hset(keys.session("s1"), "t:late", encode(turn("late", reply_digest="d")))
-            redis.set(keys.continuation("me", "d"), "s1")
+            stream.redis.hset(keys.session("s1"), "t:late", encode(turn("late", reply_digest="d")))
+            stream.redis.set(keys.continuation("me", "d"), "s1")
         return read_head(fields)
 
     monkeypatch.setattr("rollout_queue.redis.deletion.read_head", read)
-    await writer.open_session(spec(owner="me"))
-    tombstone = await RedisDeleter(connection).delete_session("s1")
+    await stream.writer.open_session(spec(owner="me"))
+    tombstone = await stream.deleted("s1")
     assert reads == [1, 2]
-    assert tombstone is not None
     assert tombstone.turns == 1
-    assert await writer.find_continuations("me", ["d"]) == [None]
-    await writer.close()
-
-
-async def test_a_deleted_session_holds_no_place_and_no_deadline(redis: Redis, connection: AsyncRedis) -> None:
-    writer = RedisWriter(connection)
-    await writer.open_session(spec(owner="me"))
-    for place in (keys.OPEN, keys.open_of("me"), keys.UNTRAINED):
-        redis.zadd(place, {"s1": 1.0})
-    await RedisDeleter(connection).delete_session("s1")
-    assert redis.exists(keys.OPEN, keys.open_of("me"), keys.UNTRAINED, keys.DEADLINES) == 0
-    assert redis.hgetall(keys.VERDICTS) == {b"session:deleted": b"1"}
-    await writer.close()
+    assert await stream.writer.find_continuations("me", ["d"]) == [None]
 
 
 async def test_heads_that_gateways_remember_are_let_go(
-    connection: AsyncRedis, monkeypatch: pytest.MonkeyPatch
+    stream: RedisEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caches: list[HeadCache] = []
 
@@ -396,20 +292,15 @@ async def test_heads_that_gateways_remember_are_let_go(
         return caches[-1]
 
     monkeypatch.setattr("rollout_queue.redis.writer.HeadCache", cache)
-    writers = [RedisWriter(connection) for _ in range(2)]
+    writers = [RedisWriter(stream.client) for _ in range(2)]
     for name in ("s1", "s2"):
         await writers[0].open_session(spec(name))
     for writer in writers:
         for name in ("s1", "s2"):
             assert await writer.load_for_call(name) is not None
-    await RedisDeleter(connection).delete_session("s1")
+    await stream.deleted("s1")
     assert await writers[0].load_for_call("s1") is None
     await writers[1].forget_deleted()
     assert [cache.session_ids() for cache in caches] == [["s2"], ["s2"]]
     for writer in writers:
         await writer.close()
-
-
-async def test_a_session_that_never_was_is_not_taken_for_a_deleted_one(stream: Stream) -> None:
-    with pytest.raises(SessionClosed, match="unknown"):
-        await stream.writer.append_turn(turn(), 200.0)

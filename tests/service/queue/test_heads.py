@@ -12,7 +12,6 @@ from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Sampling, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.heads.cache import HeadCache
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.records import reward, spec, turn
@@ -55,11 +54,11 @@ class Writers:
         return sent() - start - own
 
 
-@pytest.fixture(params=CONNECTIONS)
-async def writers(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[Writers]:
+@pytest.fixture
+async def writers(redis_url: str) -> AsyncIterator[Writers]:
     redis, sync = async_redis_at(redis_url), redis_at(redis_url)
     sync.flushdb()
-    one, other = (RedisWriter(redis, CONNECTIONS[request.param]) for _ in range(2))
+    one, other = (RedisWriter(redis) for _ in range(2))
     yield Writers(one, other, sync)
     await one.close()
     await other.close()
@@ -70,7 +69,7 @@ async def writers(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterat
 async def test_a_call_of_a_long_session_reads_only_the_turns_that_other_gateways_added(
     writers: Writers,
 ) -> None:
-    turns = 100
+    turns = 50
     await writers.one.open_session(spec())
     for number in range(turns):
         await writers.one.append_turn(long_turn(number), 1e9)
@@ -79,7 +78,7 @@ async def test_a_call_of_a_long_session_reads_only_the_turns_that_other_gateways
     await writers.one.append_turn(long_turn(turns), 1e9)
     await writers.one.append_reward(reward())
     bound = (turns + 3) * FIELD_BYTES + len(encode(long_turn(turns))) + REST_BYTES
-    assert bound < whole / 30
+    assert bound < whole / 20
     assert await writers.bytes_of(lambda: writers.other.load_for_call("s1")) <= bound
     assert await writers.other.load_for_call("s1") == await writers.one.load("s1")
 
@@ -130,9 +129,9 @@ def heads(count: int, turns: int) -> dict[str, list[bytes]]:
     return {name: [encode(long_turn(number, name)) for number in range(turns)] for name in names}
 
 
-@pytest.mark.parametrize(("count", "turns"), [(60, 20), (2000, 1)])
+@pytest.mark.parametrize(("count", "turns"), [(12, 20), (400, 1)])
 def test_the_cache_takes_no_more_memory_than_its_limit(count: int, turns: int) -> None:
-    stored, limit = heads(count, turns), 10 * 2**20
+    stored, limit = heads(count, turns), 2 * 2**20
     tracemalloc.start()
     cache, before = HeadCache(limit), tracemalloc.get_traced_memory()[0]
     for name, packed in stored.items():
@@ -142,12 +141,3 @@ def test_the_cache_takes_no_more_memory_than_its_limit(count: int, turns: int) -
     tracemalloc.stop()
     assert 0 < len(cache) < count, "some were dropped"
     assert limit / 2 < taken <= limit
-
-
-def test_the_cache_drops_the_sessions_that_were_used_longest_ago() -> None:
-    cache = HeadCache(limit=30_000)
-    for number in range(100):
-        cache.put(1, SessionHead(spec=spec(f"s{number}")))
-        assert cache.get("s0") is not None, "it was used a moment ago"
-    assert cache.get("s98") is not None
-    assert cache.get("s50") is None

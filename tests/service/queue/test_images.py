@@ -1,10 +1,8 @@
 """A turn's images: their places are in its record; their bytes lie once, as long as a session shows them."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.episodes import Episode
@@ -14,15 +12,10 @@ from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.turn_parts.images import TurnImage
-from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
-from rollout_queue.redis.deletion import RedisDeleter
 from rollout_queue.redis.restore import restore
-from rollout_queue.redis.retention import RedisForgetter
-from rollout_queue.redis.writer import RedisWriter
-from tests.support.queue.ends import Ends
+from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.queue.records import outcome, reward, spec, turn
-from tests.support.redis_clients import async_redis_at
 
 ONE, TWO = "1" * 64, "2" * 64
 PNGS = {ONE: b"one \x00\xff", TWO: b"two"}
@@ -41,18 +34,6 @@ async def write(ends: Ends, session_id: str, *hashes: str, user: str | None = No
     made = showing(f"{session_id}-t", session_id, *hashes)
     opening = spec(session_id, user=user)
     await ends.writer.append_turn(made, 1e12, "", opening, {each: PNGS[each] for each in hashes})
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator[AsyncRedis]:
-    client = async_redis_at(redis_url)
-    yield client
-    await client.aclose()
-
-
-async def delete(ends: Ends, client: AsyncRedis, session_id: str) -> None:
-    deleter = ends.writer if isinstance(ends.writer, MemoryStream) else RedisDeleter(client)
-    assert await deleter.delete_session(session_id) is not None
 
 
 @pytest.mark.parametrize(
@@ -108,66 +89,51 @@ async def test_the_bytes_are_stored_with_the_turn_and_read_at_both_ends(ends: En
     assert ends.reader.image_bytes([TWO, ONE, "f" * 64]) == PNGS
 
 
-async def test_the_bytes_stay_as_long_as_a_session_shows_them(ends: Ends, client: AsyncRedis) -> None:
+async def test_the_bytes_stay_as_long_as_a_session_shows_them(ends: Ends) -> None:
     await write(ends, "a", ONE, TWO)
     await write(ends, "b", ONE)
-    await delete(ends, client, "a")
+    await ends.deleted("a")
     assert await ends.writer.images([ONE, TWO]) == {ONE: PNGS[ONE]}
-    await delete(ends, client, "b")
+    await ends.deleted("b")
     assert await ends.writer.images([ONE, TWO]) == {}
-    if ends.redis is not None:
-        assert ends.redis.keys("weir:image*") == []
-
-
-async def test_a_turn_that_is_refused_stores_no_bytes(ends: Ends, client: AsyncRedis) -> None:
-    await write(ends, "a", ONE)
-    await delete(ends, client, "a")
     with pytest.raises(SessionDeleted):
         await write(ends, "a", ONE)
-    assert await ends.writer.images([ONE]) == {}
+    assert await ends.writer.images([ONE]) == {}, "a turn that is refused stores none"
+    assert ends.redis is None or ends.redis.keys("weir:image*") == []
 
 
-async def test_the_bytes_go_with_the_last_session_that_is_forgotten(ends: Ends, client: AsyncRedis) -> None:
-    if not isinstance(ends.writer, RedisWriter):
-        pytest.skip("the stream in memory forgets no session")
-    forgetter = RedisForgetter(client)
+async def test_the_bytes_go_with_the_last_session_that_is_forgotten(stream: RedisEnds) -> None:
     for session_id in ("a", "b"):
-        await write(ends, session_id, ONE)
-        await ends.writer.append_outcome(outcome(session_id), reward("finish", session_id), None)
-    entries = ends.reader.read(100, 0.01)
+        await write(stream, session_id, ONE)
+        await stream.writer.append_outcome(outcome(session_id), reward("finish", session_id), None)
+    entries = stream.reader.read(100, 0.01)
     for session_id, left in (("a", {ONE: PNGS[ONE]}), ("b", {})):
         own = [each.entry_id for each in entries if each.record.session_id == session_id]
         trained = Verdict(code="trained", step=1, version=1)
-        ends.reader.acknowledge(
+        stream.reader.acknowledge(
             own, Verdicts({session_id: trained}, {(session_id, f"{session_id}-t"): trained})
         )
-        await forgetter.forget(0, 10)
-        assert await ends.writer.images([ONE]) == left
+        await stream.forgotten()
+        assert await stream.writer.images([ONE]) == left
 
 
-async def test_the_bytes_go_with_a_session_whose_turns_cannot_be_read(ends: Ends, client: AsyncRedis) -> None:
-    if ends.redis is None:
-        pytest.skip("the stream in memory holds no bytes of another build")
+async def test_the_bytes_go_with_a_session_whose_turns_cannot_be_read(stream: RedisEnds) -> None:
     for session_id in ("a", "b"):
-        await write(ends, session_id, ONE, *([TWO] if session_id == "a" else []))
+        await write(stream, session_id, ONE, *([TWO] if session_id == "a" else []))
     field, newer = "t:a-t", b"\xff"
-    record: Any = ends.redis.hget(keys.session("a"), field)
-    ends.redis.hset(keys.session("a"), field, newer + record[1:])
-    await delete(ends, client, "a")
-    assert await ends.writer.images([ONE, TWO]) == {ONE: PNGS[ONE]}
-    await delete(ends, client, "b")
-    assert ends.redis.keys("weir:image*") == []
+    record: Any = stream.redis.hget(keys.session("a"), field)
+    stream.redis.hset(keys.session("a"), field, newer + record[1:])
+    await stream.deleted("a")
+    assert await stream.writer.images([ONE, TWO]) == {ONE: PNGS[ONE]}
+    await stream.deleted("b")
+    assert stream.redis.keys("weir:image*") == []
 
 
-async def test_the_bytes_stay_as_long_as_an_imported_session_shows_them(
-    ends: Ends, client: AsyncRedis
-) -> None:
-    if ends.redis is None:
-        pytest.skip("sessions are imported into Redis")
-    await write(ends, "a", ONE)
+async def test_the_bytes_stay_as_long_as_an_imported_session_shows_them(stream: RedisEnds) -> None:
+    await write(stream, "a", ONE)
     imported = Episode(spec=spec("b", group_id="g"), turns=(showing("b-t", "b", ONE, TWO),))
-    assert restore(ends.redis, imported) == "restored"
-    await delete(ends, client, "a")
-    assert await ends.writer.images([ONE]) == {ONE: PNGS[ONE]}
-    await delete(ends, client, "b")
-    assert ends.redis.keys("weir:image*") == []
+    assert restore(stream.redis, imported) == "restored"
+    await stream.deleted("a")
+    assert await stream.writer.images([ONE]) == {ONE: PNGS[ONE]}
+    await stream.deleted("b")
+    assert stream.redis.keys("weir:image*") == []

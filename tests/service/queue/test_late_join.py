@@ -1,40 +1,24 @@
 """A session that a call has opened gets its group later, once, whatever else happens to it at that moment."""
 
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.errors import Conflict, StorageUnavailable
 from rollout_queue.contract.records import LateJoin, SessionSpec
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
-from rollout_queue.redis.deletion import RedisDeleter
 from rollout_queue.redis.scripts import deletion as deletion_scripts
 from rollout_queue.redis.scripts import records as record_scripts
 from rollout_queue.redis.scripts import sessions as session_scripts
 from rollout_queue.redis.writer import RedisWriter
-from tests.support.queue.ends import Ends
+from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at
 from tests.support.redis_faults import before_script, break_script
 
 GROUP: dict[str, Any] = {"group_id": "g", "group_size": 2, "task_id": "k"}
-
-
-@pytest.fixture
-async def connection(redis: Redis, redis_url: str) -> AsyncIterator[AsyncRedis]:
-    async with async_redis_at(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-async def writer(connection: AsyncRedis) -> AsyncIterator[RedisWriter]:
-    writer = RedisWriter(connection)
-    yield writer
-    await writer.close()
 
 
 async def called(ends: Ends, session_id: str = "s1", **fields: Any) -> None:
@@ -48,8 +32,7 @@ async def test_a_session_gets_its_group_once(ends: Ends) -> None:
     asked = spec(**GROUP, metadata={"a": 1}, user="ann")
     assert await ends.writer.describe_session(asked, 110.0) == asked
     assert await ends.writer.describe_session(spec(group_id="other"), 111.0) == asked
-    head = await ends.writer.load("s1")
-    assert head is not None
+    head = await ends.head()
     assert (head.spec, len(head.turns), head.expires_at) == (asked, 1, 110.0 + 3600.0)
     assert (await ends.writer.group_progress("g")).open == 1
     assert (await ends.writer.group_progress("other")).size == 0
@@ -127,8 +110,7 @@ async def test_a_shorter_time_to_live_ends_no_session_under_a_call(ends: Ends) -
     await called(ends)
     await ends.writer.describe_session(spec(ttl_s=5.0), 110.0)
     await ends.writer.append_turn(turn("t2", finished_at=200.0), 200.0 + 3600.0)
-    head = await ends.writer.load("s1")
-    assert head is not None
+    head = await ends.head()
     assert head.expires_at == 3701.0
     assert await ends.writer.expire(now=3700.0, limit=10) == 0
     await ends.writer.append_turn(turn("t3", finished_at=3700.0), 3700.0 + 3600.0)
@@ -147,114 +129,92 @@ async def test_another_gateway_sees_the_group_at_its_next_call(ends: Ends, redis
             head = await writer.load_for_call("s1")
             assert head is not None
             assert (head.spec.group_id, len(head.turns)) == ("g", 1)
-        if other is not ends.writer:
-            await other.close()
+        await other.close()
 
 
-async def test_of_two_descriptions_at_once_one_is_stored(writer: RedisWriter, connection: AsyncRedis) -> None:
-    await writer.open_session(spec(implicit=True))
+def describing(stream: RedisEnds, asked: SessionSpec) -> Callable[[], Awaitable[object]]:
+    return lambda: stream.writer.describe_session(asked, 110.0)
+
+
+async def described_late(stream: RedisEnds, happens: Callable[[], Awaitable[object]]) -> SessionSpec | None:
+    """Describe a session. `happens` comes before the script, after the session was looked at."""
+    await stream.writer.open_session(spec(implicit=True))
     with pytest.MonkeyPatch.context() as patch:
-        first = spec(group_id="first")
-        before_script(
-            patch, connection, session_scripts.DESCRIBE, lambda: writer.describe_session(first, 110.0)
-        )
-        assert await writer.describe_session(spec(group_id="second"), 110.0) == first
-    assert (await writer.group_progress("second")).size == 0
+        before_script(patch, stream.client, session_scripts.DESCRIBE, happens)
+        return await stream.writer.describe_session(spec(**GROUP), 110.0)
 
 
-async def test_a_turn_that_comes_between_stays(writer: RedisWriter, connection: AsyncRedis) -> None:
-    await writer.open_session(spec(implicit=True))
-    with pytest.MonkeyPatch.context() as patch:
-        before_script(patch, connection, session_scripts.DESCRIBE, lambda: writer.append_turn(turn(), 3701.0))
-        assert await writer.describe_session(spec(**GROUP), 110.0) == spec(**GROUP)
-    head = await writer.load_for_call("s1")
-    assert head is not None
+async def test_of_two_descriptions_at_once_one_is_stored(stream: RedisEnds) -> None:
+    first = spec(group_id="first")
+    assert await described_late(stream, describing(stream, first)) == first
+    assert (await stream.writer.group_progress("g")).size == 0
+
+
+async def test_a_turn_that_comes_between_stays(stream: RedisEnds) -> None:
+    stored = await described_late(stream, lambda: stream.writer.append_turn(turn(), 3701.0))
+    assert stored == spec(**GROUP)
+    head = await stream.called()
     assert (head.spec, head.turns) == (spec(**GROUP), (turn(),))
 
 
-@pytest.mark.parametrize("end", ["finish", "deletion"])
-async def test_an_end_that_comes_between_wins(
-    writer: RedisWriter, connection: AsyncRedis, redis: Redis, end: str
-) -> None:
-    await writer.open_session(spec(implicit=True))
+async def test_an_end_or_a_deletion_that_comes_between_wins(stream: RedisEnds) -> None:
+    ended = await described_late(stream, lambda: stream.writer.append_outcome(outcome(), None, None))
+    assert ended == spec(implicit=True)
+    assert not stream.redis.exists(keys.group("g"), keys.group_members("g"))
+    stream.redis.flushdb()
+    assert await described_late(stream, lambda: stream.deleted("s1")) is None
+    assert not stream.redis.exists(keys.group("g"), keys.group_members("g"))
 
-    async def ends() -> None:
-        if end == "finish":
-            await writer.append_outcome(outcome(), None, None)
-        else:
-            await RedisDeleter(connection).delete_session("s1")
 
+async def test_a_description_that_comes_before_an_end_is_in_it(stream: RedisEnds) -> None:
+    await stream.writer.open_session(spec(implicit=True))
     with pytest.MonkeyPatch.context() as patch:
-        before_script(patch, connection, session_scripts.DESCRIBE, ends)
-        stored = await writer.describe_session(spec(**GROUP), 110.0)
-    assert stored == (spec(implicit=True) if end == "finish" else None)
-    assert not redis.exists(keys.group("g"), keys.group_members("g"))
-
-
-async def test_a_description_that_comes_before_an_end_is_in_it(
-    writer: RedisWriter, connection: AsyncRedis
-) -> None:
-    await writer.open_session(spec(implicit=True))
-
-    async def described() -> SessionSpec | None:
-        return await writer.describe_session(spec(**GROUP), 110.0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        before_script(patch, connection, record_scripts.APPEND_OUTCOME, described)
-        assert (await writer.append_outcome(outcome(), None, None)).group_id == "g"
+        described = describing(stream, spec(**GROUP))
+        before_script(patch, stream.client, record_scripts.APPEND_OUTCOME, described)
+        assert (await stream.writer.append_outcome(outcome(), None, None)).group_id == "g"
 
 
 async def test_the_trainer_hears_the_group_of_a_session_that_was_deleted_meanwhile(
-    writer: RedisWriter, connection: AsyncRedis, redis: Redis
+    stream: RedisEnds,
 ) -> None:
-    ends = Ends(writer, MemoryStream())
-    await called(ends)
+    await called(stream)
     with pytest.MonkeyPatch.context() as patch:
-        before_script(
-            patch,
-            connection,
-            deletion_scripts.DELETE,
-            lambda: writer.describe_session(spec(**GROUP), 110.0),
-        )
-        await RedisDeleter(connection).delete_session("s1")
-    records: Any = redis.xrange(keys.STREAM)
-    assert [b"deletion" in fields[b"r"] for _, fields in records] == [True]
-    assert b"group_id\xa1g" in records[0][1][b"r"]
+        described = describing(stream, spec(**GROUP))
+        before_script(patch, stream.client, deletion_scripts.DELETE, described)
+        await stream.deleted("s1")
+    (record,) = stream.records()
+    assert b"deletion" in record
+    assert b"group_id\xa1g" in record
 
 
-async def test_a_gateway_that_dies_before_the_script_has_changed_nothing(
-    writer: RedisWriter, connection: AsyncRedis, redis: Redis
-) -> None:
-    await writer.open_session(spec(implicit=True))
+async def test_a_gateway_that_dies_before_the_script_has_changed_nothing(stream: RedisEnds) -> None:
+    await stream.writer.open_session(spec(implicit=True))
     with pytest.MonkeyPatch.context() as patch:
-        break_script(patch, connection, session_scripts.DESCRIBE)
+        break_script(patch, stream.client, session_scripts.DESCRIBE)
         with pytest.raises(StorageUnavailable):
-            await writer.describe_session(spec(**GROUP, user="ann"), 110.0)
-    assert not redis.exists(keys.group("g"), keys.group_members("g"), keys.user_sessions("ann"), keys.STREAM)
-    assert await writer.describe_session(spec(**GROUP, user="ann"), 110.0) == spec(**GROUP, user="ann")
-    assert redis.smembers(keys.user_sessions("ann")) == {b"s1"}
+            await stream.writer.describe_session(spec(**GROUP, user="ann"), 110.0)
+    assert not stream.redis.exists(keys.group("g"), keys.group_members("g"), keys.user_sessions("ann"))
+    assert not stream.records()
+    assert await stream.writer.describe_session(spec(**GROUP, user="ann"), 110.0) == spec(**GROUP, user="ann")
+    assert stream.redis.smembers(keys.user_sessions("ann")) == {b"s1"}
 
 
-async def test_a_full_redis_describes_a_session_whole_or_not_at_all(
-    writer: RedisWriter, redis: Redis
-) -> None:
-    await writer.open_session(spec(implicit=True))
-    before = redis.hgetall(keys.session("s1"))
-    redis.config_set("maxmemory", 1)
-    try:
-        with pytest.raises(StorageUnavailable):
-            await writer.describe_session(spec(**GROUP), 110.0)
-    finally:
-        redis.config_set("maxmemory", 0)
-    assert redis.hgetall(keys.session("s1")) == before
-    assert not redis.exists(keys.group("g"), keys.STREAM)
+async def test_a_full_redis_describes_a_session_whole_or_not_at_all(stream: RedisEnds) -> None:
+    await stream.writer.open_session(spec(implicit=True))
+    before = stream.redis.hgetall(keys.session("s1"))
+    stream.redis.config_set("maxmemory", 1)
+    with pytest.raises(StorageUnavailable):
+        await stream.writer.describe_session(spec(**GROUP), 110.0)
+    assert stream.redis.hgetall(keys.session("s1")) == before
+    assert not stream.redis.exists(keys.group("g"))
+    assert not stream.records()
 
 
-async def test_what_is_trained_counts_and_nothing_else(writer: RedisWriter, redis: Redis) -> None:
+async def test_what_is_trained_counts_and_nothing_else(stream: RedisEnds) -> None:
     for name in ("counted", "evaluation", "uncounted"):
-        await writer.open_session(spec(name, implicit=True))
-    redis.zadd(keys.UNTRAINED, {"evaluation": 100.0})
-    await writer.describe_session(spec("counted"), 110.0, counts=True)
-    await writer.describe_session(spec("evaluation", train=False), 110.0)
-    await writer.describe_session(spec("uncounted"), 110.0)
-    assert redis.zrange(keys.UNTRAINED, 0, -1) == [b"counted"]
+        await stream.writer.open_session(spec(name, implicit=True))
+    stream.redis.zadd(keys.UNTRAINED, {"evaluation": 100.0})
+    await stream.writer.describe_session(spec("counted"), 110.0, counts=True)
+    await stream.writer.describe_session(spec("evaluation", train=False), 110.0)
+    await stream.writer.describe_session(spec("uncounted"), 110.0)
+    assert stream.redis.zrange(keys.UNTRAINED, 0, -1) == [b"counted"]

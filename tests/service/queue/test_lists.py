@@ -7,13 +7,13 @@ import pytest
 
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import LIST_END, LIST_START, ListPosition, ListScope
+from rollout_queue.contract.listing import ALL_SESSIONS, LIST_END, LIST_START, ListPosition, ListScope
 from rollout_queue.contract.records import SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.turn_parts.sums import TurnSums
 from rollout_queue.redis import keys
 from rollout_queue.redis.heads import listing
-from tests.support.queue.ends import Ends
+from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.queue.records import outcome, reward, spec, turn
 
 NEWEST = ListScope(newest_first=True)
@@ -22,6 +22,7 @@ SUMMARIES = ListScope(turns=False)
 
 async def listed(ends: Ends, after: ListPosition, count: int, scope: ListScope) -> list[str]:
     page = await ends.writer.sessions(after, count, scope=scope)
+    assert all(isinstance(each.found, SessionHead) for each in page)
     return [each.position.session_id for each in page]
 
 
@@ -29,6 +30,26 @@ def sampled(name: str, versions: tuple[Span, ...], finished_at: float) -> Turn:
     tokens = versions[-1].end if versions else 0
     output: dict[str, Any] = {"output_ids": TokenIds(range(tokens)), "logprobs": Logprobs([-1.0] * tokens)}
     return turn(name, versions=versions, finished_at=finished_at, **output)
+
+
+async def test_sessions_are_listed_by_age_page_by_page(ends: Ends) -> None:
+    for name, created_at in (("b", 2.0), ("a", 1.0), ("c", 3.0)):
+        await ends.writer.open_session(SessionSpec(session_id=name, created_at=created_at))
+    pages = [await ends.writer.sessions(LIST_START, 2)]
+    while pages[-1]:
+        pages.append(await ends.writer.sessions(pages[-1][-1].position, 2))
+    assert [[each.position.session_id for each in page] for page in pages] == [["a", "b"], ["c"], []]
+
+
+async def test_the_place_of_a_session_is_between_those_of_its_age(ends: Ends) -> None:
+    """The bytes of the ids decide among sessions of one age, not the locale. A position without a session is
+    valid, too."""
+    names = ["B", "a", "a-", "a0", "b", "ab"]
+    for name in names:
+        await ends.writer.open_session(SessionSpec(session_id=name, created_at=1.0))
+    await ends.writer.open_session(SessionSpec(session_id="A", created_at=2.0))
+    for behind, next_ones in (("a", ["a-", "a0"]), ("a/", ["a0", "ab"]), ("", ["B", "a"]), ("b", ["A"])):
+        assert await listed(ends, ListPosition(1.0, behind), 2, ALL_SESSIONS) == next_ones
 
 
 async def test_the_newest_session_comes_first_if_a_list_asks_for_that(ends: Ends) -> None:
@@ -85,23 +106,22 @@ async def test_a_summary_is_the_head_without_turns(ends: Ends) -> None:
     assert await sums(ends) == TurnSums(3, 7, 103.25, 8, 10)
     await ends.writer.append_reward(reward())
     await ends.writer.append_outcome(outcome(), None, None)
-    head, whole = await summary(ends), await ends.writer.load("s1")
-    assert whole is not None
+    head, whole = await summary(ends), await ends.head()
     assert head.expires_at == whole.expires_at
     assert (head.reward, head.outcome, head.spec) == (whole.reward, whole.outcome, whole.spec)
 
 
 @pytest.mark.parametrize("written", ["one turn", "all turns"])
-async def test_turns_that_an_older_build_has_appended_are_in_the_summary(ends: Ends, written: str) -> None:
-    if ends.redis is None:
-        pytest.skip("only Redis outlives a build")
-    await ends.writer.open_session(spec())
-    await ends.writer.append_turn(sampled("new", (Span(1, 0, 1),), 101.0), 200.0)
+async def test_turns_that_an_older_build_has_appended_are_in_the_summary(
+    stream: RedisEnds, written: str
+) -> None:
+    await stream.writer.open_session(spec())
+    await stream.writer.append_turn(sampled("new", (Span(1, 0, 1),), 101.0), 200.0)
     old = sampled("old", (Span(0, 0, 2),), 102.0)
-    ends.redis.hset(keys.session("s1"), "t:old", encode(old))
+    stream.redis.hset(keys.session("s1"), "t:old", encode(old))
     if written == "all turns":
-        ends.redis.hdel(keys.session("s1"), "turns")
-    assert await sums(ends) == TurnSums(2, 3, 102.0, 0, 1)
+        stream.redis.hdel(keys.session("s1"), "turns")
+    assert await sums(stream) == TurnSums(2, 3, 102.0, 0, 1)
 
 
 async def summary(ends: Ends) -> SessionHead:

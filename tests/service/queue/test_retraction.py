@@ -4,7 +4,6 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ import pytest
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis.connection.pipelined import PipelinedConnection
-from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
@@ -23,8 +20,6 @@ from tests.support.waiting import PATIENCE_S
 from trainer_service.rows.turns import exclusions
 
 WITHIN_S = 0.3
-Connection = type[PipelinedConnection | PooledConnection]
-CONNECTIONS = pytest.mark.parametrize("connection", [PipelinedConnection, PooledConnection])
 
 
 @pytest.fixture
@@ -36,9 +31,9 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 
 @asynccontextmanager
-async def writing(url: str, connection: Connection) -> AsyncIterator[RedisWriter]:
+async def writing(url: str) -> AsyncIterator[RedisWriter]:
     client = async_redis_at(url)
-    writer = RedisWriter(client, partial(connection, timeout_s=WITHIN_S), WITHIN_S)
+    writer = RedisWriter(client, WITHIN_S, timeout_s=WITHIN_S)
     yield writer
     await writer.close()
     await client.aclose()
@@ -80,11 +75,10 @@ async def head_of(writer: RedisWriter) -> SessionHead:
     return head
 
 
-@CONNECTIONS
 async def test_a_stalled_redis_stores_no_turn_after_its_client_was_told_that_it_failed(
-    redis: RedisProcess, connection: Connection
+    redis: RedisProcess,
 ) -> None:
-    async with writing(redis.url, connection) as writer:
+    async with writing(redis.url) as writer:
         await writer.open_session(spec())
         await writer.append_turn(turn("t0"), 1e10)  # from here on, the connection is open
         redis.process.send_signal(signal.SIGSTOP)
@@ -97,11 +91,8 @@ async def test_a_stalled_redis_stores_no_turn_after_its_client_was_told_that_it_
         assert (await head_of(writer)).by_id.keys() == {"t0", "t2"}
 
 
-@CONNECTIONS
-async def test_a_stored_turn_whose_answer_was_lost_becomes_an_orphan(
-    redis: RedisProcess, connection: Connection
-) -> None:
-    async with Muffler(redis.port).open() as muffler, writing(muffler.url, connection) as writer:
+async def test_a_stored_turn_whose_answer_was_lost_becomes_an_orphan(redis: RedisProcess) -> None:
+    async with Muffler(redis.port).open() as muffler, writing(muffler.url) as writer:
         await writer.open_session(spec())
         await writer.append_turn(turn("t0"), 1e10)
         muffler.shut = True

@@ -10,7 +10,6 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.connection.replicas import Replication
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.load import Load
@@ -45,12 +44,11 @@ def kill_the_master(watched: WatchedMaster, *, by_itself: bool = False) -> None:
     watched.fail_over(master, by_itself=by_itself)
 
 
-@pytest.mark.parametrize("connection", ["pipelined", pytest.param("pooled", marks=pytest.mark.long)])
 def test_a_killed_master_loses_nothing_that_its_replicas_have_confirmed(
-    watched: WatchedMaster, tmp_path: Path, connection: str
+    watched: WatchedMaster, tmp_path: Path
 ) -> None:
     """Agents and a trainer work meanwhile."""
-    load = Load(RedisSettings(redis_url=watched.url), connection, ALL_REPLICAS)
+    load = Load(RedisSettings(redis_url=watched.url), ALL_REPLICAS)
     asyncio.run(load.during(lambda: kill_the_master(watched)))
     load.check(tmp_path / "none")
 
@@ -60,7 +58,7 @@ def test_a_killed_master_loses_nothing_that_its_replicas_have_confirmed(
 def test_twenty_killed_masters_lose_nothing_that_their_replicas_have_confirmed(
     watched: WatchedMaster, tmp_path: Path
 ) -> None:
-    load = Load(RedisSettings(redis_url=watched.url), replication=ALL_REPLICAS)
+    load = Load(RedisSettings(redis_url=watched.url), ALL_REPLICAS)
 
     def fault() -> None:
         for _ in range(20):
@@ -110,15 +108,10 @@ def test_the_audit_names_what_a_killed_master_had_not_sent_to_its_replicas(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS)
-def test_a_turn_that_replicas_do_not_confirm_is_refused_and_retracted(
-    watched: WatchedMaster, connection: str
-) -> None:
+def test_a_turn_that_replicas_do_not_confirm_is_refused_and_retracted(watched: WatchedMaster) -> None:
     async def gateway() -> None:
         redis = open_async_redis(RedisSettings(redis_url=watched.url), timeout_s=5)
-        writer = RedisWriter(
-            redis, CONNECTIONS[connection], append_within_s=1.0, replication=Replication(2, 0.5)
-        )
+        writer = RedisWriter(redis, append_within_s=1.0, replication=Replication(2, 0.5))
         await writer.open_session(spec("s"))
         await writer.append_turn(turn("confirmed", "s"), expires_at=1e12)
         for replica in watched.replicas:
@@ -141,13 +134,12 @@ def test_a_turn_that_replicas_do_not_confirm_is_refused_and_retracted(
     asyncio.run(gateway())
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS)
-def test_a_demoted_master_is_not_written_to(watched: WatchedMaster, connection: str) -> None:
+def test_a_demoted_master_is_not_written_to(watched: WatchedMaster) -> None:
     """The connection stays open while its server becomes a replica, so the server refuses what comes next."""
 
     async def gateway() -> None:
         redis = open_async_redis(RedisSettings(redis_url=watched.url), timeout_s=5)
-        writer = RedisWriter(redis, CONNECTIONS[connection])
+        writer = RedisWriter(redis)
         await writer.open_session(spec("before"))
         former = watched.master
         watched.sentinels[0].promote_another()

@@ -1,7 +1,6 @@
 """What a step used of each trained token lies beside the turn's verdict, and goes with its session."""
 
 import struct
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -15,14 +14,9 @@ from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import keys
-from rollout_queue.redis.deletion import RedisDeleter
 from rollout_queue.redis.policies.lineage import heads_without_tokens, is_known, steps_of, trained_sessions
-from rollout_queue.redis.retention import RedisForgetter
-from rollout_queue.redis.writer import RedisWriter
-from tests.support.claimed import claimed_reader
-from tests.support.queue.ends import Ends
-from tests.support.queue.records import outcome, reward, spec, turn
-from tests.support.redis_clients import async_redis_at, redis_at
+from tests.support.queue.ends import Ends, RedisEnds
+from tests.support.queue.records import spec, turn
 
 
 def packed(advantages: list[float] | None, ratios: list[float] | None, tokens: int = 2) -> bytes:
@@ -39,47 +33,20 @@ def step(version: int, base: int) -> TrainedStep:
 def trained(version: int, *names: str, tokens: bytes = packed([0.5], [1.0, 1.25])) -> Verdicts:
     """The verdicts of a step that trained the one turn of each of these sessions."""
     verdict = Verdict(code="trained", step=version, version=version)
-    turns = {(name, f"{name}-t"): verdict for name in names}
+    turns = {(name, f"{name}-t0"): verdict for name in names}
     return Verdicts(
         dict.fromkeys(names, verdict), turns, dict.fromkeys(turns, tokens), [step(version, version - 1)]
     )
 
 
-class Stream:
-    """Both ends of one stream, and the gateways' clients that remove sessions and read lineages."""
-
-    def __init__(self, url: str) -> None:
-        self.redis, self.sync = async_redis_at(url), redis_at(url)
-        self.sync.flushdb()
-        self.writer, self.reader = RedisWriter(self.redis), claimed_reader(self.sync)
-        self.deleter, self.forgetter = RedisDeleter(self.redis), RedisForgetter(self.redis)
-
-    async def episode(self, name: str, **terms: Any) -> None:
-        await self.writer.open_session(spec(name, **terms))
-        await self.writer.append_turn(turn(f"{name}-t", name), 200.0)
-        await self.writer.append_outcome(outcome(session_id=name), reward("finish", session_id=name), None)
-
-    def acknowledge(self, verdicts: Verdicts) -> None:
-        entries = self.reader.read(1000, 0.01)
-        self.reader.acknowledge([entry.entry_id for entry in entries], verdicts)
-
-    def traces(self, name: str) -> list[str]:
-        """The keys whose names or contents have the name of the session."""
-        found = []
-        for key in self.sync.scan_iter():
-            dump: Any = self.sync.dump(key)
-            if name.encode() in key + dump:
-                found.append(key.decode())
-        return sorted(found)
-
-
-@pytest.fixture
-async def stream(redis_url: str) -> AsyncIterator[Stream]:
-    found = Stream(redis_url)
-    yield found
-    await found.writer.close()
-    await found.redis.aclose()
-    found.sync.close()
+def traces(stream: RedisEnds, name: str) -> list[str]:
+    """The keys whose names or contents have the name of the session."""
+    found = []
+    for key in stream.redis.scan_iter():
+        dump: Any = stream.redis.dump(key)
+        if name.encode() in key + dump:
+            found.append(key.decode())
+    return sorted(found)
 
 
 def test_numbers_come_back_as_they_were_packed() -> None:
@@ -108,13 +75,12 @@ def test_numbers_of_another_turn_or_build_are_refused() -> None:
 
 async def test_numbers_reach_the_head_with_the_verdict(ends: Ends) -> None:
     await ends.writer.open_session(spec())
-    await ends.writer.append_turn(turn("s1-t"), 200.0)
+    await ends.writer.append_turn(turn("s1-t0"), 200.0)
     (entry,) = ends.reader.read(10, 0.01)
     for _ in range(2):  # the answer was lost
         ends.reader.acknowledge([entry.entry_id], trained(4, "s1"))
-    head = await ends.writer.load("s1")
-    assert head is not None
-    assert head.trained_tokens == {"s1-t": packed([0.5], [1.0, 1.25])}
+    head = await ends.head()
+    assert head.trained_tokens == {"s1-t0": packed([0.5], [1.0, 1.25])}
     without = await ends.writer.load("s1", turns=False)
     assert without is not None
     assert isinstance(ends.writer, MemoryStream) or without.trained_tokens == {}
@@ -126,107 +92,90 @@ async def test_numbers_reach_the_head_with_the_verdict(ends: Ends) -> None:
         assert [msgspec.json.decode(each, type=TrainedStep) for each in stored] == [step(4, 3)]
 
 
-async def test_a_deleted_session_gets_no_numbers(ends: Ends) -> None:
+async def test_a_deleted_session_gets_no_verdict_and_no_numbers(ends: Ends) -> None:
     ends.reader.acknowledge([], trained(4, "gone"))
     assert await ends.writer.load("gone") is None
+    assert ends.counts() == {}
     assert ends.redis is None or not ends.redis.exists(keys.session("gone"), keys.TRAINED)
 
 
-async def test_numbers_stay_out_of_the_heads_in_memory(stream: Stream) -> None:
-    """No call reads them, and they would take memory that calls need."""
+async def test_numbers_stay_out_of_the_heads_in_memory(stream: RedisEnds) -> None:
+    """No call reads them, and they would take memory that calls need. A former build reads the session: a
+    build that knows no field of a newer one leaves it out."""
     await stream.episode("s1")
     stream.acknowledge(trained(4, "s1"))
     for _ in range(2):  # read from Redis, and from memory
-        head = await stream.writer.load_for_call("s1")
-        assert head is not None
-        assert head.trained_tokens == {}
+        assert (await stream.called()).trained_tokens == {}
     assert stream.writer.head_lookups == (1, 1)
+    stream.redis.hset(keys.session("s1"), "x:newer", b"\x07")
+    assert [each.turn_id for each in (await stream.head()).turns] == ["s1-t0"]
 
 
-async def test_the_former_build_reads_the_session(stream: Stream) -> None:
-    """It knows no field `n:…`; a build that knows no field of a newer one leaves it out."""
-    await stream.episode("s1")
-    stream.acknowledge(trained(4, "s1"))
-    stream.sync.hset(keys.session("s1"), "x:newer", b"\x07")
-    head = await stream.writer.load("s1")
-    assert head is not None
-    assert [each.turn_id for each in head.turns] == ["s1-t"]
-
-
-async def test_deletion_leaves_nothing_of_what_was_trained(stream: Stream) -> None:
+async def test_deletion_leaves_nothing_of_what_was_trained(stream: RedisEnds) -> None:
     for name in ("private-1", "private-2"):
         await stream.episode(name, user="ada")
     stream.acknowledge(trained(4, "private-1", "private-2"))
-    assert await trained_sessions(stream.redis, 4) == ["private-1", "private-2"]
+    assert await trained_sessions(stream.client, 4) == ["private-1", "private-2"]
     await stream.deleter.delete_session("private-1")
-    assert await trained_sessions(stream.redis, 4) == ["private-2"]
+    assert await trained_sessions(stream.client, 4) == ["private-2"]
     await stream.deleter.delete_user("ada")
-    assert await trained_sessions(stream.redis, 4) == []
+    assert await trained_sessions(stream.client, 4) == []
     left = {keys.SESSIONS, keys.DELETED, keys.STREAM}  # its id, its tombstone, and its deletion
-    assert set(stream.traces("private-2")) <= left
-    assert [each.turns for each in await steps_of(stream.redis, 4)] == [1]
+    assert set(traces(stream, "private-2")) <= left
+    assert [each.turns for each in await steps_of(stream.client, 4)] == [1]
 
 
-async def test_retention_leaves_nothing_of_what_was_trained(stream: Stream) -> None:
+async def test_retention_leaves_nothing_of_what_was_trained(stream: RedisEnds) -> None:
     await stream.episode("old")
     stream.acknowledge(trained(4, "old"))
     assert (await stream.forgetter.forget(0.0, 10)).verdicts == {"trained": 1}
-    assert await trained_sessions(stream.redis, 4) == []
-    assert stream.traces("s:old") == [keys.FORGOTTEN_IDS]
+    assert await trained_sessions(stream.client, 4) == []
+    assert traces(stream, "s:old") == [keys.FORGOTTEN_IDS]
 
 
-async def test_what_a_former_build_has_removed_leaves_the_index(stream: Stream) -> None:
+async def test_what_a_former_build_has_removed_leaves_the_index(stream: RedisEnds) -> None:
     """It removes heads, and knows no index of trained sessions."""
     for name in ("kept", "old"):
         await stream.episode(name)
     stream.acknowledge(trained(4, "kept", "old"))
-    stream.sync.delete(keys.session("old"))
+    stream.redis.delete(keys.session("old"))
     await stream.forgetter.adopt()
-    assert await trained_sessions(stream.redis, 4) == ["kept"]
+    assert await trained_sessions(stream.client, 4) == ["kept"]
 
 
-async def test_a_full_redis_still_takes_the_acknowledgement(stream: Stream) -> None:
+async def test_a_full_redis_still_takes_the_acknowledgement(stream: RedisEnds) -> None:
     await stream.episode("s1")
-    entries = stream.reader.read(1000, 0.01)
-    stream.sync.config_set("maxmemory", 1)
-    try:
-        stream.reader.acknowledge([entry.entry_id for entry in entries], trained(4, "s1"))
-    finally:
-        stream.sync.config_set("maxmemory", 0)
-    assert await trained_sessions(stream.redis, 4) == ["s1"]
-    head = (await heads_without_tokens(stream.redis, ["s1"]))["s1"]
-    assert head.trained_tokens == {"s1-t": packed([0.5], [1.0, 1.25])}
+    stream.redis.config_set("maxmemory", 1)
+    stream.acknowledge(trained(4, "s1"))
+    assert await trained_sessions(stream.client, 4) == ["s1"]
+    head = (await heads_without_tokens(stream.client, ["s1"]))["s1"]
+    assert head.trained_tokens == {"s1-t0": packed([0.5], [1.0, 1.25])}
 
 
-async def test_a_version_is_traced_back_to_the_registered_one_before(stream: Stream) -> None:
-    for version in (4, 5, 6, 7):
+async def test_a_version_is_traced_back_to_the_registered_one_before(stream: RedisEnds) -> None:
+    for version in (4, 5, 6, 7, 7):  # a step that is stored again is stored once
         stream.acknowledge(trained(version))
+    assert stream.redis.zcard(keys.STEPS) == 4
     for version in (4, 7):
         record = PolicyRecord(version=version, location=None, created_at=1.0)
-        stream.sync.hset(keys.POLICIES, str(version), msgspec.json.encode(record))
-    assert [each.version for each in await steps_of(stream.redis, 7)] == [5, 6, 7]
-    assert [each.version for each in await steps_of(stream.redis, 4)] == [4]
-    stream.sync.sadd(keys.REMOVED, "5")
-    assert [each.version for each in await steps_of(stream.redis, 7)] == [6, 7]
-    assert [await is_known(stream.redis, version) for version in (3, 5, 6, 7, 8)] == [
+        stream.redis.hset(keys.POLICIES, str(version), msgspec.json.encode(record))
+    assert [each.version for each in await steps_of(stream.client, 7)] == [5, 6, 7]
+    assert [each.version for each in await steps_of(stream.client, 4)] == [4]
+    stream.redis.sadd(keys.REMOVED, "5")
+    assert [each.version for each in await steps_of(stream.client, 7)] == [6, 7]
+    assert [await is_known(stream.client, version) for version in (3, 5, 6, 7, 8)] == [
         False, True, True, True, False,
     ]  # fmt: skip
 
 
-async def test_undone_steps_are_no_part_of_what_came_after(stream: Stream) -> None:
+async def test_undone_steps_are_no_part_of_what_came_after(stream: RedisEnds) -> None:
     """Version 8 restored the weights of version 4, so steps 5 to 7 are not in version 9."""
     for version, base in [(5, 4), (6, 5), (7, 6), (9, 8)]:
         stream.acknowledge(Verdicts({}, {}, steps=[step(version, base)]))
-    assert [each.version for each in await steps_of(stream.redis, 9)] == [9]
-    assert await steps_of(stream.redis, 8) == []
+    assert [each.version for each in await steps_of(stream.client, 9)] == [9]
+    assert await steps_of(stream.client, 8) == []
 
 
-async def test_a_long_chain_is_read_in_parts(stream: Stream) -> None:
+async def test_a_long_chain_is_read_in_parts(stream: RedisEnds) -> None:
     stream.acknowledge(Verdicts({}, {}, steps=[step(version, version - 1) for version in range(1, 201)]))
-    assert [each.version for each in await steps_of(stream.redis, 200)] == list(range(1, 201))
-
-
-async def test_a_step_that_is_stored_again_is_stored_once(stream: Stream) -> None:
-    for _ in range(2):
-        stream.acknowledge(trained(4))
-    assert stream.sync.zcard(keys.STEPS) == 1
+    assert [each.version for each in await steps_of(stream.client, 200)] == list(range(1, 201))

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.rollout_server.adapters import LORA, adapter, factors, names, opened, whole_weights
+from tests.support.rollout_server.adapters import LORA, adapter, factors, names, whole_weights, with_layers
 from tests.support.rollout_server.harness import Harness
 
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async for each in opened(tmp_path, lora=LORA):
-        yield each
+    async with with_layers(tmp_path, lora=LORA).started() as harness:
+        yield harness
 
 
 async def test_an_adapter_is_loaded_without_a_pause_and_under_a_name_of_its_own(harness: Harness) -> None:
@@ -36,26 +36,32 @@ async def test_the_head_may_have_an_adapter_also_where_it_is_the_embedding(
 ) -> None:
     head = "base_model.model.lm_head."
     shapes = {f"{head}lora_A.weight": [4, 2], f"{head}lora_B.weight": [4, 4]}
-    async for harness in opened(tmp_path, tied, lora=LORA):
+    async with with_layers(tmp_path, tied, lora=LORA).started() as harness:
         answer = await harness.reload(1, adapter(harness, 1, shapes, target_modules=["lm_head"]))
         assert answer.status_code == 200, answer.text
 
 
-async def test_a_former_adapter_stays_for_the_calls_that_name_it(harness: Harness) -> None:
+async def test_a_former_adapter_stays_for_the_calls_that_name_it_until_the_engine_starts_again(
+    harness: Harness,
+) -> None:
     for version in (1, 2):
         assert (await harness.reload(version, adapter(harness, version))).status_code == 200
     listed = names(await harness.status())
     assert [version for version, _ in listed] == [1, 2]
     assert all(harness.engine.adapters[name].exists() for _, name in listed)
+    await harness.kill_engine()
+    await harness.until_ready()
+    assert harness.engine.boots[-1].version == 0
+    assert [version for version, _ in names(await harness.status())] == [2]
+    assert (await harness.status())["version"] == 2
 
 
 async def test_at_most_max_loaded_adapters_are_kept_on_disk(tmp_path: Path) -> None:
-    async for harness in opened(tmp_path, lora={**LORA, "max_loaded": 2, "max_per_batch": 2}):
+    async with with_layers(tmp_path, lora={**LORA, "max_loaded": 2, "max_per_batch": 2}).started() as harness:
         for version in (1, 2, 3, 4):
             assert (await harness.reload(version, adapter(harness, version))).status_code == 200
         assert [version for version, _ in names(await harness.status())] == [3, 4]
-        kept = sorted(path.name[:9] for path in (tmp_path / "weights" / "own").glob("v*"))
-        assert kept == ["v00000003", "v00000004"]
+        assert harness.kept() == ["v00000003", "v00000004"]
 
 
 async def test_other_content_under_a_known_number_has_another_name(harness: Harness, tmp_path: Path) -> None:
@@ -90,16 +96,6 @@ async def test_whole_weights_end_the_adapters_of_the_others(harness: Harness) ->
     assert (harness.engine.version, (await harness.status())["version"]) == ("0", 3)
 
 
-async def test_an_engine_that_starts_again_loads_the_adapter_again(harness: Harness) -> None:
-    for version in (1, 2):
-        assert (await harness.reload(version, adapter(harness, version))).status_code == 200
-    await harness.kill_engine()
-    await harness.until_ready()
-    assert harness.engine.boots[-1].version == 0
-    assert [version for version, _ in names(await harness.status())] == [2]
-    assert (await harness.status())["version"] == 2
-
-
 async def test_an_adapter_that_the_engine_refuses_leaves_the_former_version(harness: Harness) -> None:
     assert (await harness.reload(1, adapter(harness, 1))).status_code == 200
     harness.engine.refuses_adapters = "rank 4 is incompatible"
@@ -119,7 +115,7 @@ async def test_an_engine_that_dies_of_an_adapter_comes_back_with_the_former_vers
 
 
 async def test_a_server_that_takes_no_adapters_says_so(tmp_path: Path) -> None:
-    async for harness in opened(tmp_path):
+    async with with_layers(tmp_path).started() as harness:
         answer = await harness.reload(1, adapter(harness, 1))
         assert answer.status_code == 422
         assert "rollout_server.lora" in answer.json()["error"]["message"]
@@ -141,6 +137,7 @@ async def test_a_server_that_takes_no_adapters_says_so(tmp_path: Path) -> None:
         ({}, {**factors(4, "q_proj", "v_proj"), "model.norm.weight": [2]}, "no tensor of a LoRA adapter"),
         ({}, {"base_model.model.model.absent.lora_A.weight": [4, 2]}, "not in the engine's model"),
         ({}, dict(list(factors(4, "q_proj", "v_proj").items())[:3]), "one factor"),
+        ({"fill": float("nan")}, None, "NaN"),
     ],
 )
 async def test_an_adapter_that_the_engine_could_not_apply_is_refused(
@@ -150,8 +147,3 @@ async def test_an_adapter_that_the_engine_could_not_apply_is_refused(
     assert answer.status_code == 422
     assert says in answer.json()["error"]["message"]
     assert "/load_lora_adapter" not in harness.engine.calls
-
-
-async def test_an_adapter_with_a_nan_is_refused(harness: Harness) -> None:
-    answer = await harness.reload(1, adapter(harness, 1, fill=float("nan")))
-    assert (answer.status_code, "NaN" in answer.json()["error"]["message"]) == (422, True)

@@ -1,15 +1,17 @@
 """An engine receives tensors from the trainer behind the same `POST /reload`: the order of the calls, files
 as the fallback, and a restart wherever the engine may have a part of the tensors."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from rollout_queue.protocol.collective import SentTensor
 from tests.support.rollout_server.fake_trainer import GROUP, FakeTrainer, fake_trainer
+from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.rollout_server.harness import Harness, make_harness
 from tests.support.rollout_server.weights import WEIGHTS, float32_tensors, publish, write_safetensors
 from tests.support.waiting import wait_until_async
@@ -22,6 +24,7 @@ RECEIVING = [
     "/destroy_weights_update_group",
 ]
 PROOF = ["/model_info", "/weights_checker"]
+EXTRA = SentTensor(name="extra", dtype="float32", shape=(1,), fingerprint=0)
 
 
 @dataclass
@@ -38,21 +41,14 @@ class Pair:
         self.trainer.directory = self.harness.engine.broadcasts = directory
         return directory
 
-    def kept(self) -> list[str]:
-        return sorted(path.name[:9] for path in (self.harness.directory / "weights" / "own").glob("v*"))
-
 
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     harness = make_harness(tmp_path, admin_keys=["key"])
     harness.http.headers["authorization"] = "Bearer key"
-    await harness.server.open()
-    await harness.until_ready()
-    async with fake_trainer() as trainer:
+    async with fake_trainer() as trainer, harness.started():
         harness.network.source = trainer.handle
         yield Pair(harness, trainer)
-        await harness.http.aclose()
-        await harness.server.close()
 
 
 async def test_the_engine_receives_while_paused_and_is_proved(pair: Pair) -> None:
@@ -89,10 +85,10 @@ async def test_preparing_fetches_no_weights_and_a_prepared_version_that_is_gone_
 ) -> None:
     directory = pair.offer(1)
     assert (await pair.harness.reload(1, directory, prepare=True)).status_code == 200
-    assert pair.kept() == []
+    assert pair.harness.kept() == []
     pair.trainer.refusal = httpx.Response(410)
     assert (await pair.harness.reload(1, directory, prepare=True)).status_code == 200
-    assert pair.kept() == ["v00000001"]
+    assert pair.harness.kept() == ["v00000001"]
     pair.harness.engine.calls.clear()
     assert (await pair.harness.reload(1, directory)).json()["fallback"] is None, "its files are here"
     assert "/update_weights_from_disk" in pair.harness.engine.calls
@@ -108,7 +104,7 @@ async def test_the_files_follow_for_other_servers_and_restarts(pair: Pair) -> No
         return (await pair.harness.http.get(file)).status_code
 
     while await status() != 200:
-        await wait_until_async(lambda: pair.kept() == ["v00000001"])
+        await wait_until_async(lambda: pair.harness.kept() == ["v00000001"])
     (directory / "manifest.json").unlink()  # the trainer is gone
     await pair.harness.kill_engine()
     await pair.harness.until_ready()
@@ -144,67 +140,40 @@ async def test_a_manifest_whose_tensors_do_not_fit_is_refused(pair: Pair) -> Non
     assert pair.trainer.calls == []
 
 
-def no_snapshot(pair: Pair) -> None:
-    pair.trainer.refusal = httpx.Response(410)
-
-
-def nonsense(pair: Pair) -> None:
-    pair.trainer.refusal = httpx.Response(200, content=b"<html>")
-
-
-def away(pair: Pair) -> None:
-    pair.harness.network.source = None
-
-
-def other_tensors(pair: Pair) -> None:
-    pair.trainer.more = [SentTensor(name="extra", dtype="float32", shape=(1,), fingerprint=0)]
-
-
-def unreachable(pair: Pair) -> None:
-    pair.trainer.port = 1
-
-
-def replicas(pair: Pair) -> None:
-    pair.harness.engine.info["dp_size"] = 2
-
-
-def strange_engine(pair: Pair) -> None:
-    pair.harness.engine.info = {}
-
-
-def no_group(pair: Pair) -> None:
-    pair.harness.engine.refuses = "/init_weights_update_group"
-
-
-FALLBACKS: dict[str, tuple[Callable[[Pair], None], str]] = {
-    "the snapshot is gone": (no_snapshot, "410"),
-    "a proxy answers": (nonsense, "not a Joining"),
-    "the trainer is away": (away, "nobody listens"),
-    "it would send other tensors": (other_tensors, "other tensors"),
-    "its port cannot be reached": (unreachable, "127.0.0.1:1 cannot be reached"),
-    "the engine has replicas": (replicas, "data parallelism"),
-    "the engine does not tell its size": (strange_engine, "tp_size"),
-    "the engine cannot join": (no_group, "/init_weights_update_group answers 400"),
+FALLBACKS: dict[str, tuple[str, str, Any, str]] = {
+    "the snapshot is gone": ("trainer", "refusal", httpx.Response(410), "410"),
+    "a proxy answers": ("trainer", "refusal", httpx.Response(200, content=b"<html>"), "not a Joining"),
+    "the trainer is away": ("network", "source", None, "nobody listens"),
+    "it would send other tensors": ("trainer", "more", [EXTRA], "other tensors"),
+    "its port cannot be reached": ("trainer", "port", 1, "127.0.0.1:1 cannot be reached"),
+    "the engine has replicas": ("engine", "info", FakeEngine().info | {"dp_size": 2}, "data parallelism"),
+    "the engine does not tell its size": ("engine", "info", {}, "tp_size"),
+    "the engine cannot join": ("engine", "refuses", RECEIVING[0], f"{RECEIVING[0]} answers 400"),
 }
+"""Who behaves in another way, how, and what the answer says of it."""
 
 
 @pytest.mark.parametrize("reason", FALLBACKS)
-async def test_files_are_loaded_in_the_same_reload(pair: Pair, reason: str) -> None:
+async def test_files_are_loaded_in_the_same_reload(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
     directory = pair.offer(1)
-    change, sentence = FALLBACKS[reason]
-    change(pair)
-    pair.harness.engine.calls.clear()
+    who, name, value, sentence = FALLBACKS[reason]
+    network, engine = pair.harness.network, pair.harness.engine
+    owner = {"trainer": pair.trainer, "network": network, "engine": engine}[who]
+    monkeypatch.setattr(owner, name, value)
+    engine.calls.clear()
     answer = await pair.harness.reload(1, directory)
     assert (answer.status_code, answer.json()["version"]) == (200, 1), answer.text
     assert sentence in answer.json()["fallback"]
-    assert "/begin_weight_update" not in pair.harness.engine.calls
-    assert pair.harness.engine.calls[-5:] == [
+    assert "/begin_weight_update" not in engine.calls
+    assert engine.calls[-5:] == [
         "/pause_generation",
         "/update_weights_from_disk",
         *PROOF,
         "/continue_generation",
     ]
-    assert len(pair.harness.engine.boots) == 1
+    assert len(engine.boots) == 1
     posts = [call for call in pair.trainer.calls if call[0] == "POST"]
     if posts and pair.trainer.refusal is None:
         assert ("DELETE", f"/collective/{GROUP}") in pair.trainer.calls, "the trainer waits for nobody"

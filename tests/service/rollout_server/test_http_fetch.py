@@ -1,7 +1,7 @@
 """Weights are fetched over HTTP: sizes are checked, redirects refused, and only the trainer gets the key."""
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,11 @@ import httpx
 import pytest
 
 from tests.support.rollout_server.harness import Harness, hastened, make_harness
+from tests.support.rollout_server.weights import WEIGHTS
 from tests.support.turned_clock import TurnedClock
 
 TRAINER = "http://127.0.0.1:8200"
+LOCATION = f"{TRAINER}/weights/1"
 OTHER = "http://mirror:9000/weights"
 
 
@@ -19,11 +21,8 @@ OTHER = "http://mirror:9000/weights"
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     harness = make_harness(tmp_path, admin_keys=["one", "two"], locations=[TRAINER, OTHER])
     harness.http.headers["authorization"] = "Bearer two"
-    await harness.server.open()
-    await harness.until_ready()
-    yield harness
-    await harness.http.aclose()
-    await harness.server.close()
+    async with harness.started():
+        yield harness
 
 
 def offer(harness: Harness, url: str, directory: Path) -> None:
@@ -31,44 +30,30 @@ def offer(harness: Harness, url: str, directory: Path) -> None:
         harness.network.answers[f"{url}/{path.name}"] = httpx.Response(200, content=path.read_bytes())
 
 
-async def test_a_version_is_fetched_from_the_trainer_with_the_first_admin_key(harness: Harness) -> None:
-    offer(harness, f"{TRAINER}/weights/1", harness.policy(1))
-    assert (await harness.reload(1, f"{TRAINER}/weights/1")).status_code == 200
-    assert {request.headers["authorization"] for request in harness.network.requests} == {"Bearer one"}
-    assert (await harness.status())["version"] == 1
-
-
 async def test_only_the_trainer_gets_the_admin_key(harness: Harness) -> None:
-    offer(harness, f"{OTHER}/1", harness.policy(1))
-    assert (await harness.reload(1, f"{OTHER}/1")).status_code == 200
-    assert all("authorization" not in request.headers for request in harness.network.requests)
+    """It gets the first one."""
+    for version, location, key in ((1, LOCATION, "Bearer one"), (2, f"{OTHER}/2", None)):
+        offer(harness, location, harness.policy(version))
+        harness.network.requests.clear()
+        assert (await harness.reload(version, location)).status_code == 200
+        assert {request.headers.get("authorization") for request in harness.network.requests} == {key}
+        assert (await harness.status())["version"] == version
 
 
 async def test_a_redirect_is_not_followed(harness: Harness) -> None:
     elsewhere = {"location": f"{OTHER}/1/manifest.json"}
-    harness.network.answers[f"{TRAINER}/weights/1/manifest.json"] = httpx.Response(302, headers=elsewhere)
-    answer = await harness.reload(1, f"{TRAINER}/weights/1")
+    harness.network.answers[f"{LOCATION}/manifest.json"] = httpx.Response(302, headers=elsewhere)
+    answer = await harness.reload(1, LOCATION)
     assert (answer.status_code, "HTTP 302" in answer.text) == (503, True)
     assert len(harness.network.requests) == 1
 
 
-@pytest.mark.parametrize(
-    ("source", "status"),
-    [(404, 422), (410, 422), (416, 422), (401, 503), (403, 503), (408, 503), (429, 503), (500, 503)],
-)
-async def test_only_a_source_that_lacks_the_file_is_definite(
-    harness: Harness, source: int, status: int
-) -> None:
-    harness.network.answers[f"{TRAINER}/weights/1/manifest.json"] = httpx.Response(source)
-    answer = await harness.reload(1, f"{TRAINER}/weights/1")
-    assert (answer.status_code, f"HTTP {source}" in answer.text) == (status, True)
-
-
-async def test_a_missing_file_is_422(harness: Harness) -> None:
-    offer(harness, f"{TRAINER}/weights/1", harness.policy(1))
-    harness.network.answers[f"{TRAINER}/weights/1/model.safetensors"] = httpx.Response(404)
-    answer = await harness.reload(1, f"{TRAINER}/weights/1")
-    assert (answer.status_code, "HTTP 404" in answer.text) == (422, True)
+async def test_only_a_source_that_lacks_the_file_is_definite(harness: Harness) -> None:
+    for status, sources in ((422, (404, 410, 416)), (503, (401, 403, 408, 429, 500))):
+        for source in sources:
+            harness.network.answers[f"{LOCATION}/manifest.json"] = httpx.Response(source)
+            answer = await harness.reload(1, LOCATION)
+            assert (answer.status_code, f"HTTP {source}" in answer.text) == (status, True)
 
 
 async def test_files_are_asked_for_as_they_are_and_a_damaged_encoding_may_pass(harness: Harness) -> None:
@@ -79,7 +64,7 @@ async def test_files_are_asked_for_as_they_are_and_a_damaged_encoding_may_pass(h
         return httpx.Response(200, headers={"content-encoding": "gzip"}, content=content())
 
     harness.network.source = damaged
-    answer = await harness.reload(1, f"{TRAINER}/weights/1")
+    answer = await harness.reload(1, LOCATION)
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "storage_unavailable")
     assert harness.network.requests[0].headers["accept-encoding"] == "identity"
 
@@ -89,33 +74,41 @@ async def test_a_file_that_arrives_broken_is_fetched_once_more(
     harness: Harness, spoiled: int, status: int
 ) -> None:
     directory = harness.policy(1)
-    offer(harness, f"{TRAINER}/weights/1", directory)
+    offer(harness, LOCATION, directory)
 
     async def spoiling(request: httpx.Request) -> httpx.Response:
         name = str(request.url).rsplit("/", 1)[1]
         raw = (directory / name).read_bytes()
-        broken = name == "model.safetensors" and len(weights_urls(harness)) <= spoiled
+        broken = name == WEIGHTS and len(weights_urls(harness)) <= spoiled
         return httpx.Response(200, content=raw[:-1] + bytes([raw[-1] ^ 1]) if broken else raw)
 
     harness.network.source = spoiling
-    assert (await harness.reload(1, f"{TRAINER}/weights/1")).status_code == status
+    assert (await harness.reload(1, LOCATION)).status_code == status
     assert len(weights_urls(harness)) == 2
 
 
-@pytest.mark.parametrize(("change", "reason"), [(b"", "the manifest says"), (b"x", "is longer than")])
-async def test_a_download_of_another_length_is_422(harness: Harness, change: bytes, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda raw: httpx.Response(200, content=raw[:-1]), "the manifest says"),
+        (lambda raw: httpx.Response(200, content=raw + b"x"), "is longer than"),
+        (lambda _: httpx.Response(404), "HTTP 404"),
+    ],
+    ids=["short", "long", "missing"],
+)
+async def test_a_download_of_another_length_or_a_missing_file_is_422(
+    harness: Harness, change: Callable[[bytes], httpx.Response], reason: str
+) -> None:
     directory = harness.policy(1)
-    offer(harness, f"{TRAINER}/weights/1", directory)
-    raw = (directory / "model.safetensors").read_bytes()
-    wrong = raw + change if change else raw[:-1]
-    harness.network.answers[f"{TRAINER}/weights/1/model.safetensors"] = httpx.Response(200, content=wrong)
-    answer = await harness.reload(1, f"{TRAINER}/weights/1")
+    offer(harness, LOCATION, directory)
+    harness.network.answers[f"{LOCATION}/{WEIGHTS}"] = change((directory / WEIGHTS).read_bytes())
+    answer = await harness.reload(1, LOCATION)
     assert (answer.status_code, reason in answer.text) == (422, True)
     assert (await harness.status())["version"] == 0
 
 
 async def test_a_trainer_that_is_down_is_503_and_the_old_version_serves(harness: Harness) -> None:
-    answer = await harness.reload(1, f"{TRAINER}/weights/1")
+    answer = await harness.reload(1, LOCATION)
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "storage_unavailable")
     assert (await harness.status())["state"] == "ready"
 
@@ -132,18 +125,15 @@ async def test_all_but_the_probes_need_an_admin_key(harness: Harness) -> None:
 async def test_with_a_key_of_their_own_rollout_servers_present_it_and_take_it(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"admin_keys": ["admin"], "rollout_server_key": "server"}
     harness = make_harness(tmp_path, locations=[TRAINER], gateway_url="http://gateway", **keys)
-    await harness.server.open()
-    await harness.until_ready()
-    for key, status in (("server", 200), ("admin", 200), ("other", 401)):
-        headers = {"authorization": f"Bearer {key}"}
-        assert (await harness.http.get("/status", headers=headers)).status_code == status
-    harness.http.headers["authorization"] = "Bearer server"
-    offer(harness, f"{TRAINER}/weights/1", harness.policy(1))
-    assert (await harness.reload(1, f"{TRAINER}/weights/1")).status_code == 200
-    sent = {(r.url.host, r.headers.get("authorization")) for r in harness.network.requests}
-    assert sent == {("gateway", "Bearer server"), ("127.0.0.1", "Bearer server")}
-    await harness.http.aclose()
-    await harness.server.close()
+    async with harness.started():
+        for key, status in (("server", 200), ("admin", 200), ("other", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await harness.http.get("/status", headers=headers)).status_code == status
+        harness.http.headers["authorization"] = "Bearer server"
+        offer(harness, LOCATION, harness.policy(1))
+        assert (await harness.reload(1, LOCATION)).status_code == 200
+        sent = {(r.url.host, r.headers.get("authorization")) for r in harness.network.requests}
+        assert sent == {("gateway", "Bearer server"), ("127.0.0.1", "Bearer server")}
 
 
 PEER = "http://r7:8100"
@@ -159,7 +149,7 @@ def offer_at_peer(harness: Harness, version: int, directory: Path) -> str:
 def weights_urls(harness: Harness) -> list[str]:
     """Where the weights were asked for."""
     urls = [str(request.url) for request in harness.network.requests]
-    return [url.removesuffix("/model.safetensors") for url in urls if url.endswith(".safetensors")]
+    return [url.removesuffix(f"/{WEIGHTS}") for url in urls if url.endswith(".safetensors")]
 
 
 async def test_files_come_from_the_peer_and_the_manifest_from_the_location(harness: Harness) -> None:
@@ -171,7 +161,7 @@ async def test_files_come_from_the_peer_and_the_manifest_from_the_location(harne
     assert weights_urls(harness) == [f"{PEER}/weights/1/{digest}"]
     keys = {str(r.url): r.headers.get("authorization") for r in harness.network.requests}
     assert keys[f"{OTHER}/1/manifest.json"] is None
-    assert keys[f"{PEER}/weights/1/{digest}/model.safetensors"] == "Bearer one"
+    assert keys[f"{PEER}/weights/1/{digest}/{WEIGHTS}"] == "Bearer one"
 
 
 @pytest.mark.parametrize("fault", ["gone", "corrupt", "short", "failing"])
@@ -179,37 +169,36 @@ async def test_a_peer_without_the_right_files_is_replaced_by_the_location(
     turned: TurnedClock, harness: Harness, fault: str
 ) -> None:
     directory = harness.policy(1)
-    offer(harness, f"{TRAINER}/weights/1", directory)
+    offer(harness, LOCATION, directory)
     digest = offer_at_peer(harness, 1, directory)
-    raw = (directory / "model.safetensors").read_bytes()
-    harness.network.answers[f"{PEER}/weights/1/{digest}/model.safetensors"] = {
+    raw = (directory / WEIGHTS).read_bytes()
+    harness.network.answers[f"{PEER}/weights/1/{digest}/{WEIGHTS}"] = {
         "gone": httpx.Response(404),
         "corrupt": httpx.Response(200, content=raw[:-1] + bytes([raw[-1] ^ 1])),
         "short": httpx.Response(200, content=raw[:-1]),
         "failing": httpx.Response(500),
     }[fault]
-    answer = await hastened(turned, harness.reload(1, f"{TRAINER}/weights/1", peer=PEER))
+    answer = await hastened(turned, harness.reload(1, LOCATION, peer=PEER))
     assert answer.status_code == 200, answer.text
-    assert weights_urls(harness)[-1] == f"{TRAINER}/weights/1"
-    kept = next(harness.directory.glob("weights/own/v00000001-*/model.safetensors"))
-    assert kept.read_bytes() == raw
+    assert weights_urls(harness)[-1] == LOCATION
+    assert harness.kept_weights(1) == raw
 
 
 async def test_a_server_offers_the_files_of_versions_that_it_has_verified(harness: Harness) -> None:
     directory = harness.policy(1)
-    offer(harness, f"{TRAINER}/weights/1", directory)
+    offer(harness, LOCATION, directory)
     digest = hashlib.sha256((directory / "manifest.json").read_bytes()).hexdigest()
     path = f"/weights/1/{digest}"
-    assert (await harness.http.get(f"{path}/model.safetensors")).status_code == 404
-    await harness.reload(1, f"{TRAINER}/weights/1", prepare=True)
-    whole = await harness.http.get(f"{path}/model.safetensors")
-    assert whole.content == (directory / "model.safetensors").read_bytes()
-    part = await harness.http.get(f"{path}/model.safetensors", headers={"range": "bytes=100-"})
+    assert (await harness.http.get(f"{path}/{WEIGHTS}")).status_code == 404
+    await harness.reload(1, LOCATION, prepare=True)
+    whole = await harness.http.get(f"{path}/{WEIGHTS}")
+    assert whole.content == (directory / WEIGHTS).read_bytes()
+    part = await harness.http.get(f"{path}/{WEIGHTS}", headers={"range": "bytes=100-"})
     assert (part.status_code, part.content) == (206, whole.content[100:])
     for wrong in (f"{path}/absent", f"{path}/..%2f..%2fmodel", f"/weights/1/{64 * '0'}/config.json"):
         assert (await harness.http.get(wrong)).status_code == 404
     harness.http.headers.pop("authorization")
-    assert (await harness.http.get(f"{path}/model.safetensors")).status_code == 401
+    assert (await harness.http.get(f"{path}/{WEIGHTS}")).status_code == 401
 
 
 class BreakingSource:
@@ -241,18 +230,17 @@ class BreakingSource:
 @pytest.mark.parametrize("ranges", [True, False])
 async def test_a_download_that_breaks_goes_on_where_it_broke(harness: Harness, ranges: bool) -> None:
     directory = harness.policy(1)
-    size = (directory / "model.safetensors").stat().st_size
-    source = BreakingSource(f"{TRAINER}/weights/1", directory, size // 3, ranges=ranges)
+    size = (directory / WEIGHTS).stat().st_size
+    source = BreakingSource(LOCATION, directory, size // 3, ranges=ranges)
     harness.network.source = source.handle
     assert (await harness.reload(1, source.url)).status_code == 200
     third = size // 3
     assert source.asked == [None, *(f"bytes={n * third}-" for n in range(1, -(-size // third)))]
-    kept = next(harness.directory.glob("weights/own/v00000001-*/model.safetensors"))
-    assert kept.read_bytes() == (directory / "model.safetensors").read_bytes()
+    assert harness.kept_weights(1) == (directory / WEIGHTS).read_bytes()
 
 
 async def test_a_download_that_brings_nothing_more_fails(turned: TurnedClock, harness: Harness) -> None:
-    source = BreakingSource(f"{TRAINER}/weights/1", harness.policy(1), 0, ranges=True)
+    source = BreakingSource(LOCATION, harness.policy(1), 0, ranges=True)
     harness.network.source = source.handle
     answer = await hastened(turned, harness.reload(1, source.url))
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "storage_unavailable")

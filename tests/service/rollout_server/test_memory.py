@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_server.metrics import RolloutMetrics
 from tests.support.rollout_server.harness import Harness, make_harness
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until_async
@@ -32,13 +31,9 @@ RESUME = [
 @pytest.fixture
 async def shared(tmp_path: Path) -> AsyncIterator[Harness]:
     """A started server with memory that is shared; its engine serves version 0, and has calls."""
-    harness = make_harness(tmp_path, memory="shared")
-    await harness.server.open()
-    await harness.until_ready()
-    harness.engine.calls.clear()
-    yield harness
-    await harness.http.aclose()
-    await harness.server.close()
+    async with make_harness(tmp_path, memory="shared").started() as harness:
+        harness.engine.calls.clear()
+        yield harness
     assert harness.engine.deaths == []
 
 
@@ -62,6 +57,9 @@ async def test_memory_is_released_paused_and_idle_and_taken_with_proved_weights(
     status = await shared.status()
     assert (status["state"], status["released"], status["restarts"]) == ("ready", False, 0)
     assert shared.engine.running == 2, "the calls go on"
+    seconds = shared.server.metrics.registry.get_sample_value("weir_rollout_released_seconds_total")
+    assert seconds is not None
+    assert seconds > 0
 
 
 async def test_a_second_release_and_a_second_resume_do_not_reach_the_engine(shared: Harness) -> None:
@@ -86,33 +84,22 @@ async def test_a_release_waits_until_the_engine_is_idle(shared: Harness) -> None
 async def test_an_engine_that_does_not_become_idle_is_killed_and_starts_after_the_step(
     tmp_path: Path,
 ) -> None:
-    harness = make_harness(tmp_path, memory="shared", control_timeout_s=0.05)
-    await harness.server.open()
-    await harness.until_ready()
-    harness.engine.busy_pauses = 10**9
-    assert (await release(harness)).status_code == 200, "a dead engine has no memory either"
-    assert harness.engine.process is not None
-    assert harness.engine.process.exited
-    assert len(harness.engine.boots) == 1
-    await resume(harness)
-    await harness.until_ready()
-    assert len(harness.engine.boots) == 2
-    assert harness.engine.deaths == []
-    await harness.http.aclose()
-    await harness.server.close()
+    async with make_harness(tmp_path, memory="shared", control_timeout_s=0.05).started() as harness:
+        harness.engine.busy_pauses = 10**9
+        assert (await release(harness)).status_code == 200, "a dead engine has no memory either"
+        assert harness.engine.process is not None
+        assert harness.engine.process.exited
+        assert len(harness.engine.boots) == 1
+        await resume(harness)
+        await harness.until_ready()
+        assert len(harness.engine.boots) == 2
+        assert harness.engine.deaths == []
 
 
 async def test_a_trainer_that_dies_gives_the_memory_back_after_its_time(
     turned: TurnedClock, shared: Harness
 ) -> None:
-    await release(shared, for_s=60)
-    turned.turn(61)
-    await shared.until_ready()
-    assert shared.engine.calls == RELEASE + RESUME
-    assert (await resume(shared)).status_code == 200, "the trainer was only slow"
-
-
-async def test_a_trainer_that_asks_again_keeps_the_memory(turned: TurnedClock, shared: Harness) -> None:
+    """It keeps the memory as long as it asks again."""
     await release(shared, for_s=60)
     for _ in range(4):
         turned.turn(20)
@@ -120,7 +107,10 @@ async def test_a_trainer_that_asks_again_keeps_the_memory(turned: TurnedClock, s
     turned.turn(20)
     await asyncio.sleep(0.05)  # the server takes the memory back within this time if it may
     assert (await shared.status())["released"]
-    await resume(shared)
+    turned.turn(41)
+    await shared.until_ready()
+    assert shared.engine.calls == RELEASE + RESUME
+    assert (await resume(shared)).status_code == 200, "the trainer was only slow"
 
 
 async def test_only_the_trainer_that_has_the_memory_or_an_operator_gives_it_back(shared: Harness) -> None:
@@ -134,11 +124,17 @@ async def test_only_the_trainer_that_has_the_memory_or_an_operator_gives_it_back
     await shared.until_ready()
 
 
+async def pushing(harness: Harness) -> "asyncio.Task[httpx.Response]":
+    """A push of version 1 that waits for the memory."""
+    pushed = asyncio.create_task(harness.reload(1, harness.policy(1)))
+    await wait_until_async(lambda: harness.server.reloader.waits is not None)
+    assert not pushed.done()
+    return pushed
+
+
 async def test_a_version_that_is_pushed_meanwhile_is_what_the_engine_resumes_with(shared: Harness) -> None:
     await release(shared)
-    pushed = asyncio.create_task(shared.reload(1, shared.policy(1)))
-    await wait_until_async(lambda: shared.server.reloader.waits is not None)
-    assert not pushed.done()
+    pushed = await pushing(shared)
     shared.engine.calls.clear()
     assert (await resume(shared)).json() == {"version": 1}
     answer = await pushed
@@ -161,8 +157,7 @@ async def test_a_push_of_the_version_that_is_served_waits_and_a_lower_one_is_ref
 
 async def test_a_push_that_waits_for_the_memory_can_be_ended(shared: Harness) -> None:
     await release(shared)
-    pushed = asyncio.create_task(shared.reload(1, shared.policy(1)))
-    await wait_until_async(lambda: shared.server.reloader.waits is not None)
+    pushed = await pushing(shared)
     ended = (await shared.http.delete("/reload/1")).json()
     assert (ended["version"], ended["aborted"], ended["loading"]) == (0, True, None)
     assert (await pushed).status_code == 409
@@ -232,8 +227,7 @@ async def test_a_waiting_version_whose_files_are_lost_ends_the_engine_and_it_sta
     shared: Harness,
 ) -> None:
     await release(shared)
-    pushed = asyncio.create_task(shared.reload(1, shared.policy(1)))
-    await wait_until_async(lambda: shared.server.reloader.waits is not None)
+    pushed = await pushing(shared)
     waiting = shared.server.reloader.waits
     assert waiting is not None
     shutil.rmtree(waiting.directory)
@@ -250,15 +244,8 @@ async def test_memory_that_is_not_shared_is_not_given_away(harness: Harness) -> 
     assert (await harness.status())["state"] == "ready"
 
 
-@pytest.mark.parametrize("for_s", [0, -1, 601, "long"])
-async def test_a_time_without_bounds_is_refused(shared: Harness, for_s: object) -> None:
-    answer = await shared.http.post("/memory/release", json={"holder": "trainer", "for_s": for_s})
-    assert answer.status_code == 400
+async def test_a_time_without_bounds_is_refused(shared: Harness) -> None:
+    for for_s in (0, -1, 601, "long"):
+        answer = await shared.http.post("/memory/release", json={"holder": "trainer", "for_s": for_s})
+        assert answer.status_code == 400, for_s
     assert (await shared.status())["state"] == "ready"
-
-
-async def test_the_time_without_memory_is_counted(shared: Harness) -> None:
-    metrics: RolloutMetrics = shared.server.metrics
-    await release(shared)
-    await resume(shared)
-    assert (metrics.registry.get_sample_value("weir_rollout_released_seconds_total") or 0) > 0

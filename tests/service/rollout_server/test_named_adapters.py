@@ -8,15 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.rollout_server.adapters import LORA, adapter, names, opened, whole_weights
+from tests.support.rollout_server.adapters import LORA, adapter, names, whole_weights, with_layers
 from tests.support.rollout_server.harness import Harness
 from tests.support.waiting import PATIENCE_S, wait_until_async
 
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async for each in opened(tmp_path, lora=LORA):
-        yield each
+    async with with_layers(tmp_path, lora=LORA).started() as harness:
+        yield harness
 
 
 async def want(harness: Harness, revision: int, **locations: str) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ async def test_the_fetch_of_an_adapter_ends_when_it_is_not_wanted_any_more(harne
 
 
 async def test_an_adapter_that_does_not_come_in_time_is_given_up(tmp_path: Path) -> None:
-    async for harness in opened(tmp_path, lora=LORA, adapter_timeout_s=0.05):
+    async with with_layers(tmp_path, lora=LORA, adapter_timeout_s=0.05).started() as harness:
         slow_source(harness)
         async with asyncio.timeout(PATIENCE_S):
             (said,) = await want(harness, 1, math=SLOW)
@@ -83,7 +83,7 @@ async def test_an_adapter_that_does_not_come_in_time_is_given_up(tmp_path: Path)
 
 
 async def test_the_trial_of_an_adapter_may_wait_behind_the_calls_that_run(tmp_path: Path) -> None:
-    async for harness in opened(tmp_path, lora=LORA, control_timeout_s=1, load_timeout_s=50):
+    async with with_layers(tmp_path, lora=LORA, control_timeout_s=1, load_timeout_s=50).started() as harness:
         (said,) = await want(harness, 1, math=adapter(harness, 1).as_uri())
         assert said["ok"]
         assert harness.engine.timeouts_s["/generate"] == 50

@@ -31,7 +31,7 @@ from trainer_service.storage.policy_store import PolicyStore
 SHAPES = {"model.embed_tokens.weight": [512, 256], "model.norm.weight": [256], "lm_head.weight": [512, 256]}
 SIZE = 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 3.0
 """A busy machine still gets an answer of the store within it."""
 
 
@@ -53,39 +53,32 @@ def proxy(shared_store: RunningStore) -> Iterator[CuttingProxy]:
     proxy.close()
 
 
-async def started(directory: Path, url: str, **settings: Any) -> Harness:
+def server_of(directory: Path, url: str, **settings: Any) -> Harness:
     """A rollout server that may fetch from the directory's own prefix in the store."""
     write_model(directory / "model", float32_tensors(1.0, SHAPES))
-    harness = make_harness(
+    return make_harness(
         directory,
         locations=[f"s3://{BUCKET}/{directory.name}", "s3://absent/policies"],
         object_store={"endpoint_url": url, "region": "us-east-1"},
         **{"fetch_timeout_s": 30.0, **settings},
     )
-    await harness.server.open()
-    await harness.until_ready()
-    return harness
 
 
 @pytest.fixture
 async def harness(tmp_path: Path, proxy: CuttingProxy) -> AsyncIterator[Harness]:
-    harness = await started(tmp_path, proxy.url)
-    yield harness
-    await harness.http.aclose()
-    await harness.server.close()
+    async with server_of(tmp_path, proxy.url).started() as harness:
+        yield harness
 
 
 @pytest.fixture
 async def stopping_server(tmp_path: Path, proxy: CuttingProxy) -> AsyncIterator[Harness]:
-    harness = await started(tmp_path, proxy.url, fetch_timeout_s=TIMEOUT_S)
-    yield harness
-    await harness.http.aclose()
-    await harness.server.close()
+    async with server_of(tmp_path, proxy.url, fetch_timeout_s=TIMEOUT_S).started() as harness:
+        yield harness
 
 
-def write_version(harness: Harness, version: int, anchor_every: int | None = None) -> PolicyStore:
+def write_version(harness: Harness, version: int) -> PolicyStore:
     """Write a version as the trainer does. Its weights are random numbers, about 1 MB."""
-    store = PolicyStore(harness.directory / "written", harness.directory / "model", 9, anchor_every)
+    store = PolicyStore(harness.directory / "written", harness.directory / "model", 9)
 
     def write(directory: Path) -> list[FileSpec]:
         random = np.random.default_rng(1)
@@ -108,19 +101,18 @@ def prefix(harness: Harness) -> ObjectPrefix:
     return ObjectPrefix(BUCKET, harness.directory.name)
 
 
-async def offer(harness: Harness, store: RunningStore, version: int, anchor_every: int | None = None) -> str:
+async def offer(harness: Harness, store: RunningStore, version: int) -> str:
     """Copy a version to the store, as the trainer does. Returns its location."""
-    versions = write_version(harness, version, anchor_every)
+    versions = write_version(harness, version)
     settings = ObjectStoreSettings(endpoint_url=store.url)
     place = ObjectStorePlace(versions, prefix(harness), settings, lambda: False)
     await asyncio.to_thread(place.offer, version)
     return place.location(version)
 
 
-def kept(harness: Harness, version: int) -> bytes:
-    """The weights that the server has of a version."""
-    found = next(harness.directory.glob(f"weights/own/v{version:08d}-*/{WEIGHTS}"))
-    return found.read_bytes()
+def written(harness: Harness, version: int) -> bytes:
+    """The weights of a version as the trainer wrote them."""
+    return (harness.directory / f"written/v{version:08d}" / WEIGHTS).read_bytes()
 
 
 async def test_a_version_is_fetched_from_the_store(harness: Harness, shared_store: RunningStore) -> None:
@@ -128,7 +120,7 @@ async def test_a_version_is_fetched_from_the_store(harness: Harness, shared_stor
     answer = await harness.reload(1, location)
     assert answer.status_code == 200, answer.text
     assert (await harness.status())["version"] == 1
-    assert kept(harness, 1) == (harness.directory / "written/v00000001" / WEIGHTS).read_bytes()
+    assert harness.kept_weights(1) == written(harness, 1)
 
 
 async def test_a_broken_connection_goes_on_where_it_broke(
@@ -143,57 +135,20 @@ async def test_a_broken_connection_goes_on_where_it_broke(
     assert all(
         SIZE // 4 < after - before < SIZE // 2 for before, after in zip([0, *ranges], ranges, strict=False)
     )
-    assert kept(harness, 1) == (harness.directory / "written/v00000001" / WEIGHTS).read_bytes()
+    assert harness.kept_weights(1) == written(harness, 1)
 
 
-async def test_a_store_that_sends_nothing_more_is_503(
-    harness: Harness, shared_store: RunningStore, proxy: CuttingProxy
-) -> None:
+async def test_a_missing_object_is_422(harness: Harness, shared_store: RunningStore) -> None:
     location = await offer(harness, shared_store, 1)
-    proxy.cut_after = 0
-    answer = await harness.reload(1, location)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "storage_unavailable")
-    assert len(proxy.requests) <= 6
-
-
-async def test_a_corrupt_object_is_422_and_the_old_version_serves(
-    harness: Harness, shared_store: RunningStore
-) -> None:
-    location = await offer(harness, shared_store, 1)
-    key = f"{harness.directory.name}/v00000001/{WEIGHTS}"
-    raw = shared_store.get(key)
-    shared_store.put(key, raw[:-1] + bytes([raw[-1] ^ 1]))
-    answer = await harness.reload(1, location)
-    assert (answer.status_code, "SHA-256" in answer.text) == (422, True), answer.text
+    for name in (WEIGHTS, "manifest.json", "STABLE"):
+        key = f"{harness.directory.name}/v00000001/{name}"
+        content = shared_store.get(key)
+        shared_store.client.delete_object(Bucket=BUCKET, Key=key)
+        answer = await harness.reload(1, location)
+        assert (answer.status_code, "NoSuchKey" in answer.text) == (422, True), name
+        assert name in answer.text
+        shared_store.put(key, content)
     assert (await harness.status())["version"] == 0
-    shared_store.put(key, raw + b"x")
-    answer = await harness.reload(1, location)
-    assert (answer.status_code, "is longer than" in answer.text) == (422, True), answer.text
-    shared_store.put(key, raw)
-    assert (await harness.reload(1, location)).status_code == 200
-
-
-@pytest.mark.parametrize("name", [WEIGHTS, "manifest.json", "STABLE"])
-async def test_a_missing_object_is_422(harness: Harness, shared_store: RunningStore, name: str) -> None:
-    location = await offer(harness, shared_store, 1)
-    shared_store.client.delete_object(Bucket=BUCKET, Key=f"{harness.directory.name}/v00000001/{name}")
-    answer = await harness.reload(1, location)
-    assert (answer.status_code, name in answer.text, "NoSuchKey" in answer.text) == (422, True, True)
-    assert (await harness.status())["version"] == 0
-
-
-async def test_a_server_with_the_base_fetches_the_changes(
-    harness: Harness, shared_store: RunningStore, proxy: CuttingProxy
-) -> None:
-    for version in (1, 2):
-        location = await offer(harness, shared_store, version, anchor_every=10)
-        answer = await harness.reload(version, location)
-        assert answer.status_code == 200, answer.text
-    fetched = [line.split()[1] for line in proxy.requests if "v00000002" in line]
-    assert [path for path in fetched if path.endswith((".delta", ".safetensors"))] == [
-        f"/{BUCKET}/{harness.directory.name}/v00000002/{WEIGHTS}.delta"
-    ]
-    assert kept(harness, 2) == (harness.directory / "written/v00000002" / WEIGHTS).read_bytes()
 
 
 # A store that is away, or refuses
@@ -208,10 +163,8 @@ def own_store(tmp_path: Path) -> Iterator[RunningStore]:
 @pytest.fixture
 async def its_server(tmp_path: Path, own_store: RunningStore) -> AsyncIterator[Harness]:
     """A server that fetches from `own_store`."""
-    harness = await started(tmp_path, own_store.url, fetch_timeout_s=TIMEOUT_S)
-    yield harness
-    await harness.http.aclose()
-    await harness.server.close()
+    async with server_of(tmp_path, own_store.url, fetch_timeout_s=TIMEOUT_S).started() as harness:
+        yield harness
 
 
 async def test_a_missing_bucket_is_503_because_the_store_may_be_the_wrong_one(harness: Harness) -> None:
@@ -224,9 +177,13 @@ async def test_credentials_that_are_refused_are_503_until_they_are_mended(
 ) -> None:
     location = await offer(its_server, own_store, 1)
     right = own_store.check_keys()
-    for secret, reason in (("a-secret", "InvalidAccessKeyId"), ("", "credentials")):
-        for name in KEYS:
-            monkeypatch.setenv(name, secret)
+    for key, secret, reason in (
+        ("a-secret", "a-secret", "InvalidAccessKeyId"),
+        (right["AWS_ACCESS_KEY_ID"], "a-secret", "SignatureDoesNotMatch"),
+        ("", "", "credentials"),
+    ):
+        for name, value in zip(KEYS, (key, secret), strict=True):
+            monkeypatch.setenv(name, value)
         answer = await its_server.reload(1, location)
         assert (answer.status_code, reason in answer.text) == (503, True), answer.text
         assert "a-secret" not in answer.text
@@ -235,16 +192,7 @@ async def test_credentials_that_are_refused_are_503_until_they_are_mended(
     assert (await its_server.reload(1, location)).status_code == 200
 
 
-async def test_a_signature_with_another_secret_is_503(
-    its_server: Harness, own_store: RunningStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    location = await offer(its_server, own_store, 1)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", own_store.check_keys()["AWS_ACCESS_KEY_ID"])
-    answer = await its_server.reload(1, location)
-    assert (answer.status_code, "SignatureDoesNotMatch" in answer.text) == (503, True), answer.text
-
-
-async def test_a_store_that_is_down_is_503_until_it_is_back(
+async def test_a_store_that_is_down_or_hangs_is_503_until_it_is_back(
     its_server: Harness, own_store: RunningStore
 ) -> None:
     location = await offer(its_server, own_store, 1)
@@ -254,13 +202,6 @@ async def test_a_store_that_is_down_is_503_until_it_is_back(
     assert (await its_server.status())["state"] == "ready"
     own_store.start()
     await offer(its_server, own_store, 1)
-    assert (await its_server.reload(1, location)).status_code == 200
-
-
-async def test_a_store_that_hangs_is_503_after_the_timeout(
-    its_server: Harness, own_store: RunningStore
-) -> None:
-    location = await offer(its_server, own_store, 1)
     own_store.hang()
     began_at = time.monotonic()
     answer = await its_server.reload(1, location)
@@ -300,8 +241,7 @@ async def test_a_reload_that_is_ended_leaves_no_connection_and_no_file(
     assert answer.json()["aborted"]
     assert (await reload).json()["error"]["code"] == "reload_aborted"
     await wait_until_async(lambda: proxy.open == 0)
-    own = harness.directory / "weights/own"
-    await wait_until_async(lambda: not list(own.iterdir()))
+    await wait_until_async(lambda: not list(harness.own.iterdir()))
     assert not [each for each in threading.enumerate() if "fsspec" in each.name]
     proxy.cut_after = None
     assert (await harness.reload(1, location)).status_code == 200
@@ -319,15 +259,3 @@ async def test_files_come_from_the_peer_and_the_manifest_from_the_store(
     answer = await harness.reload(1, location, manifest_sha256=digest, peer="http://r7:8100")
     assert answer.status_code == 200, answer.text
     assert {line.split()[1].rpartition("/")[2] for line in proxy.requests} == {"STABLE", "manifest.json"}
-    harness.network.answers.clear()  # the peer is away
-    location = await offer(harness, shared_store, 2)
-    answer = await harness.reload(2, location, peer="http://r7:8100")
-    assert answer.status_code == 200, answer.text
-
-
-async def test_a_prefix_beside_the_allowed_one_is_400_and_the_store_is_not_asked(
-    harness: Harness, proxy: CuttingProxy
-) -> None:
-    answer = await harness.reload(1, f"s3://{BUCKET}/{harness.directory.name}-of-others/v00000001")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "location")
-    assert not proxy.requests

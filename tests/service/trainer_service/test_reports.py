@@ -400,32 +400,23 @@ def test_ratios_are_near_one_but_for_a_token_off_policy(make_harness: MakeHarnes
 
 
 def test_each_turn_of_a_tree_has_the_numbers_of_its_own_tokens(make_harness: MakeHarness) -> None:
-    """The second branch of the tree trains only its tip; turns have unequal lengths."""
+    """The second branch of the tree trains only its tip; turns have unequal lengths. Each turn has another
+    log-probability of the engine, e^-1 times the one before."""
     harness = make_harness(algorithm={"streaming": False, "advantage": "gae"}, critic=CRITIC).start()
-    agents, lengths = harness.agents, {"root": 2, "one": 4, "two": 3}
+    lengths = {"root": 2, "one": 4, "two": 3}
     for session_id, value in (("a", 1.0), ("b", 0.0)):
-        agents.open(session_id, "g", 2)
-        parents = {"root": None, "one": "root", "two": "root"}
-        for at, (name, parent_id) in enumerate(parents.items()):
-            output = list(range(10 + at, 10 + at + lengths[name]))
-            parent = None if parent_id is None else f"{session_id}-{parent_id}"
-            agents.call(
-                turn(
-                    session_id,
-                    f"{session_id}-{name}",
-                    parent_id=parent,
-                    output_ids=output,
-                    started_at=100.0 + at,
-                    logprobs=[-4.0 - at] * len(output),
-                )
-            )
-        agents.finish(session_id, value)
+        harness.agents.open(session_id, "g", 2)
+        for at, (name, length) in enumerate(lengths.items()):
+            parent_id = f"{session_id}-root" if at else None
+            sampled = {"output_ids": list(range(10 + at, 10 + at + length)), "logprobs": [-4.0 - at] * length}
+            where = {"parent_id": parent_id, "started_at": 100.0 + at}
+            harness.agents.call(turn(session_id, f"{session_id}-{name}", **sampled, **where))
+        harness.agents.finish(session_id, value)
     assert harness.trainer.run_once()
     found = stored(harness)
     assert {name: len(numbers.ratios or ()) for name, numbers in found.items()} == {
         f"{session_id}-{name}": length for session_id in "ab" for name, length in lengths.items()
     }
-    # Each turn has another log-probability of the engine, e^-1 times the one before.
     means = {name: fmean(ratio or 0 for ratio in numbers.ratios or ()) for name, numbers in found.items()}
     assert means["a-one"] / means["a-root"] == pytest.approx(math.e, rel=0.5)
     assert means["a-two"] / means["a-root"] == pytest.approx(math.e**2, rel=0.5)
@@ -445,7 +436,10 @@ def test_the_setting_says_what_is_recorded(
         assert found.tokens == 3
         assert (found.advantages is not None, found.ratios is not None) == (advantages, ratios)
         assert len(found.advantages or b"four") == 4, "equal advantages are stored once"
-    assert harness.stream.steps == {1: TrainedStep(step=1, version=1, base=0, turns=2, sessions=2, tokens=6)}
+    harness.step("h")
+    made = {"turns": 2, "sessions": 2, "tokens": 6}
+    steps = [TrainedStep(step=number, version=number, base=number - 1, **made) for number in (1, 2)]
+    assert harness.stream.steps == dict(enumerate(steps, start=1)), "with the version that each began from"
 
 
 def test_a_loss_without_advantages_records_none(make_harness: MakeHarness) -> None:
@@ -487,13 +481,6 @@ def test_a_lasting_step_is_recorded_after_a_crash(
     harness.restart()
     assert [each.advantages for each in stored(harness).values()] == [[0.5] * 3, [-0.5] * 3]
     assert list(harness.stream.steps) == [1]
-
-
-def test_a_step_says_which_version_it_began_from(make_harness: MakeHarness) -> None:
-    harness = make_harness().start()
-    for name in "abc":
-        harness.step(name)
-    assert [(each.base, each.version) for each in harness.stream.steps.values()] == [(0, 1), (1, 2), (2, 3)]
 
 
 # The ways in which the rows of a step are computed

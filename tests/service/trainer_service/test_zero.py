@@ -37,14 +37,45 @@ HALF_ROUNDINGS = 12
 """The roundings of a bfloat16 gradient in two layers, with six in each."""
 
 
-@pytest.mark.parametrize("stage", cases([0, 2, 3], long=[1]))
+def deepspeed_config_on_cuda(settings: TrainerSettings, on_cuda: bool) -> dict[str, object]:
+    assert not on_cuda
+    return deepspeed_config(settings, on_cuda=True)
+
+
+CUDA = "as configured for CUDA"
+SAME = [
+    *((1, stage, "") for stage in (0, 2, 3)),
+    *((stage, stage, "activation_checkpointing") for stage in (1, 3)),
+    (2, 2, "offload_optimizer"),
+    (2, 2, CUDA),
+]
+MORE = [
+    (stage, stage, way)
+    for stage in (1, 2, 3)
+    for way in ("activation_checkpointing", "offload_optimizer", CUDA)
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "other", "way"), cases(SAME, long=[each for each in MORE if each not in SAME])
+)
 def test_every_stage_learns_what_stage_one_learns(
-    make_learner: MakeLearner, untrained: Weights, stage: int
+    make_learner: MakeLearner,
+    untrained: Weights,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: int,
+    other: int,
+    way: str,
 ) -> None:
-    one, other = (make_learner(zero_stage=each, optimizer=WELL_CONDITIONED) for each in (1, stage))
+    """And with settings that save memory, or as configured for CUDA, what it learns without."""
+    one = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED)
+    if way == CUDA:
+        monkeypatch.setattr(policy, "deepspeed_config", deepspeed_config_on_cuda)
+    saving = {way: True} if way not in ("", CUDA) else {}
+    two = make_learner(zero_stage=other, optimizer=WELL_CONDITIONED, **saving)
     for seed in range(3):
-        assert other.learn(seed) == same_metrics(one.learn(seed))
-    assert_moved_alike(one.exported(), other.exported(), untrained)
+        assert two.learn(seed) == same_metrics(one.learn(seed))
+    assert_moved_alike(one.exported(), two.exported(), untrained)
 
 
 @pytest.mark.parametrize("stage", cases([3], long=[0, 1, 2]))
@@ -88,19 +119,6 @@ def test_bfloat16_learns_at_every_stage_that_keeps_float32_beside_it(
         assert half.learn(seed)["grad_norm"] == pytest.approx(full.learn(seed)["grad_norm"], rel=close)
     assert_moved_alike(full.exported(), half.exported(), untrained, HALF_ROUNDINGS, steps=1, unit=BFLOAT16)
     assert differs_by(full.exported(), half.exported()) > 0
-
-
-@pytest.mark.parametrize(
-    ("stage", "setting"), in_turn([1, 2, 3], ["activation_checkpointing", "offload_optimizer"])
-)
-def test_settings_that_save_memory_change_no_weight(
-    make_learner: MakeLearner, untrained: Weights, stage: int, setting: str
-) -> None:
-    plain = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED)
-    saving = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED, **{setting: True})
-    for seed in range(3):
-        assert saving.learn(seed) == same_metrics(plain.learn(seed))
-    assert_moved_alike(plain.exported(), saving.exported(), untrained)
 
 
 @pytest.mark.parametrize(
@@ -201,23 +219,6 @@ def test_deepspeed_accepts_the_configuration_for_cuda(imported: None, way: dict[
     assert accepted.zero_config.reduce_scatter == (way["dtype"] == "float32")
     assert accepted.bfloat16_config.enabled == (way["dtype"] == "bfloat16")
     assert not accepted.managed_gradient_accumulation
-
-
-@pytest.mark.parametrize("stage", cases([2], long=[1, 3]))
-def test_the_configuration_for_cuda_learns_the_same(
-    make_learner: MakeLearner, untrained: Weights, monkeypatch: pytest.MonkeyPatch, stage: int
-) -> None:
-    plain = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED)
-    monkeypatch.setattr(policy, "deepspeed_config", deepspeed_config_on_cuda)
-    overlapped = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED)
-    for seed in range(3):
-        assert overlapped.learn(seed) == same_metrics(plain.learn(seed))
-    assert_moved_alike(plain.exported(), overlapped.exported(), untrained)
-
-
-def deepspeed_config_on_cuda(settings: TrainerSettings, on_cuda: bool) -> dict[str, object]:
-    assert not on_cuda
-    return deepspeed_config(settings, on_cuda=True)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from weir.audit.sources import Sources
 from weir.backup import backup as backups
 from weir.backup import redis_copy
 from weir.backup.backup import BackupPlan, back_up
-from weir.backup.manifest import BackupBroken
+from weir.backup.manifest import BackupBroken, BackupManifest
 from weir.backup.restore import RestoreTarget, restore
 from weir.errors import StackError
 
@@ -91,6 +91,37 @@ def run(place: Callable[[str], Place]) -> Place:
     return found
 
 
+@pytest.fixture
+def trained(run: Place) -> Place:
+    """A run that has trained one session. Its trainer, which lives on, has written a checkpoint."""
+    trainer = SmallTrainer(run.client, run.checkpoints)
+    answer(run.client, "s1")
+    trainer.train()
+    trainer.checkpoint()
+    return run
+
+
+def trained_once(run: Place, sessions: int) -> tuple[SmallTrainer, list[str]]:
+    """A trainer that has written a checkpoint after its first step, and has made a second one. Most of the
+    sessions still wait."""
+    answers = [f"s{number}" for number in range(sessions)]
+    for session_id in answers:
+        answer(run.client, session_id)
+    trainer = SmallTrainer(run.client, run.checkpoints)
+    trainer.train()
+    trainer.checkpoint()
+    trainer.train()
+    return trainer, answers
+
+
+def back_up_to(directory: Path, place: Place, **more: Any) -> BackupManifest:
+    return back_up(place.plan(**more), directory, lambda _: None)
+
+
+def restore_to(place: Place, directory: Path, **more: Any) -> BackupManifest:
+    return restore(directory, place.target(**more), lambda _: None)
+
+
 def continued(elsewhere: Place, answers: list[str]) -> SmallTrainer:
     """Train all that waits in a restored place, and audit it before and after."""
     assert elsewhere.audited(answers) == []
@@ -114,17 +145,11 @@ def continued(elsewhere: Place, answers: list[str]) -> SmallTrainer:
 def test_at_each_moment_around_a_checkpoint_nothing_is_lost_or_trained_twice(
     run: Place, place: Callable[[str], Place], tmp_path: Path, moment: str
 ) -> None:
-    answers = [f"s{number}" for number in range(30)]
-    for session_id in answers:
-        answer(run.client, session_id)
-    trainer = SmallTrainer(run.client, run.checkpoints)
-    trainer.train()
-    trainer.checkpoint()
-    trainer.train()
+    trainer, answers = trained_once(run, 30)
 
     def take(now: str) -> None:
         if now == moment:
-            back_up(run.plan(), tmp_path / "backup", lambda _: None)
+            back_up_to(tmp_path / "backup", run)
 
     take("before")
     trainer.checkpoint(written=lambda: take("written"), acknowledged=lambda: take("acknowledged"))
@@ -132,7 +157,7 @@ def test_at_each_moment_around_a_checkpoint_nothing_is_lost_or_trained_twice(
     take("stepped")
     trainer.checkpoint()
     elsewhere = place("elsewhere")
-    manifest = restore(tmp_path / "backup", elsewhere.target(), lambda _: None)
+    manifest = restore_to(elsewhere, tmp_path / "backup")
     assert (manifest.step, manifest.version) == ((1, 1) if moment == "before" else (2, 2))
     assert continued(elsewhere, answers).step == 6
 
@@ -140,13 +165,7 @@ def test_at_each_moment_around_a_checkpoint_nothing_is_lost_or_trained_twice(
 def test_a_checkpoint_that_is_finished_just_then_is_noticed_and_the_copy_repeated(
     run: Place, place: Callable[[str], Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = [f"s{number}" for number in range(20)]
-    for session_id in answers:
-        answer(run.client, session_id)
-    trainer = SmallTrainer(run.client, run.checkpoints)
-    trainer.train()
-    trainer.checkpoint()
-    trainer.train()
+    trainer, answers = trained_once(run, 20)
     copy, finished = redis_copy.copy_redis, list[str]()
 
     def copy_while_finishing(url: str, directory: Path, on_begin: Callable[[], None]) -> Any:
@@ -167,7 +186,7 @@ def test_a_checkpoint_that_is_finished_just_then_is_noticed_and_the_copy_repeate
     )
     assert manifest.step == 2
     elsewhere = place("elsewhere")
-    restore(tmp_path / "backup", elsewhere.target(), lambda _: None)
+    restore_to(elsewhere, tmp_path / "backup")
     continued(elsewhere, answers)
 
 
@@ -199,15 +218,14 @@ def test_backups_under_load_are_all_consistent(
     try:
         for number in range(3):
             heard.append(len(told))
-            back_up(run.plan(), tmp_path / f"backup{number}", lambda _: None)
+            back_up_to(tmp_path / f"backup{number}", run)
     finally:
         over.set()
         for thread in threads:
             thread.join()
     elsewhere = place("elsewhere")
     for number in range(3):
-        target = elsewhere.target(replace=number > 0)
-        restore(tmp_path / f"backup{number}", target, lambda _: None)
+        restore_to(elsewhere, tmp_path / f"backup{number}", replace=number > 0)
         continued(elsewhere, told[: heard[number]])
         elsewhere.client.delete(keys.LEASE)
     assert not list(run.checkpoints.glob(".backup*")), "held files were left"
@@ -223,57 +241,40 @@ def test_what_belongs_to_the_former_place_is_changed_or_left_out(
     for name in (keys.SERVERS, keys.TRAINER, keys.LEASE, keys.PUSH_LEASE, keys.SECRET):
         run.client.hset(name, "a", "b")
     run.client.zadd(keys.DEADLINES, {"s1": time.time() + 60})
-    manifest = back_up(run.plan(), tmp_path / "backup", lambda _: None)
+    manifest = back_up_to(tmp_path / "backup", run)
     assert manifest.policies == (2, 3, 4)
     text = (tmp_path / "backup" / "backup.json").read_text()
     aged = msgspec.structs.replace(manifest, taken_at=manifest.taken_at - 5000)
     (tmp_path / "backup" / "backup.json").write_bytes(msgspec.json.encode(aged))
     elsewhere = place("elsewhere")
-    restore(tmp_path / "backup", elsewhere.target(), lambda _: None)
+    restore_to(elsewhere, tmp_path / "backup")
     left: Any = elsewhere.client.keys("weir:*")
-    assert set(left) == {
-        name.encode() for name in (keys.POLICIES, keys.SERVING, keys.SECRET, keys.DEADLINES, keys.SCHEMA)
-    }
+    kept = (keys.POLICIES, keys.SERVING, keys.SECRET, keys.DEADLINES, keys.SCHEMA)
+    assert set(left) == {name.encode() for name in kept}
     packed: Any = elsewhere.client.hget(keys.POLICIES, "4")
     location = msgspec.json.decode(packed, type=PolicyRecord).location
     assert location == (elsewhere.policies / "v00000004").resolve().as_uri()
-    assert sorted(path.name for path in elsewhere.policies.iterdir()) == [
-        "v00000002",
-        "v00000003",
-        "v00000004",
-    ]
+    versions = {path.name for path in elsewhere.policies.iterdir()}
+    assert versions == {"v00000002", "v00000003", "v00000004"}
     assert (elsewhere.policies / "v00000004" / STABLE).exists()
     expires_at: Any = elsewhere.client.zscore(keys.DEADLINES, "s1")
     assert expires_at > time.time() + 4000
     assert json.loads(text)["taken_at"] == manifest.taken_at
-    everything = back_up(run.plan(every_version=True), tmp_path / "all", lambda _: None)
-    assert everything.policies == (1, 2, 3, 4)
-
-
-def test_only_its_owner_reads_a_backup(run: Place, tmp_path: Path) -> None:
-    trainer = SmallTrainer(run.client, run.checkpoints)
-    answer(run.client, "s1")
-    trainer.train()
-    trainer.checkpoint()
-    back_up(run.plan(), tmp_path / "backup", lambda _: None)
-    for path in [tmp_path / "backup", *(tmp_path / "backup").rglob("*")]:
-        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    assert back_up_to(tmp_path / "all", run, every_version=True).policies == (1, 2, 3, 4)
 
 
 def test_a_broken_backup_is_refused_by_name_and_changes_nothing(
-    run: Place, place: Callable[[str], Place], tmp_path: Path
+    trained: Place, place: Callable[[str], Place], tmp_path: Path
 ) -> None:
-    trainer = SmallTrainer(run.client, run.checkpoints)
-    answer(run.client, "s1")
-    trainer.train()
-    trainer.checkpoint()
-    run.publish(1)
+    trained.publish(1)
     directory, elsewhere = tmp_path / "backup", place("elsewhere")
-    back_up(run.plan(), directory, lambda _: None)
+    back_up_to(directory, trained)
+    for path in [directory, *directory.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, f"others than its owner may read {path}"
 
     def refused(match: str) -> None:
         with pytest.raises(BackupBroken, match=match):
-            restore(directory, elsewhere.target(), lambda _: None)
+            restore_to(elsewhere, directory)
         assert elsewhere.client.dbsize() == 0
         assert not elsewhere.checkpoints.exists()
         assert not elsewhere.policies.exists()
@@ -297,27 +298,23 @@ def test_a_broken_backup_is_refused_by_name_and_changes_nothing(
     (directory / "backup.json").unlink()
     refused("has no backup.json: it is no backup, or one that was not finished")
     (directory / "backup.json").write_text(manifest)
-    restore(directory, elsewhere.target(), lambda _: None)
+    restore_to(elsewhere, directory)
 
 
 def test_a_target_that_is_in_use_is_refused(
-    run: Place, place: Callable[[str], Place], tmp_path: Path
+    trained: Place, place: Callable[[str], Place], tmp_path: Path
 ) -> None:
-    trainer = SmallTrainer(run.client, run.checkpoints)
-    answer(run.client, "s1")
-    trainer.train()
-    trainer.checkpoint()
-    back_up(run.plan(), tmp_path / "backup", lambda _: None)
+    backup, elsewhere = tmp_path / "backup", place("elsewhere")
+    back_up_to(backup, trained)
     with pytest.raises(StackError, match="a trainer runs on this Redis"):
-        restore(tmp_path / "backup", run.target(replace=True), lambda _: None)
-    run.client.delete(keys.LEASE)
+        restore_to(trained, backup, replace=True)
+    trained.client.delete(keys.LEASE)
     with pytest.raises(StackError, match="this Redis has data of Weir"):
-        restore(tmp_path / "backup", run.target(), lambda _: None)
-    elsewhere = place("elsewhere")
+        restore_to(trained, backup)
     (elsewhere.checkpoints / "00000009-step-00000009").mkdir(parents=True)
     with pytest.raises(StackError, match="00000009-step-00000009 is there"):
-        restore(tmp_path / "backup", elsewhere.target(), lambda _: None)
-    restore(tmp_path / "backup", elsewhere.target(replace=True), lambda _: None)
+        restore_to(elsewhere, backup)
+    restore_to(elsewhere, backup, replace=True)
     assert [path.name for path in elsewhere.checkpoints.glob("*-step-*")] == ["00000001-step-00000001"]
 
 
@@ -329,24 +326,21 @@ def test_a_backup_that_fails_leaves_nothing(run: Place, tmp_path: Path) -> None:
         back_up(plan, tmp_path / "backup", lambda _: None)
     run.redis.kill()
     with pytest.raises(StackError, match="Redis at redis://"):
-        back_up(run.plan(), tmp_path / "backup", lambda _: None)
+        back_up_to(tmp_path / "backup", run)
     assert not (tmp_path / "backup").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(StackError, match="full is not empty"):
-        back_up(run.plan(), tmp_path / "full", lambda _: None)
+        back_up_to(tmp_path / "full", run)
     assert (tmp_path / "full" / "file").exists()
 
 
 def test_the_commands_start_the_redis_of_a_run_that_is_not_up(
-    run: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = SmallTrainer(run.client, run.checkpoints)
-    answer(run.client, "s1")
-    trainer.train()
-    trainer.checkpoint()
-    where = ["--checkpoint-dir", str(run.checkpoints), "--policies-dir", str(run.policies), "--fresh"]
-    made = CliRunner().invoke(app, ["backup", str(tmp_path / "b"), "--redis-url", run.redis.url, *where])
+    where = ["--checkpoint-dir", str(trained.checkpoints), "--policies-dir", str(trained.policies)]
+    where += ["--redis-url", trained.redis.url, "--fresh"]
+    made = CliRunner().invoke(app, ["backup", str(tmp_path / "b"), *where])
     assert made.exit_code == 0, made.output
     assert "the trainer wrote no checkpoint" in made.output
     assert "checkpoint 00000001-step-00000001: step 1, version 1" in made.output

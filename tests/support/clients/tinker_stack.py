@@ -13,11 +13,10 @@ from typing import Any
 import psutil
 
 from tests.support.clients.stack import CLIENT_KEY, ENVIRONMENTS, HERMETIC, ROOT, inherited, told
-from tests.support.serving import free_port
+from tests.support.system.real_system import stack_settings
 from tests.support.waiting import wait_until
 from trainer_service.commands.live_model import safe_name
 from weir.stack.services import services_of
-from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
 ADMIN_KEY = "tinker-admin"
@@ -88,21 +87,11 @@ class TinkerStack:
 @contextmanager
 def tinker_stack(run_dir: Path, model: Path) -> Iterator[TinkerStack]:
     """A stack in `run_dir`. The SDK cuts names with exactly two slashes, so the model lies deeper."""
-    settings = StackSettings(
-        run_dir=run_dir,
-        model_path=model,
-        redis_port=free_port(),
-        gateway_port=free_port(),
-        rollout_port=free_port(),
-        engine_port=free_port(),
-        trainer_port=free_port(),
-        client_keys=[CLIENT_KEY],
-        admin_keys=[ADMIN_KEY],
-        services={
-            "trainer": {"source": "commands"},
-            "rollout_server": {"lora": LORA, "max_running_requests": 16, "max_total_tokens": 32768},
-        },
-    )
+    services = {
+        "trainer": {"source": "commands"},
+        "rollout_server": {"lora": LORA, "max_running_requests": 16, "max_total_tokens": 32768},
+    }
+    settings = stack_settings(run_dir, model, CLIENT_KEY, ADMIN_KEY, services=services)
     with Stack(settings, services_of(settings)) as stack:
         stack.wait_ready(timeout_s=READY_WITHIN_S)
         yield TinkerStack(stack, model)

@@ -1,5 +1,6 @@
 """An engine whose answer depends on the prompt, so that episodes may run side by side."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,3 +21,16 @@ class AnsweringEngine(FakeEngine):
         prompt = self.tokenizer.decode(body["input_ids"], skip_special_tokens=False)
         self.script.append(self.answer(prompt))
         return await super().generate(request)
+
+
+class Gate:
+    """Answers so many calls, and the others once it is opened: a test may kill who calls in the middle."""
+
+    def __init__(self, open_for: int, answer: Callable[[str], str]) -> None:
+        self.left, self.opened, self._answer = open_for, threading.Event(), answer
+
+    def answer(self, prompt: str) -> str:
+        self.left -= 1
+        if self.left < 0:
+            self.opened.wait(180)
+        return self._answer(prompt)

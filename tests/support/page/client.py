@@ -1,11 +1,25 @@
 """The page's requests without a browser: signing in, the cookie, the CSRF token."""
 
+import socket
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 SAME_ORIGIN = {"sec-fetch-site": "same-origin"}
+
+
+def raw(url: str, head: str, body: bytes = b"") -> bytes:
+    """Send a request as it is written, with the host for HOST. Returns all that comes back."""
+    address = urlsplit(url)
+    with socket.create_connection((str(address.hostname), address.port or 80), timeout=300) as line:
+        line.sendall(head.replace("HOST", address.netloc).encode("latin-1") + b"\r\n\r\n" + body)
+        return b"".join(iter(lambda: line.recv(65536), b""))
+
+
+def status_of(reply: bytes) -> int:
+    return int(reply.split(b" ", 2)[1])
 
 
 @dataclass

@@ -16,7 +16,7 @@ import httpx
 from rollout_queue.http.keys import bearer
 from tests.support.rollout_server.processes import running
 from tests.support.serving import free_port
-from tests.support.system.real_system import ENGINE_PYTHON
+from tests.support.system.real_system import ENGINE_PYTHON, second_server
 from tests.support.waiting import wait_until
 from weir.demo.episodes import EpisodeLog, EpisodeRunner
 from weir.demo.run import GROUP_SIZE, GROUPS_IN_FLIGHT, MAX_EPISODES
@@ -71,7 +71,8 @@ def demo_run(folder: Path) -> Iterator[DemoRun]:
     settings = _settings(folder)
     with Stack(settings) as stack:
         stack.wait_ready(timeout_s=BOOTS_WITHIN_S)
-        with running(folder, _second(settings, stack.gateway_url, folder), ADMIN_KEY) as second:
+        given = second_server(settings, stack.gateway_url, folder, SECOND)
+        with running(folder, given, ADMIN_KEY) as second:
             run = DemoRun(stack.gateway_url, settings.run_dir / "metrics.jsonl")
 
             def ready() -> bool:
@@ -97,26 +98,6 @@ def _settings(folder: Path) -> StackSettings:
         **given,
     )
     return with_demo_model(settings, SEED, print)[0]
-
-
-def _second(settings: StackSettings, gateway_url: str, folder: Path) -> dict[str, Any]:
-    """The settings of the second rollout server."""
-    run_dir, model = settings.run_dir.absolute(), settings.model_path
-    assert model is not None
-    return {
-        **settings.services["rollout_server"],
-        "id": SECOND,
-        "rollout_server_key": settings.rollout_server_key,
-        "port": free_port(),
-        "engine_port": free_port(),
-        "engine_python": ENGINE_PYTHON.absolute(),
-        "engine_device": "cpu",
-        "engine_log": folder / "second-engine.log",
-        "model_path": model.absolute(),
-        "gateway_url": gateway_url,
-        "policies_dir": run_dir / "policies",
-        "weights_dir": run_dir / "weights",
-    }
 
 
 def _enough(run: DemoRun, log: EpisodeLog) -> bool:

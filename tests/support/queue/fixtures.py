@@ -4,31 +4,36 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.memory import MemoryStream
 from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.commands.submission import CommandSubmissions
-from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.writer import RedisWriter
-from tests.support.claimed import claimed_reader
-from tests.support.queue.ends import Ends
+from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.redis_clients import async_redis_at, redis_at
 
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
+    """Afterwards, its memory has no bound."""
     client = redis_at(redis_url)
     client.flushdb()
     yield client
+    client.config_set("maxmemory", 0)
     client.close()
 
 
 @pytest.fixture
-async def log(redis: Redis, redis_url: str) -> AsyncIterator[CommandSubmissions]:
-    client = async_redis_at(redis_url)
-    yield CommandSubmissions(client, lambda: 100_000)
-    await client.aclose()
+async def connection(redis: Redis, redis_url: str) -> AsyncIterator[AsyncRedis]:
+    async with async_redis_at(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def log(connection: AsyncRedis) -> CommandSubmissions:
+    return CommandSubmissions(connection, lambda: 100_000)
 
 
 @pytest.fixture
@@ -38,17 +43,27 @@ def reader(redis: Redis) -> RedisCommandReader:
     return RedisCommandReader(redis, lease.token)
 
 
-@pytest.fixture(params=["memory", *CONNECTIONS])
-async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
+@pytest.fixture
+async def writer(connection: AsyncRedis) -> AsyncIterator[RedisWriter]:
+    writer = RedisWriter(connection)
+    yield writer
+    await writer.close()
+
+
+@pytest.fixture
+def stream(writer: RedisWriter, connection: AsyncRedis, redis: Redis) -> RedisEnds:
+    return RedisEnds(writer, connection, redis)
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def ends(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[Ends]:
     if request.param == "memory":
         memory = MemoryStream()
-        yield Ends(memory, memory)
+        yield Ends(memory, memory, memory)
         return
-    url = request.getfixturevalue("redis_url")
-    redis, sync = async_redis_at(url), redis_at(url)
-    sync.flushdb()
-    writer = RedisWriter(redis, CONNECTIONS[request.param])
-    yield Ends(writer, claimed_reader(sync), sync)
-    await writer.close()
-    sync.close()
-    await redis.aclose()
+    async with async_redis_at(redis_url) as client:
+        with redis_at(redis_url) as redis:
+            redis.flushdb()
+            writer = RedisWriter(client)
+            yield RedisEnds(writer, client, redis)
+            await writer.close()

@@ -13,7 +13,6 @@ from rollout_queue.contract.records import Turn
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis, open_redis
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.connection.kinds import CONNECTIONS
 from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
@@ -42,21 +41,18 @@ class Load:
     def __init__(
         self,
         settings: RedisSettings,
-        connection: str = "pipelined",
         replication: Replication = NO_REPLICAS,
     ) -> None:
         self.settings, self.answers = settings, list[ClientAnswer]()
         self.refused = 0
         """How many calls got an error."""
-        self._connection, self._replication = connection, replication
+        self._replication = replication
         self._stopping = asyncio.Event()
 
     async def during(self, fault: Callable[[], None]) -> None:
         """Agents and trainer work while `fault` runs in a thread, and until calls were answered after it."""
         redis = open_async_redis(self.settings, timeout_s=5)
-        writer = RedisWriter(
-            redis, CONNECTIONS[self._connection], APPEND_WITHIN_S, replication=self._replication
-        )
+        writer = RedisWriter(redis, APPEND_WITHIN_S, replication=self._replication)
         with open_redis(self.settings, timeout_s=5) as client:
             reader = claimed_reader(client)
             tasks = [asyncio.create_task(self._agent(writer, number)) for number in range(AGENTS)]

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 Answer = float | bytes | int | None
 """A number is a reward; bytes are the whole body; None is no opinion."""
 
@@ -39,19 +42,13 @@ class ScriptedGrader:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        body = b""
-        while (message := await receive())["type"] == "http.request":
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        given = json.loads(body)
+        request = Request(scope, receive)
+        given = await request.json()
         self.bodies.append(given)
-        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.headers.append(dict(request.headers))
         self.called.set()
         await asyncio.to_thread(self.answers.wait)
         answer = self.answer(given)
         reward = {"session_id": given["sessions"][0]["session_id"], "value": answer}
         sent = answer if isinstance(answer, bytes) else json.dumps({"rewards": [reward]}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(sent)).encode())]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": sent})
+        await Response(sent, self.status, media_type="application/json")(scope, receive, send)

@@ -1,10 +1,12 @@
 """A model that grades by a script, in this process and as a small OpenAI server."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from reward_service.graders.grade import TokenUsage
 from reward_service.judging.models import JudgeAnswer, JudgeCall
@@ -57,27 +59,18 @@ class ScriptedOpenAi:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        body = b""
-        while (message := await receive())["type"] == "http.request":
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        given = json.loads(body)
+        request = Request(scope, receive)
+        given = await request.json()
         self.bodies.append(given)
-        self.keys.append(dict(scope["headers"]).get(b"authorization", b"").decode())
+        self.keys.append(request.headers.get("authorization", ""))
         reply = self.reply(given)
+        said = {"role": "assistant", "content": reply.content, "refusal": reply.refusal}
         answer = {
             "id": "c1",
             "object": "chat.completion",
             "created": 1,
             "model": f"{given['model']}-2026",
-            "choices": [
-                {
-                    "index": 0,
-                    "finish_reason": reply.finish_reason,
-                    "message": {"role": "assistant", "content": reply.content, "refusal": reply.refusal},
-                }
-            ],
+            "choices": [{"index": 0, "finish_reason": reply.finish_reason, "message": said}],
             "usage": {
                 "prompt_tokens": 11,
                 "completion_tokens": 4,
@@ -86,7 +79,5 @@ class ScriptedOpenAi:
             },
         }
         failed = {"error": {"message": "overloaded", "type": "server_error", "param": None, "code": None}}
-        sent = json.dumps(answer if reply.status == 200 else failed).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(sent)).encode())]
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await send({"type": "http.response.body", "body": sent})
+        sent = answer if reply.status == 200 else failed
+        await JSONResponse(sent, reply.status)(scope, receive, send)

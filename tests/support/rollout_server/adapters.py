@@ -1,7 +1,6 @@
 """Small LoRA adapters for tests, and a rollout server that takes them."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +52,11 @@ def adapter(
     return directory
 
 
-async def opened(directory: Path, tied: bool = False, **settings: Any) -> AsyncIterator[Harness]:
-    """A started server whose model has the layers of the adapters; if `tied`, the embedding is its head."""
+def with_layers(directory: Path, tied: bool = False, **settings: Any) -> Harness:
+    """A server whose model has the layers of the adapters; if `tied`, the embedding is its head."""
     shapes = {name: each for name, each in MODEL_SHAPES.items() if not tied or name != "lm_head.weight"}
     write_model(directory / "model", float32_tensors(shapes=shapes), tie_word_embeddings=tied)
-    harness = make_harness(directory, **settings)
-    await harness.server.open()
-    await harness.until_ready()
-    yield harness
-    await harness.server.close()
-    await harness.http.aclose()
+    return make_harness(directory, **settings)
 
 
 def whole_weights(harness: Harness, version: int) -> Path:

@@ -11,9 +11,5 @@ from tests.support.rollout_server.harness import Harness, make_harness
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     """A started server whose engine serves version 0."""
-    harness = make_harness(tmp_path)
-    await harness.server.open()
-    await harness.until_ready()
-    yield harness
-    await harness.http.aclose()
-    await harness.server.close()
+    async with make_harness(tmp_path).started() as harness:
+        yield harness

@@ -1,7 +1,8 @@
 """A rollout server with a fake engine behind it, and its HTTP interface in front."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from rollout_server.server import RolloutServer
 from rollout_server.settings import RolloutServerSettings
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.rollout_server.weights import (
+    WEIGHTS,
     float32_tensors,
     publish,
     published_copy,
@@ -59,7 +61,7 @@ class Harness:
         """A valid published version with every weight equal to `fill`."""
         directory = self.directory / "policies" / f"v{version}"
         published_copy(self.directory / "model", directory, version)
-        write_safetensors(directory / "model.safetensors", float32_tensors(fill or 1.0 + version))
+        write_safetensors(directory / WEIGHTS, float32_tensors(fill or 1.0 + version))
         publish(directory, version)
         return directory
 
@@ -80,6 +82,30 @@ class Harness:
 
     async def until_ready(self) -> None:
         await self.server.engine.wait_until_serving(300.0)
+
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator["Harness"]:
+        """Start the server, and wait until its engine serves; close both in the end."""
+        await self.server.open()
+        try:
+            await self.until_ready()
+            yield self
+        finally:
+            await self.http.aclose()
+            await self.server.close()
+
+    @property
+    def own(self) -> Path:
+        """Where the server keeps its weights."""
+        return self.directory / "weights" / "own"
+
+    def kept(self) -> list[str]:
+        """The versions on disk, such as `v00000001`."""
+        return sorted(path.name[:9] for path in self.own.glob("v*"))
+
+    def kept_weights(self, version: int) -> bytes:
+        """The weights on disk of a version."""
+        return next(self.own.glob(f"v{version:08d}-*/{WEIGHTS}")).read_bytes()
 
 
 async def hastened(turned: TurnedClock, work: Coroutine[Any, Any, T]) -> T:

@@ -1,5 +1,7 @@
 """The whole system, with the real Redis, SGLang, gateway and DeepSpeed, and a tiny random model."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,26 +17,30 @@ from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
 CLIENT_KEY, ADMIN_KEY = "system-client", "system-admin"
-
-
+BOOTS_WITHIN_S = 1200.0
+"""How long an engine may take to start on a busy machine."""
 ENGINE_PYTHON = Path(".venv-engine/bin/python")
 FORKING_ENGINE = Path(__file__).with_name("forking_engine.py")
 """In place of ENGINE_PYTHON, it starts the same engine at a third of the cost."""
 
 
+def stack_settings(run_dir: Path, model: Path, client_key: str, admin_key: str, **more: Any) -> StackSettings:
+    """The settings of a stack on ports of its own."""
+    ports = ("redis_port", "gateway_port", "rollout_port", "engine_port", "trainer_port")
+    given = {name: free_port() for name in ports} | more
+    return StackSettings(
+        run_dir=run_dir, model_path=model, client_keys=[client_key], admin_keys=[admin_key], **given
+    )
+
+
 def system_settings(run_dir: Path, model: Path, **rollout_server: Any) -> StackSettings:
     """The settings of a whole system on ports of its own, with more settings for its rollout server."""
-    return StackSettings(
-        run_dir=run_dir,
-        model_path=model,
-        redis_port=free_port(),
-        gateway_port=free_port(),
-        rollout_port=free_port(),
-        engine_port=free_port(),
-        trainer_port=free_port(),
+    return stack_settings(
+        run_dir,
+        model,
+        CLIENT_KEY,
+        ADMIN_KEY,
         engine_python=ENGINE_PYTHON,
-        client_keys=[CLIENT_KEY],
-        admin_keys=[ADMIN_KEY],
         rollout_server_key="system-rollout-server",
         trainer_key="system-trainer",
         services={
@@ -48,6 +54,26 @@ def system_settings(run_dir: Path, model: Path, **rollout_server: Any) -> StackS
             },
         },
     )
+
+
+def second_server(settings: StackSettings, gateway_url: str, folder: Path, name: str) -> dict[str, Any]:
+    """The settings of one more rollout server, with an engine of its own, for `running` to start."""
+    run_dir, model = settings.run_dir.absolute(), settings.model_path
+    assert model is not None
+    return {
+        **settings.services["rollout_server"],
+        "id": name,
+        "rollout_server_key": settings.rollout_server_key,
+        "port": free_port(),
+        "engine_port": free_port(),
+        "engine_python": ENGINE_PYTHON.absolute(),
+        "engine_device": "cpu",
+        "engine_log": folder / "second-engine.log",
+        "model_path": model.absolute(),
+        "gateway_url": gateway_url,
+        "policies_dir": run_dir / "policies",
+        "weights_dir": run_dir / "weights",
+    }
 
 
 @dataclass
@@ -112,6 +138,26 @@ class System:
         tickets = self.post("/groups", {"size": size})["sessions"]
         for index, ticket in enumerate(tickets):
             self.say(ticket, "tell me")
-            ending = {"status": "completed", "reward": float(index % 2)}
-            self.post(f"/sessions/{ticket['session_id']}/finish", ending)
+            self.end(ticket, float(index % 2))
         return [ticket["session_id"] for ticket in tickets]
+
+    def train_group(self, size: int, play: Callable[[dict[str, Any], int], object]) -> list[str]:
+        """As `train_one_group`, with calls by `play(ticket, number)`. Returns once a new one is served."""
+        before = self.serving()
+        tickets = self.post("/groups", {"size": size})["sessions"]
+        for number, ticket in enumerate(tickets):
+            play(ticket, number)
+            self.end(ticket, float(number % 2))
+        wait_until(lambda: self.serving() > before)
+        return [ticket["session_id"] for ticket in tickets]
+
+    def end(self, ticket: dict[str, Any], reward: float) -> None:
+        self.post(f"/sessions/{ticket['session_id']}/finish", {"status": "completed", "reward": reward})
+
+
+@contextmanager
+def running_system(settings: StackSettings) -> Iterator[System]:
+    """The processes of `weir up`, once all are ready."""
+    with Stack(settings) as stack:
+        stack.wait_ready(timeout_s=BOOTS_WITHIN_S)
+        yield System(stack, settings)

@@ -58,6 +58,11 @@ def services_here(settings: StackSettings) -> Iterator[ServicesHere]:
         yield ServicesHere(redis, gateway_url, rollout_url, trainer_url)
 
 
+def _keys(settings: StackSettings) -> dict[str, Any]:
+    names = ("client_keys", "admin_keys", "rollout_server_key", "trainer_key")
+    return {name: getattr(settings, name) for name in names}
+
+
 def _ready(url: str) -> bool:
     try:
         return httpx.get(f"{url}/ready", timeout=120).status_code == 200
@@ -67,13 +72,7 @@ def _ready(url: str) -> bool:
 
 @contextmanager
 def _gateway(settings: StackSettings, section: dict[str, Any]) -> Iterator[str]:
-    given = GatewaySettings(
-        client_keys=settings.client_keys,
-        admin_keys=settings.admin_keys,
-        rollout_server_key=settings.rollout_server_key,
-        trainer_key=settings.trainer_key,
-        **section,
-    )
+    given = GatewaySettings(**_keys(settings), **section)
     with serving(create_gateway(given), given.port) as url:
         yield url
 
@@ -96,13 +95,7 @@ def _trainer(settings: StackSettings, section: dict[str, Any]) -> Iterator[str]:
     from trainer_service.__main__ import serve  # loads torch
     from trainer_service.sizing.resolution import find_gpu, resolved
 
-    given = TrainerSettings(
-        client_keys=settings.client_keys,
-        admin_keys=settings.admin_keys,
-        rollout_server_key=settings.rollout_server_key,
-        trainer_key=settings.trainer_key,
-        **section,
-    )
+    given = TrainerSettings(**_keys(settings), **section)
     given = resolved(given, find_gpu(given), 1)
     keyring = Keyring(given.client_keys, given.operators_keys, given.rollout_server_key)
     state = SharedState()

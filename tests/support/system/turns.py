@@ -1,7 +1,14 @@
-"""Reads the token versions of turns and the number of continued generations from a running system."""
+"""Reads from a running system: turns, versions of tokens, probabilities, continued generations, processes."""
 
 from typing import Any
 
+import httpx
+import psutil
+from redis import Redis
+
+from rollout_queue.contract.codec import decode
+from rollout_queue.contract.records import Turn
+from rollout_queue.redis import keys
 from tests.support.system.real_system import System
 
 
@@ -20,3 +27,32 @@ def retried(system: System) -> float:
     text = system.request("GET", "/metrics", key="").text
     lines = [line for line in text.splitlines() if line.startswith("weir_engine_faults_total{")]
     return sum(float(line.split()[-1]) for line in lines if 'outcome="retried"' in line)
+
+
+def scored(engine_url: str, turn: dict[str, Any]) -> list[float]:
+    """The log-probabilities that the engine gives the turn's tokens now."""
+    body = {
+        "input_ids": turn["context_ids"] + turn["output_ids"],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    reply = httpx.post(f"{engine_url}/generate", json=body, timeout=300).json()
+    found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]]
+    return found[len(turn["context_ids"]) :]
+
+
+def recorded_turns(redis: Redis, session_id: str) -> list[Turn]:
+    """The turns as Redis has them, the oldest first."""
+    fields: Any = redis.hgetall(keys.session(session_id))
+    records = [decode(value) for name, value in fields.items() if name.startswith(b"t:")]
+    return sorted((each for each in records if isinstance(each, Turn)), key=lambda turn: turn.started_at)
+
+
+def engine_processes(system: System) -> list[psutil.Process]:
+    port = str(system.settings.engine_port)
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "sglang.launch_server" in (command := process.info["cmdline"] or []) and port in command
+    ]

@@ -181,6 +181,7 @@ FORKS: dict[str, tuple[Callable[[list[Message]], list[Message]], str, int | None
         "compaction",
         None,
     ),
+    "a longer history in its place": (lambda said: [*said[:2], user(LONG * 9)], "history_edited", None),
     "another task": (lambda _: [SYSTEM, user("what is the weather?")], "new_conversation", None),
 }
 """Histories after `three_turns`, the reason of the fork, and the last turn that it shares."""

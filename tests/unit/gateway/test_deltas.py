@@ -13,12 +13,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from gateway.language import render
 from gateway.language.deltas import AnswerStream, Delta, RawTextStream
+from gateway.language.fast_parse import FastParser
+from gateway.language.partial_parse import markup_of
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.language.streamed_text import IncrementalDetokenizer
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.examples import TEXTS
-from tests.support.gateway.families_models import make_model
+from tests.support.gateway.families_agent import renderer_of
+from tests.support.gateway.families_models import CONTROL_TOKENS, make_model
 from tests.support.gateway.own_templates import THOUGHTFUL
 from tests.support.hypothesis_profiles import examples
 
@@ -372,3 +375,36 @@ def test_text_without_a_template_is_told_as_it_is(qwen: ChatRenderer) -> None:
         assert told(deltas + stream.finish(answer)).content == answer.content
 
     holds()
+
+
+# The fast parser reads plain answers as the full parser of each family does
+
+
+SPELLED = ('{"name": "f", "parameters": {}}', "<think>", "</think>", "thought\n", "<tool_call>", "[", " | ")
+PLAIN = st.lists(st.sampled_from([*TEXTS, *SPELLED]) | st.text(max_size=5), max_size=5).map("".join)
+
+
+@pytest.fixture(scope="module", params=CONTROL_TOKENS)
+def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    directory: Path = tmp_path_factory.mktemp("family")
+    return renderer_of(directory, request.param)
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(text=PLAIN, ends=st.booleans())
+def test_the_fast_parser_reads_what_the_full_parser_reads(own: ChatRenderer, text: str, ends: bool) -> None:
+    prompt = own.render([{"role": "user", "content": "hi"}], None)
+    ids = own.tokenizer.encode(text) + ([own.stop_ids[0]] if ends else [])
+    read = FastParser(own).read(ids, prompt)
+    parsed = own.parse(ids, None, "t", prompt_ids=prompt)
+    assert read is None or read == ParsedAnswer(parsed.content, parsed.reasoning or None, parsed.tool_calls)
+
+
+def test_the_fast_parser_reads_plain_text(own: ChatRenderer) -> None:
+    """If the prompt opens no thought, plain text needs no full parser."""
+    prompt = own.render([{"role": "user", "content": "hi"}], None)
+    ids = [*own.tokenizer.encode("It is sunny."), own.stop_ids[0]]
+    opened = own.text_of(prompt).rstrip().endswith(("<think>", "<|channel>thought"))
+    opened |= markup_of(own).late_calls  # in such a family, any text may turn out to be a call's name
+    if not opened and own.parse(ids, None, "t", prompt_ids=prompt).content == "It is sunny.":
+        assert FastParser(own).read(ids, prompt) == ParsedAnswer("It is sunny.")

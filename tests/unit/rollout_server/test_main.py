@@ -27,8 +27,11 @@ def refusal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
     return end.value.code
 
 
-def test_a_server_without_a_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_a_model_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert refusal(monkeypatch) == "rollout_server.model_path: Field required"
+    said = refusal(monkeypatch, WEIR_MODEL_PATH=str(tmp_path))
+    assert said.startswith("rollout_server.model_path is not a model that can be served")
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize("field", ["port", "engine_port"])

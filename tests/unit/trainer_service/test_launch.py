@@ -7,44 +7,33 @@ import pytest
 from tests.support.trainer_service.slurm import srun_variables
 from trainer_service.step.communication.launch import first_host, joined
 
-LAUNCHED = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "MASTER_ADDR": "gpu07",
-    "MASTER_PORT": "29500",
-}
+LAUNCHED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
 
 
-def test_a_process_without_variables_is_the_only_rank() -> None:
-    assert joined({"MASTER_ADDR": "gpu07", "LOCAL_RANK": "0"}, 0) == {}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+TASK = srun_variables(["gpu07", "gpu08"], 3, job=1234567, per_host=2)
+OTHER = {"MASTER_ADDR": "ib7", "MASTER_PORT": "29"}
 
 
-def test_a_launcher_says_which_rank_this_is_also_below_srun() -> None:
-    assert joined(LAUNCHED, 8) == LAUNCHED
-    assert joined(srun_variables(["gpu07", "gpu08"], 0, job=7) | LAUNCHED, 8) == LAUNCHED
-
-
-def test_a_task_of_srun_is_a_rank() -> None:
-    variables = srun_variables(["gpu07", "gpu08"], 3, job=1234567, per_host=2)
-    assert variables["SLURM_STEP_NODELIST"] == "gpu[07-08]"
-    assert joined(variables, 2) == LAUNCHED | {"MASTER_PORT": "19567"}
-    assert joined(variables | {"MASTER_ADDR": "ib7", "MASTER_PORT": "29"}, 2) == LAUNCHED | {
-        "MASTER_ADDR": "ib7",
-        "MASTER_PORT": "29",
-    }
-
-
-def test_a_task_that_sees_its_own_gpu_alone_uses_that() -> None:
-    variables = srun_variables(["gpu07", "gpu08"], 3, job=7, per_host=2)
-    assert joined(variables, 1)["LOCAL_RANK"] == "0"
-    assert joined(variables, 0)["LOCAL_RANK"] == "1"
-
-
-def test_a_batch_script_and_a_step_of_one_task_are_one_rank() -> None:
-    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert joined(batch, 8) == {}
-    assert joined(srun_variables(["gpu07"], 0, job=7), 8) == {}
+@pytest.mark.parametrize(
+    ("variables", "gpus", "place"),
+    [
+        pytest.param({"MASTER_ADDR": "gpu07", "LOCAL_RANK": "0"}, 0, {}, id="no launcher"),
+        pytest.param(LAUNCHED, 8, LAUNCHED, id="a launcher"),
+        pytest.param(TASK | LAUNCHED, 8, LAUNCHED, id="a launcher below srun"),
+        pytest.param(TASK, 2, LAUNCHED | {"MASTER_PORT": "19567"}, id="srun"),
+        pytest.param(TASK | OTHER, 2, LAUNCHED | OTHER, id="srun with an address"),
+        pytest.param(TASK | OTHER, 1, LAUNCHED | OTHER | {"LOCAL_RANK": "0"}, id="one GPU is visible"),
+        pytest.param(TASK | OTHER, 0, LAUNCHED | OTHER, id="no GPU"),
+        pytest.param(BATCH, 8, {}, id="a batch script"),
+        pytest.param(srun_variables(["gpu07"], 0, job=7), 8, {}, id="a step of one task"),
+    ],
+)
+def test_a_process_finds_its_place_in_the_variables(
+    variables: dict[str, str], gpus: int, place: dict[str, str]
+) -> None:
+    assert TASK["SLURM_STEP_NODELIST"] == "gpu[07-08]"
+    assert joined(variables, gpus) == place
 
 
 @pytest.mark.parametrize("name", LAUNCHED)

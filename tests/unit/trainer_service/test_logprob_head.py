@@ -91,24 +91,6 @@ def test_values_and_gradients_are_those_of_log_softmax(after: LogitTransform, wi
         assert (mine - other).abs().max() < ulps(TOKENS, of=float(other.abs().max()))  # a sum over tokens
 
 
-def test_the_gradients_are_those_of_finite_differences() -> None:
-    hidden, weight, bias, targets_T, temperatures_T = given(torch.float64, tokens=12, vocabulary=9)
-    temperatures_T = temperatures_T.double()
-
-    def of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return sampled_logprobs(
-            hidden,
-            weight,
-            bias,
-            targets_T,
-            temperatures_T,
-            LogitTransform(softcap=2.0),
-            entropy_gradient=True,
-        )
-
-    assert torch.autograd.gradcheck(of, (hidden, weight, bias))
-
-
 def test_half_precision_is_multiplied_into_float32() -> None:
     """The gradient of the logits is rounded to bfloat16 before it is multiplied, by at most 2^-8 each.
 

@@ -10,15 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.trainer_service.canonical import (
-    CASES,
-    INPUTS,
-    ROWS_T,
-    cases,
-    close,
-    expected,
-    given,
-)
+from tests.support.trainer_service.canonical import CASES, INPUTS, ROWS_T, cases, close, expected, given
 from trainer_service.algorithms.corrections.corrections import (
     TokenWeights,
     icepop,

@@ -17,7 +17,6 @@ from tests.support.trainer_service.canonical import (
     canonical_tokens,
     cases,
     close,
-    counts_of,
     expected,
     given,
     learned,
@@ -227,45 +226,6 @@ def test_kl(case: str) -> None:
         assert close(got[value], wanted), value
 
 
-MINI: dict[str, Made] = {
-    "mini.ppo_sym": ppo({}),
-    "mini.ppo_higher": ppo({"eps_high": 0.28}),
-    "mini.cispo": {"loss": "cispo"},
-    "mini.sapo": {"loss": "sapo"},
-    "mini.dppo_tv": {"loss": {"name": "dppo", "anchor": "prox"}},
-    "mini.decoupled_cap5": ppo({}) | {"correction": {"name": "tis_token", "cap": 5}},
-    "mini.ppo_tis2": ppo({}) | {"correction": "tis_token"},
-    "mini.reinforce": {"loss": "reinforce"},
-    "mini.dppo_kl2": {"loss": {"name": "dppo", "kappa": 1e-3}},
-}
-
-
-@pytest.mark.parametrize("case", [f"{name}_{sign}" for name in MINI for sign in ("pos", "neg")])
-def test_mini(case: str) -> None:
-    params = CASES[case]["params"]
-    new_T, prox_T, roll_T, advantages_T = (
-        torch.tensor([params[name]], dtype=torch.float64) for name in ("lp_new", "lp_prox", "lp_roll", "adv")
-    )
-    one_T = torch.zeros(1, dtype=torch.int64)
-    tokens = Tokens(new_T.requires_grad_(), prox_T, roll_T, advantages_T, one_T)
-    settings = LossSettings.model_validate(PLAIN | MINI[case.rsplit("_", 1)[0]])
-    found, gradient_T = learned(tokens, settings, counts_of(one_T, one_T, one_T))
-    assert close(found.loss.detach(), CASES[case]["expected"]["loss"])
-    assert close(gradient_T[0], CASES[case]["expected"]["dloss_dlp"])
-
-
-@pytest.mark.parametrize("case", cases("mini.kl_"))
-def test_mini_kl(case: str) -> None:
-    params = CASES[case]["params"]
-    new = torch.tensor(params["lp_new"], requires_grad=True, dtype=torch.float64)
-    reference = torch.tensor(params["lp_ref"], dtype=torch.float64)
-    kl = KLS[case.removeprefix("mini.kl_")](new, reference, reference)
-    (gradient,) = torch.autograd.grad(kl, new)
-    assert close(kl.detach(), CASES[case]["expected"]["kl"])
-    assert close(gradient, CASES[case]["expected"]["dkl_dlp"])
-
-
 def test_every_case_of_these_families_is_compared() -> None:
-    compared = {*LOSSES, *BY_HAND, *(f"{name}_{sign}" for name in MINI for sign in ("pos", "neg"))}
-    compared |= {*cases("mini.kl_"), "mini.group_1001"}
-    assert {*cases("loss.", "opd.", "mini.")} == compared
+    """The `mini` cases are the same losses of a single token."""
+    assert {*cases("loss.", "opd.")} == {*LOSSES, *BY_HAND}

@@ -14,7 +14,7 @@ from torch import Tensor
 from gateway.admission.backpressure import TrainerBacklog
 from gateway.admission.staleness import StalenessBudget
 from rollout_queue.contract.tokens import TokenIds
-from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close
+from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close, given
 from tests.support.trainer_service.harness import turn
 from tests.support.trainer_service.made_rows import rows_of
 from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
@@ -49,11 +49,6 @@ and two of the cases follow verl."""
 RAW_WHERE_ALONE = {"adv.opo", "adv.gpg"}
 
 settings_of = TypeAdapter(Advantage).validate_python
-
-
-def flat(name: str) -> Tensor:
-    """The input's values at trained tokens."""
-    return torch.tensor(INPUTS[name], dtype=torch.float64)[MASK]
 
 
 def expected(case: str, name: str) -> Tensor:
@@ -166,8 +161,8 @@ def test_memory(case: str) -> None:
 
 
 def returns(chosen: dict[str, Any], **more: Any) -> Returns:
-    given: dict[str, Any] = {"rewards_T": flat("tok_reward"), "rows_T": ROWS_T}
-    return RETURNS[chosen["name"]].estimate(TokenRewards(**(given | more)), settings_of(chosen))
+    fields: dict[str, Any] = {"rewards_T": given("tok_reward"), "rows_T": ROWS_T}
+    return RETURNS[chosen["name"]].estimate(TokenRewards(**(fields | more)), settings_of(chosen))
 
 
 @pytest.mark.parametrize("case", ["adv.reinforce_pp_g1", "adv.reinforce_pp_g0.9"])
@@ -181,9 +176,9 @@ def test_rewards_to_go(case: str) -> None:
 def test_gae(case: str) -> None:
     params = CASES[case]["params"]
     chosen = {"name": "gae", "gamma": params["gamma"], "lam": params["lam"]}
-    plain = returns(chosen | {"whiten": False}, values_T=flat("values"))
+    plain = returns(chosen | {"whiten": False}, values_T=given("values"))
     assert close(plain.advantages_T, expected(case, "adv_tokens"))
-    white = returns(chosen, values_T=flat("values"))
+    white = returns(chosen, values_T=given("values"))
     assert close(white.advantages_T, expected(case, "adv_whitened"))
     for got in (plain, white):
         assert close(got.returns_T, expected(case, "returns"))
@@ -226,11 +221,11 @@ def test_length_penalty(case: str) -> None:
     params = CASES[case]["params"]
     columns = zip(params["reward"], params["out"], params["inp"], params["turns"], strict=True)
     rollouts = [
-        Rollout(str(number), "g", reward, output_tokens=out, input_tokens=given, turns=turns)
-        for number, (reward, out, given, turns) in enumerate(columns)
+        Rollout(str(number), "g", reward, output_tokens=out, input_tokens=inp, turns=turns)
+        for number, (reward, out, inp, turns) in enumerate(columns)
     ]
-    out, given, turns = params["weights"]
-    weights = LengthPenalty(output_tokens=out, input_tokens=given, turns=turns)
+    out, inp, turns = params["weights"]
+    weights = LengthPenalty(output_tokens=out, input_tokens=inp, turns=turns)
     got = shaped(rollouts, ShapingSettings(length_penalty=weights))
     assert close([each.reward for each in got], expected(case, "shaped"))
     assert close(score("drgrpo", Rollouts(got)), expected(case, "adv"))
@@ -246,17 +241,17 @@ def test_filter(case: str) -> None:
 @pytest.mark.parametrize("case", ["reward.kl_in_reward_k1"])
 def test_kl_in_reward(case: str) -> None:
     beta = CASES[case]["params"]["beta"]
-    got = kl_in_reward(flat("tok_reward"), flat("lp_prox"), flat("lp_ref"), beta=beta)
+    got = kl_in_reward(given("tok_reward"), given("lp_prox"), given("lp_ref"), beta=beta)
     assert close(got, expected(case, "tok_reward"))
 
 
 @pytest.mark.parametrize("case", ["critic.value_clip"])
 def test_critic(case: str) -> None:
-    targets_T = returns({"name": "gae"}, values_T=flat("v_old")).returns_T
-    values_T = flat("values").requires_grad_()
+    targets_T = returns({"name": "gae"}, values_T=given("v_old")).returns_T
+    values_T = given("values").requires_grad_()
     found = value_loss(
         values_T,
-        flat("v_old"),
+        given("v_old"),
         targets_T,
         tokens_in_step=int(MASK.sum()),
         clip=CASES[case]["params"]["clip"],
@@ -323,20 +318,20 @@ def test_trajectory(case: str) -> None:
     """A turn continues the latest one that its prompt begins with, token by token."""
     turns: list[Any] = []
     wholes: list[list[int]] = []
-    for number, given in enumerate(CASES[case]["params"]["turns"]):
-        begun = [at for at, whole in enumerate(wholes) if given["prompt"][: len(whole)] == whole]
+    for number, each in enumerate(CASES[case]["params"]["turns"]):
+        begun = [at for at, whole in enumerate(wholes) if each["prompt"][: len(whole)] == whole]
         known = len(wholes[begun[-1]]) if begun else 0
         turns.append(
             turn(
                 turn_id=f"t{number}",
                 parent_id=f"t{begun[-1]}" if begun else None,
-                context_ids=TokenIds(given["prompt"][known:]),
-                output_ids=given["output"],
-                logprobs=given["logprobs"],
+                context_ids=TokenIds(each["prompt"][known:]),
+                output_ids=each["output"],
+                logprobs=each["logprobs"],
                 started_at=100.0 + number,
             )
         )
-        wholes.append([*given["prompt"], *given["output"]])
+        wholes.append([*each["prompt"], *each["output"]])
     rows = rows_of("s1", turns, [each.turn_id for each in turns])
     for row, wanted in zip(rows, CASES[case]["expected"]["rows"], strict=True):
         assert (row.ids_L.tolist(), row.mask_L.tolist()) == (wanted["ids"], wanted["mask"])

@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.hypothesis_profiles import examples
-from tests.support.trainer_service.canonical import (
-    PLAIN,
-    canonical_counts,
-    canonical_tokens,
-    close,
-    learned,
-)
-from tests.support.trainer_service.steps import Step, steps
+from tests.support.trainer_service.canonical import PLAIN, canonical_counts, canonical_tokens, close, learned
 from trainer_service.algorithms.losses.distillation import top_k_kl
 from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
@@ -56,23 +49,6 @@ def test_kdrl_is_ppo_plus_the_distance_from_the_teacher(estimator: str) -> None:
     assert close(gradient_T, of_ppo_T + torch.from_numpy(WEIGHT * slope) / len(now))
 
 
-@few
-@given(steps())
-def test_a_policy_that_equals_its_teacher_learns_only_from_rewards(step: Step) -> None:
-    tokens = replace(step.tokens, lp_teacher_T=step.tokens.lp_new_T.detach())
-    _, gradient_T = learned(tokens, made({"name": "kdrl", "coefficient": WEIGHT}), step.counts)
-    _, of_ppo_T = learned(tokens, made("ppo"), step.counts)
-    assert torch.equal(gradient_T, of_ppo_T)
-
-
-@few
-@given(steps())
-def test_without_advantages_kdrl_moves_each_token_towards_the_teacher(step: Step) -> None:
-    tokens = replace(step.tokens, advantages_T=torch.zeros_like(step.tokens.advantages_T))
-    _, gradient_T = learned(tokens, made({"name": "kdrl", "coefficient": WEIGHT}), step.counts)
-    assert torch.equal(gradient_T.sign(), (tokens.lp_new_T - tokens.teacher()).detach().sign())
-
-
 def test_cross_entropy_is_the_mean_of_minus_log_p_with_the_weights_of_the_correction() -> None:
     tokens = canonical_tokens()
     now, begin, engine = (of(tokens, name) for name in ("lp_new_T", "lp_prox_T", "lp_roll_T"))
@@ -82,14 +58,6 @@ def test_cross_entropy_is_the_mean_of_minus_log_p_with_the_weights_of_the_correc
     weight = np.minimum(np.exp(begin - engine), 2.0)
     weighed, _ = learned(tokens, made("cross_entropy", correction="tis_token"), canonical_counts())
     assert close(weighed.loss.detach(), np.mean(-weight * now))
-
-
-@few
-@given(steps())
-def test_cross_entropy_does_not_depend_on_advantages(step: Step) -> None:
-    other = replace(step.tokens, advantages_T=-3 * step.tokens.advantages_T)
-    losses = [learned(each, made("cross_entropy"), step.counts)[0].loss for each in (step.tokens, other)]
-    assert torch.equal(*losses)
 
 
 def test_the_distance_from_the_top_tokens_has_the_rest_as_one_outcome() -> None:
@@ -158,12 +126,7 @@ def test_forward_kl_and_kdrl_take_the_distance_from_the_top_tokens() -> None:
     assert close(joint.loss.detach(), ppo.loss.detach() + WEIGHT * np.mean(distance))
     assert [
         made(loss).teacher_top_k for loss in ("forward_kl", mixed, mixed | {"estimator": "k2"}, "ppo")
-    ] == [
-        16,
-        16,
-        0,
-        0,
-    ]
+    ] == [16, 16, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_tokens_that_are_left_out_have_no_kl_term(left_out: dict[str, Any]) -> N
 
 
 def test_step_statistics_leave_out_rows_that_a_mask_drops() -> None:
-    """Rows that a mask drops affect neither M2PO's bound nor the mean weight."""
+    """They affect neither M2PO's bound nor the mean weight. KL-Cov chooses among the trained tokens only."""
     lp_roll_T = [-1.0, -1.2, -1.4] + [-1.0] * 6 + [-30.0]
     tokens, counts = row(lp_roll_T=lp_roll_T, rows_T=[0] * 3 + [1] * 7)
     parts = {
@@ -134,17 +134,13 @@ def test_step_statistics_leave_out_rows_that_a_mask_drops() -> None:
     assert found.kept_T.tolist() == [True, True] + [False] * 8
     assert close(found.weight_T[:2].mean(), 1)
     assert found.weight_T[:2].tolist() == sorted(found.weight_T[:2].tolist())
-
-
-def test_kl_cov_penalises_no_token_that_is_left_out() -> None:
-    """KL-Cov chooses among the trained tokens only."""
     lp_prox_T = [-1.0, -2.0, -1.0, -0.1]
-    fields: dict[str, Any] = {
-        "lp_prox_T": lp_prox_T,
-        "advantages_T": [1.0, 0.0, 1.0, 9.0],
-        "rows_T": [0, 0, 0, 1],
-    }
-    tokens, _ = row(lp_roll_T=[*lp_prox_T[:3], -30.0], **fields)
+    tokens, _ = row(
+        lp_prox_T=lp_prox_T,
+        lp_roll_T=[*lp_prox_T[:3], -30.0],
+        advantages_T=[1.0, 0.0, 1.0, 9.0],
+        rows_T=[0, 0, 0, 1],
+    )
     loss = {"name": "kl_cov", "fraction": 0.5}
     seen = step_statistics(tokens, made(loss=loss, masks=["outlier"]))
     assert seen == step_statistics(tokens.at(torch.arange(3)), made(loss=loss))
@@ -276,12 +272,9 @@ def test_a_missing_input_is_named(parts: dict[str, Any], without: str | None, se
         policy_loss(tokens, way, canonical_counts())
 
 
-def test_tensors_of_different_lengths_are_refused() -> None:
+def test_inputs_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"lp_roll_T has shape \[35\], but lp_new_T has \[36\]"):
         replace(canonical_tokens(), lp_roll_T=torch.zeros(35))
-
-
-def test_counts_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens_R has 2 rows, rollout_R 1 and group_R 1"):
         counts_of(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]))
 
@@ -348,20 +341,13 @@ def models(union: Any) -> dict[str, type[BaseModel]]:
     return {model.model_fields["name"].default: model for model in members}
 
 
-@pytest.mark.parametrize(
-    ("union", "kinds"),
-    [
+def test_every_name_that_can_be_set_is_implemented() -> None:
+    for union, kinds in (
         (loss_settings.Loss, LOSSES),
         (correction_settings.Mask, MASKS),
         (correction_settings.Correction, CORRECTIONS),
-    ],
-    ids=["losses", "masks", "corrections"],
-)
-def test_every_name_that_can_be_set_is_implemented(union: Any, kinds: dict[str, Any]) -> None:
-    assert {name: kind.settings for name, kind in kinds.items()} == models(union)
-
-
-def test_every_kl_that_can_be_set_is_implemented() -> None:
+    ):
+        assert {name: kind.settings for name, kind in kinds.items()} == models(union)
     assert set(KLS) == set(get_args(Kl.model_fields["estimator"].annotation))
 
 

@@ -134,9 +134,11 @@ def test_a_rollout_counts_once_however_many_rows_it_has(
     ]
 
 
-def test_the_same_rollout_is_not_taken_twice() -> None:
-    with pytest.raises(ValueError, match="rollout r1 is given twice"):
-        Rollouts((rollout("r1"), rollout("r2"), rollout("r1")))
+def test_a_reward_that_is_null_is_not_zero() -> None:
+    with pytest.raises(RefusedRollout, match="rollout r7: its reward is null"):
+        Rollout("r7", "g", None)  # type: ignore[arg-type]
+    with pytest.raises(RefusedRollout, match="rollout r7: it has no reward for 'second'"):
+        score("gdpo", [rollout("r1"), rollout("r7", parts={"first": 1.0})])
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
@@ -148,18 +150,19 @@ def test_a_reward_that_is_not_finite_is_refused_with_the_rollouts_id(reward: flo
         Rollout("r7", "g", 1.0, parts={"style": reward})
 
 
-def test_a_reward_that_is_null_is_not_zero() -> None:
-    with pytest.raises(RefusedRollout, match="rollout r7: its reward is null"):
-        Rollout("r7", "g", None)  # type: ignore[arg-type]
-    with pytest.raises(RefusedRollout, match="rollout r7: it has no reward for 'second'"):
-        score("gdpo", [rollout("r1"), rollout("r7", parts={"first": 1.0})])
-
-
-def test_a_rollout_that_a_formula_does_not_allow_is_refused_with_its_id() -> None:
-    with pytest.raises(RefusedRollout, match="rollout r2: maxrl takes no reward below 0"):
-        score("maxrl", [rollout("r1"), rollout("r2", reward=-1.0)])
-    with pytest.raises(RefusedRollout, match="rollout r2: opo weighs it by its trained tokens"):
-        score("opo", [rollout("r1"), rollout("r2", output_tokens=0)])
+@pytest.mark.parametrize(
+    ("estimator", "second", "sentence"),
+    [
+        ("grpo_ddof1", rollout("r1"), "rollout r1 is given twice"),
+        ("maxrl", rollout("r2", reward=-1.0), "rollout r2: maxrl takes no reward below 0"),
+        ("opo", rollout("r2", output_tokens=0), "rollout r2: opo weighs it by its trained tokens"),
+    ],
+)
+def test_a_rollout_that_a_formula_does_not_allow_is_refused_with_its_id(
+    estimator: str, second: Rollout, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        score(estimator, [rollout("r1"), second])
 
 
 @quick
@@ -323,9 +326,8 @@ def test_the_reward_of_a_row_is_on_its_last_trained_token() -> None:
 
 
 def test_equal_values_are_whitened_to_exactly_0() -> None:
-    assert whitened(torch.full((7,), 0.1)).tolist() == [0.0] * 7
-    assert whitened(torch.tensor([3.0])).tolist() == [0.0]
-    assert whitened(torch.tensor([])).tolist() == []
+    for values in ([0.1] * 7, [3.0], []):
+        assert whitened(torch.tensor(values)).tolist() == [0.0] * len(values)
 
 
 def test_a_logprob_that_is_not_finite_changes_no_other_tokens_reward() -> None:

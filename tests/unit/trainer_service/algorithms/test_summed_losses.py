@@ -151,21 +151,6 @@ def test_a_loss_has_the_value_and_the_gradient_of_its_formula(
     assert torch.allclose(gradient, wanted_gradient, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("name", SUMMED_LOSSES)
-@quick
-@given(st.integers(2, 12), st.integers(0, 2**31))
-def test_the_loss_of_several_datums_is_the_sum_of_their_losses(name: str, count: int, seed: int) -> None:
-    lp, of, rows = numbers(count, 1, seed)
-    loss = chosen_loss(name, CONFIGS[name][-1])
-    rows_T = torch.tensor(rows)
-    whole = loss.losses(lp, {each: of[each] for each in loss.inputs}, rows_T).sum()
-    parts = [
-        loss.losses(lp[mine], {each: of[each][mine] for each in loss.inputs}, rows_T[mine]).sum()
-        for mine in (rows_T == row for row in set(rows))
-    ]
-    assert whole.item() == pytest.approx(sum(part.item() for part in parts), abs=EXACT)
-
-
 @pytest.mark.parametrize("name", sorted(SUMMED_LOSSES.keys() - {"cross_entropy", "dro"}))
 @quick
 @given(st.integers(1, 12), st.integers(0, 2**31))
@@ -179,23 +164,6 @@ def test_a_target_with_advantage_0_is_left_alone(name: str, count: int, seed: in
     (gradient,) = torch.autograd.grad(found, lp)
     assert found == 0
     assert not gradient.any()
-
-
-@quick
-@given(st.integers(1, 12), st.integers(0, 2**31))
-def test_a_clipped_target_has_no_gradient_and_an_unclipped_one_that_of_importance_sampling(
-    count: int, seed: int
-) -> None:
-    lp, of, rows = numbers(count, 1, seed)
-    by_name = {}
-    for name in ("ppo", "importance_sampling"):
-        loss = chosen_loss(name, {})
-        total = loss.losses(lp, {each: of[each] for each in loss.inputs}, torch.tensor(rows)).sum()
-        (by_name[name],) = torch.autograd.grad(total, lp)
-    ratios = torch.exp(lp.detach() - of["logprobs"])
-    clipped = ((of["advantages"] > 0) & (ratios > 1.2)) | ((of["advantages"] < 0) & (ratios < 0.8))
-    assert not by_name["ppo"][clipped].any()
-    assert torch.equal(by_name["ppo"][~clipped], by_name["importance_sampling"][~clipped])
 
 
 def test_losses_have_the_defaults_of_the_interface() -> None:

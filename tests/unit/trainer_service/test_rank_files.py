@@ -1,12 +1,32 @@
-"""The copy of a checkpoint's files has the values of each moment at which DeepSpeed saves a file."""
+"""What ranks write: their shares of a version's tensors, and copies of a checkpoint's files."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from trainer_service.model.sharding.file_copies import FileCopies
+from trainer_service.model.snapshot import shares_of
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keepers", "shares"),
+    [
+        ([5, 5], 1, [[0, 1]]),
+        ([1, 2, 3, 4], 2, [[0, 3], [1, 2]]),
+        ([1, 100, 1, 1], 2, [[1], [0, 2, 3]]),
+        ([7], 3, [[0], [], []]),
+    ],
+)
+def test_shares_have_about_as_many_bytes_each_and_a_large_tensor_stands_alone(
+    sizes: list[int], keepers: int, shares: list[list[int]]
+) -> None:
+    assert shares_of(sizes, keepers) == shares
+
+
+# Copies have the values of each moment at which DeepSpeed saves a file
 
 
 class SavingEngine:
@@ -24,17 +44,10 @@ class SavingEngine:
             save({"value": self.scratch, "tied": [self.scratch]}, f"copy/{name}")
 
 
-def test_memory_that_is_used_again_is_copied_again(tmp_path: Path) -> None:
+def test_memory_that_is_used_again_is_copied_again_and_names_still_share_a_tensor(tmp_path: Path) -> None:
     copies = FileCopies(SavingEngine())
     copies.take({})
     copies.write(tmp_path)
     read = [torch.load(tmp_path / name) for name in ("weights.pt", "optimizer.pt")]
     assert [each["value"].tolist() for each in read] == [[1.0] * 3, [2.0] * 3]
-
-
-def test_names_that_share_a_tensor_still_share_it(tmp_path: Path) -> None:
-    copies = FileCopies(SavingEngine())
-    copies.take({})
-    copies.write(tmp_path)
-    read = torch.load(tmp_path / "weights.pt")
-    assert read["value"].data_ptr() == read["tied"][0].data_ptr()
+    assert [each["value"].data_ptr() for each in read] == [each["tied"][0].data_ptr() for each in read]

@@ -1,0 +1,69 @@
+"""What only a whole process shows: a lease whose holder died, a log to its end, and what is imported."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+from redis import Redis
+
+from rollout_queue.redis.lease.lease import Lease
+from tests.support.waiting import wait_until
+
+
+def test_the_lease_of_a_process_that_died_here_is_free_at_once(redis: Redis) -> None:
+    claim = (
+        "import sys; from redis import Redis; from rollout_queue.redis.lease.lease import Lease\n"
+        "assert Lease(Redis.from_url(sys.argv[1]), 30.0).claim() is None\n"
+        "print('claimed', flush=True); sys.stdin.read()"
+    )
+    url = "redis://{host}:{port}/{db}".format(**redis.get_connection_kwargs())
+    command = [sys.executable, "-c", claim, url]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "claimed\n"
+        held = Lease(redis, 30.0).claim()
+        assert held is not None
+        assert held.holder.pid == other.pid
+        other.send_signal(signal.SIGKILL)
+        wait_until(lambda: held.holder.dead)  # also before its parent has waited for it
+        assert Lease(redis, 30.0).claim() is None
+
+
+def test_libraries_warnings_and_the_last_exception_are_json_as_well() -> None:
+    program = (
+        "import logging, sys, threading, warnings\n"
+        "library = logging.getLogger('library'); library.addHandler(logging.StreamHandler())\n"
+        "library.propagate = False\n"
+        "from rollout_queue.settings import ServiceSettings\n"
+        "from rollout_queue.signals.log_start import begin_log\n"
+        "class Pump(ServiceSettings):\n    section = 'pump'\n"
+        "begin_log(Pump(log_format='json'))\n"
+        "library.warning('a library speaks')\n"
+        "warnings.warn('a warning')\n"
+        "threading.Thread(target=lambda: 1 / 0, name='t').start()\n"
+        "raise RuntimeError('the end')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-W", "default", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    found = {each["logger"]: each for each in map(json.loads, ended.stderr.splitlines())}
+    assert found["library"]["message"] == "a library speaks"
+    assert "a warning" in found["py.warnings"]["message"]
+    assert "ZeroDivisionError" in ended.stderr
+    assert "the end" in found["weir"]["exception"]
+
+
+def test_without_the_setting_no_tracing_of_the_sdk_is_imported() -> None:
+    """redis-py imports the SDK's metrics wherever they are installed."""
+    program = "import sys, gateway.__main__, rollout_server.__main__; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    names = loaded.stdout.split()
+    assert not [
+        name for name in names if name.startswith(("opentelemetry.sdk.trace", "opentelemetry.exporter"))
+    ]

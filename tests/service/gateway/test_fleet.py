@@ -286,6 +286,7 @@ def test_a_number_is_given_once_among_gateways(gateway: RunningGateway, other: R
     with serving(FakeRolloutServer().app()) as url:
         body = {"id": "r0", "url": url, "engine_url": url}
         assert gateway.admin("POST", "/rollout_servers", body).status_code == 200
+        wait_until(lambda: "r0" in other.server_versions())  # whichever gateway drives the pushes knows it
         for each, location in ((gateway, "file:///a"), (other, "file:///b")):
             assert each.admin("POST", "/policies", {"location": location}).status_code == 200
         known = gateway.admin("GET", "/policies").json()["data"]

@@ -34,11 +34,12 @@ from rollout_queue.contract.policies.serving import plan_of
 from rollout_queue.redis import keys
 from rollout_queue.redis.policies.register import PolicyRegister
 from rollout_queue.redis.policies.serving import ServingRegister
-from tests.support.gateway.running import Backends
+from tests.support.gateway.fake_rollout_server import FakeRolloutServer
+from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.redis_clients import async_redis_at
-from tests.support.serving import free_port
+from tests.support.serving import free_port, serving
 from tests.support.turned_clock import TurnedClock
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NOWHERE = "http://127.0.0.1:1"
 
@@ -276,6 +277,34 @@ async def test_registrations_are_read_after_a_change_and_a_renewal_reads_its_own
         await redis.delete(keys.SERVERS_CHANGED)
         await there.refresh()
         assert not there.servers
+
+
+# Two gateways
+
+
+def test_a_number_is_given_once_among_gateways(gateway: RunningGateway, other: RunningGateway) -> None:
+    with serving(FakeRolloutServer().app()) as url:
+        body = {"id": "r0", "url": url, "engine_url": url}
+        assert gateway.admin("POST", "/rollout_servers", body).status_code == 200
+        wait_until(lambda: "r0" in other.server_versions())  # whichever gateway drives the pushes knows it
+        for each, location in ((gateway, "file:///a"), (other, "file:///b")):
+            assert each.admin("POST", "/policies", {"location": location}).status_code == 200
+        known = gateway.admin("GET", "/policies").json()["data"]
+    expected = [(0, None), (1, "file:///a"), (2, "file:///b")]
+    assert [(record["version"], record["location"]) for record in known] == expected
+    taken = other.admin("POST", "/policies", {"version": 2, "location": "file:///c"})
+    assert taken.status_code == 409
+
+
+def test_a_server_that_is_drained_at_one_gateway_is_drained_at_both(
+    gateway: RunningGateway, other: RunningGateway
+) -> None:
+    for verb, state, status in (("drain", "draining", 503), ("resume", "ready", 200)):
+        assert gateway.admin("POST", f"/rollout_servers/engine-0/{verb}", {}).status_code == 200
+        wait_until(
+            lambda: other.admin("GET", "/rollout_servers").json()["data"][0]["state"] == state  # noqa: B023
+        )
+        assert other.chat().status_code == status
 
 
 # The driver of pushes, step by step

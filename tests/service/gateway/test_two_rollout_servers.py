@@ -1,4 +1,4 @@
-"""Rollout servers with one id, URL or disk, none of which takes another's place; servers of two gateways."""
+"""Rollout servers with one id, URL or disk: none takes another's place or files."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,7 +9,6 @@ import pytest
 
 from rollout_queue.redis import keys
 from rollout_server.weights.claim import DirectoryTaken
-from tests.support.gateway.fake_rollout_server import FakeRolloutServer
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.rollout_server.in_process import ServerThread, server_thread
 from tests.support.rollout_server.weights import (
@@ -19,7 +18,7 @@ from tests.support.rollout_server.weights import (
     write_model,
     write_safetensors,
 )
-from tests.support.serving import free_port, serving
+from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
 Start = Callable[..., ServerThread]
@@ -166,30 +165,3 @@ def test_a_dead_server_is_forgotten_after_the_time_that_it_named(fleet: RunningG
 def refusal(server: ServerThread) -> str:
     said = server.why_unready()
     return said.removeprefix("the gateway refuses this server: ") if "refuses" in said else ""
-
-
-# Two gateways
-
-
-def test_a_number_is_given_once_among_gateways(gateway: RunningGateway, other: RunningGateway) -> None:
-    with serving(FakeRolloutServer().app()) as url:
-        body = {"id": "r0", "url": url, "engine_url": url}
-        assert gateway.admin("POST", "/rollout_servers", body).status_code == 200
-        for each, location in ((gateway, "file:///a"), (other, "file:///b")):
-            assert each.admin("POST", "/policies", {"location": location}).status_code == 200
-        known = gateway.admin("GET", "/policies").json()["data"]
-    expected = [(0, None), (1, "file:///a"), (2, "file:///b")]
-    assert [(record["version"], record["location"]) for record in known] == expected
-    taken = other.admin("POST", "/policies", {"version": 2, "location": "file:///c"})
-    assert taken.status_code == 409
-
-
-def test_a_server_that_is_drained_at_one_gateway_is_drained_at_both(
-    gateway: RunningGateway, other: RunningGateway
-) -> None:
-    for verb, state, status in (("drain", "draining", 503), ("resume", "ready", 200)):
-        assert gateway.admin("POST", f"/rollout_servers/engine-0/{verb}", {}).status_code == 200
-        wait_until(
-            lambda: other.admin("GET", "/rollout_servers").json()["data"][0]["state"] == state  # noqa: B023
-        )
-        assert other.chat().status_code == status

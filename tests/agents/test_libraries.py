@@ -1,5 +1,7 @@
 """Vercel's AI SDK and pydantic-ai on Chat, Responses and Messages: tool loops, streams, and typed answers."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.agents.acting_engine import READING_PACE_S, tool_call
@@ -24,7 +26,7 @@ THOUGHT_ANEW = ["root", "extends", "rerendered template_rewrites_history", "exte
 @pytest.mark.parametrize("scene", ["conversation", "streamed"])
 @pytest.mark.parametrize(("agent", "asked"), AI_SDK + PYDANTIC)
 def test_a_conversation_with_tools_is_one_branch(
-    agents: RunningAgents, agent: str, asked: dict[str, str], scene: str
+    agents: RunningAgents, agent: str, asked: dict[str, Any], scene: str
 ) -> None:
     session = agents.session()
     agents.engine.pace_s = READING_PACE_S
@@ -44,7 +46,7 @@ def test_a_conversation_with_tools_is_one_branch(
     ],
 )
 def test_thoughts_come_back_as_they_were(
-    agents: RunningAgents, agent: str, asked: dict[str, str], scene: str
+    agents: RunningAgents, agent: str, asked: dict[str, Any], scene: str
 ) -> None:
     session = agents.session()
     said = agents.play(agent, scene, session, answers=thoughtful(ANSWERS), **asked)
@@ -54,7 +56,7 @@ def test_thoughts_come_back_as_they_were(
 
 @pytest.mark.parametrize(("agent", "asked"), [AI_SDK[0], AI_SDK[2], *PYDANTIC])
 def test_two_questions_without_a_session_are_found_by_their_history(
-    agents: RunningAgents, agent: str, asked: dict[str, str]
+    agents: RunningAgents, agent: str, asked: dict[str, Any]
 ) -> None:
     agents.play(agent, "conversation", answers=ANSWERS, **asked)
     (session,) = agents.sessions()
@@ -63,7 +65,7 @@ def test_two_questions_without_a_session_are_found_by_their_history(
 
 
 @pytest.mark.parametrize(("agent", "asked"), AI_SDK)
-def test_an_answer_is_an_object_of_a_schema(agents: RunningAgents, agent: str, asked: dict[str, str]) -> None:
+def test_an_answer_is_an_object_of_a_schema(agents: RunningAgents, agent: str, asked: dict[str, Any]) -> None:
     session = agents.session()
     agents.engine.side_answer = '{"word": "weir", "letters": 4}'
     said = agents.play(agent, "object", session, answers={}, **asked)
@@ -73,7 +75,7 @@ def test_an_answer_is_an_object_of_a_schema(agents: RunningAgents, agent: str, a
 
 @pytest.mark.parametrize(("agent", "asked"), PYDANTIC)
 def test_a_typed_answer_is_parsed_from_a_tool_call(
-    agents: RunningAgents, agent: str, asked: dict[str, str]
+    agents: RunningAgents, agent: str, asked: dict[str, Any]
 ) -> None:
     session = agents.session()
     typed = ANSWERS | {"wrote word.txt": tool_call("final_result", word="weir", letters=4)}

@@ -32,8 +32,8 @@ PYTHON = ROOT / "run" / "environments" / "verifiers" / "bin" / "python"
 
 async def play(running: RunTest, environment: str = "sums", **given: Any) -> Any:
     options = {"harness": None, **given.pop("options", {})}
-    given = {"concurrency": 4, "options": options} | given
-    return await running.play_library(f"verifiers:{environment}", toys=TOYS, **given)
+    asked: dict[str, Any] = {"concurrency": 4, "options": options} | given
+    return await running.play_library(f"verifiers:{environment}", toys=TOYS, **asked)
 
 
 async def play_each_once(running: RunTest, tasks: int, **given: Any) -> Any:

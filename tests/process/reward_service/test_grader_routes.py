@@ -159,8 +159,9 @@ def test_bad_input_is_a_400_that_names_the_field(
 
 
 def test_openais_client_raises_for_a_metric_that_is_not_available(rewards: RunningRewards) -> None:
+    cosine: Any = SIMILAR | {"evaluation_metric": "cosine"}
     with pytest.raises(openai.BadRequestError, match="cosine needs an embedding model"):
-        rewards.openai().fine_tuning.alpha.graders.validate(grader=SIMILAR | {"evaluation_metric": "cosine"})
+        rewards.openai().fine_tuning.alpha.graders.validate(grader=cosine)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"grader": NaN}', b"\xff", b"[" * 100_000])

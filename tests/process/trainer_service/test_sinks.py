@@ -59,8 +59,10 @@ def test_settings_say_where_tensorboard_writes_and_turn_sinks_off(
     harness.step("g")
     assert not (harness.root / "tensorboard").exists()
     assert curve(tmp_path / "elsewhere", "reward_mean") == [(1, 0.5)]
-    given = {"model_path": model_path, "metrics_path": tmp_path / "metrics.jsonl", "tensorboard_dir": None}
-    assert [sink.name for sink in chosen_sinks(TrainerSettings(**given))] == ["jsonl"]
+    written = TrainerSettings(
+        model_path=model_path, metrics_path=tmp_path / "metrics.jsonl", tensorboard_dir=None
+    )
+    assert [sink.name for sink in chosen_sinks(written)] == ["jsonl"]
     without = TrainerSettings(model_path=model_path, metrics_path=None)
     assert without.tensorboard_dir is None
     assert not chosen_sinks(without)

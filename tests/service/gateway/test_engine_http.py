@@ -1,49 +1,27 @@
-"""Both HTTP clients for engines reuse connections that are not stale, and bound their buffers."""
+"""The HTTP client for engines uses connections again that are not stale, and bounds its buffers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.engines.transports.aiohttp_transport import AiohttpTransport
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
-from gateway.engines.transports.transport import ConnectFailed, ConnectionLost, EngineTransport, ReadTimedOut
+from gateway.engines.transports.transport import ConnectFailed, ConnectionLost, ReadTimedOut
 from tests.support.serving import free_port
 from tests.support.turned_clock import TurnedClock
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
-Transport = type[HttptoolsTransport] | type[AiohttpTransport]
-
-
-@pytest.fixture(params=[HttptoolsTransport, AiohttpTransport])
-def transport(request: pytest.FixtureRequest) -> Transport:
-    made: Transport = request.param
-    return made
-
-
-@pytest.fixture
-def passes(transport: Transport, turned: TurnedClock) -> Callable[[float], Awaitable[None]]:
-    """Lets time pass. One client reads the clock of the test, the other the machine's."""
-
-    async def passes(seconds: float) -> None:
-        if transport is HttptoolsTransport:
-            turned.turn(seconds)
-        else:
-            await asyncio.sleep(seconds)  # the client's library has timers of its own
-
-    return passes
 
 
 @dataclass
 class Peer:
     """A server that answers every request on a connection with given bytes."""
 
-    transport: Transport
     answer: bytes = OK
     after: Answer | None = None
     url: str = ""
@@ -70,8 +48,8 @@ class Peer:
             self.ended.release()
 
     @asynccontextmanager
-    async def there(self, read_timeout_s: float = 0.2, **limits: Any) -> AsyncIterator[EngineTransport]:
-        http = self.transport(read_timeout_s, **limits)
+    async def there(self, read_timeout_s: float = 0.2, **limits: Any) -> AsyncIterator[HttptoolsTransport]:
+        http = HttptoolsTransport(read_timeout_s, **limits)
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
@@ -82,7 +60,7 @@ class Peer:
             server.close()
 
 
-async def whole(http: EngineTransport, url: str) -> tuple[int, bytes]:
+async def whole(http: HttptoolsTransport, url: str) -> tuple[int, bytes]:
     response = await http.post(url, "/generate", b"{}")
     body, status = b"", response.status
     while data := await response.read():
@@ -91,8 +69,8 @@ async def whole(http: EngineTransport, url: str) -> tuple[int, bytes]:
     return status, body
 
 
-async def test_a_connection_is_used_again(transport: Transport) -> None:
-    peer = Peer(transport)
+async def test_a_connection_is_used_again() -> None:
+    peer = Peer()
     async with peer.there() as http:
         for _ in range(3):
             assert await whole(http, peer.url) == (200, b"ok")
@@ -102,11 +80,11 @@ async def test_a_connection_is_used_again(transport: Transport) -> None:
         assert peer.heads[-1].startswith(b"post /engines/7/generate http/1.1\r\n")
 
 
-async def test_the_kernel_checks_that_the_other_end_of_a_connection_is_there(transport: Transport) -> None:
+async def test_the_kernel_checks_that_the_other_end_of_a_connection_is_there() -> None:
     async def answer_late(_: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()
 
-    peer = Peer(transport, OK[:-1], answer_late)
+    peer = Peer(OK[:-1], answer_late)
     async with peer.there() as http:
         response = await http.post(peer.url, "/generate", b"{}")
         assert kernel_timer(int(peer.url.rpartition(":")[2])) == KEEP_ALIVE_TIMER
@@ -137,9 +115,9 @@ async def end(writer: asyncio.StreamWriter) -> None:
     ],
 )
 async def test_which_connections_are_not_used_again(
-    transport: Transport, answer: bytes, after: Answer | None, limits: dict[str, Any]
+    answer: bytes, after: Answer | None, limits: dict[str, Any]
 ) -> None:
-    peer = Peer(transport, answer, after)
+    peer = Peer(answer, after)
     async with peer.there(**limits) as http:
         for _ in range(3):
             assert await whole(http, peer.url) == (200, b"ok")
@@ -148,25 +126,22 @@ async def test_which_connections_are_not_used_again(
         assert peer.connections == 3
 
 
-async def test_a_connection_with_surplus_bytes_is_not_used_again(transport: Transport) -> None:
-    peer = Peer(transport, OK + b"more than was asked for")
+async def test_a_connection_with_surplus_bytes_is_not_used_again() -> None:
+    peer = Peer(OK + b"more than was asked for")
     async with peer.there() as http:
         for _ in range(2):
-            with suppress(ConnectionLost):  # with aiohttp, if answer and surplus arrive together
-                assert (await whole(http, peer.url))[0] == 200
+            assert (await whole(http, peer.url))[0] == 200
             await peer.ended.acquire()
         assert peer.connections == 2
 
 
-async def left_after_one_byte(http: EngineTransport, peer: Peer) -> None:
+async def left_after_one_byte(http: HttptoolsTransport, peer: Peer) -> None:
     response = await http.post(peer.url, "/generate", b"{}")
     assert await response.read() == b"o"
     response.leave()
 
 
-async def test_a_connection_that_is_left_early_is_used_again_once_the_last_byte_came(
-    transport: Transport,
-) -> None:
+async def test_a_connection_that_is_left_early_is_used_again_once_the_last_byte_came() -> None:
     left = asyncio.Event()
 
     async def end_once_left(writer: asyncio.StreamWriter) -> None:
@@ -174,7 +149,7 @@ async def test_a_connection_that_is_left_early_is_used_again_once_the_last_byte_
         left.clear()
         writer.write(b"k")
 
-    peer = Peer(transport, OK[:-1], after=end_once_left)
+    peer = Peer(OK[:-1], after=end_once_left)
     async with peer.there() as http:
         known = 0
         # The loop ends when a connection is reused. An answer's last byte may come late.
@@ -184,8 +159,8 @@ async def test_a_connection_that_is_left_early_is_used_again_once_the_last_byte_
             left.set()
 
 
-async def test_a_connection_that_is_left_and_whose_answer_never_ends_is_closed(transport: Transport) -> None:
-    peer = Peer(transport, OK[:-1])
+async def test_a_connection_that_is_left_and_whose_answer_never_ends_is_closed() -> None:
+    peer = Peer(OK[:-1])
     async with peer.there(read_timeout_s=20, last_bytes_s=0.1) as http:
         for _ in range(2):
             await left_after_one_byte(http, peer)
@@ -193,8 +168,8 @@ async def test_a_connection_that_is_left_and_whose_answer_never_ends_is_closed(t
         assert peer.connections == 2
 
 
-async def test_an_interim_response_is_not_taken_for_the_answer(transport: Transport) -> None:
-    peer = Peer(transport, b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\nno")
+async def test_an_interim_response_is_not_taken_for_the_answer() -> None:
+    peer = Peer(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\nno")
     async with peer.there() as http:
         assert await whole(http, peer.url) == (503, b"no")
 
@@ -208,38 +183,38 @@ async def test_an_interim_response_is_not_taken_for_the_answer(transport: Transp
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhel",
     ],
 )
-async def test_a_connection_that_ends_too_soon_is_lost(transport: Transport, answer: bytes) -> None:
+async def test_a_connection_that_ends_too_soon_is_lost(answer: bytes) -> None:
     async def close(writer: asyncio.StreamWriter) -> None:
         await writer.drain()
         writer.close()
 
-    peer = Peer(transport, answer, after=close)
+    peer = Peer(answer, after=close)
     async with peer.there() as http:
         with pytest.raises(ConnectionLost):
             await whole(http, peer.url)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok"])
-async def test_silence_is_noticed(transport: Transport, answer: bytes) -> None:
-    peer = Peer(transport, answer)
+async def test_silence_is_noticed(answer: bytes) -> None:
+    peer = Peer(answer)
     async with peer.there() as http:
         with pytest.raises(ReadTimedOut):
             await whole(http, peer.url)
 
 
 async def test_each_request_on_a_connection_has_its_own_timeout(
-    transport: Transport, passes: Callable[[float], Awaitable[None]]
+    turned: TurnedClock,
 ) -> None:
     read_timeout_s = 2.0  # long enough that a busy machine's delay does not matter
 
     async def answer_late(writer: asyncio.StreamWriter) -> None:
-        await passes(0.6 * read_timeout_s)  # two such pauses take longer than one timeout
+        turned.turn(0.6 * read_timeout_s)  # two such pauses take longer than one timeout
         writer.write(OK)
 
     async def never_answer(_: asyncio.StreamWriter) -> None:
-        await passes(read_timeout_s)
+        turned.turn(read_timeout_s)
 
-    peer = Peer(transport, b"", after=answer_late)
+    peer = Peer(b"", after=answer_late)
     async with peer.there(read_timeout_s) as http:
         for _ in range(3):
             assert await whole(http, peer.url) == (200, b"ok")
@@ -249,15 +224,15 @@ async def test_each_request_on_a_connection_has_its_own_timeout(
             await whole(http, peer.url)
 
 
-async def test_a_refused_connection_is_reported_at_once(transport: Transport) -> None:
-    http = transport(0.2)
+async def test_a_refused_connection_is_reported_at_once() -> None:
+    http = HttptoolsTransport(0.2)
     with pytest.raises(ConnectFailed):
         await http.post(f"http://127.0.0.1:{free_port()}", "/generate", b"{}")
     await http.close()
 
 
 async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(
-    transport: Transport, passes: Callable[[float], Awaitable[None]]
+    turned: TurnedClock,
 ) -> None:
     size, written = 64 * 2**20, 0
     piece = bytes(2**16)
@@ -269,7 +244,7 @@ async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(
             await writer.drain()
             written += len(piece)
 
-    peer = Peer(transport, b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size, after=write)
+    peer = Peer(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size, after=write)
     # The timeout is long, because a busy machine may write nothing for some time.
     async with peer.there(read_timeout_s=8.0) as http:
         response = await http.post(peer.url, "/generate", b"{}")
@@ -277,7 +252,7 @@ async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(
         while before < written:
             before = written
             await asyncio.sleep(0.3)  # until no more is written; no event tells that
-        await passes(8.3)  # longer than the timeout, which must not count the reader's own pauses
+        turned.turn(8.3)  # longer than the timeout, which must not count the reader's own pauses
         assert written < 32 * 2**20, "more was written than sockets and bounded buffers hold"
         total = 0
         while data := await response.read():

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tokenizers import Tokenizer
 
 from gateway.edge.errors import api_error
-from gateway.engines.client import EngineClient, EngineHttpName, transport_of
+from gateway.engines.client import EngineClient
 from gateway.engines.event_stream import OutputChunk
 from gateway.engines.failover import Sampler
 from gateway.engines.fleet import Fleet
@@ -120,12 +120,9 @@ class Scene:
         return self.metrics.registry.get_sample_value("weir_engine_faults_total", labels) or 0.0
 
 
-@pytest.fixture(params=["httptools", pytest.param("aiohttp", marks=pytest.mark.long)])
-async def scene(
-    request: pytest.FixtureRequest, endpoints: list[Endpoint], tokenizer: Tokenizer, redis_url: str
-) -> AsyncIterator[Scene]:
-    """With both HTTP clients, which `test_engine_http` compares byte by byte."""
-    async with staged(endpoints, tokenizer, redis_url, http=request.param) as scene:
+@pytest.fixture
+async def scene(endpoints: list[Endpoint], tokenizer: Tokenizer, redis_url: str) -> AsyncIterator[Scene]:
+    async with staged(endpoints, tokenizer, redis_url) as scene:
         yield scene
 
 
@@ -135,12 +132,11 @@ async def staged(
     tokenizer: Tokenizer,
     redis_url: str,
     silence_s: float = 5.0,
-    http: EngineHttpName = "httptools",
 ) -> AsyncIterator[Scene]:
     """A scene with other timeouts than the default."""
     for endpoint in endpoints:
         endpoint.part = FakeEngine(tokenizer, mind=list(ANSWER))
-    redis, engine, metrics = async_redis_at(redis_url), EngineClient(transport_of(http, silence_s)), Metrics()
+    redis, engine, metrics = async_redis_at(redis_url), EngineClient(silence_s), Metrics()
     fleet = Fleet(redis, engine, None, [endpoint.url for endpoint in endpoints])
     sampler = Sampler(
         engine,

@@ -25,7 +25,6 @@ from gateway.engines.placement.choice import Wish, choose_server
 from gateway.engines.placement.concurrency import EngineLoad, next_limit
 from gateway.engines.policies.push_driver import PushBounds, PushDriver
 from gateway.engines.rotation.rotation import WantedServer
-from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.errors import NoServer
 from gateway.settings.groups import ConcurrencySettings
 from rollout_queue import clock
@@ -113,7 +112,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
 @asynccontextmanager
 async def fleet_on(redis: Redis, *engines: str) -> AsyncIterator[Fleet]:
     """The fleet of a gateway with these bare engines."""
-    engine = EngineClient(HttptoolsTransport(5.0))
+    engine = EngineClient(5.0)
     fleet = Fleet(redis, engine, None, list(engines))
     yield fleet
     await fleet.close()

@@ -237,7 +237,8 @@ def check_kept_thoughts(gateway: RunningGateway, thinking: str | None) -> None:
 def test_thinking_of_an_own_template_is_turned_off_by_its_own_option(redis_url: str, tmp_path: Path) -> None:
     with running(THOUGHTFUL, tmp_path, redis_url) as gateway:
         asked = []
-        for more in ({"reasoning_effort": "none"}, {"reasoning_effort": "high"}, {}):
+        settings: list[dict[str, Any]] = [{"reasoning_effort": "none"}, {"reasoning_effort": "high"}, {}]
+        for more in settings:
             assert gateway.chat("hi", **more).status_code == 200
             asked.append(gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"], False))
         assert asked[0] == asked[2] + "<think>\n\n</think>\n\n"

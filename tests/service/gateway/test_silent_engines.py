@@ -213,11 +213,10 @@ def longer_than_silence(
         wait_until(lambda: all(each.pings > ping for each, ping in zip(living, before, strict=True)))  # noqa: B023
 
 
-@pytest.mark.parametrize("http", ["httptools", pytest.param("aiohttp", marks=pytest.mark.long)])
 def test_the_answers_of_a_silent_engine_move_and_the_engine_comes_back(
-    backends: Backends, engines: list[Reached], turned: TurnedClock, http: str
+    backends: Backends, engines: list[Reached], turned: TurnedClock
 ) -> None:
-    with gateway_over(backends, [each.url for each in engines], engine_http=http) as gateway:
+    with gateway_over(backends, [each.url for each in engines]) as gateway:
         streams = spread(gateway, engines)
         engines[0].engine.aborted.clear()
         with cut_off(engines[0]):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis as AsyncRedis
@@ -19,7 +20,7 @@ Connect = Callable[..., PipelinedConnection]
 async def connect(connection: AsyncRedis) -> AsyncIterator[Connect]:
     made: list[PipelinedConnection] = []
 
-    def make(redis: AsyncRedis = connection, **given: float) -> PipelinedConnection:
+    def make(redis: AsyncRedis = connection, **given: Any) -> PipelinedConnection:
         made.append(PipelinedConnection(redis, **given))
         return made[-1]
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,13 @@ async def test_a_link_out_of_the_allowed_directories_or_a_malformed_body_is_400(
     (directory / WEIGHTS).rename(elsewhere)
     (directory / WEIGHTS).symlink_to(elsewhere)
     assert (await harness.reload(1, directory)).status_code == 400
-    bodies = ({"version": "1"}, {"version": -1}, {"version": True}, {}, {"version": 1, "x": 2})
+    bodies: Sequence[dict[str, Any]] = (
+        {"version": "1"},
+        {"version": -1},
+        {"version": True},
+        {},
+        {"version": 1, "x": 2},
+    )
     for body in bodies:
         assert (await harness.http.post("/reload", json=body)).status_code == 400, body
 

@@ -371,10 +371,10 @@ SETTINGS: dict[str, dict[str, int]] = {  # when checkpoints are made
     "when-it-frees": {"log": 1},
     "never": {"zero_stage": 0},
 }
-IN_SHORT = {("every-second-step", 6), ("every-second-step", 23), ("when-it-frees", 13), ("never", 16)}
+KILLS_IN_SHORT = {("every-second-step", 6), ("every-second-step", 23), ("when-it-frees", 13), ("never", 16)}
 """Before the answer to weights that are saved, loaded, published, and saved again. The long run has all."""
 KILLS = [
-    pytest.param(case, answers, marks=() if (case, answers) in IN_SHORT else pytest.mark.long)
+    pytest.param(case, answers, marks=() if (case, answers) in KILLS_IN_SHORT else pytest.mark.long)
     for case in SETTINGS
     for answers in range(len(SCRIPT))
 ]

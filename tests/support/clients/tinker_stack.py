@@ -50,7 +50,7 @@ class TinkerStack:
             "PYTHONWARNINGS": "ignore",
         }
         script = ROOT / "tests/clients" / PROGRAMS.get(client, client) / "play.py"
-        command = [ENVIRONMENTS / client / "bin" / "python", script, scene]
+        command: list[str | Path] = [ENVIRONMENTS / client / "bin" / "python", script, scene]
         return told(command, inherited() | HERMETIC | given | more, LOOP_WITHIN_S)
 
     def adapter(self, model_id: str, version: int) -> Path:

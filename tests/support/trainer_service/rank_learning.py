@@ -46,10 +46,10 @@ def learned_alike(
     cuts: Sequence[int] = (),
     **task: Any,
 ) -> tuple[Metrics, list[Told]]:
-    """Train the steps on one rank here, and on the pair, which restarts after each step of `cuts`. Assert that
-    metrics, records and weights agree except for rounding, and return the metrics of the one, and the reports
-    of the others. The settings are in `both`; those of `one` or `two` alone are beside them. `task` has more
-    fields of the pair's task."""
+    """Train the steps on one rank here, and on the pair, which restarts after each step of `cuts`. Assert
+    that metrics, records and weights agree except for rounding, and return the metrics of the one, and the
+    reports of the others. The settings are in `both`; those of `one` or `two` alone are beside them. `task`
+    has more fields of the pair's task."""
     common = {"optimizer": WELL_CONDITIONED} | both
     alone = make_learner(**common | (one or {}))
     algorithm, before = alone.settings.algorithm, alone.exported()

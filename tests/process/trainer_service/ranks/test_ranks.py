@@ -274,7 +274,7 @@ def learned(
     step; assert that the first two learn alike, and the last two the same."""
     metrics = {}
     for name, cuts in {"straight": (), "cut": range(1, STEPS)}.items():
-        given = {"one": OFF, "two": ON | on, "sliced": sliced, "cuts": cuts}
+        given: dict[str, Any] = {"one": OFF, "two": ON | on, "sliced": sliced, "cuts": cuts}
         _, told = learned_alike(pair, make_learner, folder / name, steps, COMMON | both, **given)
         metrics[name] = [each for part in told for each in part.metrics]
     assert metrics["cut"] == metrics["straight"]

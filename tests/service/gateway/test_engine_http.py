@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from gateway.engines.client import EngineClient
 from gateway.engines.transports.httptools_transport import HttptoolsTransport
 from gateway.engines.transports.transport import ConnectFailed, ConnectionLost, ReadTimedOut
 from tests.support.serving import free_port
 from tests.support.turned_clock import TurnedClock
+from tests.support.waiting import PATIENCE_S
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -36,8 +38,8 @@ class Peer:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 self.heads.append(head)
-                length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
-                await reader.readexactly(int(length.split()[1]))
+                lengths = (line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+                await reader.readexactly(int(next(lengths, b"content-length: 0").split()[1]))
                 writer.write(self.answer)
                 if self.after is not None:
                     await self.after(writer)
@@ -151,12 +153,11 @@ async def test_a_connection_that_is_left_early_is_used_again_once_the_last_byte_
 
     peer = Peer(OK[:-1], after=end_once_left)
     async with peer.there() as http:
-        known = 0
-        # The loop ends when a connection is reused. An answer's last byte may come late.
-        while peer.connections > known:
-            known = peer.connections
+        # An answer's last byte may come late, but not each of a hundred times.
+        while peer.connections == len(peer.heads) < 100:
             await left_after_one_byte(http, peer)
             left.set()
+        assert peer.connections < len(peer.heads), "no connection was used again"
 
 
 async def test_a_connection_that_is_left_and_whose_answer_never_ends_is_closed() -> None:
@@ -168,6 +169,17 @@ async def test_a_connection_that_is_left_and_whose_answer_never_ends_is_closed()
         assert peer.connections == 2
 
 
+async def test_an_engine_gets_the_headers_for_engines_and_a_rollout_server_its_own() -> None:
+    peer = Peer()
+    async with peer.there():
+        client = EngineClient(5.0, {"key": "of-engines"})
+        await client.get(f"{peer.url}/model_info", PATIENCE_S)
+        await client.get(f"{peer.url}/status", PATIENCE_S, {"key": "of-servers"})
+        await client.close()
+    keys = [[line for line in head.split(b"\r\n") if line.startswith(b"key:")] for head in peer.heads]
+    assert keys == [[b"key: of-engines"], [b"key: of-servers"]]
+
+
 async def test_an_interim_response_is_not_taken_for_the_answer() -> None:
     peer = Peer(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\nno")
     async with peer.there() as http:
@@ -175,22 +187,22 @@ async def test_an_interim_response_is_not_taken_for_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "why"),
     [
-        b"",
-        b"HTTP/1.1 200",
-        b"SSH-2.0-OpenSSH\r\n",
-        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhel",
+        (b"", "closed"),
+        (b"HTTP/1.1 200", "closed"),
+        (b"SSH-2.0-OpenSSH\r\n", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhel", "closed"),
     ],
 )
-async def test_a_connection_that_ends_too_soon_is_lost(answer: bytes) -> None:
+async def test_a_connection_that_ends_too_soon_is_lost(answer: bytes, why: str) -> None:
     async def close(writer: asyncio.StreamWriter) -> None:
         await writer.drain()
         writer.close()
 
     peer = Peer(answer, after=close)
     async with peer.there() as http:
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(ConnectionLost, match=why):
             await whole(http, peer.url)
 
 

@@ -22,11 +22,13 @@ from gateway.engines.generate_request import SampleRequest, SamplingParameters
 from gateway.engines.placement.choice import ANY, Wish
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
+from rollout_queue import clock
 from rollout_queue.contract.records import Span
 from rollout_queue.http.errors import ApiError
 from tests.support.gateway.fake_engine import FakeEngine, Interruption, logprob_of
 from tests.support.redis_clients import async_redis_at
 from tests.support.serving import free_port, serving
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until_async
 
 PROMPT = [1, 2, 3]
@@ -346,6 +348,16 @@ async def test_a_silent_engine_is_left_for_another_and_told_to_stop(
         assert scene.ids == scene.whole
         await wait_until_async(lambda: first.aborted == ["rid"])
         assert scene.faults("stalled") == 1
+
+
+async def test_bytes_of_an_answer_are_a_sign_that_the_engines_process_lives(
+    scene: Scene, stopped: TurnedClock
+) -> None:
+    """The engine accepts the request, and sends the tokens half a second later."""
+    server = scene.fleet.choose("s")
+    assert server is not None
+    await scene.sampler.sample(scene.ask(), scene.take, lambda _: stopped.turn(0.5))
+    assert server.signs["process"] == clock.monotonic()
 
 
 async def test_silence_everywhere_is_a_504(

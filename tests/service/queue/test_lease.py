@@ -381,6 +381,13 @@ def test_a_large_acknowledgement_is_one(redis: Redis) -> None:
     assert redis.hgetall(keys.VERDICTS) == {b"session:trained": str(count).encode()}
 
 
+def test_a_write_that_redis_refuses_is_storage_unavailable(redis: Redis) -> None:
+    reader = claimed_reader(redis)
+    redis.set(keys.TRAINER, b"no hash")
+    with pytest.raises(StorageUnavailable, match="WRONGTYPE"):
+        reader.report({"version": 7})
+
+
 def test_a_redis_that_is_away_is_storage_unavailable() -> None:
     with Redis.from_url("redis://127.0.0.1:1/0") as nobody, pytest.raises(StorageUnavailable):
         Lease(nobody, 30.0).claim()

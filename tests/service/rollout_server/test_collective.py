@@ -1,6 +1,7 @@
 """An engine receives tensors from the trainer behind the same `POST /reload`: the order of the calls, files
 as the fallback, and a restart wherever the engine may have a part of the tensors."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,11 @@ import httpx
 import pytest
 
 from rollout_queue.protocol.collective import SentTensor
-from tests.support.rollout_server.fake_trainer import GROUP, FakeTrainer, fake_trainer
+from tests.support.rollout_server.fake_trainer import GROUP, URL, FakeTrainer, fake_trainer
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.rollout_server.harness import Harness, make_harness
 from tests.support.rollout_server.weights import WEIGHTS, float32_tensors, publish, write_safetensors
-from tests.support.waiting import wait_until_async
+from tests.support.waiting import PATIENCE_S, wait_until_async
 
 RECEIVING = [
     "/init_weights_update_group",
@@ -58,6 +59,7 @@ async def test_the_engine_receives_while_paused_and_is_proved(pair: Pair) -> Non
     answer = await pair.harness.reload(1, directory)
     assert (answer.status_code, answer.json()["fallback"]) == (200, None), answer.text
     assert answer.json()["paused_s"] > 0
+    assert answer.json()["seconds"]["fetch"] > 0
     assert engine.calls == [
         "/server_info",
         "/pause_generation",
@@ -128,6 +130,26 @@ async def test_without_files_an_engine_starts_again_with_the_version_before(pair
     (second / WEIGHTS).write_bytes(weights)
     pair.trainer.refusal = httpx.Response(410)
     assert (await pair.harness.reload(2, second)).status_code == 200
+
+
+async def test_files_of_a_received_version_that_do_not_come_give_way_to_those_of_the_next(pair: Pair) -> None:
+    directory, asked = pair.offer(1), asyncio.Event()
+
+    async def hanging(request: httpx.Request) -> httpx.Response:
+        if request.url.path.startswith("/collective"):
+            return await pair.trainer.handle(request)
+        name = request.url.path.rpartition("/")[2]
+        if name == WEIGHTS:
+            asked.set()
+            await asyncio.Event().wait()
+        return httpx.Response(200, content=(directory / name).read_bytes())
+
+    pair.harness.network.source = hanging
+    assert (await pair.harness.reload(1, f"{URL}/weights/1")).json()["fallback"] is None
+    async with asyncio.timeout(PATIENCE_S):
+        await asked.wait()
+        answer = await pair.harness.reload(2, pair.harness.policy(2))
+    assert (answer.status_code, pair.harness.kept()) == (200, ["v00000002"])
 
 
 async def test_a_manifest_whose_tensors_do_not_fit_is_refused(pair: Pair) -> None:

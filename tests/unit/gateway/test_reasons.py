@@ -1,15 +1,19 @@
 """Each verdict has a sentence that says why a session, a turn or a token was not trained."""
 
-from typing import get_args
+from pathlib import Path
+from typing import Any, cast, get_args
 
 import pytest
 
 from gateway.sessions.reasons import CONTEXT, NO_ADVANTAGE, untrained_spans, why_session, why_turn
+from gateway.sessions.service import SessionService
 from gateway.sessions.verdicts import session_verdict, turn_verdict
+from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import SessionSpec, Span, Verdict, VerdictCode
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.memory import MemoryStream
 from tests.support.queue.records import outcome, reward, spec, turn
 
 STORED = {
@@ -88,6 +92,21 @@ def test_no_advantage_is_explained_by_the_rewards(
     why = why_session(head(spec(group_id=group_id), verdict=verdict), verdict, rewards)
     assert why is not None
     assert expected in why
+
+
+async def test_the_rewards_of_a_group_are_read_where_they_explain_that_there_is_no_advantage(
+    tmp_path: Path,
+) -> None:
+    stream = MemoryStream()
+    for name, group_id, value in (("a", "g", 0.5), ("b", "g", 0.5), ("c", "other", 1.0)):
+        await stream.open_session(spec(name, group_id=group_id))
+        await stream.append_reward(reward(session_id=name, value=value))
+    nobody = cast(Any, None)
+    sessions = SessionService(GatewaySettings(model_path=tmp_path), stream, nobody, nobody)
+    none, stale = Verdict(code="zero_advantage", detail="because"), Verdict(code="stale", detail="because")
+    member, single = head(spec("a", group_id="g")), head()
+    cases = ((member, none), (member, stale), (single, none))
+    assert [await sessions.group_rewards(*case) for case in cases] == [[0.5, 0.5], [], []]
 
 
 def test_a_turn_has_the_reason_of_its_session_unless_it_has_a_verdict_of_its_own() -> None:

@@ -8,6 +8,7 @@ import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,10 @@ from hypothesis import strategies as st
 
 from rollout_queue.contract.policies.delta import DELTA_SUFFIX
 from rollout_queue.contract.policies.policy import FileSpec
+from rollout_queue.protocol.collective import Joining, SentTensor
+from rollout_server.reloading.collective import TensorReceiver
 from rollout_server.weights.file_check import CheckEnded, FileCheck, check_path
+from rollout_server.weights.policy import LocalPolicy
 from rollout_server.weights.safetensors_file import BrokenWeights, read_header, weights_differ
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
 from tests.support.rollout_server.weights import (
@@ -269,6 +273,23 @@ def test_weights_differ_by_value_not_by_layout(model: Path, pushed: Path) -> Non
 
 def test_an_engine_that_rounds_may_hold_equal_weights_for_both(model: Path, pushed: Path) -> None:
     assert not weights_differ(model, pushed, float32_engine=False)
+
+
+@pytest.mark.parametrize(
+    ("stored", "sent", "float32_engine", "differs"),
+    [("F32", "float32", True, True), ("F32", "float32", False, False), ("BF16", "bfloat16", False, True)],
+)
+def test_an_engine_that_rounds_may_hold_equal_weights_for_tensors_that_it_receives(
+    model: Path, stored: str, sent: str, float32_engine: bool, differs: bool
+) -> None:
+    write_safetensors(model / WEIGHTS, {"w": (stored, [], bytes(4 if stored == "F32" else 2))})
+    tensor = SentTensor(name="w", dtype=sent, shape=(), fingerprint=1)
+    joining = Joining(
+        master_address="", master_port=1, group="g", backend="gloo", world_size=2, buckets=((tensor,),)
+    )
+    nobody = cast(Any, None)
+    receiver = TensorReceiver(nobody, nobody, "", None, timeout_s=1.0, rest_s=1.0)
+    assert receiver.differs(joining, LocalPolicy(1, model), float32_engine=float32_engine) == differs
 
 
 # One pass over the bytes, in pieces of any size

@@ -40,28 +40,29 @@ class LiveFeed:
         self._closed = False
 
     def admit(self) -> None:
-        """Raises LimitReached if there are too many viewers."""
+        """Count one more viewer, until `leave`. Raises LimitReached if there are too many."""
         if self._closed or self.viewers >= self._most:
             message = f"{self.viewers} browsers look at the page, and this gateway serves no more at once"
             raise LimitReached(message, code="viewers_limit", retry_s=RETRY_S)
+        self.viewers += 1
+
+    def leave(self) -> None:
+        self.viewers -= 1
 
     async def events(self, may_look: Callable[[], Awaitable[bool]]) -> AsyncIterator[bytes]:
-        """The events of one viewer, until the feed is closed, or `may_look` says no before an event."""
-        self.viewers += 1
-        try:
-            if self._task is None or self._task.done():
-                self._task = asyncio.create_task(self._run())
-            yield f"retry: {RETRY_MS}\n\n".encode()
-            seen = 0 if self._newest else self.pictures
-            while not self._closed:
-                changed = await self._wait(seen)
-                if self._closed or not await may_look():
-                    break
-                seen = self.pictures if changed else seen
-                yield self._newest if changed else b": still here\n\n"
-            yield b"event: end\ndata: {}\n\n"
-        finally:
-            self.viewers -= 1
+        """The events of a viewer who was admitted, until the feed is closed, or `may_look` says no before an
+        event."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        yield f"retry: {RETRY_MS}\n\n".encode()
+        seen = 0 if self._newest else self.pictures
+        while not self._closed:
+            changed = await self._wait(seen)
+            if self._closed or not await may_look():
+                break
+            seen = self.pictures if changed else seen
+            yield self._newest if changed else b": still here\n\n"
+        yield b"event: end\ndata: {}\n\n"
 
     def close(self) -> None:
         """End every stream."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gateway.edge.browsers import check_site
 from gateway.edge.request import HeldBody, headers_of, read_body
@@ -17,6 +18,7 @@ from gateway.operators.actions import now_action
 from gateway.page import headers
 from gateway.page.cookies import set_cookie
 from gateway.page.files import page_files
+from gateway.page.live import LiveFeed
 from gateway.page.page_access import SignedIn
 from gateway.page.page_parts import PageParts
 from gateway.rest.access import SIGNED_IN, caller_in
@@ -119,11 +121,22 @@ async def events(request: Request) -> Response:
     if caller_in(request.scope).role != "admin":
         raise NotPermitted("this path needs an admin key")
     page.feed.admit()
-    return StreamingResponse(
-        page.feed.events(_may_look(request, page)),
-        headers={**headers.ANSWER, "x-accel-buffering": "no"},
-        media_type="text/event-stream",
-    )
+    return LiveEvents(page.feed, _may_look(request, page))
+
+
+class LiveEvents(StreamingResponse):
+    """The events of a viewer who was admitted, and who has left when they end."""
+
+    def __init__(self, feed: LiveFeed, may_look: Callable[[], Awaitable[bool]]) -> None:
+        self._feed = feed
+        more = {**headers.ANSWER, "x-accel-buffering": "no"}
+        super().__init__(feed.events(may_look), headers=more, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._feed.leave()
 
 
 def _may_look(request: Request, page: PageParts) -> Callable[[], Awaitable[bool]]:

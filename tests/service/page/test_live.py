@@ -2,12 +2,13 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from gateway.errors import LimitReached
 from gateway.page.live import LiveFeed
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
@@ -15,6 +16,7 @@ from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.page.client import PageClient
 from tests.support.waiting import wait_until
 
+VIEWERS = 10
 BEARER = {"authorization": f"Bearer {ADMIN_KEY}"}
 
 
@@ -102,11 +104,27 @@ def feed() -> tuple[LiveFeed, list[bytes]]:
         made.append(b"event: picture\ndata: %d\n\n" % len(made))
         return made[-1]
 
-    return LiveFeed(picture, 0.01, 10), made
+    return LiveFeed(picture, 0.01, VIEWERS), made
 
 
 async def yes() -> bool:
     return True
+
+
+def admitted(live: LiveFeed) -> AsyncIterator[bytes]:
+    live.admit()
+    return live.events(yes)
+
+
+def test_viewers_count_before_their_events_begin(feed: tuple[LiveFeed, list[bytes]]) -> None:
+    """Of many that come at once, no more are admitted than may look."""
+    live, _ = feed
+    for _ in range(VIEWERS):
+        live.admit()
+    with pytest.raises(LimitReached):
+        live.admit()
+    live.leave()
+    live.admit()
 
 
 async def test_one_picture_is_made_for_all_viewers_and_none_without_one(
@@ -114,13 +132,13 @@ async def test_one_picture_is_made_for_all_viewers_and_none_without_one(
 ) -> None:
     live, made = feed
     assert not made
-    viewers = [live.events(yes) for _ in range(5)]
+    viewers = [admitted(live) for _ in range(5)]
     seen = [[await anext(each) for _ in range(2)][1] for each in viewers]
     assert set(seen) <= set(made)
     assert len(made) < 5
     for each in viewers:
         await each.aclose()  # type: ignore[attr-defined]
-    assert live.viewers == 0
+        live.leave()
     await live.aclose()
     count = len(made)
     assert [each async for each in live.events(yes)] == [b"retry: 2000\n\n", b"event: end\ndata: {}\n\n"]
@@ -130,9 +148,10 @@ async def test_one_picture_is_made_for_all_viewers_and_none_without_one(
 async def test_a_viewer_that_comes_back_gets_a_new_picture(feed: tuple[LiveFeed, list[bytes]]) -> None:
     live, _ = feed
     for _ in range(2):
-        viewer = live.events(yes)
+        viewer = admitted(live)
         assert await anext(viewer) == b"retry: 2000\n\n"
         picture = await anext(viewer)
         assert picture.startswith(b"event: picture")
         await viewer.aclose()  # type: ignore[attr-defined]
+        live.leave()
     await live.aclose()

@@ -85,6 +85,7 @@ class Scene:
         versions = [int(engine.version) for engine in self.engines]
         while [server.version for server in self.fleet.servers.values()] != versions:
             await self.fleet.refresh()
+            await asyncio.sleep(0.01)  # a fleet that was refreshed just now asks no steady server
 
     def only(self, engine: FakeEngine) -> None:
         """Remove the other engine from the fleet."""

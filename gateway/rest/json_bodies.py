@@ -3,6 +3,8 @@
 The body must be JSON, except on a few paths, and within the limits.
 """
 
+from contextlib import suppress
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.edge.errors import api_error
@@ -35,7 +37,8 @@ class JsonBodies:
             await self._app(scope, receive, send)
             return
         if scope["path"] in OWN_BODIES:
-            await self._app(scope, receive, send)
+            with suppress(ClientDisconnected):
+                await self._app(scope, receive, send)
             return
         headers = headers_of(scope)
         try:

@@ -152,7 +152,7 @@ def test_a_clients_sign_in_reaches_no_admin_path_by_any_method(
 def test_many_streams_and_many_sign_ins_leave_the_gateway_at_work(
     backends: Backends, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """More viewers than allowed, and bodies that never end, while an agent calls. Whoever hangs up is no bug."""
+    """More viewers than allowed, and bodies that never end, while an agent calls. To hang up is no bug."""
     backends.clear(None)
     over, statuses = threading.Event(), []
     with backends.gateway(page={"viewers": 8}) as gateway:

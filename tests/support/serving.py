@@ -58,7 +58,7 @@ class _Server(uvicorn.Server):
         self.begun = threading.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[Any] | None = None
-        self._ends = asyncio.Event()
+        self._ends: asyncio.Future[None] | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         try:
@@ -69,23 +69,29 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+        self._ends = self.loop.create_future()
         await super().startup(sockets)
         self.begun.set()
 
     async def main_loop(self) -> None:
         """As uvicorn's, which looks only every 0.1 s whether it shall end."""
+        assert self._ends is not None
         ticks = 0
         while not await self.on_tick(ticks):
             ticks += 1
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._ends.wait(), 0.1)
+            await asyncio.wait([self._ends], timeout=0.1)
 
     def end(self) -> None:
         """Let running requests end, and then the application."""
         self.should_exit = True
-        if self.loop is not None:
+        if self.loop is not None and self._ends is not None:
             with suppress(RuntimeError):  # the loop has ended
-                self.loop.call_soon_threadsafe(self._ends.set)
+                self.loop.call_soon_threadsafe(self._wake, self._ends)
+
+    @staticmethod
+    def _wake(ends: asyncio.Future[None]) -> None:
+        if not ends.done():
+            ends.set_result(None)
 
     async def break_off(self, clients: Iterable[httpx.AsyncClient]) -> None:
         """Break connections, with those of `clients`, and end what the application does."""

@@ -204,7 +204,7 @@ async def test_a_drained_server_says_so_and_can_resume(harness: Harness) -> None
 
 
 async def test_a_server_that_is_told_to_end_tells_the_gateway_and_lets_its_calls_end(tmp_path: Path) -> None:
-    harness = joining(tmp_path, register_every_s=60, drain_timeout_s=5)
+    harness = joining(tmp_path, register_every_s=60, drain_timeout_s=2 * PATIENCE_S)
     await harness.server.open()
     await harness.until_ready()
     told = len(harness.network.requests)

@@ -6,7 +6,7 @@ from redis import Redis
 
 from tests.support.waiting import wait_until
 
-MOST_GATEWAYS = 3
+MOST_GATEWAYS = 6
 """The most gateways that poll one Redis at the same time in a test."""
 
 

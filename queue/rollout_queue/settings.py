@@ -124,7 +124,8 @@ class ServiceSettings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _without_retired(cls, given: dict[str, Any]) -> dict[str, Any]:
-        for name in sorted(cls.retired & given.keys()):
+        variables = {name for name in cls.retired if f"WEIR_{cls.section}__{name}".upper() in os.environ}
+        for name in sorted(cls.retired & given.keys() | variables):
             logger.warning("%s.%s has no effect any more: remove it", cls.section, name)
         return {name: value for name, value in given.items() if name not in cls.retired}
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.support.gateway.polls import unbounded
 from tests.support.gateway.running import RunningGateway
 
 
@@ -13,4 +14,4 @@ def full(gateway: RunningGateway) -> Iterator[None]:
     try:
         yield
     finally:
-        gateway.redis.config_set("maxmemory", 0)
+        unbounded(gateway.redis)

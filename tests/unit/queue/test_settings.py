@@ -133,6 +133,11 @@ def test_a_setting_of_a_former_version_is_told_and_does_nothing(
     monkeypatch.setenv("WEIR_CONFIG", str(tmp_path / "weir.yaml"))
     assert PumpSettings() == PumpSettings(strokes=[1])
     assert "pump.lever has no effect any more" in caplog.text
+    caplog.clear()
+    monkeypatch.delenv("WEIR_CONFIG")
+    monkeypatch.setenv("WEIR_PUMP__LEVER", "long")
+    assert PumpSettings(strokes=[1]).strokes == [1]
+    assert "pump.lever has no effect any more" in caplog.text
 
 
 def test_a_gateway_starts_with_the_settings_that_it_had(tmp_path: Path) -> None:

@@ -184,11 +184,18 @@ def test_an_operators_adapters_make_no_room_for_others(deploy: Deploy) -> None:
 def test_engines_and_servers_that_start_have_the_adapters(deploy: Deploy) -> None:
     deployment = deploy(1, lora=LORA)
     assert publish(deployment, "math", 1).status_code == 200
-    deployment.servers[0].kill_engine()
-    wait_until(lambda: has(deployment, "math") == [[]])
+    server = deployment.servers[0]
+    server.kill_engine()
+
+    def loaded_again() -> bool:
+        status = server.status()
+        loaded = [each["policy"] for each in status["adapters"]]
+        return bool(status["restarts"] == 1 and status["state"] == "ready" and "math" in loaded)
+
+    wait_until(loaded_again)
     wait_until(lambda: has(deployment, "math") == [["r0"]])
     assert asked(deployment, "policy:math@1")[0] == 200
-    deployment.servers[0].kill()
+    server.kill()
     wait_until(lambda: deployment.gateway.get("/ready").status_code == 503)
     deploy(1, gateway=deployment.gateway, lora=LORA)
     wait_until(lambda: has(deployment, "math") == [["r0"]])

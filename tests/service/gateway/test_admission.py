@@ -20,7 +20,7 @@ from gateway.metrics.metrics import Metrics
 from gateway.settings.service import GatewaySettings, LimitSettings
 from rollout_queue import clock
 from rollout_queue.redis import keys
-from tests.support.gateway.polls import polled, unbounded
+from tests.support.gateway.polls import polled
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
@@ -333,7 +333,7 @@ def test_a_redis_that_is_nearly_full_keeps_its_room_for_open_sessions(gateway: R
         assert "queue_memory" in reply.json()["error"]["message"]
         assert gateway.chat(key=session["api_key"]).status_code == 200
     finally:
-        unbounded(gateway.redis)
+        gateway.redis.config_set("maxmemory", 0)
         gateway.redis.delete("ballast")
     polled(gateway.redis)
     assert gateway.post("/sessions").status_code == 201

@@ -17,7 +17,7 @@ from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
 from rollout_queue.redis import keys
 from rollout_queue.redis.restore import restore
 from rollout_queue.redis.scripts import sessions as session_scripts
-from tests.support.gateway.polls import polled, unbounded
+from tests.support.gateway.polls import polled
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
@@ -170,7 +170,7 @@ def warned(backends: Backends) -> Iterator[Callable[..., Any]]:
         return backends.gateway(**settings)
 
     yield start
-    unbounded(backends.redis)
+    backends.redis.config_set("maxmemory", 0)
 
 
 def heard(gateway: RunningGateway, *words: str) -> bool:
@@ -293,7 +293,7 @@ def test_a_redis_without_a_bound_is_a_warning(
         assert not heard(gateway, "Redis has no maxmemory")
         queue = gateway.admin("GET", "/status").json()["queue"]
         assert 0 < queue["used_bytes"] < queue["max_bytes"] == REDIS_BYTES
-        unbounded(gateway.redis)
+        gateway.redis.config_set("maxmemory", 0)
         assert heard(gateway, "Redis has no maxmemory", "gateway.limits.queue_memory has no effect")
         with warned():
             assert "Redis has no maxmemory" in caplog.text

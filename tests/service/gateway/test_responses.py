@@ -13,7 +13,6 @@ from pydantic import TypeAdapter
 from rollout_queue.redis import keys
 from tests.support.gateway.examples import CALL_TEXT
 from tests.support.gateway.fake_engine import logprob_of
-from tests.support.gateway.polls import unbounded
 from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
 from tests.support.waiting import wait_until
 
@@ -391,7 +390,7 @@ def almost_full(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> Ite
 
     monkeypatch.setattr(Recorder, "record", fill)
     yield
-    unbounded(gateway.redis)
+    gateway.redis.config_set("maxmemory", 0)
 
 
 @pytest.mark.usefixtures("almost_full")

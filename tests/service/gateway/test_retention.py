@@ -13,7 +13,6 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.reader import RedisReader
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.deletion import path_of
-from tests.support.gateway.polls import unbounded
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.redis_clients import redis_at
 from tests.support.waiting import wait_until
@@ -77,7 +76,7 @@ def pressed(gateway: RunningGateway, share: float) -> None:
 def roomy(backends: Backends) -> Any:
     """Removes the memory limit after the test."""
     yield
-    unbounded(backends.redis)
+    backends.redis.config_set("maxmemory", 0)
     backends.redis.delete("ballast")
 
 

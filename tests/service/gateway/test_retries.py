@@ -23,7 +23,7 @@ from rollout_queue.contract.records import Turn
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.gateway.calls import RETRY, Call, codes
 from tests.support.gateway.gated_engine import ANSWER, asked, let_on
-from tests.support.gateway.polls import polled, unbounded
+from tests.support.gateway.polls import polled
 from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
@@ -450,7 +450,7 @@ def test_a_turn_that_is_lost_after_its_client_left_is_an_error_in_the_log(
         wait_until(errors)
     finally:
         gateway.redis.client_unpause()
-        unbounded(gateway.redis)
+        gateway.redis.config_set("maxmemory", 0)
         polled(gateway.redis)  # tests that follow find an empty Redis
     (request,) = gateway.engine.requests
     (said,) = errors()

@@ -14,7 +14,7 @@ from gateway.rest.tinker_api.wire import messages_pb2 as wire
 from rollout_queue.commands.command import CreateModel, ForwardBackward, LoraSpec, OptimStep, Refused
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
-from tests.support.gateway.polls import polled, unbounded
+from tests.support.gateway.polls import polled
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
 from tests.support.gateway.tinker_loop import ADAM, ONE, TinkerLoop, datum, passed, tensor
@@ -92,7 +92,7 @@ def log_bytes(request: pytest.FixtureRequest, gateway: RunningGateway) -> Iterat
         return
     gateway.redis.config_set("maxmemory", 2**25)
     yield 2**22
-    unbounded(gateway.redis)
+    gateway.redis.config_set("maxmemory", 0)
 
 
 def test_a_full_log_is_told_as_capacity(backends: Backends, gateway: RunningGateway, log_bytes: int) -> None:

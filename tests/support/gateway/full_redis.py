@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.support.gateway.polls import unbounded
 from tests.support.gateway.running import RunningGateway
 
 
@@ -14,4 +13,4 @@ def full(gateway: RunningGateway) -> Iterator[None]:
     try:
         yield
     finally:
-        unbounded(gateway.redis)
+        gateway.redis.config_set("maxmemory", 0)

@@ -1,6 +1,5 @@
 """Waits until gateways have polled Redis. They do so every `poll_every_s`, and later on a busy machine."""
 
-import time
 from typing import Any
 
 from redis import Redis
@@ -20,9 +19,3 @@ def polled(redis: Redis, times: int = 2) -> None:
 
     began = looks()
     wait_until(lambda: looks() >= began + (times + 1) * MOST_GATEWAYS)
-
-
-def unbounded(redis: Redis) -> None:
-    """Take the bound on Redis' memory away, and give gateways that outlive the test five polls to know it."""
-    redis.config_set("maxmemory", 0)
-    time.sleep(1)  # no event tells whether such gateways are there

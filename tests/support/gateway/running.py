@@ -126,7 +126,7 @@ class Backends:
         with httpx.Client(timeout=120) as http:
             gateway = RunningGateway(url, self.engine, self.redis, http)
             wait_until(lambda: gateway.get("/ready").status_code == 200)
-            # A test before this one may have bounded Redis' memory: this gateway learns at a poll that it is over.
+            # A test before this one may have bounded Redis' memory: a poll tells that it is over.
             wait_until(lambda: "\nweir_redis_max_bytes 0.0\n" in gateway.get("/metrics", key=ADMIN_KEY).text)
             yield gateway
 

@@ -98,7 +98,7 @@ def test_without_guards_it_collapses(tmp_path: Path) -> None:
     pytest.fail("no run collapsed, so the guards have nothing to prevent")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
 def test_with_guards_it_ends_well_and_still_trains(tmp_path: Path, seed: int) -> None:
     settings = settings_with({}, seed, tmp_path)
     with Stack(settings) as stack:

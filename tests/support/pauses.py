@@ -21,11 +21,22 @@ def send(which: signal.Signals, processes: Iterable[psutil.Process]) -> None:
             process.send_signal(which)
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether the process is there, and no test has stopped it."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_STOPPED
+    return False
+
+
 def stop(root: psutil.Process, stopped: list[psutil.Process]) -> None:
     """Stop the process and all below it, those that start meanwhile included, and add them to `stopped`."""
-    while new := [each for each in [root, *root.children(recursive=True)] if each not in stopped]:
+    while new := [each for each in family(root) if each not in stopped and runs(each)]:
         stopped += new
         send(signal.SIGSTOP, new)
+
+
+def family(root: psutil.Process) -> list[psutil.Process]:
+    return [root, *root.children(recursive=True)]
 
 
 def main() -> int:

@@ -109,6 +109,7 @@ def test_a_turn_whose_client_was_told_that_it_failed_is_not_trained(
     assert len(ready) == 2
 
 
+@pytest.mark.failover
 def test_clients_get_answers_that_stay_or_a_503(backends: Backends, tmp_path: Path) -> None:
     with closing(WatchedMaster(tmp_path / "servers")) as watched:
         watched.master.client.hset(keys.POLICIES, "0", "{}")

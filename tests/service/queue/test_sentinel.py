@@ -18,6 +18,8 @@ from tests.support.queue.servers import WatchedMaster
 from tests.support.waiting import wait_until
 from weir.audit.facts import ClientAnswer
 
+pytestmark = pytest.mark.failover
+
 ALL_REPLICAS = Replication(2, 3.0)
 
 

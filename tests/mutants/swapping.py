@@ -24,6 +24,7 @@ class LoadedFunctions:
         self._root = root
         paths = {str((root / module).resolve()): module for module in modules}
         self._found: dict[tuple[str, str, int], list[FunctionType]] = {}
+        gc.unfreeze()  # get_objects() leaves out what tests/conftest.py has frozen
         for each in gc.get_objects():
             if type(each) is FunctionType and (module := paths.get(each.__code__.co_filename)):
                 code = each.__code__

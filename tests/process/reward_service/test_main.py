@@ -100,8 +100,13 @@ def test_in_a_stack_it_rewards_is_told_and_comes_back_after_a_kill(
         assert reward_of(gateway, finished(gateway))["value"] == 0.5
         running = state.read(settings.run_dir)
         assert running is not None
-        (row,) = status.rows_of(running, ADMIN_KEY)
-        assert (row.name, row.state, row.detail) == ("reward_service", "ready", "in_work 0, dead_letters 0")
+
+        def said() -> tuple[str, str, str]:
+            (row,) = status.rows_of(running, ADMIN_KEY)
+            return row.name, row.state, row.detail
+
+        # The session is in work until the service has heard that the gateway took its reward.
+        wait_until(lambda: said() == ("reward_service", "ready", "in_work 0, dead_letters 0"))
         (unauthorised,) = status.rows_of(running, "unknown")
         assert "401" in unauthorised.detail
         supervisor = Supervisor(stack)

@@ -2,8 +2,8 @@
 
     sample  chooses mutants at random, and writes them into mutants.json
     cover   begins anew: runs the tests with coverage: which test runs which line, and what it costs
-    run     tries each mutant on the tests that run its line, and writes what came of it; it goes on where it
-            stopped
+    run     tries each mutant on the tests that run its line, first on the one that has found it in a former
+            run, and writes what came of it; it goes on where it stopped
     table   prints the share that was found, package by package, then what survived, then the coverage; and
             fails if a mutant survived that a former run has found
 
@@ -110,6 +110,7 @@ def run(asked: argparse.Namespace) -> None:
         )
 
     tried = []
+    former = Results(asked.former).outcomes
     lines, measured = Lines(Path.cwd(), asked.cover), costs(asked.cover)
     for mutant in mutants:
         found = find(Path.cwd(), mutant, PACKAGES)
@@ -118,6 +119,8 @@ def run(asked: argparse.Namespace) -> None:
             continue
         tests = lines.tests(found.module, found.change.lineno, found.change.end_lineno)
         chosen = choose(found.module, tests - {""}, measured, asked.budget)
+        if mutant.number in former and (known := former[mutant.number].by) in tests:
+            chosen = [known, *(test for test in chosen if test != known)]
         if chosen:
             tried.append((mutant.number, found, chosen))
         else:

@@ -20,6 +20,7 @@ from rollout_queue.protocol.policies import PolicyVersion
 from tests.support.environments.running import RunTest
 from tests.support.fine_tuning.left_jobs import left_queued
 from tests.support.fine_tuning.running import EQUAL, RunningJobs, fine_tuning, jsonl, sums
+from tests.support.waiting import wait_until
 
 PAGE = (Path(__file__).parents[3] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
 
@@ -218,6 +219,40 @@ def test_the_validation_file_is_played_at_the_end_and_never_trained(
     assert (data["valid_reward_mean"], data["valid_answers"], data["valid_failed"]) == (0.25, 12, 0)
     codes = Counter(each["verdict"]["code"] for each in running.sessions())
     assert codes["not_for_training"] == 12
+
+
+def test_each_version_that_was_served_meanwhile_is_a_checkpoint_of_the_job(
+    running: RunTest, service: RunningJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = [PolicyVersion(version=number, step=10 * number, created_at=1000.5) for number in (1, 2, 3)]
+    served = 0
+
+    async def published_after(watch: PolicyWatch, version: int) -> list[PolicyVersion]:
+        return [each for each in versions if version < each.version <= served]
+
+    async def serving(watch: PolicyWatch) -> int:
+        return served
+
+    monkeypatch.setattr(PolicyWatch, "published_after", published_after)
+    monkeypatch.setattr(PolicyWatch, "serving", serving)
+    shut = Shut()
+    running.engine.answer = shut.answer
+    made = service.start(sums(2))
+    assert shut.asked.wait(300)
+    checkpoints = service.openai.fine_tuning.jobs.checkpoints
+    served = 1
+    wait_until(lambda: [*checkpoints.list(made.id)])
+    served = 3
+    shut.opened.set()
+    job = service.ended(made.id)
+    assert (job.status, job.fine_tuned_model) == ("succeeded", "policy@3")
+    listed = [*checkpoints.list(job.id, limit=2)]
+    assert [each.fine_tuned_model_checkpoint for each in listed] == ["policy@3", "policy@2", "policy@1"]
+    assert [(each.step_number, each.created_at) for each in listed] == [(30, 1000), (20, 1000), (10, 1000)]
+    told = [each for each in service.messages(job.id) if each.startswith("Step ")]
+    assert [each.partition(",")[0] for each in told] == [
+        f"Step {each.step}: version {each.version}" for each in versions
+    ]
 
 
 def test_lists_are_paged_by_the_last_id(running: RunTest, service: RunningJobs) -> None:

@@ -34,7 +34,6 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from rollout_queue.contract.records import Outcome, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis.connection.pooled import PooledConnection
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.weir.small_trainer import SmallTrainer
 
@@ -42,7 +41,7 @@ url, directory, prefix, steps = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int
 
 async def answer():
     async with AsyncRedis.from_url(url) as redis:
-        writer = RedisWriter(redis, PooledConnection)
+        writer = RedisWriter(redis)
         for number in range(10):
             name = f"{prefix}{number}"
             await writer.open_session(SessionSpec(session_id=name, created_at=100.0))

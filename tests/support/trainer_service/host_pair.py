@@ -124,6 +124,9 @@ def launched(
         ]
         try:
             yield Launchers(started)
+        except AssertionError:
+            print(log.read_text(encoding="utf-8"))
+            raise
         finally:
             for process in started:
                 kill_tree(process)

@@ -103,6 +103,26 @@ def test_a_response_is_one_of_the_contract_and_echoes_its_request(gateway: Runni
     assert gateway.engine.requests[0]["sampling_params"]["max_new_tokens"] == 50
 
 
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1])
+def test_a_number_of_more_than_64_bits_is_kept_as_it_came(
+    gateway: RunningGateway, number: int, background: bool
+) -> None:
+    limited = {**TOOL, "parameters": {"type": "object", "properties": {"n": {"maximum": number}}}}
+    said = {"input": "hi", "background": background, "metadata": {"run": number}, "tools": [limited]}
+    first = gateway.post(PATH, said)
+    assert first.status_code == 200, first.text
+
+    def kept() -> Any:
+        return gateway.get(f"{PATH}/{first.json()['id']}").json()
+
+    wait_until(lambda: kept()["status"] == "completed")
+    assert (kept()["metadata"], kept()["tools"]) == ({"run": number}, [limited])
+    again = gateway.post(PATH, {"input": "and?", "previous_response_id": kept()["id"]})
+    assert again.status_code == 200, again.text
+    assert "hi" in asked(gateway)
+
+
 def test_a_stream_tells_its_answer_in_the_events_of_the_contract(gateway: RunningGateway) -> None:
     gateway.engine.script.append(THINKING + "let me see" + CALL_TEXT)
     events = events_of(gateway.post(PATH, {"input": "a?", "tools": [TOOL], "stream": True}).text)

@@ -11,7 +11,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.dialects.base import RecordedAnswer
-from gateway.dialects.responses.stored.record import IN_PROGRESS, StoredResponse
+from gateway.dialects.responses.stored.record import IN_PROGRESS, StoredResponse, packed
 from gateway.dialects.responses.wire import ResponseState
 from gateway.dialects.wire import JsonObject, encode
 from gateway.errors import InvalidRequest
@@ -88,7 +88,7 @@ class BackgroundResponse:
         )
         script = self._redis.register_script(BEGIN)
         names = [keys.session(spec.session_id), self._name]
-        if not await stored(script(names, [msgspec.msgpack.encode(self._record), TTL_MS])):
+        if not await stored(script(names, [packed(self._record), TTL_MS])):
             raise SessionDeleted(spec.session_id)
         return encode({**self._record.told, "output": []})
 
@@ -114,7 +114,7 @@ async def replace(
     """Store a response without an answer in place of `record`. Returns False if `record` is gone."""
     ended = msgspec.structs.replace(record, told=_told(record, status, message))
     script = redis.register_script(REPLACE)
-    arguments: list[str | bytes | int] = [record.fingerprint, msgspec.msgpack.encode(ended), TTL_MS]
+    arguments: list[str | bytes | int] = [record.fingerprint, packed(ended), TTL_MS]
     return bool(await stored(script([name], arguments)))
 
 

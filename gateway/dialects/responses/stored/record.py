@@ -41,7 +41,22 @@ class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def fingerprint(self) -> str:
         """Identifies the record: Redis replaces it only if it is still the same."""
-        return sha1(msgspec.msgpack.encode(self), usedforsecurity=False).hexdigest()
+        return sha1(packed(self), usedforsecurity=False).hexdigest()
+
+
+def packed(record: StoredResponse) -> bytes:
+    """As msgpack; as JSON where a client gave a number of more than 64 bits, which msgpack does not have."""
+    try:
+        return msgspec.msgpack.encode(record)
+    except OverflowError:
+        return encode(record)
+
+
+def unpacked(stored: bytes) -> StoredResponse:
+    """The record of which `packed` made these bytes. Raises msgspec.MsgspecError."""
+    if stored.startswith(b"{"):  # no map of msgpack begins with this byte
+        return msgspec.json.decode(stored, type=StoredResponse)
+    return msgspec.msgpack.decode(stored, type=StoredResponse)
 
 
 def digest_of(told: JsonObject) -> bytes:

@@ -11,12 +11,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 from redis.asyncio import Redis
 
 from gateway.conversations.digests import chain
 from gateway.dialects.responses.input import items_of, messages_of
-from gateway.dialects.responses.stored.record import SHARED, StoredResponse, digest_of
+from gateway.dialects.responses.stored.record import SHARED, StoredResponse, digest_of, packed, unpacked
 from gateway.dialects.responses.wire import PREFIX, Item
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest, ObjectNotFound
@@ -174,7 +173,7 @@ class ResponseStore:
         names += map(keys.response, past.responses)
         script = self._redis.register_script(KEEP)
         former = "" if replacing is None else replacing.fingerprint
-        if not await stored(script(names, [msgspec.msgpack.encode(response), ttl_ms, former])):
+        if not await stored(script(names, [packed(response), ttl_ms, former])):
             raise SessionDeleted(spec.session_id)
 
     async def _repeated(self, generation: Generation, instructed: bool) -> StoredConversation:
@@ -202,11 +201,7 @@ class ResponseStore:
         if not names:
             return {}
         found: list[bytes | None] = await stored(self._redis.mget([keys.response(name) for name in names]))
-        loaded = {
-            name: msgspec.msgpack.decode(raw, type=StoredResponse)
-            for name, raw in zip(names, found, strict=True)
-            if raw is not None
-        }
+        loaded = {name: unpacked(raw) for name, raw in zip(names, found, strict=True) if raw is not None}
         return {name: each for name, each in loaded.items() if self._caller.owns(each)}
 
 

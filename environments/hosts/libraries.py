@@ -43,4 +43,4 @@ def _interpreter(library: str, environments_dir: Path) -> Path:
             f"{library} is not installed: run `make {environments_dir}/{library}/installed`, "
             "or name an interpreter that has it with --python"
         )
-    return found
+    return found.absolute()  # a host may start in another directory

@@ -192,7 +192,10 @@ def another_rollout_server(system: System, root: Path) -> Iterator[Service]:
         "STOP_TIMEOUT_S": "0.1",
     }
     environment = {f"WEIR_ROLLOUT_SERVER__{name}": value for name, value in ours.items()}
-    environment |= {"WEIR_MODEL_PATH": str(system.settings.model_path), "WEIR_ADMIN_KEYS": SYSTEM_ADMIN_KEY}
+    environment |= {
+        "WEIR_MODEL_PATH": str(system.settings.model_path),
+        "WEIR_ROLLOUT_SERVER_KEY": str(system.settings.rollout_server_key),
+    }
     service = Service("rollout_server", root / "rollout-1.log", environment)
     try:
         wait_until(lambda: states(system).get("rollout-1") == "ready", BOOTS_WITHIN_S)

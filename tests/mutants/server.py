@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.mutants.mutant import Found
@@ -168,12 +169,22 @@ def _listen(child: int, pipe: int, tests: list[str]) -> tuple[str, str, list[str
                 passed.append(test)
     finally:
         os.close(pipe)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
+        _kill(child)
         os.waitpid(child, 0)
     if len(passed) == len(tests):
         return "survived", "", passed
     return "timeout", tests[len(passed)], passed
+
+
+def _kill(child: int) -> None:
+    """Kill the child and all that it started, also what left its process group."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(child)
+        for each in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
 
 
 def _children_cpu_s() -> float:

@@ -3,7 +3,8 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,17 @@ KILLED_WITHIN_S = 5.0
 
 Readiness = Callable[[], str | None]
 """Returns why a service is not ready; None when it is."""
+
+Children = Mapping[int, Sequence[psutil.Process]]
+"""The children of each process, by its id."""
+
+
+def all_children() -> Children:
+    """Reads the table of processes once, for all services."""
+    found = defaultdict[int, list[psutil.Process]](list)
+    for each in psutil.process_iter(["ppid"]):
+        found[each.info["ppid"]].append(each)
+    return found
 
 
 @dataclass(frozen=True)
@@ -69,9 +81,8 @@ class ServiceProcess:
         return self._popen.poll() if self._popen else 0
 
     def check(self) -> None:
-        """Note the process' descendants. Raises ServiceDied, with the end of the log, when it has ended."""
+        """Raises ServiceDied, with the end of the log, when the process has ended."""
         if self.exit_code is None:
-            self._note_family()
             return
         raise ServiceDied(
             f"{self.service.name} {_how(self.exit_code)}; the end of {self.log_path}:\n{self.log_tail()}"
@@ -88,7 +99,7 @@ class ServiceProcess:
         """Send SIGTERM to the process, wait up to `timeout_s`, then kill it and its descendants."""
         if self._popen is None:
             return
-        self._note_family()
+        self.note_descendants(all_children())
         self._popen.terminate()
         try:
             self._popen.wait(timeout_s)
@@ -99,6 +110,7 @@ class ServiceProcess:
     def sweep(self) -> None:
         """Kill the descendants of a service that has ended, because an engine without a parent would still
         hold its port."""
+        self._family.update(self._session())
         for member in self._family:
             with suppress(psutil.NoSuchProcess):
                 member.kill()  # psutil compares start times, so a reused pid is safe
@@ -106,13 +118,25 @@ class ServiceProcess:
             self._popen.wait()  # before psutil waits, which would consume the exit code
         psutil.wait_procs(self._family, timeout=KILLED_WITHIN_S)
 
-    def _note_family(self) -> None:
-        # The children of an ended process get another parent, so they are noted while it runs.
-        for member in list(self._family):
-            try:
-                self._family.update(member.children(recursive=True))
-            except psutil.NoSuchProcess:
-                continue
+    def note_descendants(self, children: Children) -> None:
+        """Note the process' descendants while it runs: once it has ended, its children have another parent,
+        and those with a Unix session of their own cannot be told from others."""
+        new = {member for member in self._family if member.is_running()}
+        while new := {child for member in new for child in children.get(member.pid, ())} - self._family:
+            self._family |= new
+
+    def _session(self) -> Iterator[psutil.Process]:
+        """The processes of the service's Unix session: also those that started after the last note."""
+        if self._popen is None or self._pid_is_of_another():
+            return
+        for each in psutil.process_iter():
+            with suppress(ProcessLookupError, PermissionError):
+                if os.getsid(each.pid) == self._popen.pid:
+                    yield each
+
+    def _pid_is_of_another(self) -> bool:
+        mine = {each for each in self._family if each.pid == self.pid}
+        return psutil.pid_exists(self.pid) and not any(each.is_running() for each in mine)
 
 
 def _how(exit_code: int) -> str:

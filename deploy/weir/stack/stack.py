@@ -18,7 +18,7 @@ from rollout_queue import clock
 from weir.errors import StackError
 from weir.stack import state
 from weir.stack.preflight import check_machine, check_ports
-from weir.stack.process import Service, ServiceProcess
+from weir.stack.process import Service, ServiceProcess, all_children
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.state import Phase, ProcessState, StackState
@@ -26,6 +26,8 @@ from weir.stack.state import Phase, ProcessState, StackState
 logger = logging.getLogger(__name__)
 
 POLL_EVERY_S = 0.25
+NOTE_DESCENDANTS_EVERY_S = 5.0
+"""Reading the table of processes costs milliseconds, so it is read seldom, and once for all services."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -40,6 +42,7 @@ class Stack:
         self.processes: dict[str, ServiceProcess] = {}
         self._waiting: dict[str, str] = {}
         self._handlers: dict[int, Handler] = {}
+        self._note_at = 0.0
 
     @property
     def gateway_url(self) -> str:
@@ -111,12 +114,14 @@ class Stack:
                     f"not ready after {limit_s:.0f} s: {waiting}; logs: {self.settings.logs_dir}"
                 )
             clock.pause(POLL_EVERY_S)
+        self._note_at = 0.0
+        self.check()
         self.write_state("up")
 
     def waiting_for(self) -> str:
         """Which services are not ready, and why; empty if all are. Raises ServiceDied if one has ended."""
+        self.check()
         for name, process in self.processes.items():
-            process.check()
             if name in self._waiting:
                 reason = process.service.ready()
                 if reason is None:
@@ -127,8 +132,19 @@ class Stack:
 
     def check(self) -> None:
         """Raises ServiceDied when a service has ended."""
+        self.note_descendants()
         for process in self.processes.values():
             process.check()
+
+    def note_descendants(self) -> None:
+        """Note which processes the services have started, every `NOTE_DESCENDANTS_EVERY_S`."""
+        now = clock.monotonic()
+        if now < self._note_at:
+            return
+        self._note_at = now + NOTE_DESCENDANTS_EVERY_S
+        children = all_children()
+        for process in self.processes.values():
+            process.note_descendants(children)
 
     def restart(self, name: str) -> None:
         """Start a service that has ended, after killing the descendants that it left."""

@@ -74,6 +74,7 @@ class Supervisor:
     def check(self) -> None:
         """Look at each service once, and restart it when its pause is over."""
         now = clock.monotonic()
+        self._stack.note_descendants()
         for name, process in self._stack.processes.items():
             backoff = self._backoffs[name]
             if backoff.due_at is not None:

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,7 +26,7 @@ from weir.stack.process import Service
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 from weir.stack.state import ProcessState, StackState
-from weir.stack.supervisor import FIRST_BACKOFF_S, STAY, Backoff, Supervisor
+from weir.stack.supervisor import FIRST_BACKOFF_S, STAY, WATCH_EVERY_S, Backoff, Supervisor
 
 FakeService = Callable[..., Service]
 
@@ -121,6 +121,51 @@ def test_a_killed_service_takes_its_orphans_along(
             stack.check()
         assert alive(grandchild)
     assert not alive(grandchild)
+
+
+def test_a_child_that_started_just_before_its_service_died_is_killed_too(
+    settings: StackSettings, tmp_path: Path
+) -> None:
+    child, go = tmp_path / "child", tmp_path / "go"
+    script = f"""
+import pathlib, subprocess, time
+while not pathlib.Path({str(go)!r}).exists():
+    time.sleep(0.01)
+pathlib.Path({str(child)!r}).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+raise SystemExit(3)
+"""
+    late = Service("rollout_server", (sys.executable, "-c", script), {}, "", lambda: None)
+    with Stack(settings, [late]) as stack:
+        stack.wait_ready()
+        go.touch()
+        wait_until(lambda: stack.processes["rollout_server"].exit_code is not None)
+        orphan = int(child.read_text())
+        assert alive(orphan)
+    assert not alive(orphan)
+
+
+def test_the_table_of_processes_is_read_seldom_and_once_for_all_services(
+    settings: StackSettings,
+    fake_service: FakeService,
+    turned: TurnedClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[float] = []
+
+    def noted(attributes: list[str]) -> Iterator[psutil.Process]:
+        read.append(turned.monotonic())
+        return process_iter(attributes)
+
+    process_iter = psutil.process_iter
+    with Stack(settings, [fake_service(name) for name in ("redis", "gateway", "trainer_service")]) as stack:
+        stack.wait_ready()
+        monkeypatch.setattr(psutil, "process_iter", noted)
+        supervisor = Supervisor(stack)
+        for _ in range(120):  # a minute
+            turned.turn(WATCH_EVERY_S)
+            supervisor.check()
+        monkeypatch.undo()
+    assert len(read) == 12
 
 
 def test_a_deaf_service_is_killed_after_its_deadline(settings: StackSettings, tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trainer_service.algorithms.advantages.settings import VALUE_CLIP
+
+LORA_LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-4, 1e-5
+"""An adapter needs a rate some hundred times that of all weights for the same change of the policy."""
 
 
 class OptimizerSettings(BaseModel):
@@ -14,6 +17,7 @@ class OptimizerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     lr: float = Field(1e-6, ge=0)
+    """The learning rate. The default is 1e-4 with `lora`, and 1e-5 for a critic."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
@@ -37,16 +41,25 @@ class OptimizerSettings(BaseModel):
             )
         return self
 
+    def with_default_rate(self, lr: float) -> "OptimizerSettings":
+        """These settings, with the learning rate `lr` if none was given."""
+        return self if "lr" in self.model_fields_set else self.model_copy(update={"lr": lr})
+
 
 class CriticSettings(BaseModel):
     """The critic's optimizer, and the clip of its values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
+    optimizer: OptimizerSettings = OptimizerSettings(lr=CRITIC_LEARNING_RATE)
     value_clip: float | None = Field(VALUE_CLIP, gt=0)
     """The largest change of a value in one step, in units of the reward. A value that has changed more gets
     no gradient that changes it further. None does not clip."""
+
+    @field_validator("optimizer")
+    @classmethod
+    def _has_a_rate(cls, optimizer: OptimizerSettings) -> OptimizerSettings:
+        return optimizer.with_default_rate(CRITIC_LEARNING_RATE)
 
 
 class LoraSettings(BaseModel):
@@ -141,6 +154,12 @@ class ModelSettings(BaseModel):
     def learns_routing(self) -> bool:
         """Whether the loss has the routers' auxiliary loss."""
         return False
+
+    @model_validator(mode="after")
+    def _adapters_have_a_rate(self) -> "ModelSettings":
+        if self.lora is not None:
+            self.optimizer = self.optimizer.with_default_rate(LORA_LEARNING_RATE)
+        return self
 
     @model_validator(mode="after")
     def _stage_zero_is_possible(self) -> "ModelSettings":

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from trainer_service.model.settings import LoraSettings
+from trainer_service.model.settings import LORA_LEARNING_RATE, LoraSettings
 from trainer_service.model.sharding.zero import wants_cuda
 from trainer_service.settings import TrainerSettings
 from trainer_service.sizing.memory import DoesNotFit, ModelShape, Partition, fit
 
 logger = logging.getLogger(__name__)
+
+SLOW_LORA_RATE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,13 @@ def resolved(settings: TrainerSettings, gpu: Gpu | None, ranks: int) -> TrainerS
         chosen.algorithm.max_tokens,
         "recomputes activations" if chosen.activation_checkpointing else "keeps activations",
     )
+    if chosen.lora is not None and chosen.optimizer.lr < SLOW_LORA_RATE:
+        logger.warning(
+            "trainer.optimizer.lr is %g: adapters hardly learn below %g; their default is %g",
+            chosen.optimizer.lr,
+            SLOW_LORA_RATE,
+            LORA_LEARNING_RATE,
+        )
     return chosen
 
 

@@ -16,6 +16,7 @@ from trainer_service.model.attention.packed_attention import Packing, set_attent
 from trainer_service.model.forward import scores
 from trainer_service.model.head.logprob_head import set_head
 from trainer_service.model.huggingface import enable_activation_checkpointing
+from trainer_service.model.optimizer import make_optimizer
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import TrainerSettings
@@ -134,6 +135,29 @@ def test_on_a_gpu_auto_is_bfloat16_where_gpu_and_stage_support_it(
     assert (found.dtype, found.activation_checkpointing) == (dtype, False)
     assert found.algorithm.max_tokens == MOST_TOKENS
     assert f"trains on {gpu.name} with {gpu.memory / 1e9:.1f} GB in {dtype}, in micro-batches" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "rate", "warns"),
+    [
+        ({}, 1e-6, False),
+        ({"lora": {}}, 1e-4, False),
+        ({"lora": {}, "optimizer": {"warmup_steps": 2}}, 1e-4, False),
+        ({"lora": {}, "optimizer": {"lr": 3e-4}}, 3e-4, False),
+        ({"lora": {}, "optimizer": {"lr": 1e-6}}, 1e-6, True),
+        ({"optimizer": {"lr": 1e-7}}, 1e-7, False),
+    ],
+)
+def test_adapters_have_a_learning_rate_of_their_own(
+    model_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, Any], rate: float, warns: bool
+) -> None:
+    critic = {"critic": {"optimizer": {"beta1": 0.8}}, "algorithm": {"advantage": "gae"}}
+    settings = settings_of(model_path, **critic, **given)
+    found = resolved(settings, None, ranks=1)
+    assert make_optimizer([torch.nn.Parameter(torch.zeros(1))], found).param_groups[0]["lr"] == rate
+    assert found.critic is not None
+    assert found.critic.optimizer.lr == 1e-5
+    assert ("adapters hardly learn below 1e-05; their default is 0.0001" in caplog.text) is warns
 
 
 def test_a_gpu_leaves_the_users_settings_alone(model_path: Path) -> None:

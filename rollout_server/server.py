@@ -17,10 +17,11 @@ import httpx
 from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.keys import bearer
+from rollout_queue.machine_memory import machine_memory
 from rollout_queue.private_file import write_private
 from rollout_queue.protocol.engine_load import EngineLoads
 from rollout_server.adapters import COMPARE_EVERY_S, NamedAdapters
-from rollout_server.engine.command import engine_command, engine_dtype, engine_environment
+from rollout_server.engine.command import cpu_kv_tokens, engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
 from rollout_server.engine.engine_log import POLL_S as LOG_POLL_S
@@ -189,9 +190,10 @@ def build_server(settings: RolloutServerSettings, device: Device, weights_dir: P
             raise EngineFailed(port_message(settings.engine_host, settings.engine_port, "engine_port"))
         if settings.engine_key is not None:
             write_private(settings.engine_key_path, settings.engine_key)
-        command = engine_command(settings, device, policy.directory, policy.version)
         environment = engine_environment(settings, device)
         try:
+            kv_tokens = cpu_kv_tokens(settings, policy.directory, machine_memory().free)
+            command = engine_command(settings, device, policy.directory, policy.version, kv_tokens)
             return await EngineProcess.start(command, environment, settings.log_path, settings.stop_timeout_s)
         except OSError as error:
             raise EngineFailed(f"cannot be started: {error}") from error

@@ -1,11 +1,12 @@
-"""SGLang's command line and environment, as pure functions of the settings."""
+"""SGLang's command line and environment, as functions of the settings and of the free memory."""
 
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rollout_server.settings import Device, RolloutServerSettings
 
@@ -17,8 +18,12 @@ NO_PINNED_MEMORY = "ENGINE_WITHOUT_PINNED_MEMORY"
 """With this variable, `SHIM` lets torch ignore requests for pinned memory, which need CUDA."""
 NO_CUDA_RUNTIME = "ENGINE_WITHOUT_CUDA_RUNTIME"
 """With this variable, `SHIM` answers the calls that register host memory with CUDA."""
-CPU_MAX_TOTAL_TOKENS = 65536
 CPU_MAX_RUNNING_REQUESTS = 64
+MOST_KV_TOKENS, FEWEST_KV_TOKENS = 65_536, 8_192
+"""Of the KV cache on CPU. With fewer tokens, two conversations of an agent hardly fit."""
+KV_SHARE = 0.1
+"""The part of the free memory that the KV cache takes on CPU: SGLang writes all of it at its start, and the
+trainer needs most of the rest."""
 
 
 def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
@@ -33,9 +38,11 @@ def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
 
 
 def engine_command(
-    settings: RolloutServerSettings, device: Device, model_path: Path, version: int
+    settings: RolloutServerSettings, device: Device, model_path: Path, version: int, kv_tokens: int
 ) -> list[str]:
-    """SGLang's command line. It starts with the weights of `version`, so a restart needs no reload."""
+    """SGLang's command line. It starts with the weights of `version`, so a restart needs no reload.
+
+    `kv_tokens` is how many tokens the KV cache has on CPU if the settings do not say it."""
     keyed = [str(KEYED), str(settings.engine_key_path)]
     command = [
         settings.engine_python,
@@ -46,7 +53,7 @@ def engine_command(
     command += ["--random-seed", str(settings.random_seed)]
     # Each chunk of a stream has only the new tokens, so an answer costs O(tokens) bytes, not O(tokens²).
     command += ["--incremental-streaming-output", "--sleep-on-idle", "--log-level-http", "warning"]
-    command += _cpu(settings) if device == "cpu" else _cuda(settings)
+    command += _cpu(settings, kv_tokens) if device == "cpu" else _cuda(settings)
     command += _lora(settings, device)
     if settings.router_replay:
         command.append("--enable-return-routed-experts")
@@ -91,12 +98,33 @@ def _lora(settings: RolloutServerSettings, device: Device) -> list[str]:
     ]
 
 
-def _cpu(settings: RolloutServerSettings) -> list[str]:
+def cpu_kv_tokens(settings: RolloutServerSettings, model_path: Path, free_bytes: int) -> int:
+    """How many tokens the KV cache of an engine on CPU has. If the settings do not say it, those that fit
+    into `KV_SHARE` of the free memory, within the bounds. Raises OSError."""
+    if settings.max_total_tokens is not None:
+        return settings.max_total_tokens
+    of_token = kv_bytes_of_token(settings, model_path)
+    fitting = int(KV_SHARE * free_bytes) // of_token if of_token else 0
+    return max(FEWEST_KV_TOKENS, min(MOST_KV_TOKENS, fitting))
+
+
+def kv_bytes_of_token(settings: RolloutServerSettings, model_path: Path) -> int:
+    """The bytes of a token's keys and values in all layers, on CPU; 0 for a kind of model that names the
+    facts in another way. Raises OSError."""
+    config: dict[str, Any] = json.loads((model_path / "config.json").read_bytes())
+    of_text: dict[str, Any] = config.get("text_config", config)
+    heads, layers = of_text.get("num_attention_heads") or 0, of_text.get("num_hidden_layers") or 0
+    width: int = of_text.get("head_dim") or of_text.get("hidden_size", 0) // max(heads, 1)
+    value_bytes = 4 if engine_dtype(settings, "cpu") == "float32" else 2
+    return 2 * layers * (of_text.get("num_key_value_heads") or heads) * width * value_bytes
+
+
+def _cpu(settings: RolloutServerSettings, kv_tokens: int) -> list[str]:
     return [
         *("--device", "cpu", "--attention-backend", "torch_native"),
         *("--dtype", engine_dtype(settings, "cpu")),
         *("--mem-fraction-static", "0.5"),
-        *("--max-total-tokens", str(settings.max_total_tokens or CPU_MAX_TOTAL_TOKENS)),
+        *("--max-total-tokens", str(settings.max_total_tokens or kv_tokens)),
         *("--max-running-requests", str(settings.max_running_requests or CPU_MAX_RUNNING_REQUESTS)),
         # Nothing is compiled on CPU, so a warm-up only costs a second of every boot.
         "--skip-server-warmup",

@@ -7,10 +7,9 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-import psutil
-
 from rollout_queue import clock
 from rollout_queue.contract.policies.policy import sha256_of
+from rollout_queue.machine_memory import machine_memory
 from weir.doctor.facts import DiskFacts, LogFacts, MachineFacts
 from weir.doctor.targets import Targets
 
@@ -28,20 +27,16 @@ ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^[A-Za-z_.]*(Error|Exception): ")
 WRITTEN_AT = re.compile(r"^\W?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 RECENT_S = 3600.0
 """An older error is no news."""
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def examine(targets: Targets) -> MachineFacts:
     """Raises OSError if something here cannot be read."""
-    memory = psutil.virtual_memory()
-    limit, used = cgroup_memory()
-    bound = min(memory.total, limit or memory.total)
-    free = memory.available if limit is None else min(memory.available, max(0, limit - used))
+    memory = machine_memory()
     stack = targets.stack
     return MachineFacts(
         disks=tuple(_disks(targets)),
-        memory_bytes=bound,
-        memory_free_bytes=free,
+        memory_bytes=memory.total,
+        memory_free_bytes=memory.free,
         models=_models(targets),
         errors=tuple(_errors(targets)),
         ended=() if stack is None else tuple(set(stack.services) - set(stack.running())),
@@ -50,19 +45,6 @@ def examine(targets: Targets) -> MachineFacts:
         if stack is None
         else {name: each.restarts for name, each in stack.services.items() if each.restarts},
     )
-
-
-def cgroup_memory(root: Path = CGROUPS) -> tuple[int | None, int]:
-    """The memory limit of this container in bytes, None without one, and what it uses, caches left out."""
-    try:
-        text = (root / "memory.max").read_text().strip()
-        if text == "max":
-            return None, 0
-        used = int((root / "memory.current").read_text())
-        facts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        return int(text), max(0, used - int(facts.get("inactive_file", 0)))
-    except (OSError, ValueError):
-        return None, 0
 
 
 def _disks(targets: Targets) -> Iterator[DiskFacts]:

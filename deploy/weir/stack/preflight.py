@@ -1,18 +1,33 @@
 """Checks that run before any service starts; each failure is one sentence that says what to change."""
 
+import json
+import math
+import os
 import shutil
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
+from rollout_queue.machine_memory import machine_memory
+from rollout_queue.settings import MalformedSettings, read_settings
+from rollout_server.engine.command import cpu_kv_tokens, engine_dtype, find_device, kv_bytes_of_token
+from rollout_server.settings import RolloutServerSettings
 from weir.errors import StackError
 from weir.stack.process import Service
-from weir.stack.settings import StackSettings
+from weir.stack.services import determined_sections, effective_sections
+from weir.stack.settings import StackSettings, variable
+
+TRAINED_BYTES, ADAPTED_BYTES = 43, 12
+"""What the trainer takes on CPU for each parameter, measured, all in float32: weights, gradients, AdamW's
+state, and copies for a checkpoint and a push. With LoRA, the weights and a merged copy."""
+SERVICES_BYTES = 2_500_000_000
+"""What all services take, measured with a tiny model."""
 
 
 def check_machine(settings: StackSettings) -> None:
-    """Raises StackError when the model, the engine's Python or disk space is missing."""
+    """Raises StackError when the model, the engine's Python, disk space or memory is missing."""
     if settings.model_path is None:
         raise StackError(
             "no model is set: set WEIR_MODEL_PATH to a Hugging Face directory (`weir demo` makes a tiny one)"
@@ -31,6 +46,67 @@ def check_machine(settings: StackSettings) -> None:
             f"the disk of {settings.run_dir} has {free_bytes / 2**30:.1f} GiB left, and a run needs "
             f"{settings.free_disk_bytes / 2**30:.1f}: free some space, or set stack.free_disk_bytes"
         )
+    check_memory(settings)
+
+
+def check_memory(settings: StackSettings) -> None:
+    """Raises StackError when training and engine would not fit into the free memory of a machine without GPU,
+    where the system would kill a process later, without a word."""
+    free = machine_memory().free
+    if settings.free_memory_bytes is not None:
+        needed, advice = settings.free_memory_bytes, "stack.free_memory_bytes asks for that"
+    else:
+        needed, advice = _estimated(settings, free)
+    if needed > free:
+        raise StackError(
+            f"this machine has {free / 1e9:.1f} GB of free memory, and {settings.model_path} needs about "
+            f"{needed / 1e9:.1f} GB: {advice}"
+        )
+
+
+def _estimated(settings: StackSettings, free: int) -> tuple[int, str]:
+    """The bytes that all services need on CPU, 0 with a GPU, and what would make them fewer."""
+    path, server = settings.model_path, _rollout_server(settings)
+    assert path is not None  # noqa: S101 - `check_machine` looked
+    if find_device(server.engine_device) == "cuda":
+        return 0, ""  # the engine and the trainer look at the memory of the GPU
+    parameters = count_parameters(path)
+    weights = parameters * (4 if engine_dtype(server, "cpu") == "float32" else 2)
+    cache = cpu_kv_tokens(server, path, free) * kv_bytes_of_token(server, path)
+    others = SERVICES_BYTES + weights + cache
+    adapted = others + parameters * ADAPTED_BYTES
+    anyway = "take a smaller model, or set stack.free_memory_bytes to 0 to try it"
+    if server.max_total_tokens is not None:
+        anyway = f"lower rollout_server.max_total_tokens, whose cache is {cache / 1e9:.1f} GB of it, {anyway}"
+    if _trains_adapters(settings):
+        return adapted, anyway
+    whole = others + parameters * TRAINED_BYTES
+    return whole, f"set trainer.lora to {{}} to train adapters, with about {adapted / 1e9:.1f} GB, {anyway}"
+
+
+def _rollout_server(settings: StackSettings) -> RolloutServerSettings:
+    try:
+        return read_settings(RolloutServerSettings, **determined_sections(settings)["rollout_server"])
+    except MalformedSettings as error:
+        raise StackError(str(error)) from error
+
+
+def _trains_adapters(settings: StackSettings) -> bool:
+    """Read without the trainer's own settings, whose import takes seconds."""
+    named = variable("trainer", "lora")
+    return effective_sections(settings)["trainer"].get("lora") is not None or any(
+        name == named or name.startswith(f"{named}__") for name in os.environ
+    )
+
+
+def count_parameters(model_path: Path) -> int:
+    """The numbers in all safetensors files of a directory, from their heads."""
+    count = 0
+    for path in model_path.glob("*.safetensors"):
+        with path.open("rb") as file:
+            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        count += sum(math.prod(each["shape"]) for name, each in head.items() if name != "__metadata__")
+    return count
 
 
 def check_ports(services: Iterable[Service]) -> None:

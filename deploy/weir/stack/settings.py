@@ -75,6 +75,9 @@ class StackSettings(ServiceSettings):
     """How long each service may take to stop before it is killed; longer than any service's own limit."""
     free_disk_bytes: int = 2 * 2**30
     """The free space that the disk of the run directory must have before anything starts."""
+    free_memory_bytes: int | None = Field(None, ge=0)
+    """The free memory that this machine must have before anything starts; 0: any. Null: what the model is
+    estimated to need on CPU."""
 
     @classmethod
     def settings_customise_sources(

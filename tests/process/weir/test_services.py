@@ -1,5 +1,6 @@
 """The configuration of each service, and the configuration by which Redis keeps the queue's promises."""
 
+import json
 import os
 import stat
 import subprocess
@@ -10,11 +11,13 @@ import psutil
 import pytest
 import yaml
 
+from rollout_queue.machine_memory import MachineMemory
 from rollout_queue.settings import MalformedSettings
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from weir.errors import StackError
-from weir.stack.preflight import check_machine
+from weir.stack import preflight
+from weir.stack.preflight import check_machine, check_memory
 from weir.stack.redis_server import START, redis_service
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
@@ -192,6 +195,7 @@ def test_the_reward_service_rewards_at_the_gateway_of_this_stack(
         ({"model_path": "elsewhere"}, "elsewhere is not a Hugging Face directory"),
         ({"engine_python": "elsewhere/python"}, "run `make install`"),
         ({"free_disk_bytes": 2**60}, "GiB left, and a run needs"),
+        ({"free_memory_bytes": 2**60}, r"of free memory, and .* needs about 1152921504\.6 GB"),
     ],
 )
 def test_what_the_machine_lacks_is_one_sentence(
@@ -205,3 +209,53 @@ def test_what_the_machine_lacks_is_one_sentence(
     check_machine(StackSettings(**complete))
     with pytest.raises(StackError, match=sentence):
         check_machine(StackSettings(**{**complete, **change}))
+
+
+@pytest.mark.parametrize(
+    ("services", "variables", "free_gb", "sentence"),
+    [
+        # 135 million parameters, each 43 bytes of the trainer and 4 of the engine; a tenth of the free memory
+        # for keys and values; 2.5 GB for the rest
+        ({}, {}, 10.0, ""),
+        (
+            {},
+            {},
+            8.5,
+            "has 8.5 GB of free memory, and .* needs about 9.7 GB: set trainer.lora to {} to train "
+            "adapters, with about 5.5 GB, take a smaller model, or set stack.free_memory_bytes to 0",
+        ),
+        ({"trainer": {"lora": {}}}, {}, 6.0, ""),
+        ({}, {"WEIR_TRAINER__LORA__RANK": "8"}, 6.0, ""),
+        ({"trainer": {"lora": {}}}, {}, 4.5, "needs about 5.1 GB: take a smaller model"),
+        (
+            {},
+            {"WEIR_ROLLOUT_SERVER__MAX_TOTAL_TOKENS": "65536"},
+            10.0,
+            "lower rollout_server.max_total_tokens, whose cache is 3.0 GB of it",
+        ),
+        ({"rollout_server": {"engine_device": "cuda"}}, {}, 0.1, ""),
+    ],
+)
+def test_a_model_that_does_not_fit_into_the_memory_is_refused_at_the_start(
+    settings: StackSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    services: dict[str, Any],
+    variables: dict[str, str],
+    free_gb: float,
+    sentence: str,
+) -> None:
+    shape = {"num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    head = json.dumps({"w": {"dtype": "F32", "shape": [135, 1_000_000], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    free = int(free_gb * 1e9)
+    monkeypatch.setattr(preflight, "machine_memory", lambda: MachineMemory(free, free))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    mine = settings.model_copy(update={"model_path": tmp_path, "services": services})
+    if not sentence:
+        check_memory(mine)
+        return
+    with pytest.raises(StackError, match=sentence):
+        check_memory(mine)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from rollout_queue.contract.policies.policy import FileSpec, Manifest, PolicyRecord
+from rollout_queue.machine_memory import cgroup_memory
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from tests.support.redis_process import RedisProcess
@@ -18,7 +19,6 @@ from tests.support.serving import free_port
 from tests.support.waiting import PATIENCE_S, wait_until
 from weir.doctor.doctor import examine, examined
 from weir.doctor.facts import DeploymentFacts, DiskFacts, MachineFacts, RedisFacts, ServiceFacts
-from weir.doctor.machine import cgroup_memory
 from weir.doctor.targets import Targets
 from weir.stack.state import ProcessState, StackState
 

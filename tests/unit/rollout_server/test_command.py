@@ -1,5 +1,6 @@
 """Checks SGLang's command line and environment on each device, and the settings that they come from."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ from pydantic import ValidationError
 from rollout_server.addresses import addresses
 from rollout_server.engine.command import (
     SHIM,
+    cpu_kv_tokens,
     engine_command,
     engine_environment,
 )
 from rollout_server.settings import RolloutServerSettings
+
+KV = 1234
 
 
 def settings(**fields: Any) -> RolloutServerSettings:
@@ -29,7 +33,7 @@ def options(command: list[str]) -> dict[str, str | None]:
 
 
 def test_the_cpu_engine_uses_torch_native_attention_and_float32() -> None:
-    given = options(engine_command(settings(engine_python="/e/python"), "cpu", Path("/w/v7"), 7))
+    given = options(engine_command(settings(engine_python="/e/python"), "cpu", Path("/w/v7"), 7, KV))
     assert given["--model-path"] == "/w/v7"
     assert given["--weight-version"] == "7"
     assert (given["--device"], given["--attention-backend"]) == ("cpu", "torch_native")
@@ -38,8 +42,35 @@ def test_the_cpu_engine_uses_torch_native_attention_and_float32() -> None:
     assert {"--incremental-streaming-output", "--sleep-on-idle", "--skip-server-warmup"} <= given.keys()
 
 
+@pytest.mark.parametrize(
+    ("config", "dtype", "free_gb", "tokens"),
+    [
+        # 2 · layers · key-value heads · width · bytes: 46,080 B a token of SmolLM2-135M
+        ({"num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64}, None, 20, 43_402),
+        ({"num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64}, "bfloat16", 20, 65_536),
+        ({"num_hidden_layers": 30, "num_attention_heads": 9, "hidden_size": 576}, None, 20, 14_467),
+        (
+            {"text_config": {"num_hidden_layers": 28, "num_key_value_heads": 8, "head_dim": 128}},
+            None,
+            9,
+            8_192,
+        ),
+        ({"model_type": "of another kind"}, None, 1_000, 8_192),
+    ],
+)
+def test_the_cpu_engines_cache_takes_a_tenth_of_the_free_memory(
+    tmp_path: Path, config: dict[str, Any], dtype: str | None, free_gb: int, tokens: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cpu_kv_tokens(settings(dtype=dtype), tmp_path, free_gb * 10**9) == tokens
+    given = options(engine_command(settings(dtype=dtype), "cpu", tmp_path, 0, tokens))
+    assert given["--max-total-tokens"] == str(tokens)
+    fixed = settings(max_total_tokens=99)
+    assert options(engine_command(fixed, "cpu", tmp_path, 0, tokens))["--max-total-tokens"] == "99"
+
+
 def test_the_cuda_engine_warms_up_and_uses_the_checkpoints_dtype() -> None:
-    given = options(engine_command(settings(), "cuda", Path("/models/m"), 0))
+    given = options(engine_command(settings(), "cuda", Path("/models/m"), 0, KV))
     assert (given["--device"], given["--dtype"]) == ("cuda", "auto")
     assert "--attention-backend" not in given
     assert "--skip-server-warmup" not in given
@@ -48,7 +79,7 @@ def test_the_cuda_engine_warms_up_and_uses_the_checkpoints_dtype() -> None:
 
 def test_an_engine_that_shares_its_memory_can_release_it_on_cuda_and_starts_on_cpu() -> None:
     def given(device: Any, memory: Any) -> dict[str, str | None]:
-        return options(engine_command(settings(memory=memory), device, Path("/models/m"), 0))
+        return options(engine_command(settings(memory=memory), device, Path("/models/m"), 0, KV))
 
     assert "--enable-memory-saver" in given("cuda", "shared")
     assert "--enable-memory-saver" not in given("cpu", "shared"), "it needs a package that needs CUDA"
@@ -58,18 +89,20 @@ def test_an_engine_that_shares_its_memory_can_release_it_on_cuda_and_starts_on_c
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_engine_whose_experts_are_replayed_tells_them(device: Any) -> None:
     replaying = settings(router_replay=True)
-    assert "--enable-return-routed-experts" in engine_command(replaying, device, Path("/models/m"), 0)
-    assert "--enable-return-routed-experts" not in engine_command(settings(), device, Path("/models/m"), 0)
+    assert "--enable-return-routed-experts" in engine_command(replaying, device, Path("/models/m"), 0, KV)
+    assert "--enable-return-routed-experts" not in engine_command(
+        settings(), device, Path("/models/m"), 0, KV
+    )
     assert ("ENGINE_WITHOUT_CUDA_RUNTIME" in engine_environment(replaying, device, {})) == (device == "cpu")
     assert "ENGINE_WITHOUT_CUDA_RUNTIME" not in engine_environment(settings(), device, {})
 
 
 def test_no_command_line_has_the_engines_key() -> None:
     keyed = settings(engine_key="a-secret", engine_log=Path("/logs/e.log"))
-    command = engine_command(keyed, "cpu", Path("/models/m"), 0)
+    command = engine_command(keyed, "cpu", Path("/models/m"), 0, KV)
     assert command[2] == "/logs/e.key"
     assert "a-secret" not in " ".join(command)
-    assert command[3:] == engine_command(settings(), "cpu", Path("/models/m"), 0)[3:]
+    assert command[3:] == engine_command(settings(), "cpu", Path("/models/m"), 0, KV)[3:]
     for own in ("--api-key", "--admin-api-key=x"):
         with pytest.raises(ValidationError, match="engine_args: with an engine_key"):
             settings(engine_key="a-secret", engine_args=[own, "x"])
@@ -84,7 +117,7 @@ def test_settings_reach_the_command_line(device: Any) -> None:
         max_total_tokens=4096,
         engine_args=["--tp", "2"],
     )
-    command = engine_command(chosen, device, Path("/models/m"), 0)
+    command = engine_command(chosen, device, Path("/models/m"), 0, KV)
     given = options(command)
     assert given["--dtype"] == "bfloat16"
     assert given["--context-length"] == "2048"

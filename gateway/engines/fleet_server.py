@@ -34,6 +34,14 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """The processes that had this id or URL before. If one registers again, it is a second server."""
     forget_after_s: float | None = None
 
+    def renews(self, known: "Registration | None") -> bool:
+        """Whether the same process registers the same addresses again."""
+        return (
+            known is not None
+            and known.process is not None
+            and (self.process, self.url, self.engine_url) == (known.process, known.url, known.engine_url)
+        )
+
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """The part of a bare engine's `/model_info` that the fleet needs."""

@@ -1,11 +1,11 @@
 """How much memory this machine has, or the container in which this process runs."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 CGROUPS = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,23 @@ class MachineMemory:
     """What can be had without swapping; caches count as free."""
 
 
-def machine_memory() -> MachineMemory:
-    machine = psutil.virtual_memory()
-    limit, used = cgroup_memory()
+def machine_memory(meminfo: Path = MEMINFO, cgroups: Path = CGROUPS) -> MachineMemory:
+    """Where the system does not tell what is free, all counts as free."""
+    total, available = _of_machine(meminfo)
+    limit, used = cgroup_memory(cgroups)
     if limit is None:
-        return MachineMemory(machine.total, machine.available)
-    return MachineMemory(min(machine.total, limit), min(machine.available, max(0, limit - used)))
+        return MachineMemory(total, available)
+    return MachineMemory(min(total, limit), min(available, max(0, limit - used)))
+
+
+def _of_machine(meminfo: Path) -> tuple[int, int]:
+    try:
+        lines = (line.split() for line in meminfo.read_text().splitlines())
+        kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
+        return kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+    except (OSError, LookupError, ValueError):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total, total
 
 
 def cgroup_memory(root: Path = CGROUPS) -> tuple[int | None, int]:

@@ -77,8 +77,7 @@ async def renewed(redis: Redis, registration: Registration) -> Registration | No
     if raw is None:
         return None
     known = _registration.decode(raw)
-    fields = ("process", "url", "engine_url")
-    if known.process is None or any(getattr(known, name) != getattr(registration, name) for name in fields):
+    if not registration.renews(known):
         return None
     stamped = msgspec.structs.replace(registration, registered_at=clock.now(), displaced=known.displaced)
     await stored(redis.hset(keys.SERVERS, stamped.id, msgspec.json.encode(stamped).decode()))

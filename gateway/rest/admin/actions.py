@@ -19,7 +19,7 @@ from rollout_queue.http.keys import Role
 router = APIRouter(prefix="/actions")
 
 LOGGED: Set[Role] = {"admin", "trainer"}
-"""Rollout servers register again and again."""
+"""Rollout servers that have a key of their own register by themselves."""
 ENTRY_ID = r"^[0-9]{1,20}(-[0-9]{1,20})?$"
 
 
@@ -36,10 +36,14 @@ class LogAdminActions:
             return
         status = 500  # if the route raises
 
+        def changed() -> bool:
+            return status >= 400 or not scope["state"].get("changes_nothing")
+
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+            if message["type"] == "http.response.start" and changed():
                 await scope["app"].state.siblings.ask(CHANGED_PATH)  # other workers know the keys, too
             await send(message)
 
@@ -49,7 +53,10 @@ class LogAdminActions:
             log: ActionLog = scope["app"].state.parts.actions
             host = (scope.get("client") or ("",))[0]
             request_id = scope["state"].get("request_id", "")
-            await log.add(now_action(caller.key, scope["method"], scope["path"], status, request_id, host))
+            if changed():
+                await log.add(
+                    now_action(caller.key, scope["method"], scope["path"], status, request_id, host)
+                )
 
 
 @router.get("")

@@ -105,6 +105,8 @@ async def register_server(body: ServerBody, request: Request) -> Registered:
         process=body.process,
         forget_after_s=body.forget_after_s,
     )
+    known = gateway.fleet.servers.get(body.id)
+    request.state.changes_nothing = known is not None and registration.renews(known.registration)
     server = await gateway.fleet.register(registration)
     if server.version is not None and gateway.fleet.serving is None:
         await gateway.policies.note_initial(server.version)

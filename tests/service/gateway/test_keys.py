@@ -20,6 +20,7 @@ from rollout_queue.redis import keys
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.redis_clients import async_redis_at
+from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
 
@@ -285,6 +286,15 @@ def test_each_change_by_an_admin_is_logged(gateway: RunningGateway, team: str) -
     gateway.admin("DELETE", "/users/ann/data")
     deleted = gateway.admin("GET", "/actions").json()["data"][0]
     assert deleted["path"] == f"/admin/users/sha256:{digest('ann')}/data", "it does not name the user"
+
+
+def test_a_server_that_registers_again_is_no_action(gateway: RunningGateway) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    server = {"id": "r1", "url": nobody, "engine_url": f"{nobody}/e", "process": "p1"}
+    for body in (server, server, server, {**server, "process": "p2"}, {**server, "process": "p2"}):
+        gateway.admin("POST", "/rollout_servers", body)
+    found = gateway.admin("GET", "/actions").json()["data"]
+    assert [each["path"] for each in found] == ["/admin/rollout_servers"] * 2
 
 
 # The file

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rollout_queue.contract.policies.policy import FileSpec, Manifest, PolicyRecord
-from rollout_queue.machine_memory import cgroup_memory
+from rollout_queue.machine_memory import MachineMemory, machine_memory
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from tests.support.redis_process import RedisProcess
@@ -246,9 +246,13 @@ def test_the_published_model_is_compared_with_the_gateways() -> None:
 
 
 def test_the_memory_limit_of_a_container_counts(tmp_path: Path) -> None:
-    assert cgroup_memory(tmp_path) == (None, 0)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 3 kB\nMemFree: 0 kB\nMemAvailable: 2 kB\n")
+    assert machine_memory(meminfo, tmp_path) == MachineMemory(3072, 2048)
     for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 1\ninactive_file 300\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert cgroup_memory(tmp_path) == (1000, 400)
+    assert machine_memory(meminfo, tmp_path) == MachineMemory(1000, 600)
     (tmp_path / "memory.max").write_text("max\n")
-    assert cgroup_memory(tmp_path) == (None, 0)
+    assert machine_memory(meminfo, tmp_path) == MachineMemory(3072, 2048)
+    everything = machine_memory(tmp_path / "missing", tmp_path)
+    assert everything.total == everything.free > 0, "a system that does not say what is free"

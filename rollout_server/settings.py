@@ -42,7 +42,9 @@ class EngineLoraSettings(BaseModel):
     @model_validator(mode="after")
     def _batch_fits(self) -> "EngineLoraSettings":
         if self.max_loaded < self.max_per_batch:
-            raise ValueError("rollout_server.lora: max_loaded is at least max_per_batch")
+            raise ValueError(
+                f"max_loaded ({self.max_loaded}) must be at least max_per_batch ({self.max_per_batch})"
+            )
         return self
 
 

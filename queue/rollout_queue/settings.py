@@ -207,7 +207,10 @@ def read_settings(kind: type[S], **given: Any) -> S:
         return kind(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise MalformedSettings(f"{kind.section}.{where}: {first['msg']}") from error
+        where = ".".join([kind.section, *map(str, first["loc"])])
+        said = str(first.get("ctx", {}).get("error", first["msg"]))
+        # The sentences of our own checks name the field where more than one is concerned.
+        named = said.startswith(f"{kind.section}.")
+        raise MalformedSettings(said if named else f"{where}: {said}") from error
     except SettingsError as error:  # a variable is not JSON
         raise MalformedSettings(f"{kind.section}: {error}: {error.__cause__}") from error

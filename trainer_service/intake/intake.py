@@ -163,7 +163,8 @@ class Intake:
             late=self._assembler.take_late_entries(),
         )
         for screened in skipped:
-            logger.info("group %s is not trained: %s", screened.group.group_id, screened.skip_reason)
+            if any(member.evaluation is None for member in screened.group.members):
+                logger.info("group %s is not trained: %s", screened.group.group_id, screened.skip_reason)
             self._tally.add(screened)
             self._assembler.release(screened.group)
         self._count(skipped)

@@ -3,6 +3,7 @@ what a step used of each trained token."""
 
 import asyncio
 import json
+import logging
 import math
 import pickle
 import re
@@ -89,10 +90,14 @@ def test_missing_rewards_and_failures_do_not_change_the_mean_reward(harness: Har
     assert [harness.sample("eval_sessions", version="0", end=end) for end in ends] == [2, 1, 1]
 
 
-def test_evaluations_do_not_change_metrics_of_the_training(harness: Harness) -> None:
+def test_evaluations_do_not_change_metrics_of_the_training(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     harness.agents.evaluate("a", 100.0)
     harness.agents.evaluate("b", 100.0, status="truncated")
     harness.step("g")
+    assert "is not trained" not in caplog.text, "nobody expects it to be"
     values = lines(harness.root / "metrics.jsonl")[0]
     assert (values["reward_mean"], values["rollouts"], values["len/truncated"]) == (0.5, 2, 0)
     assert (values["group/live"], values["group/singleton"], values["group/dropped"]) == (1, 0, 0)

@@ -65,6 +65,25 @@ def test_a_secret_that_cannot_be_read_opens_nothing(keys: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
+    ("section", "value", "sentence"),
+    [
+        ("lora", {"max_loaded": 6}, "rollout_server.lora: max_loaded (6) must be at least max_per_batch (8)"),
+        (
+            "port",
+            "x",
+            "rollout_server.port: Input should be a valid integer, unable to parse string as an integer",
+        ),
+        ("engine_args", ["--api-key"], "rollout_server.engine_args: with an engine_key, give no --api-key"),
+    ],
+)
+def test_a_fault_in_the_settings_is_one_sentence(section: str, value: object, sentence: str) -> None:
+    given: dict[str, object] = {"model_path": "m", "engine_key": "k" * 20, section: value}
+    with pytest.raises(MalformedSettings) as fault:
+        read_settings(RolloutServerSettings, **given)
+    assert str(fault.value) == sentence
+
+
+@pytest.mark.parametrize(
     "url", ["http://h", "redis+other://h", "unix+cluster:///run/redis.sock", "", "h:6379"]
 )
 def test_an_address_with_an_unknown_scheme_is_refused(url: str) -> None:

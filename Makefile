@@ -192,6 +192,9 @@ ifeq ($(TORCH),cpu)
 	@.venv-engine/bin/python $(LOCKED) $(FROM_INDEX) -r $(LOCKS)/torch-cpu.txt
 endif
 	@.venv-engine/bin/python $(LOCKED) -r $(LOCKS)/engine-$(TORCH).txt
+ifeq ($(TORCH),cpu)
+	@echo "$(CURDIR)/rollout_server/engine/shim" > $$(echo .venv-engine/lib/python3*/site-packages)/engine_shim.pth
+endif
 	@touch $@
 
 run/clients/%/installed: tests/clients/%/requirements.txt

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,7 +17,13 @@ import pytest
 
 from rollout_server.weights.policy import LocalPolicy
 from tests.support.rollout_server.fakes import FakeEngine
-from tests.support.rollout_server.real_server import PATIENCE_S, REAL_ENGINE, Running, real_server
+from tests.support.rollout_server.real_server import (
+    ENGINE_PYTHON,
+    PATIENCE_S,
+    REAL_ENGINE,
+    Running,
+    real_server,
+)
 from tests.support.rollout_server.weights import WEIGHTS, publish
 from tests.support.waiting import wait_until
 
@@ -231,3 +238,9 @@ def test_sigterm_ends_server_and_engine_with_exit_code_0(running: Running) -> No
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(httpx.ConnectError):
         httpx.get(running.engine_url, timeout=5)
+
+
+def test_the_engines_environment_has_models_of_transformers_without_the_servers_path() -> None:
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    imported = [str(ENGINE_PYTHON), "-c", "from transformers import LlamaForCausalLM"]
+    subprocess.run(imported, env=plain, check=True, timeout=600)

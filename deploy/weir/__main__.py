@@ -52,9 +52,11 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
         console.print("WEIR_MODEL_PATH is not set: using the demo's model", highlight=False)
         settings, _ = with_demo_model(settings, 0, console.print)
     child = supervisor.start_detached(settings)
+    console.print(f"starting, for some minutes; logs: {settings.logs_dir}", highlight=False)
     try:
         with console.status("starting") as spinner:
-            found = supervisor.wait_up(child, settings, spinner.update)
+            tell = spinner.update if console.is_terminal else lambda waiting: _say([f"waiting for {waiting}"])
+            found = supervisor.wait_up(child, settings, tell)
     except KeyboardInterrupt:
         child.terminate()  # it stops the services that it has started
         child.wait()

@@ -1,5 +1,6 @@
 """The command line: an error is one sentence, and `weir config` prints all settings."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import yaml
 from typer.testing import CliRunner
 
 from weir.__main__ import app, main
+from weir.stack import supervisor
+from weir.stack.state import ProcessState, StackState
 
 runner = CliRunner()
 
@@ -49,6 +52,24 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     assert "is not a Hugging Face directory" in runner.invoke(app, ["status"]).output
     down = runner.invoke(app, ["down"])
     assert (down.exit_code, "no services run in" in down.output) == (0, True)
+
+
+def test_up_says_what_it_waits_for_also_without_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waited(_: object, __: object, on_wait: Callable[[str], None]) -> StackState:
+        on_wait("gateway: it is starting")
+        on_wait("rollout_server: no engine is ready")
+        return StackState(parent=ProcessState.of(0), phase="up")
+
+    monkeypatch.setattr(supervisor, "start_detached", lambda _: None)
+    monkeypatch.setattr(supervisor, "wait_up", waited)
+    shown = runner.invoke(app, ["up", "--model-path", str(tmp_path)]).output
+    assert [line for line in shown.splitlines() if "waiting" in line] == [
+        "waiting for gateway: it is starting",
+        "waiting for rollout_server: no engine is ready",
+    ]
+    assert str(tmp_path / "run" / "logs") in shown
 
 
 @pytest.mark.parametrize("written", ["rewards: [1]", "[gateway]", "gateway: {"])

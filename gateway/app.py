@@ -152,4 +152,4 @@ async def _why_not_ready(app: FastAPI, edge: EdgeApp) -> str | None:
         await gateway.redis.ping()
     except (RedisError, OSError) as error:
         return f"Redis does not answer: {error}"
-    return gateway.fleet.why_no_server() if gateway.fleet.choose(session_id="") is None else None
+    return gateway.fleet.fault()

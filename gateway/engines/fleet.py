@@ -13,7 +13,7 @@ operator drains a server to take it out of rotation.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -249,20 +249,28 @@ class Fleet:
         except TimeoutError:
             if (server := self.rotation.place(wanted)) is not None:
                 return server
-            raise NoServer(self.why_no_server()) from None
+            raise NoServer(self.why_no_server(wanted.wish)) from None
 
-    def why_no_server(self) -> str:
-        """Why no server can take a call."""
+    def fault(self) -> str | None:
+        """Why no server can take calls; None if one can, also if it is full for a moment."""
+        serves = any(server.takes_calls for server in self.rotation.candidates(ANY, ""))
+        return None if serves else self.why_no_server()
+
+    def why_no_server(self, wish: Wish = ANY) -> str:
+        """Why no server can take a call now."""
         if not self.servers:
             return "no rollout server has registered"
-        described = [
+        full = [server for server in self.rotation.candidates(wish, "") if server.takes_calls]
+        if full:
+            described = (f"{s.id} has {s.load} of {s.limit} calls" for s in full)
+            return f"all engines are full: {_first(described, len(full))}; {len(self.queue)} wait"
+        described = (
             f"{s.id} is {'silent' if s.silent else s.state} at version {s.version}, "
-            f"its breaker {s.breaker.state}{'' if s.has_room else f', at its limit of {s.limit} calls'}"
-            for s in islice(self.servers.values(), DESCRIBED)
-        ]
-        if (left := len(self.servers) - len(described)) > 0:
-            described.append(f"and {left} more")
-        return f"no engine can serve version {self.serving}: {', '.join(described)}"
+            f"its breaker {s.breaker.state}"
+            for s in self.servers.values()
+        )
+        version = self.serving if wish.version is None else wish.version
+        return f"no engine can serve version {version}: {_first(described, len(self.servers))}"
 
     def figures(self) -> FleetFigures:
         """What is measured of the fleet."""
@@ -291,3 +299,9 @@ class Fleet:
         if not server.silent:
             server.breaker.try_soon()
         self.queue.serve()
+
+
+def _first(described: Iterable[str], count: int) -> str:
+    """The first `DESCRIBED` of `count` servers, and how many more there are."""
+    shown = [*islice(described, DESCRIBED), *([f"and {count - DESCRIBED} more"] if count > DESCRIBED else [])]
+    return ", ".join(shown)

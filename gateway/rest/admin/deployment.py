@@ -70,7 +70,7 @@ async def system_status(gateway: GatewayParts, siblings: Siblings) -> SystemStat
     pressure = await read_backpressure(gateway.redis)
     report, queue = await _redis_state(gateway, pressure)
     last_error = await _last_error(gateway) if queue.dead_letters else None
-    warnings = [] if gateway.fleet.choose("") is not None else [gateway.fleet.why_no_server()]
+    warnings = [fault] if (fault := gateway.fleet.fault()) is not None else []
     warnings += gateway.warnings.sentences(report, pressure, queue.dead_letters, last_error)
     warnings += emptied_redis(report, queue.verdicts, secret_is_there=await _secret_is_there(gateway))
     if defaults := gateway.keys.defaults:

@@ -204,6 +204,24 @@ def test_the_first_servers_are_described_and_the_others_counted(servers: int, en
     assert reason.endswith(f"its breaker closed{end}")
 
 
+def test_engines_that_are_full_are_no_fault_and_are_called_full() -> None:
+    nobody = cast(Any, None)
+    fleet = Fleet(nobody, nobody, None, ["http://engine-0", "http://engine-1"])
+    first, second = fleet.servers.values()
+    for each in (first, second):
+        each.state, each.version, each.error, each.limit, each.in_flight = "ready", 3, None, 32, 32
+    assert fleet.fault() is None
+    full = f"{first.id} has 32 of 32 calls, {second.id} has 32 of 32 calls"
+    assert fleet.why_no_server() == f"all engines are full: {full}; 0 wait"
+    assert fleet.why_no_server(Wish(3)).startswith("all engines are full")
+    assert fleet.why_no_server(Wish(2)).startswith(f"no engine can serve version 2: {first.id} is ready at")
+    second.state = "dead"
+    assert fleet.why_no_server() == f"all engines are full: {first.id} has 32 of 32 calls; 0 wait"
+    first.state = "loading"
+    assert fleet.fault() == fleet.why_no_server()
+    assert "no engine can serve" in fleet.why_no_server()
+
+
 # Which server a registration comes from: one that started again, or a second one in its place
 
 

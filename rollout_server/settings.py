@@ -114,8 +114,8 @@ class RolloutServerSettings(ServiceSettings):
     context_length: int | None = None
     max_running_requests: int | None = None
     max_total_tokens: int | None = None
-    """How many tokens the engine's KV cache has. Null: on CPU as many as a tenth of the free memory takes,
-    but 8,192 to 65,536; on CUDA SGLang decides."""
+    """How many tokens the engine's KV cache has. Null: on CPU as many as a twentieth of the free memory
+    takes, but 8,192 to 65,536; on CUDA SGLang decides."""
     random_seed: int = 0
     router_replay: bool = False
     """Mixtures of experts: let the engine tell which experts it chose for each token."""

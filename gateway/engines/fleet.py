@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 
 import msgspec
 from redis.asyncio import Redis
@@ -260,17 +259,11 @@ class Fleet:
         """Why no server can take a call now."""
         if not self.servers:
             return "no rollout server has registered"
-        full = [server for server in self.rotation.candidates(wish, "") if server.takes_calls]
-        if full:
-            described = (f"{s.id} has {s.load} of {s.limit} calls" for s in full)
-            return f"all engines are full: {_first(described, len(full))}; {len(self.queue)} wait"
-        described = (
-            f"{s.id} is {'silent' if s.silent else s.state} at version {s.version}, "
-            f"its breaker {s.breaker.state}"
-            for s in self.servers.values()
-        )
+        if full := [server for server in self.rotation.candidates(wish, "") if server.takes_calls]:
+            loads = _first(f"{s.id} has {s.load} of {s.limit} calls" for s in full)
+            return f"all engines are full: {loads}; {len(self.queue)} wait"
         version = self.serving if wish.version is None else wish.version
-        return f"no engine can serve version {version}: {_first(described, len(self.servers))}"
+        return f"no engine can serve version {version}: {_first(map(str, self.servers.values()))}"
 
     def figures(self) -> FleetFigures:
         """What is measured of the fleet."""
@@ -301,7 +294,7 @@ class Fleet:
         self.queue.serve()
 
 
-def _first(described: Iterable[str], count: int) -> str:
-    """The first `DESCRIBED` of `count` servers, and how many more there are."""
-    shown = [*islice(described, DESCRIBED), *([f"and {count - DESCRIBED} more"] if count > DESCRIBED else [])]
-    return ", ".join(shown)
+def _first(described: Iterable[str]) -> str:
+    every = list(described)
+    more = [f"and {len(every) - DESCRIBED} more"] if len(every) > DESCRIBED else []
+    return ", ".join(every[:DESCRIBED] + more)

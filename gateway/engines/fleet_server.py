@@ -102,6 +102,10 @@ class FleetServer:
     silent: set[Life] = field(default_factory=set)
     """Its answers have moved, because it did not give these signs of life. It has not given them since."""
 
+    def __str__(self) -> str:
+        state = "silent" if self.silent else self.state
+        return f"{self.id} is {state} at version {self.version}, its breaker {self.breaker.state}"
+
     @property
     def id(self) -> str:
         return self.registration.id

@@ -214,19 +214,19 @@ def test_what_the_machine_lacks_is_one_sentence(
 @pytest.mark.parametrize(
     ("services", "variables", "free_gb", "sentence"),
     [
-        # 135 million parameters, each 43 bytes of the trainer and 4 of the engine; a tenth of the free memory
-        # for keys and values; 2.5 GB for the rest
+        # 135 million parameters, each 43 bytes of the trainer and 4 of the engine; a twentieth of the free
+        # memory for keys and values; 2.5 GB for the rest
         ({}, {}, 10.0, ""),
         (
             {},
             {},
             8.5,
-            "has 8.5 GB of free memory, and .* needs about 9.7 GB: set trainer.lora to {} to train "
-            "adapters, with about 5.5 GB, take a smaller model, or set stack.free_memory_bytes to 0",
+            "has 8.5 GB of free memory, and .* needs about 9.3 GB: set trainer.lora to {} to train "
+            "adapters, with about 5.1 GB, take a smaller model, or set stack.free_memory_bytes to 0",
         ),
         ({"trainer": {"lora": {}}}, {}, 6.0, ""),
         ({}, {"WEIR_TRAINER__LORA__RANK": "8"}, 6.0, ""),
-        ({"trainer": {"lora": {}}}, {}, 4.5, "needs about 5.1 GB: take a smaller model"),
+        ({"trainer": {"lora": {}}}, {}, 4.5, "needs about 5.0 GB: take a smaller model"),
         (
             {},
             {"WEIR_ROLLOUT_SERVER__MAX_TOTAL_TOKENS": "65536"},

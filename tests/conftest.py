@@ -145,7 +145,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    from gateway.language.tokenizer import tokenizer_of
+
+    return tokenizer_of(tiny_model)
 
 
 @pytest.fixture

@@ -57,11 +57,11 @@ class Completions:
             asked["max_tokens"] = request.max_tokens
         form, param = guided_form(request)
         constraint = Constraint() if form is None else constraint_of_text(form, param)
-        prompts = prompts_of(request)
+        prompts, special = prompts_of(request), request.add_special_tokens is not False
         if heavy:
-            ids = await asyncio.to_thread(_ids_of, self._renderer, prompts)
+            ids = await asyncio.to_thread(_ids_of, self._renderer, prompts, special)
         else:
-            ids = _ids_of(self._renderer, prompts)
+            ids = _ids_of(self._renderer, prompts, special)
         calls = [
             Call(
                 messages=(),
@@ -118,13 +118,13 @@ def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
     return prompts
 
 
-def _ids_of(renderer: ChatRenderer, prompts: Sequence[str | list[int]]) -> list[TokenIds]:
+def _ids_of(renderer: ChatRenderer, prompts: Sequence[str | list[int]], special: bool) -> list[TokenIds]:
     ids = []
     for prompt in prompts:
         if isinstance(prompt, str):
             renderer.refuse_too_long([{"role": "user", "content": prompt}], "prompt")
             with renderer.bounded("prompt"):
-                prompt = renderer.tokenizer.encode(prompt)
+                prompt = renderer.tokenizer.encode_alone(prompt, special)
         ids.append(TokenIds(prompt))
     return ids
 
@@ -166,9 +166,12 @@ class CompletionsResponder:
             prompt_token_ids=prompt_ids,
         )
 
-    def echo(self, generation: Generation) -> str:
+    def echo(self, index: int, generation: Generation) -> str:
         """The prompt's text if the request asks for `echo`, otherwise an empty string."""
-        return self.renderer.text_of(generation.prompt.prompt_ids) if self.request.echo else ""
+        if not self.request.echo:
+            return ""
+        prompt = prompts_of(self.request)[index // (self.request.n or 1)]
+        return prompt if isinstance(prompt, str) else self.renderer.text_of(generation.prompt.prompt_ids)
 
     def logprobs(
         self, generation: Generation, tokens: range, offset: int
@@ -186,7 +189,7 @@ class CompletionsResponder:
 
     def _choice(self, index: int, recorded: RecordedAnswer) -> CompletionChoice:
         generation, turn, answer = recorded
-        echo = self.echo(generation)
+        echo = self.echo(index, generation)
         logprobs, _ = self.logprobs(generation, range(len(generation.ids)), len(echo))
         return CompletionChoice(
             index=index,
@@ -213,7 +216,7 @@ class CompletionsEvents:
         if not self._responder.request.echo:
             return b""
         return b"".join(
-            self._chunk(CompletionChoice(index=index, text=self._responder.echo(generation)))
+            self._chunk(CompletionChoice(index=index, text=self._responder.echo(index, generation)))
             for index, generation in enumerate(self._generations)
         )
 

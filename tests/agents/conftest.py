@@ -5,8 +5,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tokenizers import Tokenizer
 
+from gateway.language.tokenizer import tokenizer_of
 from rollout_queue.redis import keys
 from tests.support.agents.acting_engine import FAMILY, ActingEngine
 from tests.support.agents.running import RunningAgents
@@ -23,7 +23,7 @@ CONTEXT_LENGTH = 2**18
 @pytest.fixture(scope="session")
 def processes(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     model = make_model(tmp_path_factory.mktemp("model"), FAMILY)
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer = tokenizer_of(model)
     backends = Backends(redis_url, model, tokenizer, redis_at(redis_url), ActingEngine(tokenizer))
     with serving(backends) as backends.engine_url:
         yield Processes(backends, tmp_path_factory.mktemp("logs"))

@@ -5,6 +5,7 @@ than 1000 tokens gets a long answer without pauses, which is larger than the buf
 """
 
 import sys
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from gateway.language.tokenizer import tokenizer_of
 from tests.support.gateway.fake_engine import FakeEngine
 
 LETTERS = [10 + number % 50 for number in range(60)]
@@ -50,5 +52,5 @@ class SoakEngine:
 
 if __name__ == "__main__":
     port, file = sys.argv[1:]
-    app = SoakEngine(Tokenizer.from_file(file)).app()
+    app = SoakEngine(tokenizer_of(Path(file).parent)).app()
     uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", access_log=False)

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
-from tokenizers import Tokenizer
 
+from gateway.language.tokenizer import tokenizer_of
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, Backends
@@ -111,7 +111,7 @@ def soak_system(run_dir: Path, model_path: Path) -> Iterator[SoakSystem]:
         engines += [Engine(file) for _ in range(ENGINES)]
         for engine in engines:
             wait_until(engine.answers, STARTS_WITHIN_S)
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = tokenizer_of(model_path)
         urls = ",".join(engine.url for engine in engines)
         backends = Backends(redis.url, model_path, tokenizer, redis.client, FakeEngine(tokenizer), urls)
         gateways, made = [], Processes(backends, run_dir)

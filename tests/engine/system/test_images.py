@@ -9,9 +9,9 @@ import pytest
 import torch
 from redis import Redis
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from gateway.language.tokenizer import tokenizer_of
 from rollout_queue.redis import keys
 from tests.support.images import asking, data_url, encoded, image_of, noise_url
 from tests.support.redis_clients import redis_at
@@ -135,7 +135,7 @@ def test_what_was_learned_from_images_is_served(
 
 
 def test_sampled_pads_harm_no_engine(seeing: System, redis: Redis, model: Path) -> None:
-    pad = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("<|image_pad|>")
+    pad = tokenizer_of(model).token_to_id("<|image_pad|>")
     ticket = seeing.post("/sessions", {"sampling": {"mode": "allow"}, "train": False})
     calls, history = seeing.client(ticket).chat.completions, [asking("look", noise_url())]
     for biased in ({str(pad): 100}, {}):

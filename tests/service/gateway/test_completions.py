@@ -1,8 +1,15 @@
 """OpenAI's completions API over HTTP: prompts without a chat template."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
-from tests.support.gateway.running import RunningGateway
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from gateway.language.tokenizer import tokenizer_of
+from tests.support.gateway.running import Backends, RunningGateway
 
 
 def test_a_text_prompt_is_continued_without_a_chat_template(gateway: RunningGateway) -> None:
@@ -78,3 +85,40 @@ def test_an_answer_ends_where_it_was_asked_to(gateway: RunningGateway) -> None:
         (choice,) = reply["choices"]
         assert choice["finish_reason"] == reason, more
         assert choice["text"] == text if text else reply["usage"]["completion_tokens"] == 3, more
+
+
+BEGIN = "<|endoftext|>"
+
+
+@pytest.mark.parametrize("said_by", ["the post-processor", "add_bos_token", "nothing"])
+def test_a_text_prompt_has_the_models_begin_token_once(
+    backends: Backends, tmp_path: Path, said_by: str
+) -> None:
+    backends.clear(None)
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(backends.model_path / name, tmp_path)
+    tokenizer, begin = tokenizer_of(backends.model_path), backends.tokenizer.token_to_id(BEGIN)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    if said_by == "the post-processor":
+        tokenizer.post_processor = TemplateProcessing(f"{BEGIN} $A", f"{BEGIN} $A $B", [(BEGIN, begin)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {"bos_token": BEGIN}
+    file.write_text(json.dumps(config | {"add_bos_token": said_by == "add_bos_token"}), encoding="utf-8")
+    text, frame = "Once upon a time, or twice", [] if said_by == "nothing" else [begin]
+    ids = backends.tokenizer.encode(text).ids
+    with backends.ready_gateway(model_path=tmp_path) as gateway:
+
+        def asked(prompt: Any, **more: Any) -> Any:
+            reply = gateway.post("/v1/completions", {"prompt": prompt, "echo": True, "max_tokens": 4, **more})
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["choices"][0]["text"].startswith(prompt if isinstance(prompt, str) else text)
+            return gateway.engine.requests[-1]["input_ids"]
+
+        assert asked(text) == frame + ids
+        assert asked(text, add_special_tokens=False) == ids
+        assert asked(BEGIN + text) == [begin, *ids], "never twice"
+        assert asked(ids) == ids, "ids are taken as they are"
+        assert gateway.chat(text).status_code == 200
+        assert len(gateway.engine.requests[-1]["input_ids"]) > len(ids), "neither cut nor filled"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from gateway.language.own import template
+from gateway.language.tokenizer import tokenizer_of
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.own_templates import BASE, CHATML, LOOP, MODELS, THOUGHTFUL, OwnModel
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
@@ -57,7 +57,7 @@ class Stand:
 def running(model: OwnModel, directory: Path, redis_url: str) -> Iterator[RunningGateway]:
     """A gateway for the model, on a Redis and an engine of its own."""
     model.make(directory)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = tokenizer_of(directory)
     own = redis_url.removesuffix("0") + "5"
     backends = Backends(own, directory, tokenizer, redis_at(own), FakeEngine(tokenizer, end=model.end))
     with serving(backends) as backends.engine_url, backends.gateway() as gateway:

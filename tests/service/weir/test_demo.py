@@ -16,10 +16,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from tokenizers import Tokenizer
 
 from gateway.app import create_app
 from gateway.language.render import ChatRenderer
+from gateway.language.tokenizer import tokenizer_of
 from gateway.settings.service import GatewaySettings
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.redis_clients import redis_at
@@ -64,7 +64,7 @@ class TaskGateway:
 def task_gateway(plan: Path, redis_url: str, **settings: Any) -> Iterator[TaskGateway]:
     with redis_at(redis_url) as redis:
         redis.flushdb()
-    engine = FakeEngine(Tokenizer.from_file(str(plan / "tokenizer.json")))
+    engine = FakeEngine(tokenizer_of(plan))
     with serving(engine.app()) as engine_url:
         given = GatewaySettings(redis_url=redis_url, model_path=plan, engines=[engine_url], **settings)
         with serving(create_app(given)) as url:

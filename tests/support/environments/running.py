@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tokenizers import Tokenizer
 
 from environments.settings import RunSettings
 from environments.start import RunPlace, play_run
 from gateway.app import create_app
+from gateway.language.tokenizer import tokenizer_of
 from gateway.settings.service import GatewaySettings
 from tests.support.environments.answering_engine import AnsweringEngine
 from tests.support.redis_clients import redis_at
@@ -69,7 +69,7 @@ def running_gateway(
     own = redis_url.removesuffix("0") + "5"
     with redis_at(own) as redis:
         redis.flushdb()
-    engine = AnsweringEngine(Tokenizer.from_file(str(model / "tokenizer.json")))
+    engine = AnsweringEngine(tokenizer_of(model))
     with serving(engine.app()) as engine_url:
         settings = GatewaySettings(redis_url=own, model_path=model, engines=[engine_url])
         with serving(create_app(settings), port) as url:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls
+from gateway.language.tokenizer import tokenizer_of
 from tests.support.gateway.deployment import Deploy, Deployment, ready
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import ANSWER, GatedEngine
@@ -124,7 +125,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokens(vision_model: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(vision_model / "tokenizer.json"))
+    return tokenizer_of(vision_model)
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,8 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
-from tokenizers import Tokenizer
 
+from gateway.language.tokenizer import tokenizer_of
 from rollout_server.weights.policy import LocalPolicy
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.rollout_server.weights_sampler import WeightsSampler
@@ -49,7 +49,7 @@ class StubEngine:
         self._policy, self._faults, self._die, self._key = policy, faults, die, key
         self._engine = FakeEngine()
         self._engine.running = 0
-        self._tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.exists() else None
+        self._tokenizer = tokenizer_of(tokenizer.parent) if tokenizer.exists() else None
         self._sampler: WeightsSampler | None = None
         self.answers = 0
         """How many calls it has sampled for."""

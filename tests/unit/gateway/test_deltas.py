@@ -17,7 +17,7 @@ from gateway.language.fast_parse import FastParser
 from gateway.language.partial_parse import markup_of
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.language.streamed_text import IncrementalDetokenizer
-from gateway.language.tokenizer import BareTokenizer
+from gateway.language.tokenizer import BareTokenizer, tokenizer_of
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.examples import TEXTS
 from tests.support.gateway.families_agent import renderer_of
@@ -89,7 +89,7 @@ SAYINGS: dict[str, tuple[str, ...]] = {
 def harmony(directory: Path) -> ChatRenderer:
     """gpt-oss: the library's own parser with a small vocabulary, because the real one must be downloaded."""
     make_model(directory, "qwen3")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = tokenizer_of(directory)
     tokenizer.add_tokens([AddedToken(token, special=True) for token in HARMONY])
     tokenizer.save(str(directory / "tokenizer.json"))
     tokens = BareTokenizer(directory, None)

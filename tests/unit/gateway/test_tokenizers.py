@@ -1,0 +1,193 @@
+"""The gateway's ids of a text are those of `AutoTokenizer`, for every kind of tokenizer, and any text."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from gateway.language.tokenizer import BareTokenizer
+from tests.support.hypothesis_profiles import examples
+
+MARKS = ("<s>", "</s>", "<|im_end|>", "<tool_call>", "<mask>")
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+WORDS = (
+    Path(json.__file__).read_text(encoding="utf-8") + "h\u00e9llo w\u00f6rld \u4f60\u597d \u4e16\u754c"
+).splitlines()
+ODD = (
+    *(
+        "\U0001f469\u200d\U0001f469\u200d\U0001f467",
+        "\u4f60\u597d",
+        "e\u0301",
+        "\ufdd0",
+        "\ufdd0\ufdd0",
+        "\ufffd",
+    ),
+    *(
+        "\x00",
+        "\x7f",
+        "\u2028",
+        "\u0085",
+        "\ufeff",
+        "\u200b",
+        "\r\n",
+        "\t",
+        "   ",
+        "\u2581",
+        "##ing",
+        "A \u00c9",
+    ),
+    *(*MARKS, "<|im_end", "< s>", "<s><s>", " <mask> ", "<tool_call>\n", "<0x0A>", "<|im_end|> "),
+)
+
+
+def trained(model: Any, trainer: Any, pre: Any, normalizer: Any = None) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator(WORDS, trainer)
+    return tokenizer
+
+
+def byte_level(normalizer: Any = None) -> Tokenizer:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    made = trained(models.BPE(), trainer, pre_tokenizers.ByteLevel(add_prefix_space=False), normalizer)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def metaspace(**how: Any) -> Tokenizer:
+    """Byte-fallback BPE, as Llama 2's and Mistral's."""
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<unk>", *MARKS[:2], *BYTES], show_progress=False
+    )
+    model = models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    made = trained(model, trainer, pre_tokenizers.Metaspace(**how))
+    # The bytes are no added tokens: only the model writes them.
+    plain = json.loads(made.to_str())
+    plain["added_tokens"] = plain["added_tokens"][:3]
+    made = Tokenizer.from_str(json.dumps(plain))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return made
+
+
+def unigram() -> Tokenizer:
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400, special_tokens=["<unk>", *MARKS[:2]], unk_token="<unk>", show_progress=False
+    )
+    made = trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.NFKC())
+    made.decoder = decoders.Metaspace()
+    return made
+
+
+def word_piece() -> Tokenizer:
+    trainer = trainers.WordPieceTrainer(vocab_size=500, special_tokens=["[UNK]"], show_progress=False)
+    made = trained(
+        models.WordPiece(unk_token="[UNK]"),
+        trainer,
+        pre_tokenizers.BertPreTokenizer(),
+        normalizers.BertNormalizer(lowercase=True),
+    )
+    made.decoder = decoders.WordPiece()
+    return made
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level BPE": byte_level,
+    "byte-level BPE with NFC": lambda: byte_level(normalizers.NFC()),
+    "byte-fallback BPE": metaspace,
+    "byte-fallback BPE, one piece": lambda: metaspace(split=False, prepend_scheme="first"),
+    "Unigram with NFKC": unigram,
+    "WordPiece": word_piece,
+}
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[BareTokenizer, Any]:
+    """The gateway's tokenizer and `AutoTokenizer` of a directory whose files have left-overs of training."""
+    from transformers import AutoTokenizer
+
+    directory, made = tmp_path_factory.mktemp("kind"), KINDS[request.param]()
+    made.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS[:3]])
+    made.add_tokens(
+        [AddedToken("<tool_call>", rstrip=True), AddedToken("<mask>", lstrip=True, single_word=True)]
+    )
+    begin = made.token_to_id("<s>")
+    if "BPE" in request.param:
+        made.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", begin)])
+    made.enable_truncation(8)
+    made.enable_padding(length=16, pad_id=begin, pad_token="<s>")
+    made.save(str(directory / "tokenizer.json"))
+    late = {"content": "<|late|>", "lstrip": False, "rstrip": True, "normalized": False, "special": True}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "the",
+        "added_tokens_decoder": {str(made.get_vocab_size()): late | {"single_word": False}},
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return BareTokenizer(directory, None), AutoTokenizer.from_pretrained(directory)
+
+
+TEXTS = st.lists(
+    st.one_of(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+        st.sampled_from((*ODD, "<|late|>", "<|late|> x", " the ", "in the end", "\n\n")),
+    ),
+    max_size=12,
+).map("".join)
+
+
+@given(text=TEXTS, repeated=st.sampled_from((1, 1, 1, 3000)), whole=st.booleans())
+@settings(
+    max_examples=examples(40),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+def test_a_text_has_the_ids_of_auto_tokenizer(
+    both: tuple[BareTokenizer, Any], text: str, repeated: int, whole: bool
+) -> None:
+    ours, theirs = both
+    text = (text * repeated)[:100_000]
+    ids = theirs.encode(text, add_special_tokens=whole)
+    begin = theirs.bos_token_id
+    if whole and ids[:2] == [begin, begin]:  # the text has its own begin token
+        ids = ids[1:]
+    assert ours.encode_alone(text, whole) == ids
+
+
+@pytest.mark.parametrize(
+    "text", ["all work and no play. " * 5000, "\u4f60\u597d\U0001f642" * 30_000, "a" * 100_000]
+)
+def test_a_long_text_is_neither_cut_nor_filled(both: tuple[BareTokenizer, Any], text: str) -> None:
+    ours, theirs = both
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+def test_a_model_without_a_tokenizer_says_which_file_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"tokenizer\.json does not exist: write it with AutoTokenizer"):
+        BareTokenizer(tmp_path, None)
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"tokenizer\.json is not a tokenizer"):
+        BareTokenizer(tmp_path, None)

@@ -64,9 +64,8 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     """The application of a gateway that is one process, or of one `worker` of several.
 
     Its lifespan opens the connections at the start, and closes them at the end."""
-    renderer = ChatRenderer(
-        settings.model_path, settings.renderer, settings.thinking, settings.context_length
-    )
+    own = (settings.renderer, settings.thinking, settings.context_length, settings.tool_prompt)
+    renderer = ChatRenderer(settings.model_path, *own)
     if settings.router_replay and not renderer.config.num_experts_per_tok:
         raise SystemExit(f"gateway.router_replay: {settings.model_path} is no mixture of experts")
     field = "gateway.reasoning_effort"

@@ -85,7 +85,7 @@ def _functions_of(request: ChatRequest, family: Family) -> ChatTools:
     for name in ("tools", "tool_choice"):
         if getattr(request, name):
             raise _invalid(name, "functions are given already")
-    if family.syntax not in SYNTAX_OF_FAMILY or family.call_ids:
+    if family.syntax not in SYNTAX_OF_FAMILY or family.call_ids or family.text_calls:
         raise _invalid("functions", f"use tools: {family.name} cannot be held to one call without an id")
     for index, function in enumerate(functions):
         check_function(function, f"functions[{index}]")

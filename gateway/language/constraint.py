@@ -111,7 +111,7 @@ def constraint_of(
     for tool in callable_tools:
         _check_tool(tool)
     if kind == "parallel_tool_calls":
-        if not syntax.parallel:
+        if not syntax.parallel or renderer.family.text_calls:
             return Constraint()
         return _constrained_to(kind, param, syntax.at_most_one(renderer, callable_tools))
     single = single or isinstance(tool_choice, Mapping)

@@ -13,6 +13,7 @@ from renderers import config_from_name
 from renderers.base import MODEL_RENDERER_MAP
 
 Thinking = Literal["auto", "template", "all"]
+ToolPrompt = Literal["none", "hermes"]
 
 FAMILY_OF_MODEL_TYPE = {
     "qwen3": "qwen3",
@@ -82,6 +83,8 @@ class Family:
     """The template writes tools, calls and results."""
     calls: str | None = None
     """Of an own template: the family whose calls it writes; None if no parser of the library reads them."""
+    text_calls: bool = False
+    """Calls are written in ordinary text, not in tokens of their own."""
     switch: str | None = None
     """Of an own template: its option that turns thinking on and off."""
     thinks: bool = True

@@ -95,8 +95,9 @@ def markup_of(renderer: ChatRenderer) -> Markup:
         inner_ids=frozenset(i for i, text in control.items() if text in INNER_TOKENS),
         frames={i: text for i, text in control.items() if _frames(text)},
         byte_ids=frozenset(i for i in bytes_ if i is not None),
-        tags=tuple(
-            tag for tag, of in TEXT_TAGS.items() if (of in single_tokens if of else tag not in single_tokens)
+        tags=(
+            *(t for t, of in TEXT_TAGS.items() if (of in single_tokens if of else t not in single_tokens)),
+            *getattr(renderer.template, "call_tags", ()),
         ),
         ends=TEXT_SECTIONS if TEXT_SECTIONS[0] in single_tokens else (),
         bare_calls=bool(renderer.parse(encode(BARE_CALL), None, "").tool_calls),

@@ -7,29 +7,26 @@ output ids ──parse──▶ content, reasoning, tool calls
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from renderers import ToolCallParseStatus, create_renderer
+from renderers import ToolCallParseStatus
 
 from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message, MessageNormalizer, Tool, arguments_text, encodable
-from gateway.language.families import OWN_TEMPLATE, Family, Thinking, changed, config_of, family_of
+from gateway.language.families import Thinking, ToolPrompt, changed, config_of, family_of
 from gateway.language.families import configuration as configuration_of
-from gateway.language.images.one_pad import OnePadTemplate
 from gateway.language.images.pads import expanded, images_of
-from gateway.language.images.vision import Vision, vision_of
-from gateway.language.own.example_conversation import EXAMPLE_MESSAGES, EXAMPLE_TOOL
-from gateway.language.own.probe import Probe, Stability, kept_by, read_calls, template_renderer
-from gateway.language.own.renderer import TemplateRenderer, refuse_tools
-from gateway.language.own.template import TemplateRefusal, TemplateTokenizer, own_template
+from gateway.language.own.choice import Wanted, chosen
+from gateway.language.own.probe import Stability, kept_by, read_calls
+from gateway.language.own.renderer import refuse_tools
+from gateway.language.own.template import TemplateRefusal
 from gateway.language.thinking import Options, ThinkingWish, options_of
 from gateway.language.token_budget import at_most, text_chars, too_long
-from gateway.language.tokenizer import BareTokenizer
 from rollout_queue import clock
 from rollout_queue.contract.tokens import TokenIds
 
@@ -70,47 +67,30 @@ class ChatRenderer:
         family: str = "auto",
         thinking: Thinking = "template",
         context_length: int | None = None,
+        tool_prompt: ToolPrompt = "none",
     ) -> None:
         self.config = config_of(model_path)
-        self.vision: Vision | None = None
-        """How the model reads images; None if it reads text only."""
         self.context_length = context_length or self.config.max_position_embeddings
         """Limit on tokens of prompt and answer together."""
         eos = self.config.eos_token_id
         eos_ids = frozenset(eos if isinstance(eos, list) else () if eos is None else (eos,))
         first_eos = eos[0] if isinstance(eos, list) else eos
-        self.family = family_of(family, model_path, self.config.model_type)
+        named = family_of(family, model_path, self.config.model_type)
+        wanted = Wanted(family, thinking, tool_prompt)
+        self._choice = choice = chosen(model_path, named, wanted, first_eos, eos_ids)
         self._made_on = self.today()
         self._variants: dict[Options, ChatRenderer] = {}
         """The renderers for calls that set the template's options. Templates have few options."""
-        self.stability: Stability | None = None
-        """What is known of the model's own template; None if the library has its family."""
-        self.tokenizer: BareTokenizer
-        self.template: Any
-        if self.family.name != OWN_TEMPLATE:
-            self.tokenizer = BareTokenizer(model_path, first_eos)
-            self._configuration = configuration_of(self.family, thinking)
-            self.vision = vision_of(model_path) if self.family.name == "qwen3-vl" else None
-            try:
-                self.template = self._made_template()
-            except AssertionError as why:  # the tokenizer lacks a control token
-                if family != "auto":
-                    raise SystemExit(f"gateway.renderer {family!r} does not fit the model: {why}") from why
-                self.family, self.vision = Family(OWN_TEMPLATE), None
-        if self.family.name == OWN_TEMPLATE:
-            own = TemplateTokenizer(model_path, first_eos, own_template(model_path))
-            self.template, self.family, self.stability = template_renderer(own, eos_ids)
-            self.tokenizer, self._configuration = own, kept_by(self.template.config, thinking)
-            written: Iterable[int] = Probe(self.template).written()
+        self.check, self.family, self.vision = choice.check, choice.family, choice.vision
+        self.stability, self.tokenizer, self.template = choice.stability, choice.tokenizer, choice.template
+        self._configuration = choice.configuration
+        if self.stability is not None:
             logger.info("%s", self.description)
-        else:
-            example = MessageNormalizer(self.family, str, str).conversation(EXAMPLE_MESSAGES, [EXAMPLE_TOOL])
-            written = self.template.render_ids(example, tools=[EXAMPLE_TOOL], add_generation_prompt=True)
         self.stop_ids: list[int] = self.template.get_stop_token_ids()
         pads = () if self.vision is None else self.vision.pads
         self.normalizer = MessageNormalizer(
             self.family,
-            self.tokenizer.control(written).cut,
+            self.tokenizer.control(choice.written()).cut,
             self.tokenizer.frame([*self.stop_ids, *pads]).cut,
             self.tokenizer.named(pads).cut,
         )
@@ -252,10 +232,7 @@ class ChatRenderer:
         return f"the chat template is the model's own: {self.stability}; {read_calls(self.family)}"
 
     def _made_template(self) -> Any:
-        if isinstance(self.tokenizer, TemplateTokenizer):
-            return TemplateRenderer(self.tokenizer, self._configuration, frozenset(self.stop_ids))
-        made = create_renderer(self.tokenizer, self._configuration)
-        return made if self.vision is None else OnePadTemplate(made)
+        return self._choice.remade(self._configuration)
 
     def parse(
         self,

@@ -65,7 +65,14 @@ def tokenizer_of(model_path: Path) -> Tokenizer:
 
 def tokenizer_settings(model_path: Path) -> dict[str, Any]:
     """The content of tokenizer_config.json, empty if there is none. Raises SystemExit if it is not JSON."""
-    file = model_path / "tokenizer_config.json"
+    settings = object_in(model_path / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    return settings | object_in(model_path / "special_tokens_map.json")  # older models name tokens there
+
+
+def object_in(file: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty if there is none. Raises SystemExit if the file cannot be read."""
     if not file.is_file():
         return {}
     if file.stat().st_size > MAX_SETTINGS_BYTES:

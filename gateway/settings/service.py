@@ -138,7 +138,11 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     """Refuse model names other than `model_name`; if false, the policy answers under every name."""
     renderer: str = "auto"
     """Chat-template family, by its name in the library `renderers`, or own-template: the one beside the
-    model's tokenizer. auto: from the model's name or type, and its own template for an unknown type."""
+    model's tokenizer. auto: from the model's name or type, and its own template for an unknown type, or if
+    it writes other prompts than the family."""
+    tool_prompt: Literal["none", "hermes"] = "none"
+    """How tools are written for a model whose own template writes none. none: calls with tools are refused;
+    hermes: in the system prompt, in Hermes' form (`<tools>`, `<tool_call>`)."""
     thinking: Literal["auto", "template", "all"] = "auto"
     """Earlier reasoning in prompts. `template`: the chat template decides; `all`: kept, so turns extend;
     `auto`: `all` if the template has an option for that, else `template`."""

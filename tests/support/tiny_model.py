@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from weir.demo.tokenizer import THINKING_TEMPLATE
+
 VOCABULARY = 1024
 PEAKED = 20.0
 """A scale of the output head that makes some tokens much likelier than others; an adapter decides which."""
@@ -22,12 +24,6 @@ SPECIAL_TOKENS = (
     "</tool_response>",
     "<think>",
     "</think>",
-)
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
 
@@ -88,7 +84,7 @@ def _shared_config(directory: Path) -> dict[str, Any]:
 
 
 def write_tokenizer(
-    directory: Path, special: Sequence[str] = SPECIAL_TOKENS, template: str = CHAT_TEMPLATE
+    directory: Path, special: Sequence[str] = SPECIAL_TOKENS, template: str = THINKING_TEMPLATE
 ) -> tuple[int, dict[str, int]]:
     """Write a tokenizer of VOCABULARY ids, the last of which are the special tokens. Returns the number of
     ids, and those of the special tokens."""

@@ -8,25 +8,25 @@ import sys
 from pathlib import Path
 
 from tests.support.tiny_model import SPECIAL_TOKENS, write_tokenizer
+from weir.demo.tokenizer import CHAT_TEMPLATE
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 PATCH, MERGE = 16, 2
 FACTOR = PATCH * MERGE
 """The pixels of the side of a square that becomes one token."""
 LEAST_PIXELS, MOST_PIXELS = 2 * FACTOR**2, 64 * FACTOR**2
-TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' }}"
-    "{%- if message.content is string %}{{- message.content }}{%- else %}"
-    "{%- for part in message.content %}"
+PARTS = (
+    "{%- macro shown(content) %}"
+    "{%- if content is string %}{{- content }}{%- else %}"
+    "{%- for part in content %}"
     "{%- if part.type == 'image' or 'image' in part or 'image_url' in part %}"
     "{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
     "{%- elif 'text' in part %}{{- part.text }}{%- endif %}"
     "{%- endfor %}{%- endif %}"
-    "{{- '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    "{%- endmacro %}"
 )
+TEMPLATE = PARTS + CHAT_TEMPLATE.replace("+ message.content +", "+ shown(message.content) +")
+"""Qwen3-VL's form."""
 
 
 def make_tiny_vision_model(directory: Path, *, seed: int = 0, head_scale: float = 1.0) -> Path:

@@ -47,6 +47,38 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
+"""Qwen3's form without thoughts."""
+ANSWER = "{{- '<|im_start|>assistant\\n' + (message.content or '') }}"
+THINKING_ANSWER = """\
+{%- set content, thought = message.content or '', message.reasoning_content or '' %}
+{%- if not thought and '</think>' in content %}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.query and (loop.last or thought) %}
+{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+{%- else %}{{- content }}{%- endif %}
+"""
+LAST_QUERY = """\
+{%- set ns = namespace(query=messages | length - 1) %}
+{%- for message in messages %}
+{%- set said = message.content | default('', true) | string | trim %}
+{%- set result = said.startswith('<tool_response>') and said.endswith('</tool_response>') %}
+{%- if message.role == 'user' and not result %}
+{%- set ns.query = loop.index0 %}
+{%- endif %}
+{%- endfor %}
+"""
+NO_THOUGHT = """\
+{%- if add_generation_prompt and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+"""
+THINKING_TEMPLATE = (
+    LAST_QUERY
+    + CHAT_TEMPLATE.replace(ANSWER, THINKING_ANSWER).replace("or message.content %}", "or content %}")
+    + NO_THOUGHT
+)
+"""The whole of Qwen3's form: it writes what the code for this family writes."""
 
 
 def write_tokenizer(directory: Path, texts: Sequence[str] | None = None) -> Tokenizer:
@@ -69,7 +101,7 @@ def write_tokenizer(directory: Path, texts: Sequence[str] | None = None) -> Toke
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": THINKING_TEMPLATE,
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -8,9 +8,11 @@ from renderers import DefaultRendererConfig
 from renderers.parsers import TOOL_PARSERS
 
 from gateway.language.chat_messages import Message, Tool
-from gateway.language.families import OWN_TEMPLATE, Family, Thinking
+from gateway.language.families import OWN_TEMPLATE, Family, Thinking, ToolPrompt
+from gateway.language.own.adaptation import Adaptation
 from gateway.language.own.example_conversation import EXAMPLE_TOOL
-from gateway.language.own.renderer import TemplateRenderer
+from gateway.language.own.hermes import OPEN
+from gateway.language.own.renderer import TOOL_PROMPT_EXISTS, TemplateRenderer
 from gateway.language.own.template import FAULTS, TemplateRefusal, TemplateTokenizer
 from gateway.language.thinking import SWITCHES
 
@@ -72,7 +74,7 @@ class Probe:
 
     def family(self) -> Family:
         """What the template accepts."""
-        system = self._writes([SYSTEM, USER], "systemtext", "usertext")
+        system = self._system()
         nine = self._call(NINE)
         tools = self._writes([USER, nine, _result(NINE)], "arg", "seentext", tools=[EXAMPLE_TOOL])
         tools = tools and self._writes([USER], EXAMPLE_TOOL["function"]["name"], tools=[EXAMPLE_TOOL])
@@ -93,10 +95,38 @@ class Probe:
             named_results=not self._renders([USER, nine, _result(NINE)])
             or self._writes([USER, nine, named], "nametext"),
             tools=tools,
-            calls=self.renderer.config.tool_parser if tools else None,
+            calls=self._reads() if tools else None,
+            text_calls=bool(self.renderer.call_tags),
             switch=next(filter(self._switches, SWITCHES), None),
-            thinks="think" in self.renderer.tokenizer.template.source,
+            thinks=any("think" in text for text in self.renderer.tokenizer.template.sources.values()),
         )
+
+    def adaptation(self, tool_prompt: bool) -> Adaptation:
+        """What has to be changed in conversations so that the template renders them."""
+        both, called = {**USER, "content": "usertext\n\nnexttext"}, [USER, self._call(NINE), _result(NINE)]
+        joins = set()
+        if not self._renders([USER, NEXT]) and self._renders([both]):
+            joins.add("user")
+        if not self._renders([USER, SAID, SAID, NEXT]) and self._renders([USER, SAID, NEXT]):
+            joins.add("assistant")
+        between = [*called, {"role": "assistant", "content": ""}, NEXT]
+        return Adaptation(
+            tool_prompt=tool_prompt,
+            system_in_user=not self._system(),
+            joined_roles=frozenset(joins),
+            answers_results=not self._renders([*called, NEXT]) and self._renders(between),
+        )
+
+    def _system(self) -> bool:
+        return self._writes([SYSTEM, USER], "systemtext", "usertext")
+
+    def _reads(self) -> str | None:
+        """The family whose parser reads the calls."""
+        if self.renderer.call_tags:
+            return "qwen3"
+        reader = self.renderer.reader
+        name: str | None = self.renderer.config.tool_parser if reader is None else reader.config.name
+        return name
 
     def stability(self, family: Family) -> Stability:
         """Which conversations may be bridged."""
@@ -183,11 +213,9 @@ class Probe:
     def _switches(self, option: str) -> bool:
         """Whether the option turns thinking on and off."""
         template = self.renderer.tokenizer.template
+        switched: list[dict[str, Any]] = [{option: value} for value in (True, False)]
         try:
-            on, off = (
-                template.text([USER], add_generation_prompt=True, **{option: value})
-                for value in (True, False)
-            )
+            on, off = (template.text([USER], add_generation_prompt=True, **each) for each in switched)
         except TemplateRefusal:
             return False
         return on != off
@@ -199,24 +227,32 @@ def _stop_if_unsafe(error: TemplateRefusal) -> None:
 
 
 def template_renderer(
-    tokenizer: TemplateTokenizer, eos_ids: frozenset[int]
+    tokenizer: TemplateTokenizer,
+    eos_ids: frozenset[int],
+    tool_prompt: ToolPrompt = "none",
+    family_reader: Any = None,
 ) -> tuple[TemplateRenderer, Family, Stability]:
     """The renderer over the model's own template, with the parser that reads the calls which it writes.
 
+    `family_reader` is the library's renderer of the family of the model's type: it may read the answers.
     Raises SystemExit for a template that does not write a user's message.
     """
-    bare = TemplateRenderer(tokenizer, DefaultRendererConfig(), eos_ids)
-    Probe(bare).refuse_unfit()
-    stop_ids = eos_ids | Probe(bare).ends()
-    made = TemplateRenderer(tokenizer, DefaultRendererConfig(), stop_ids)
-    for parser in TOOL_PARSERS:
-        able = TemplateRenderer(tokenizer, DefaultRendererConfig(tool_parser=parser), stop_ids)
-        if Probe(able).reads_calls():
-            made = able
-            break
-    probe = Probe(made)
+    plain, stop_ids = DefaultRendererConfig(), eos_ids
+    Probe(TemplateRenderer(tokenizer, plain, stop_ids)).refuse_unfit()
+    stop_ids |= Probe(TemplateRenderer(tokenizer, plain, stop_ids)).ends()
+    bare = Probe(TemplateRenderer(tokenizer, plain, stop_ids))
+    prompted = tool_prompt == "hermes" and not bare.family().tools
+    adaptation = bare.adaptation(prompted)
+    configurations = [DefaultRendererConfig(tool_parser=parser) for parser in TOOL_PARSERS]
+    made = [TemplateRenderer(tokenizer, each, stop_ids, adaptation) for each in configurations]
+    if prompted and tokenizer.backend.token_to_id(OPEN) is None:
+        made = []  # those parsers know tags as tokens only
+    elif family_reader is not None:
+        made.append(TemplateRenderer(tokenizer, plain, stop_ids, adaptation, family_reader))
+    able = (each for each in made if Probe(each).reads_calls())
+    probe = Probe(next(able, TemplateRenderer(tokenizer, plain, stop_ids, adaptation)))
     family = probe.family()
-    return made, family, probe.stability(family)
+    return probe.renderer, family, probe.stability(family)
 
 
 def kept_by(configuration: DefaultRendererConfig, thinking: Thinking) -> DefaultRendererConfig:
@@ -228,7 +264,7 @@ def kept_by(configuration: DefaultRendererConfig, thinking: Thinking) -> Default
 def read_calls(family: Family) -> str:
     """How the calls of a model with its own template are read, for operators."""
     if not family.tools:
-        return "it writes no tools, so calls with tools are refused"
+        return f"it writes no tools, so calls with tools are refused. {TOOL_PROMPT_EXISTS}"
     if family.calls is None:
         return "no parser reads its tool calls, so they stay text in the answer"
     return f"its tool calls are read like those of {family.calls}"

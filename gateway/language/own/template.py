@@ -3,19 +3,21 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 
 from gateway.language.families import FAMILIES
 from gateway.language.own.sandbox import BOUNDS, RENDER_S, Bounds, TemplateSandbox
-from gateway.language.tokenizer import BareTokenizer
+from gateway.language.tokenizer import BareTokenizer, named_tokens, object_in, tokenizer_settings
 from rollout_queue import clock
 
+DEFAULT: Final = "default"
+TOOL_USE: Final = "tool_use"
 MAX_TEMPLATE_BYTES = 2**20
-MAX_SETTINGS_BYTES = 2**26
-"""The size of a tokenizer_config.json; those with thousands of added tokens have a few megabytes."""
+CHOSEN: Final = (DEFAULT, TOOL_USE)
+"""Templates that a call may get. Others, such as `rag`, are chosen by name only, which no call can do."""
 TEMPLATE_CHARS = 2**20
 """How many characters a template may write beside twice those of the messages and tools."""
 PASSES = 64
@@ -38,28 +40,39 @@ class TemplateRefusal(Exception):
 
 
 class OwnTemplate:
-    """A model's chat template."""
+    """A model's chat templates by name. As in transformers, `tool_use` renders the calls that have tools."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Raises TemplateRefusal if the template is not valid."""
-        self.source = source
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
+        """Raises TemplateRefusal if a template is not valid, or if none is the default."""
+        self.sources = {name: sources[name] for name in CHOSEN if name in sources}
         self._tokens = tokens
+        if DEFAULT not in sources:
+            raise TemplateRefusal(f"none of {', '.join(sorted(sources))} is named {DEFAULT}")
         try:
-            self._template = TemplateSandbox().guarded(source)
+            self._templates = {name: TemplateSandbox().guarded(text) for name, text in self.sources.items()}
         except FAULTS as error:
             raise TemplateRefusal(_words(error)) from error
 
-    def text(self, messages: Sequence[Any], **options: Any) -> str:
-        """The text of a conversation.
+    def text(
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> str:
+        """The text of a conversation. Without tools or documents, the template sees none, not an empty list.
 
         Raises TemplateRefusal if the template refuses it or breaks a bound.
         """
-        written = len(json.dumps((messages, options), default=str))
+        template = self._templates.get(TOOL_USE if tools else DEFAULT, self._templates[DEFAULT])
+        given = {"tools": list(tools) if tools else None, "documents": documents, **options}
+        written = len(json.dumps((messages, given), default=str))
         room = TEMPLATE_CHARS + 2 * written
         bounds = Bounds(clock.monotonic() + RENDER_S, PASSES * room)
         former, parts = BOUNDS.set(bounds), []
         try:
-            for part in self._template.generate(messages=list(messages), **{**self._tokens, **options}):
+            for part in template.generate(messages=list(messages), **{**self._tokens, **given}):
                 bounds.check()
                 room -= len(part)
                 bounds.spend(len(part) if room >= 0 else bounds.characters + 1)
@@ -84,39 +97,47 @@ class TemplateTokenizer(BareTokenizer):
         return self.encode(self.template.text(messages, **options))
 
 
-def own_template(model_path: Path) -> OwnTemplate:
-    """The model's template. Raises SystemExit if there is none, or if it cannot be read."""
-    file, settings = model_path / "chat_template.jinja", _tokenizer_config(model_path)
-    source = _content(file, MAX_TEMPLATE_BYTES) if file.is_file() else settings.get("chat_template")
-    if isinstance(source, list):  # templates by name
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("tool_use") or named.get("default")
-    if not isinstance(source, str) or not source.strip():
-        raise SystemExit(
-            f"no chat renderer is known for {model_path}, and it has no chat template:"
-            f" set gateway.renderer to one of {', '.join(sorted(FAMILIES))}"
-        )
-    if len(source) > MAX_TEMPLATE_BYTES:
-        raise SystemExit(f"the chat template of {model_path} has more than {MAX_TEMPLATE_BYTES} characters")
-    tokens = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            tokens[name] = token
+def own_template(model_path: Path) -> OwnTemplate | None:
+    """The model's templates; None if it has none. Raises SystemExit if they cannot be read."""
+    sources = _sources(model_path)
+    if not sources:
+        return None
+    if max(map(len, sources.values())) > MAX_TEMPLATE_BYTES:
+        raise SystemExit(f"a chat template of {model_path} has more than {MAX_TEMPLATE_BYTES} characters")
     try:
-        return OwnTemplate(source, tokens)
+        return OwnTemplate(sources, named_tokens(tokenizer_settings(model_path)))
     except TemplateRefusal as error:
         raise SystemExit(f"the chat template of {model_path} is not valid: {error}") from error
 
 
-def _tokenizer_config(model_path: Path) -> dict[str, Any]:
-    file = model_path / "tokenizer_config.json"
-    try:
-        read = json.loads(_content(file, MAX_SETTINGS_BYTES)) if file.is_file() else {}
-    except (ValueError, RecursionError) as error:
-        raise SystemExit(f"{file} is not valid JSON: {error}") from error
-    return read if isinstance(read, dict) else {}
+def no_template(model_path: Path) -> NoReturn:
+    """Raise SystemExit: the prompts of the model cannot be written."""
+    raise SystemExit(
+        f"no chat renderer is known for {model_path}, and it has no chat template:"
+        f" set gateway.renderer to one of {', '.join(sorted(FAMILIES))}"
+    )
+
+
+def _sources(model_path: Path) -> dict[str, str]:
+    """The sources by name, from the files that transformers prefers, in its order.
+
+    Beside additional templates without a default, transformers uses none; here it comes from the JSON files.
+    """
+    files = {DEFAULT: model_path / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((model_path / "additional_chat_templates").glob("*.jinja"))}
+    read = {name: _content(file, MAX_TEMPLATE_BYTES) for name, file in files.items() if file.is_file()}
+    if DEFAULT not in read:
+        settings = _named(tokenizer_settings(model_path).get("chat_template"))
+        read = (settings or _named(object_in(model_path / "chat_template.json").get("chat_template"))) | read
+    return {name: source for name, source in read.items() if source.strip()}
+
+
+def _named(given: Any) -> dict[str, str]:
+    """A `chat_template` of a JSON file, which is one text, or a list or an object of texts by name."""
+    if isinstance(given, list):
+        given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+    named = given if isinstance(given, dict) else {DEFAULT: given}
+    return {str(name): source for name, source in named.items() if isinstance(source, str)}
 
 
 def _content(file: Path, limit: int) -> str:

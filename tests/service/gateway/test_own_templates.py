@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,16 @@ import pytest
 from gateway.language.own import template
 from gateway.language.tokenizer import tokenizer_of
 from tests.support.gateway.fake_engine import FakeEngine
-from tests.support.gateway.own_templates import BASE, CHATML, LOOP, MODELS, THOUGHTFUL, OwnModel
+from tests.support.gateway.own_templates import (
+    BASE,
+    CHATML,
+    HERMES_CALL,
+    LOOP,
+    MODELS,
+    PUBLIC,
+    THOUGHTFUL,
+    OwnModel,
+)
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
@@ -54,13 +63,13 @@ class Stand:
 
 
 @contextmanager
-def running(model: OwnModel, directory: Path, redis_url: str) -> Iterator[RunningGateway]:
+def running(model: OwnModel, directory: Path, redis_url: str, **settings: Any) -> Iterator[RunningGateway]:
     """A gateway for the model, on a Redis and an engine of its own."""
     model.make(directory)
     tokenizer = tokenizer_of(directory)
     own = redis_url.removesuffix("0") + "5"
     backends = Backends(own, directory, tokenizer, redis_at(own), FakeEngine(tokenizer, end=model.end))
-    with serving(backends) as backends.engine_url, backends.gateway() as gateway:
+    with serving(backends) as backends.engine_url, backends.gateway(**settings) as gateway:
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         yield gateway
     backends.redis.close()
@@ -172,13 +181,28 @@ def test_what_the_template_cannot_do_is_refused_by_name(stand: Stand) -> None:
     wishes: list[tuple[dict[str, Any], str]] = []
     if not stand.model.tools:
         wishes += [({"messages": [hello], "tools": [TOOL]}, "tools")]
+        reply = stand.gateway.post("/v1/chat/completions", wishes[0][0])
+        assert "gateway.tool_prompt: hermes" in reply.json()["error"]["message"]
     elif stand.model.call is None:
         wishes += [({"messages": [hello], "tools": [TOOL], "tool_choice": "required"}, "tool_choice")]
-    if stand.name in ("gemma3", "mistral"):
-        wishes += [({"messages": [hello, hello]}, "messages")]
     for body, param in wishes:
         reply = stand.gateway.post("/v1/chat/completions", body)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+@pytest.mark.parametrize("stand", ["gemma3", "mistral"], indirect=True)
+def test_neighbours_of_one_role_are_joined_for_a_template_that_refuses_them(stand: Stand) -> None:
+    one, two = ({"role": "user", "content": text} for text in ("one", "two"))
+    late = {"role": "system", "content": "now"}
+    said = {"role": "assistant", "content": "yes"}
+    joined = {"role": "user", "content": "one\n\ntwo"}
+    for messages, read in (
+        ([one, two], [joined]),
+        ([one, two, said, late, two], [joined, said, {"role": "user", "content": "now\n\ntwo"}]),
+    ):
+        assert stand.gateway.post("/v1/chat/completions", {"messages": messages}).status_code == 200
+        prompt = stand.gateway.engine.requests[-1]["input_ids"]
+        assert stand.gateway.engine.tokenizer.decode(prompt, False) == stand.text(read, None)
 
 
 @pytest.mark.parametrize("stand", sorted(name for name in MODELS if MODELS[name].tools), indirect=True)
@@ -243,6 +267,85 @@ def test_thinking_of_an_own_template_is_turned_off_by_its_own_option(redis_url: 
             asked.append(gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"], False))
         assert asked[0] == asked[2] + "<think>\n\n</think>\n\n"
         assert asked[1] == asked[2]
+
+
+TOKENS_OF_CALLS = ("<tool_call>", "</tool_call>")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [MODELS["gemma3"], PUBLIC["gemma2"], PUBLIC["zephyr"], replace(MODELS["phi4"], ordinary=TOKENS_OF_CALLS)],
+    ids=["gemma3", "gemma2", "zephyr", "with tokens for calls"],
+)
+def test_a_tool_prompt_gives_tools_to_a_model_whose_template_writes_none(
+    model: OwnModel, redis_url: str, tmp_path: Path
+) -> None:
+    with running(model, tmp_path, redis_url, tool_prompt="hermes") as gateway:
+        words = gateway.get("/admin/status", key=ADMIN_KEY).json()["renderer"]
+        assert "its tool calls are read like those of qwen3" in words
+        session, engine = gateway.session(), gateway.engine
+        path = f"/sessions/{session['session_id']}/v1/chat/completions"
+        history: list[dict[str, Any]] = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "where?"},
+        ]
+        for answer in (f"Let me see.{HERMES_CALL}", HERMES_CALL * 2, "There it is."):
+            engine.script.append(engine.tokenizer.encode(answer).ids)
+            reply = gateway.post(path, {"messages": history, "tools": [TOOL]})
+            assert reply.status_code == 200, reply.text
+            choice = reply.json()["choices"][0]
+            calls = choice["message"].get("tool_calls") or []
+            assert [call["function"] for call in calls] == [
+                {"name": "get", "arguments": '{"key": "a"}'}
+            ] * answer.count("<tool_call>")
+            assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+            assert (choice["message"]["content"] or "") == answer.partition("\n")[0]
+            history.append(choice["message"])
+            history += [
+                {"role": "tool", "tool_call_id": call["id"], "content": f"seen {number}"}
+                for number, call in enumerate(calls)
+            ] or [{"role": "user", "content": "thanks"}]
+        prompt = engine.tokenizer.decode(engine.requests[-1]["input_ids"], False)
+        assert json.dumps(TOOL) in prompt.partition("where?")[0], "the system prompt, or the first message"
+        assert '"name": "get", "arguments": {"key": "a"}}\n</tool_call>' in prompt
+        assert "<tool_response>\nseen 0\n</tool_response>\n<tool_response>\nseen 1\n" in prompt
+        relations = [turn["relation"] for turn in gateway.turns(session)]
+        assert relations == ["root", "extends", "extends"]
+
+
+BROKEN = ('I see <tool_call>\n{"name": "get", "arg', "<tool_call> is a tag, </tool_call> too", "<tool_call")
+
+
+@pytest.mark.parametrize("said", [f"Let me see. {HERMES_CALL}{HERMES_CALL}", "no < tool", *BROKEN])
+def test_calls_of_a_tool_prompt_are_streamed_as_they_are_read(
+    said: str, redis_url: str, tmp_path: Path
+) -> None:
+    with running(PUBLIC["zephyr"], tmp_path, redis_url, tool_prompt="hermes") as gateway:
+        body = {"messages": [{"role": "user", "content": "look"}], "tools": [TOOL]}
+        gateway.engine.script.extend([said, said])
+        plain = gateway.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        text, calls = "", list[Any]()
+        for line in gateway.post("/v1/chat/completions", body | {"stream": True}).text.splitlines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    calls += choice["delta"].get("tool_calls") or []
+        assert text == (plain["content"] or "")
+        assert [call["function"] for call in calls] == [
+            call["function"] for call in plain.get("tool_calls") or []
+        ]
+        assert len(calls) == (2 if HERMES_CALL in said else 0)
+        assert calls or "".join(text.split()) == "".join(said.split()), "nothing is dropped"
+
+
+def test_calls_of_a_tool_prompt_can_be_required_and_limited(redis_url: str, tmp_path: Path) -> None:
+    with running(MODELS["gemma3"], tmp_path, redis_url, tool_prompt="hermes") as gateway:
+        assert gateway.chat("hi", tools=[TOOL], tool_choice="required").status_code == 200
+        tag = gateway.engine.requests[-1]["sampling_params"]["structural_tag"]
+        assert '{\\"name\\": \\"get\\", \\"arguments\\": ' in tag
+        assert gateway.chat("hi", tools=[TOOL], parallel_tool_calls=False).status_code == 200
+        reply = gateway.chat("hi", functions=[TOOL["function"]])
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "functions")
 
 
 def test_calls_that_a_parser_reads_can_be_required(redis_url: str, tmp_path: Path) -> None:

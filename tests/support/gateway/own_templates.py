@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
-from tests.support.gateway.families_models import write_model
+from tests.support.gateway.families_models import QWEN, THINK, write_model
+from weir.demo.tokenizer import THINKING_TEMPLATE
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,29 @@ MODELS = {
     "llama4": OwnModel(_template("llama4"), LLAMA, "<|eot|>"),
     "granite": OwnModel(_template("granite"), GRANITE, "<|end_of_text|>"),
 }
+PHI3 = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+R1 = ("<|begin_of_sentence|>", "<|end_of_sentence|>", "<|User|>", "<|Assistant|>")
+COMMAND_R = (
+    *("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    *("<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
+)
+PUBLIC = {
+    "hermes": OwnModel(
+        _template("hermes"), CHATML, "<|im_end|>", ("<tool_call>", "</tool_call>"), call=HERMES_CALL
+    ),
+    "llama2": OwnModel(_template("llama2"), ("<s>", "</s>"), "</s>", tools=False),
+    "llama3": OwnModel(_template("llama3"), (*LLAMA3, "<|end_of_text|>", "<|eom_id|>"), "<|eot_id|>"),
+    "mistral": MODELS["mistral"],
+    "gemma2": OwnModel(_template("gemma2"), GEMMA, "<end_of_turn>", tools=False),
+    "phi3": OwnModel(_template("phi3"), PHI3, "<|end|>", tools=False),
+    "zephyr": OwnModel(_template("zephyr"), ("<s>", "</s>"), "</s>", tools=False),
+    "r1-distill": OwnModel(_template("r1_distill"), R1, "<|end_of_sentence|>", THINK, tools=False),
+    "qwen3": OwnModel(THINKING_TEMPLATE, CHATML, "<|im_end|>", QWEN[3:], call=HERMES_CALL),
+    "command-r": OwnModel(_template("command_r"), COMMAND_R, "<|END_OF_TURN_TOKEN|>"),
+}
+"""In the manner of well-known models. `command-r` has a template for calls with tools beside this one."""
+COMMAND_R_TOOLS = _template("command_r_tools")
 LOOP = "{%- set r = range(99999) %}{%- for a in r %}{%- for b in r %}{%- endfor %}{%- endfor %}"
 """A template that never ends."""
 BASE = "{%- for m in messages %}{{- '<|im_start|>' ~ m.role ~ ': ' ~ m.content ~ '<|im_end|>' }}{%- endfor %}"

@@ -11,9 +11,9 @@ from renderers import create_renderer
 from renderers.parsing import parse_gpt_oss
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from gateway.language import render
 from gateway.language.deltas import AnswerStream, Delta, RawTextStream
 from gateway.language.fast_parse import FastParser
+from gateway.language.own import choice
 from gateway.language.partial_parse import markup_of
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.language.streamed_text import IncrementalDetokenizer
@@ -121,7 +121,7 @@ def harmony(directory: Path) -> ChatRenderer:
             )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render, "create_renderer", GptOss)
+        patch.setattr(choice, "create_renderer", GptOss)
         return ChatRenderer(directory, "qwen3")
 
 

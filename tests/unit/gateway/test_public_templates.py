@@ -1,0 +1,250 @@
+"""Templates in the manner of public models: prompts are those of transformers, and turns extend."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.language.chat_messages import Message
+from gateway.language.own.template import own_template
+from gateway.language.render import ChatRenderer
+from tests.support.gateway.families_agent import TOOL, Agent, call, result, sampled, told, user
+from tests.support.gateway.families_models import CHATML, LLAMA, QWEN
+from tests.support.gateway.own_templates import COMMAND_R_TOOLS, PUBLIC, R1, OwnModel
+from weir.demo.tokenizer import THINKING_TEMPLATE
+
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+CALLED = told("", call(call_id="callnine9"))
+SEEN = result("7", "callnine9")
+ORDINARY: dict[str, list[Message]] = {
+    "user": [user("hi")],
+    "system": [SYSTEM, user("hi")],
+    "turns": [SYSTEM, user("hi"), told("Hello \u00e9!"), user("  and then?\n")],
+    "thought": [user("hi"), told("Yes.", reasoning_content="hm"), user("so?")],
+    "call": [SYSTEM, user("look"), CALLED, SEEN],
+    "after a call": [user("look"), CALLED, SEEN, told("It is 7."), user("sure?")],
+}
+ONE_USER = [user("Be brief.\n\nhi")]
+ODD: dict[str, tuple[list[Message], list[list[Message]]]] = {
+    "neighbours": ([user("one"), user("two")], [[user("one\n\ntwo")]]),
+    "no system": ([SYSTEM, user("hi")], [ONE_USER]),
+    "late system": (
+        [user("a"), told("b"), SYSTEM, user("hi")],
+        [[user("a"), told("b"), user("Be brief."), user("hi")], [user("a"), told("b"), *ONE_USER]],
+    ),
+    "two answers": ([user("a"), told("b"), told("c"), user("d")], [[user("a"), told("b\n\nc"), user("d")]]),
+    "a user after a result": (
+        [user("look"), CALLED, SEEN, user("so?")],
+        [[user("look"), CALLED, SEEN, told(""), user("so?")]],
+    ),
+}
+"""Conversations that some templates refuse, and what those get in their place: the first that they render."""
+
+
+def made(name: str, directory: Path) -> Path:
+    model = PUBLIC[name].make(directory)
+    if name == "command-r":
+        (model / "additional_chat_templates").mkdir()
+        (model / "additional_chat_templates" / "tool_use.jinja").write_text(COMMAND_R_TOOLS, encoding="utf-8")
+    return model
+
+
+@pytest.fixture(scope="module", params=sorted(PUBLIC))
+def public(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, ChatRenderer, Any]:
+    """The name of a model, the gateway's renderer, and transformers' tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    directory = made(request.param, tmp_path_factory.mktemp("public") / "model")
+    return request.param, ChatRenderer(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def by_transformers(tokenizer: Any, messages: Sequence[Message], tools: Any) -> list[int] | None:
+    """The ids of `apply_chat_template`; None if the template refuses the messages, or leaves one out."""
+    given = json.loads(json.dumps(messages))
+    for message in given:
+        for each in message.get("tool_calls") or ():
+            each["function"]["arguments"] = json.loads(each["function"]["arguments"])
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            given, tools=tools, add_generation_prompt=True, return_dict=False
+        )
+    except Exception:  # whatever a template raises
+        return None
+    text = tokenizer.decode(ids)
+    return ids if all(message["content"].strip() in text for message in messages) else None
+
+
+def test_prompts_are_those_of_transformers(public: tuple[str, ChatRenderer, Any]) -> None:
+    name, renderer, theirs = public
+    conversations = [(messages, [messages]) for messages in ORDINARY.values()]
+    compared = 0
+    for messages, instead in [*conversations, *ODD.values()]:
+        for tools in (None, [TOOL]):
+            with_calls = any(message.get("tool_calls") for message in messages)
+            if (tools or with_calls) and not renderer.family.tools:
+                continue
+            texts = (by_transformers(theirs, each, tools) for each in (messages, *instead))
+            if (expected := next(filter(None, texts), None)) is not None:
+                assert renderer.render(messages, tools).tolist() == expected, (name, messages)
+                compared += 1
+    assert compared >= (14 if renderer.family.tools else 6), name
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_a_next_turn_extends_the_sampled_ids(name: str, tmp_path: Path) -> None:
+    agent = Agent(ChatRenderer(made(name, tmp_path / "model"), thinking="all"), None, [SYSTEM])
+    for text in ("hi", "and then?", "and then?"):
+        prompt = agent.ask(user(text))
+        assert prompt.relation == ("root" if text == "hi" else "extends")
+        _, read = agent.answer(prompt, sampled(agent.renderer, prompt.prompt_ids, told("It is 7.")))
+        agent.messages.append(told(read.content))
+    assert agent.ask(user("one"), user("two")).relation == "extends"
+
+
+# A family's code, or the model's own template
+
+MARCH = PUBLIC["llama3"].template.replace("December", "March")
+EDITED = "You are the assistant of a shop."
+TYPES: dict[str, tuple[str, OwnModel, str]] = {
+    "Qwen3": ("qwen3", PUBLIC["qwen3"], ""),
+    "Llama 3, which writes the date": ("llama", replace(PUBLIC["llama3"], special=LLAMA), ""),
+    "Qwen3, edited": (
+        "qwen3",
+        replace(PUBLIC["qwen3"], template=THINKING_TEMPLATE.replace("# Tools", f"{EDITED}\\n\\n# Tools")),
+        "With tools, it writes '",
+    ),
+    "Llama 3, edited": (
+        "llama",
+        replace(
+            PUBLIC["llama3"], template=PUBLIC["llama3"].template.replace("December", "March"), special=LLAMA
+        ),
+        "With a user's message, it writes '",
+    ),
+    "Hermes on Llama": (
+        "llama",
+        replace(PUBLIC["hermes"], special=(*CHATML, *LLAMA)),
+        "With a user's message, it writes '<|im_start|><|im_start|>user",
+    ),
+    "R1 on Qwen3": (
+        "qwen3",
+        replace(PUBLIC["r1-distill"], special=(*R1, *CHATML), ordinary=QWEN[3:]),
+        "With a user's message, it writes '<|begin_of_sentence|><|User|>",
+    ),
+}
+"""Models by their type, and where their template differs from that of the type's family."""
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_models_own_template_wins_where_it_differs_from_its_familys(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    model_type, model, difference = TYPES[name]
+    typed(model.make(tmp_path), model_type)
+    with caplog.at_level("INFO"):
+        renderer, theirs = ChatRenderer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    (line,) = (each for each in caplog.messages if each.startswith("chat template: "))
+    assert (renderer.check.agrees, renderer.check.own_wins) == (not difference, bool(difference))
+    assert difference in line
+    assert ("set gateway.renderer to" in line) == bool(difference)
+    assert renderer.family.name == ("own-template" if difference else renderer.check.family)
+    for messages in ORDINARY.values():
+        tools = [TOOL] if renderer.family.tools else None
+        if tools or messages not in (ORDINARY["call"], ORDINARY["after a call"]):
+            assert renderer.render(messages, tools).tolist() == by_transformers(theirs, messages, tools)
+    said = told("", call()) if model.tools else told("It is 7.")
+    ids = sampled(renderer, renderer.render([user("hi")], [TOOL] if model.tools else None), said)
+    read = renderer.parse(ids, [TOOL], "t")
+    assert bool(read.tool_calls) == model.tools, "the calls of an edited template are read as before"
+    assert ChatRenderer(tmp_path, renderer.check.family).check.own_wins is False, "the setting decides"
+
+
+def test_what_one_of_the_two_refuses_is_named_and_does_not_decide(tmp_path: Path) -> None:
+    refusing = "{%- if tools %}{{- raise_exception('no tools') }}{%- endif %}" + THINKING_TEMPLATE
+    typed(replace(PUBLIC["qwen3"], template=refusing).make(tmp_path), "qwen3")
+    check = ChatRenderer(tmp_path).check
+    assert check.agrees
+    assert "tools" in check.refused
+    assert "not compared: tools, " in str(check)
+    (tmp_path / "chat_template.jinja").write_text("{%- for", encoding="utf-8")
+    check = ChatRenderer(tmp_path).check
+    assert check.agrees is None
+    assert "is not valid" in str(check), "a template that cannot be read is no template"
+
+
+def typed(directory: Path, model_type: str) -> None:
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(config | {"model_type": model_type}), encoding="utf-8")
+
+
+# Templates by name
+
+DEFAULT, WITH_TOOLS = (
+    "{{- messages[0].content ~ (tools is none) ~ (documents is none) }}",
+    "{{- 'T' ~ messages[0].content }}",
+)
+NAMED = [{"name": "default", "template": DEFAULT}, {"name": "tool_use", "template": WITH_TOOLS}]
+PLACES: dict[str, dict[str, Any]] = {
+    "a list in tokenizer_config.json": {"tokenizer_config.json": {"chat_template": NAMED}},
+    "one in tokenizer_config.json": {"tokenizer_config.json": {"chat_template": DEFAULT}},
+    "files": {"chat_template.jinja": DEFAULT, "additional_chat_templates/tool_use.jinja": WITH_TOOLS},
+    "a file and a list": {"chat_template.jinja": DEFAULT, "tokenizer_config.json": {"chat_template": NAMED}},
+    "rag": {
+        "chat_template.jinja": DEFAULT,
+        "additional_chat_templates/rag.jinja": "{{- 'R' }}",
+        "tokenizer_config.json": {"chat_template": "{{- 'old' }}"},
+    },
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_template_of_a_call_is_the_one_that_transformers_takes(place: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    PUBLIC["zephyr"].make(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    write(tmp_path, PLACES[place])
+    own, theirs = own_template(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert own is not None
+    for tools in (None, [TOOL]):
+        given: dict[str, Any] = {"tools": tools, "add_generation_prompt": True}
+        expected = theirs.apply_chat_template([user("hi")], tokenize=False, **given)
+        assert own.text([user("hi")], **given) == expected, tools
+        assert expected.startswith("hi" if tools is None or "Jinja" in place else expected[:1])
+    assert own.text([user("hi")], documents=[{"title": "t"}]) == "hiTrueFalse"
+
+
+def test_additional_templates_and_an_old_file_have_what_transformers_lacks(tmp_path: Path) -> None:
+    """Where transformers finds no default, the JSON files have it."""
+    PUBLIC["zephyr"].make(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    write(tmp_path, {"chat_template.json": {"chat_template": DEFAULT}})
+    old = own_template(tmp_path)
+    assert old is not None
+    assert old.text([user("hi")]) == "hiTrueTrue"
+    write(tmp_path, {"additional_chat_templates/tool_use.jinja": WITH_TOOLS})
+    both = own_template(tmp_path)
+    assert both is not None
+    assert [both.text([user("hi")], tools=tools) for tools in (None, [TOOL])] == ["hiTrueTrue", "Thi"]
+    shutil.rmtree(tmp_path / "additional_chat_templates")
+    write(tmp_path, {"chat_template.json": {"chat_template": [{"name": "rag", "template": "x"}]}})
+    with pytest.raises(SystemExit, match="none of rag is named default"):
+        own_template(tmp_path)
+
+
+def write(directory: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        file = directory / name
+        file.parent.mkdir(exist_ok=True)
+        if name.endswith(".json"):
+            former = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            content = json.dumps(former | content)
+        file.write_text(content, encoding="utf-8")

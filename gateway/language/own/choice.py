@@ -69,16 +69,17 @@ def chosen(
     model_path: Path, family: Family, wanted: Wanted, first_eos: int | None, eos_ids: frozenset[int]
 ) -> Choice:
     """The template of a model. Raises SystemExit if it has none, or does not fit the one of the settings."""
-    library = None if family.name == OWN_TEMPLATE else _of_library(model_path, family, wanted, first_eos)
-    if library is not None:
-        logger.log(logging.WARNING if library.check.difference else logging.INFO, "%s", library.check)
-        if not library.check.own_wins:
-            return library
+    known = family.name != OWN_TEMPLATE
+    library = _of_library(model_path, family, wanted, first_eos) if known else None
+    unfit = (f"The tokenizer lacks tokens of the family {family.name}",) if known else ()
+    check = TemplateCheck(OWN_TEMPLATE, own=True, refused=unfit) if library is None else library.check
+    logger.log(logging.WARNING if check.difference else logging.INFO, "%s", check)
+    if library is not None and not check.own_wins:
+        return library
     template = own_template(model_path) or no_template(model_path)
     tokenizer = TemplateTokenizer(model_path, first_eos, template)
     reader = None if library is None else library.template
     own, accepts, stability = template_renderer(tokenizer, eos_ids, wanted.tool_prompt, reader)
-    check = TemplateCheck(OWN_TEMPLATE, own=True) if library is None else library.check
     kept = kept_by(own.config, wanted.thinking)
     return Choice(accepts, tokenizer, own, kept, check, stability=stability)
 

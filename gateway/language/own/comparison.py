@@ -59,11 +59,11 @@ class TemplateCheck:
     family: str
     """The family of the setting, or of the model's name or type; `own-template` if there is none."""
     own: bool = False
-    """The model has a template of its own."""
+    """The model has a template of its own, which writes some of the probes."""
     difference: str | None = None
     """The first difference, with both texts."""
     refused: tuple[str, ...] = ()
-    """What only one of the two writes, so that it was not compared."""
+    """What only one of the two writes, or why nothing was compared."""
     dated: bool = False
     """The template writes today's date."""
     by_setting: bool = False
@@ -81,6 +81,8 @@ class TemplateCheck:
 
     def __str__(self) -> str:
         """One line for the log."""
+        if self.family == OWN_TEMPLATE:
+            return ". ".join(("chat template: the model's own one", *self.refused))
         if self.agrees is None:
             why = ". ".join(self.refused) or "the model has none of its own"
             return f"chat template: that of the family {self.family}. Not compared: {why}"
@@ -115,7 +117,8 @@ def checked(family: str, tokenizer: BareTokenizer, model_path: Path, by_setting:
         difference = next((text for _, text in found if text), None)
         if difference is None or not dated:
             refused = tuple(name for name, text in found if text is None)
-            check = TemplateCheck(family, True, difference, refused, bool(dated), by_setting)
+            some = len(refused) < len(found)
+            check = TemplateCheck(family, some, difference, refused, bool(dated), by_setting)
         if difference is None:
             break
     return check
@@ -142,7 +145,10 @@ def _compared(family: Any, tokenizer: BareTokenizer, own: OwnTemplate) -> Iterat
             theirs = family.render_ids(
                 [dict(each) for each in messages], tools=tools, add_generation_prompt=True
             )
-        except (TemplateRefusal, ValueError, LookupError, TypeError, AttributeError, AssertionError):
+        except (TemplateRefusal, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+            if isinstance(error, TemplateRefusal) and error.unsafe:  # no other probe may take as long
+                yield f"the model's own template does not work: {error}", None
+                return
             yield name, None
             continue
         ours = tokenizer.encode(text)

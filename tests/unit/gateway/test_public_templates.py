@@ -107,6 +107,17 @@ def test_a_next_turn_extends_the_sampled_ids(name: str, tmp_path: Path) -> None:
     assert agent.ask(user("one"), user("two")).relation == "extends"
 
 
+def test_documents_are_written_as_by_transformers(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    own, theirs = own_template(made("command-r", tmp_path)), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for documents in (None, [], [{"title": "A", "text": "a"}, {"title": "B", "text": "b"}]):
+        given: dict[str, Any] = {"documents": documents, "add_generation_prompt": True}
+        expected = theirs.apply_chat_template(ORDINARY["turns"], tokenize=False, **given)
+        assert own is not None
+        assert own.text(ORDINARY["turns"], **given) == expected
+
+
 # A family's code, or the model's own template
 
 MARCH = PUBLIC["llama3"].template.replace("December", "March")
@@ -173,10 +184,11 @@ def test_what_one_of_the_two_refuses_is_named_and_does_not_decide(tmp_path: Path
     assert check.agrees
     assert "tools" in check.refused
     assert "not compared: tools, " in str(check)
-    (tmp_path / "chat_template.jinja").write_text("{%- for", encoding="utf-8")
-    check = ChatRenderer(tmp_path).check
-    assert check.agrees is None
-    assert "is not valid" in str(check), "a template that cannot be read is no template"
+    for source, words in (("{%- for", "is not valid"), ("{{- 'x' * 9999999999 }}", "does not work")):
+        (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
+        check = ChatRenderer(tmp_path).check
+        assert (check.agrees, check.own_wins) == (None, False)
+        assert words in str(check), "a template that cannot be used is no template"
 
 
 def typed(directory: Path, model_type: str) -> None:

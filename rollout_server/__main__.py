@@ -7,11 +7,10 @@ from rollout_queue.signals.tracing.start import begin_tracing
 from rollout_server.app import create_app
 from rollout_server.engine.command import find_device
 from rollout_server.engine.process import port_in_use
-from rollout_server.server import build_server, port_message
+from rollout_server.server import RolloutServer, build_server, port_message
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.claim import DirectoryTaken, claim_weights
+from rollout_server.weights.claim import DirectoryTaken, WeightsClaim, claim_weights
 from rollout_server.weights.safetensors_file import BrokenWeights
-from rollout_server.weights.verify import ExpectedModel
 
 LAST_ANSWERS_S = 3.0
 """How long requests to this server may still take after the engine has drained. The time is short, because a
@@ -23,12 +22,12 @@ def main() -> None:
     begin_tracing(settings.otel, "weir-rollout-server")
     keyring = Keyring(admin_keys=settings.admin_keys, rollout_server_key=settings.rollout_server_key)
     refuse_open_binding(settings.host, keyring)
-    _refuse_what_cannot_work(settings)
+    _refuse_taken_ports(settings)
     try:
         claim = claim_weights(settings)
     except (DirectoryTaken, OSError) as error:
         raise SystemExit(f"rollout_server.weights_dir: {error}") from error
-    server = build_server(settings, find_device(settings.engine_device), claim.directory)
+    server = _built(settings, claim)
     serve(
         create_app(server, keyring),
         settings.host,
@@ -39,12 +38,17 @@ def main() -> None:
     )
 
 
-def _refuse_what_cannot_work(settings: RolloutServerSettings) -> None:
-    """End the process with one sentence if the engine would fail at every start."""
+def _built(settings: RolloutServerSettings, claim: WeightsClaim) -> RolloutServer:
+    """End the process with one sentence if the engine would fail at every start, or at the first push."""
     try:
-        ExpectedModel.of(settings.model_path)
+        return build_server(settings, find_device(settings.engine_device), claim.directory)
     except (BrokenWeights, OSError) as error:
+        claim.lock.close()
         raise SystemExit(f"rollout_server.model_path is not a model that can be served: {error}") from error
+
+
+def _refuse_taken_ports(settings: RolloutServerSettings) -> None:
+    """End the process with one sentence if it cannot listen."""
     for host, port, field in (
         (settings.host, settings.port, "port"),
         (settings.engine_host, settings.engine_port, "engine_port"),

@@ -212,6 +212,7 @@ async def _status(server: RolloutServer) -> JSONResponse:
         waiting=load.waiting,
         kv_usage=load.kv_usage,
         release=release(),
+        model_checks=server.store.expected.checks,
     )
     return JSONResponse(status.model_dump())
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from rollout_queue import clock
+from rollout_queue.base_model.model_files import ModelFiles
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.keys import bearer
 from rollout_queue.machine_memory import machine_memory
@@ -44,6 +45,9 @@ from rollout_server.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
 
+MODEL = "model"
+"""The directory of links to the model's files, if the model's own has others that the engine would read."""
+
 
 class RolloutServer:
     """The app's lifespan opens and closes it. It owns every task and client that runs meanwhile."""
@@ -60,7 +64,8 @@ class RolloutServer:
     ) -> None:
         """`control` calls the engine, `http` the gateway and sources of weights. `close` closes both.
 
-        No other server may use `weights_dir`.
+        No other server may use `weights_dir`. Raises BrokenWeights and OSError for a model that cannot be
+        served.
         """
         self._settings = settings
         self._control = control
@@ -68,10 +73,12 @@ class RolloutServer:
         client = EngineControl(
             control, control_timeout_s=settings.control_timeout_s, load_timeout_s=settings.load_timeout_s
         )
-        self._initial = LocalPolicy(settings.initial_version, settings.model_path.absolute())
+        model = ModelFiles.read(settings.model_path.absolute())
+        directory = model.linked(weights_dir / MODEL) if model.ambiguous else model.directory
+        self._initial = LocalPolicy(settings.initial_version, directory)
         self.engine = Engine(settings, client, self._initial, start)
         self.metrics = RolloutMetrics(self.engine)
-        self.store = WeightsStore(weights_dir, self._initial.directory, settings.lora)
+        self.store = WeightsStore(weights_dir, model.directory, settings.lora)
         own_key = settings.presented_key
         fetcher = Fetcher(
             http, settings.trainer_url, own_key, settings.object_store, settings.fetch_timeout_s
@@ -84,6 +91,8 @@ class RolloutServer:
             timeout_s=settings.collective_timeout_s,
             rest_s=settings.collective_rest_s,
         )
+        for check in self.store.expected.checks:
+            logger.info("%s", check.line)
         self.reloader = Reloader(
             settings, self.engine, self.store, fetcher, receiver, self.metrics, float32_engine=float32_engine
         )

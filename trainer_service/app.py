@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from starlette.types import ASGIApp
 
 from rollout_queue import clock
+from rollout_queue.base_model.model_files import FILE_NAME
 from rollout_queue.contract.policies.policy import MANIFEST
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.files import LargeFile
@@ -33,7 +34,6 @@ from rollout_queue.protocol.trainer import (
     RestoreBody,
     TrainerReport,
 )
-from trainer_service.model.huggingface import FILE_NAME
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender
 from trainer_service.sinks.curves import Curves
 from trainer_service.status.shared_state import NotRestorable, SharedState
@@ -45,7 +45,7 @@ TASKS_LIMIT = 1000
 CHECKPOINT_TIMEOUT_S = 60.0
 DISCONNECT_POLL_S = 0.5
 """How often it is checked whether a rollout server still waits for a sender."""
-STATUS = {"state", "step", "version", "waiting_for", "metrics"}
+STATUS = {"state", "step", "version", "waiting_for", "metrics", "model_checks"}
 """The fields of the trainer's report that `GET /status` returns."""
 
 Ledger = Callable[[int, int], Sequence[LedgerStep]]
@@ -98,7 +98,7 @@ def _control(shared_state: SharedState) -> APIRouter:
     @router.get("/status", response_model_include=STATUS)
     async def status() -> TrainerReport:
         """Numbers that are not finite become null, because JSON has no NaN."""
-        return shared_state.snapshot.report()
+        return shared_state.snapshot.report().model_copy(update={"model_checks": shared_state.model_checks})
 
     @router.post("/pause")
     async def pause() -> JSONResponse:

@@ -7,8 +7,7 @@
 Agents' sessions arrive as entries of a stream: turns, rewards, outcomes. The intake collects them into groups
 of sessions whose rewards are compared, and selects the groups of a step. The entries of a trained session are
 acknowledged once a durable checkpoint contains its step. The entries of a session that is not trained are
-acknowledged once its verdict is final. So whenever this process dies, the stream and the checkpoint together
-tell what is left to do.
+acknowledged once its verdict is final. So stream and checkpoint tell what is left to do after a crash.
 """
 
 import logging
@@ -85,6 +84,7 @@ class Trainer:
         self._cycle = CheckpointCycle(checkpoints, policy, settings, heartbeat, watch, disk, contents)
         self._content = VersionContent(policy, publisher, adapters=settings.transport == "adapter")
         self.step, self.version = 0, settings.initial_version
+        shared_state.model_checks = policy.model_checks
 
     def run(self) -> None:
         """Train until told to stop, then save everything that was trained in a checkpoint."""
@@ -248,9 +248,8 @@ class Trainer:
         self._publish_newest()
 
     def _note_recoveries(self) -> None:
-        state = self._recoveries.state
+        state = self._shared_state.recovery = self._recoveries.state
         self._intake.undone = state.done
-        self._shared_state.recovery = state
         self._shared_state.restorable = sorted(self._cycle.versions())
 
     def _publish_if_due(self, values: Mapping[str, float], made: tuple[int, int], *, held: bool) -> None:

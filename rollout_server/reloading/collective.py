@@ -24,7 +24,11 @@ from rollout_server.weights.safetensors_file import fingerprint, tensors_of
 
 logger = logging.getLogger(__name__)
 
-TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"} | {
+    f"{kind}{bits}": f"{name}{bits}"
+    for kind, name in (("I", "int"), ("U", "uint"))
+    for bits in (8, 16, 32, 64)
+}
 END_TIMEOUT_S = 5.0
 """How long the trainer may take to answer a call that does not wait for anything."""
 

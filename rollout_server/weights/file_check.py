@@ -42,8 +42,13 @@ class CheckedFile:
 
     name: str
     tensors: Mapping[str, StoredTensor]
-    infinite: str | None = None
-    """The first tensor that holds an infinity or a NaN."""
+    infinities: tuple[str, ...] = ()
+    """The tensors that hold an infinity or a NaN."""
+
+    @property
+    def infinite(self) -> str | None:
+        """The first of them."""
+        return next(iter(self.infinities), None)
 
 
 class FileCheck:
@@ -60,7 +65,7 @@ class FileCheck:
         self._carry = b""
         """The first bytes of a value whose other bytes have not come yet."""
         self._fault: BrokenWeights | None = None
-        self._infinite: str | None = None
+        self._infinities: list[str] = []
         self._scans = spec.name.endswith(WEIGHTS_SUFFIX)
 
     @property
@@ -98,7 +103,7 @@ class FileCheck:
             self._fault = BrokenWeights("is truncated: its header is not complete", file=spec.name)
         if self._fault is not None:
             raise self._fault
-        return CheckedFile(spec.name, self._tensors, self._infinite)
+        return CheckedFile(spec.name, self._tensors, tuple(self._infinities))
 
     def _take_header(self, view: memoryview) -> memoryview:
         """Collect the header. Returns the bytes that follow it."""
@@ -120,7 +125,7 @@ class FileCheck:
         return view
 
     def _scan(self, tensor: StoredTensor, piece: memoryview) -> None:
-        if self._infinite is not None:
+        if tensor.name in self._infinities[-1:] or tensor.dtype not in EXPONENT_MASKS:
             return
         item_bytes, mask = ITEM_BYTES[tensor.dtype], EXPONENT_MASKS[tensor.dtype]
         if self._carry:
@@ -131,13 +136,14 @@ class FileCheck:
                 return
             whole, self._carry = self._carry, b""
             if int.from_bytes(whole, "little") & mask == mask:
-                self._infinite = tensor.name
+                self._infinities.append(tensor.name)
+                return
         count = len(piece) // item_bytes
         bits = np.frombuffer(piece, dtype=f"<u{item_bytes}", count=count)
         self._carry = bytes(piece[count * item_bytes :])
         for start in range(0, count, SCAN_ITEMS):
             if np.any((bits[start : start + SCAN_ITEMS] & mask) == mask):
-                self._infinite = tensor.name
+                self._infinities.append(tensor.name)
                 return
 
 

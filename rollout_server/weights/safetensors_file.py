@@ -1,93 +1,46 @@
-"""Reads the header of a safetensors file, and compares the values of two sets of weights.
+"""Compares the values of two sets of weights, whose headers `rollout_queue.base_model` reads."""
 
-file = 8 bytes header length (little-endian) · JSON header {tensor: {dtype, shape, data_offsets}} · data
-"""
-
-import json
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rollout_queue.base_model.headers import (
+    FLOATS,
+    ITEM_BYTES,
+    MAX_HEADER_BYTES,
+    BrokenWeights,
+    StoredTensor,
+    header_bytes,
+    parse_header,
+    read_header,
+)
+from rollout_queue.base_model.model_files import weight_files
 from rollout_queue.protocol.collective import FINGERPRINT_VALUES
 
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per value of the types that weights may have."""
-EXPONENT_MASKS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
+__all__ = [
+    "FLOATS",
+    "ITEM_BYTES",
+    "MAX_HEADER_BYTES",
+    "BrokenWeights",
+    "StoredTensor",
+    "fingerprint",
+    "header_bytes",
+    "parse_header",
+    "read_header",
+    "tensors_of",
+    "weights_differ",
+]
+EXPONENT_MASKS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80, "F64": 0x7FF0_0000_0000_0000}
 """A float whose exponent bits are all set is infinity or NaN. numpy has no BF16, so the bits are tested."""
-MAX_HEADER_BYTES = 100_000_000
 CHUNK_BYTES = 16 * 2**20
 
 
-class BrokenWeights(Exception):
-    """A set of weights that must not reach an engine. The text names the file and, if known, the tensor."""
-
-    def __init__(self, reason: str, *, file: str | None = None, tensor: str | None = None) -> None:
-        where = f"{file or 'weights'}: " + (f"tensor {tensor!r}: " if tensor else "")
-        super().__init__(where + reason)
-        self.file = file
-        self.tensor = tensor
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor as a header declares it; `start` and `end` count bytes from the beginning of the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name. Raises BrokenWeights unless they fill the file exactly."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        text = file.read(8)
-        text += file.read(header_bytes(text, size, path.name) - 8)
-    if len(text) < 8:
-        raise BrokenWeights(f"is truncated: {size} bytes do not hold the header", file=path.name)
-    return parse_header(text[8:], size, path.name)
-
-
-def header_bytes(beginning: bytes | bytearray, size: int, name: str) -> int:
-    """How many bytes the header of a file of `size` bytes has, with its length; 8 if `beginning` ends before
-    that. Raises BrokenWeights if the file is too short for its header."""
-    if size < 8:
-        raise BrokenWeights(f"is truncated: {size} bytes do not hold the header", file=name)
-    first = bytes(memoryview(beginning)[:8])
-    if len(first) < 8:
-        return 8
-    length = int.from_bytes(first, "little")
-    if length > min(size - 8, MAX_HEADER_BYTES):
-        raise BrokenWeights(f"is truncated: {size} bytes do not hold the header", file=name)
-    return 8 + length
-
-
-def parse_header(text: bytes, size: int, name: str) -> dict[str, StoredTensor]:
-    """The tensors of a file of `size` bytes by name, from its header without the length. Raises BrokenWeights
-    unless they fill the file exactly."""
-    try:
-        header = json.loads(text)
-        if not isinstance(header, dict):
-            raise ValueError("not an object")
-        header.pop("__metadata__", None)
-        data_start = 8 + len(text)
-        tensors = {each: _stored(name, each, entry, data_start) for each, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BrokenWeights(f"has no safetensors header: {error}", file=name) from error
-    _require_exact_fill(name, tensors, 8 + len(text), size)
-    return tensors
-
-
 def tensors_of(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
-    """The tensors of a version's files. Raises BrokenWeights, OSError."""
-    files = sorted(directory.glob("*.safetensors"))
+    """The tensors of a model's or a version's files. Raises BrokenWeights, OSError."""
+    files = weight_files(directory)
     return {name: (file, tensor) for file in files for name, tensor in read_header(file).items()}
 
 
@@ -100,7 +53,9 @@ def weights_differ(one: Path, other: Path, *, float32_engine: bool) -> bool:
     ones, others = tensors_of(one), tensors_of(other)
     for name in sorted(ones.keys() & others.keys()):
         (path, tensor), (other_path, other_tensor) = ones[name], others[name]
-        if tensor.dtype != other_tensor.dtype or not (float32_engine or tensor.dtype == "BF16"):
+        if tensor.dtype != other_tensor.dtype or tensor.dtype not in FLOATS:
+            continue
+        if not (float32_engine or tensor.dtype == "BF16"):
             continue
         pairs = zip(_bits(path, tensor), _bits(other_path, other_tensor), strict=True)
         if any(not np.array_equal(bits, other_bits) for bits, other_bits in pairs):
@@ -121,28 +76,3 @@ def _bits(path: Path, tensor: StoredTensor) -> Iterator[npt.NDArray[np.unsignedi
     for start in range(tensor.start, tensor.end, CHUNK_BYTES):
         count = (min(CHUNK_BYTES, tensor.end - start)) // item_bytes
         yield np.fromfile(path, dtype=f"<u{item_bytes}", count=count, offset=start)
-
-
-def _stored(file: str, name: str, entry: Any, data_start: int) -> StoredTensor:
-    dtype, shape = entry["dtype"], entry["shape"]
-    begin, end = entry["data_offsets"]
-    if dtype not in ITEM_BYTES:
-        raise BrokenWeights(f"dtype {dtype} is not one of {', '.join(ITEM_BYTES)}", file=file, tensor=name)
-    numbers = [begin, end, *shape]
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise BrokenWeights("shape or offsets are not whole numbers", file=file, tensor=name)
-    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise BrokenWeights(
-            f"{end - begin} bytes do not hold shape {shape} of {dtype}", file=file, tensor=name
-        )
-    return StoredTensor(name, dtype, tuple(shape), data_start + begin, data_start + end)
-
-
-def _require_exact_fill(name: str, tensors: Mapping[str, StoredTensor], data_start: int, size: int) -> None:
-    position = data_start
-    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.end)):
-        if tensor.start != position:
-            raise BrokenWeights("its bytes overlap others or leave a hole", file=name, tensor=tensor.name)
-        position = tensor.end
-    if position != size:
-        raise BrokenWeights(f"is truncated or too long: {size} bytes, its header says {position}", file=name)

@@ -16,16 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
+from rollout_queue.base_model.model_files import small_files
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest
 from rollout_server.settings import EngineLoraSettings
 from rollout_server.weights.file_check import CheckedFile
 from rollout_server.weights.safetensors_file import BrokenWeights
-from rollout_server.weights.verify import RESERVED, ExpectedModel, read_manifest, verify_directory
+from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_ENDINGS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
 REMOVED = "removed-"
 """How the directories begin that are being removed."""
 NAMED = "adapter-"
@@ -37,11 +37,13 @@ class WeightsStore:
     """The directories that the engine loads from, one for each version and content."""
 
     def __init__(self, directory: Path, model_path: Path, lora: EngineLoraSettings | None = None) -> None:
-        """`lora`: the adapters that the engine takes; None if it takes none."""
+        """`lora`: the adapters that the engine takes; None if it takes none.
+
+        Raises BrokenWeights, OSError."""
         self._directory = directory
         self._model_path = model_path
-        self._lora = lora
-        self._expected: ExpectedModel | None = None
+        self.expected = ExpectedModel.of(model_path, lora)
+        """What the engine's model has."""
         self._verified: dict[Path, Fingerprint] = {}
         """What the files of a verified directory looked like."""
         self._newest: set[Path] = set()
@@ -49,13 +51,6 @@ class WeightsStore:
         self._remover = ThreadPoolExecutor(1, "remover")
         for directory in self._directory.glob(f"{REMOVED}*"):  # of a server that was killed
             self._remover.submit(shutil.rmtree, directory, ignore_errors=True)
-
-    @property
-    def expected(self) -> ExpectedModel:
-        """The names and shapes of the engine's model, read once."""
-        if self._expected is None:
-            self._expected = ExpectedModel.of(self._model_path, self._lora)
-        return self._expected
 
     def path_of(self, version: int, manifest_sha256: str, name: str | None = None) -> Path:
         """The directory of a version of the fleet's policy, or of the adapter `name`."""
@@ -74,10 +69,13 @@ class WeightsStore:
     def commit(self, part: Path, target: Path) -> None:
         """Complete `part` into a directory that SGLang can start from, and give it its name."""
         is_adapter = (part / ADAPTER_CONFIG).exists()
-        for file in [] if is_adapter else self._model_path.iterdir():
+        kept, left_out = small_files(self._model_path)
+        code = [
+            file for file in left_out if file.suffix == ".py"
+        ]  # of this machine's model, not of a version
+        for file in [] if is_adapter else [*kept, *code]:
             # The tokenizer and config are those of the first model, unless the published set has its own.
-            ours = file.is_file() and not file.name.endswith(WEIGHTS_ENDINGS) and file.name not in RESERVED
-            if ours and not (part / file.name).exists():
+            if not (part / file.name).exists():
                 shutil.copyfile(file, part / file.name)
         self.remove(target)
         part.rename(target)

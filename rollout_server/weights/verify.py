@@ -5,7 +5,6 @@ initial model ─▶ ExpectedModel ────────────┼─▶
 files ─────────────────────────────────────┘
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,10 @@ from typing import Any
 
 import msgspec
 
+from rollout_queue.base_model.files_check import files_check, refuse_quantized, tensors_check
+from rollout_queue.base_model.headers import FLOATS
+from rollout_queue.base_model.model_files import CONFIG, INDEX, Located, ModelFiles, json_object, same_bytes
+from rollout_queue.base_model.output_head import output_head
 from rollout_queue.contract.policies.delta import DELTA_SUFFIX
 from rollout_queue.contract.policies.policy import (
     ADAPTER_CONFIG,
@@ -25,20 +28,19 @@ from rollout_queue.contract.policies.policy import (
     FileSpec,
     Manifest,
 )
+from rollout_queue.protocol.model_checks import ModelCheck
 from rollout_server.settings import EngineLoraSettings
 from rollout_server.weights.adapter import check_adapter
 from rollout_server.weights.file_check import WEIGHTS_SUFFIX, CheckedFile, check_path
-from rollout_server.weights.safetensors_file import ITEM_BYTES, BrokenWeights, StoredTensor, read_header
+from rollout_server.weights.model_types import tied_by_default
+from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor
 
 THREADS = 4
 """How many files are read at once."""
-INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 RESERVED = frozenset({".", "..", MANIFEST, STABLE})
 CODE_SUFFIXES = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth", ".py", ".so"})
 """Endings of files that run code when they are loaded: no policy may contain them."""
-OUTPUT_HEAD, INPUT_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SHAPING_KEYS = (
     "architectures",
     "head_dim",
@@ -55,28 +57,40 @@ new one, so the model would change at the restart."""
 
 @dataclass(frozen=True)
 class ExpectedModel:
-    """The names and shapes of the tensors of the engine's model, and the model's config."""
+    """The names, types and shapes of the tensors of the engine's model, and the model's config."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    tensors: Mapping[str, Located]
+    optional: Mapping[str, tuple[int, ...]]
+    """Names and shapes of tensors that the files may lack: an output head that is the embedding (tied)."""
     config: Mapping[str, Any]
     lora: EngineLoraSettings | None = None
     """The adapters that the engine takes; None if it takes none."""
+    checks: tuple[ModelCheck, ...] = ()
+    """What was found out about the model."""
 
     @classmethod
     def of(cls, model_path: Path, lora: EngineLoraSettings | None = None) -> "ExpectedModel":
         """Read the model in the directory that the engine starts with. Raises BrokenWeights, OSError."""
-        files = sorted(model_path.glob(f"*{WEIGHTS_SUFFIX}"))
-        if not files:
-            raise BrokenWeights(f"no {WEIGHTS_SUFFIX} file in {model_path}")
-        shapes = {name: tensor.shape for file in files for name, tensor in read_header(file).items()}
-        return cls(shapes, _json_object(model_path / CONFIG), lora)
+        model = ModelFiles.read(model_path)
+        head = output_head(model, lambda: tied_by_default(model.config.get("model_type")))
+        refuse_quantized(model)
+        checks = (files_check(model), tensors_check(model), head.check)
+        return cls(model.tensors, head.optional, model.config, lora, checks)
 
     @property
-    def optional_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Tensors that the files may lack: an output head that is the same tensor as the embedding (tied)."""
-        if not self.config.get("tie_word_embeddings") or INPUT_EMBEDDING not in self.shapes:
-            return {}
-        return {OUTPUT_HEAD: self.shapes[INPUT_EMBEDDING]}
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Those of all tensors that files may have."""
+        return {name: tensor.shape for name, (_, tensor) in self.tensors.items()} | dict(self.optional)
+
+    def takes(self, tensor: StoredTensor) -> bool:
+        """Whether files may have the tensor in its type: any float, or the type that the model has."""
+        own = self.tensors.get(tensor.name)
+        return tensor.dtype in FLOATS or (own is not None and own[1].dtype == tensor.dtype)
+
+    def has(self, place: Located) -> bool:
+        """Whether the tensor is the model's own, unchanged. Raises OSError."""
+        own = self.tensors.get(place[1].name)
+        return own is not None and same_bytes(own, place)
 
 
 def read_manifest(text: bytes, version: int) -> Manifest:
@@ -135,8 +149,9 @@ def verify_directory(
         _verify_index(directory, headers)
         _verify_config(directory, expected)
     for spec in weights:
-        if (tensor := by_name[spec.name].infinite) is not None:
-            raise BrokenWeights("holds infinity or NaN", file=spec.name, tensor=tensor)
+        for name in by_name[spec.name].infinities:
+            if not expected.has((directory / spec.name, headers[spec.name][name])):
+                raise BrokenWeights("holds infinity or NaN", file=spec.name, tensor=name)
 
 
 def verify_tensors(manifest: Manifest, expected: ExpectedModel) -> None:
@@ -147,10 +162,6 @@ def verify_tensors(manifest: Manifest, expected: ExpectedModel) -> None:
         }
         for spec in manifest.files
     }
-    for file, header in headers.items():
-        for tensor in header.values():
-            if tensor.dtype not in ITEM_BYTES:
-                raise BrokenWeights(f"dtype {tensor.dtype} is not one of {', '.join(ITEM_BYTES)}", file=file)
     _verify_against_model(headers, expected)
 
 
@@ -176,15 +187,13 @@ def _verify_adapter(
         raise BrokenWeights("is a LoRA adapter, and rollout_server.lora is not set", file=ADAPTER_CONFIG)
     if set(headers) != {ADAPTER_WEIGHTS}:
         raise BrokenWeights(f"an adapter has one file of weights, {ADAPTER_WEIGHTS}", file=MANIFEST)
-    config = _json_object(directory / ADAPTER_CONFIG)
-    shapes = {**expected.shapes, **expected.optional_shapes}
-    check_adapter(config, headers[ADAPTER_WEIGHTS], shapes, expected.lora)
+    config = json_object(directory / ADAPTER_CONFIG)
+    check_adapter(config, headers[ADAPTER_WEIGHTS], expected.shapes, expected.lora)
 
 
 def _verify_against_model(headers: Mapping[str, Mapping[str, StoredTensor]], expected: ExpectedModel) -> None:
     found: dict[str, str] = {}
-    optional = expected.optional_shapes
-    known = {**expected.shapes, **optional}
+    known = expected.shapes
     for file, header in headers.items():
         for name, tensor in header.items():
             if name in found:
@@ -197,8 +206,11 @@ def _verify_against_model(headers: Mapping[str, Mapping[str, StoredTensor]], exp
                     file=file,
                     tensor=name,
                 )
+            if not expected.takes(tensor):
+                reason = f"dtype {tensor.dtype} is not one of {', '.join(FLOATS)}"
+                raise BrokenWeights(reason, file=file, tensor=name)
             found[name] = file
-    for name in sorted(expected.shapes.keys() - found.keys() - optional.keys()):
+    for name in sorted(known.keys() - found.keys() - expected.optional.keys()):
         raise BrokenWeights("is missing", tensor=name)
 
 
@@ -206,7 +218,7 @@ def _verify_index(directory: Path, headers: Mapping[str, Mapping[str, StoredTens
     # SGLang reads only the files that an index names: a tensor left out there is silently not loaded.
     if not (directory / INDEX).exists():
         return
-    indexed = _json_object(directory / INDEX).get("weight_map")
+    indexed = json_object(directory / INDEX).get("weight_map")
     actual = {name: file for file, header in headers.items() for name in header}
     if indexed != actual:
         raise BrokenWeights("does not name each tensor's own file", file=INDEX)
@@ -215,18 +227,8 @@ def _verify_index(directory: Path, headers: Mapping[str, Mapping[str, StoredTens
 def _verify_config(directory: Path, expected: ExpectedModel) -> None:
     if not (directory / CONFIG).exists():
         return
-    config = _json_object(directory / CONFIG)
+    config = json_object(directory / CONFIG)
     for key in SHAPING_KEYS:
         ours, theirs = expected.config.get(key), config.get(key)
         if ours is not None and theirs is not None and ours != theirs:
             raise BrokenWeights(f"{key} is {theirs!r}, the engine's {ours!r}", file=CONFIG)
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BrokenWeights(f"cannot be read: {error}", file=path.name) from error
-    if not isinstance(value, dict):
-        raise BrokenWeights("is not a JSON object", file=path.name)
-    return value

@@ -69,6 +69,7 @@ class CommandTrainer:
         """`turns` ends the sessions of agents, which are not trained."""
         self._reader, self._heartbeat = reader, heartbeat
         self._metrics, self._shared_state = metrics, shared_state
+        shared_state.model_checks = ranks.model_checks
         self._stopwatch, self._attempts = Stopwatch(), CommandAttempts(settings.checkpoint_dir)
         self._turns = turns
         self._saved = SavedModels(settings.checkpoint_dir, ranks)

@@ -122,6 +122,7 @@ class ModelRanks:
         self._watch = RankWatch(models.ranks, models.rank_timeout_s)
         self.check, self.layers_of, self.layout = models.check, models.layers_of, models.layout
         self.vocab_size, self.longest_row = models.vocab_size, models.longest_row
+        self.model_checks = models.model_checks
 
     def require_shared(self, checkpoint_dir: Path) -> None:
         """Raises SystemExit, and ends the other ranks, if one of them cannot write rank 0's directory."""

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer_service.model.huggingface import SAFETENSORS_DTYPES
+from trainer_service.model.huggingface import STORED_DTYPES
 from trainer_service.model.sharding.zero import full_shape, gathered
 
-NAMES = {getattr(torch, name): short for short, name in SAFETENSORS_DTYPES.items()}
+NAMES = {getattr(torch, name): short for short, name in STORED_DTYPES.items()}
 ROUNDED_AT_ONCE = 2**18
 """How many values are rounded at once: few enough for the cache of a CPU."""
 
@@ -51,10 +51,17 @@ class ExportTensor:
     """Computes the tensor from the gathered weights."""
     seed: int | None = None
     """With a seed, `value` is float32 and is rounded stochastically."""
+    lasts: bool = False
+    """Whether the value stays as it is, so that a snapshot need not copy it."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "ExportTensor":
         return cls(name, full_shape(tensor), [tensor], lambda: tensor)
+
+    @classmethod
+    def in_file(cls, name: str, tensor: Tensor) -> "ExportTensor":
+        """A tensor that no training changes, mapped from the base model's file."""
+        return cls(name, tuple(tensor.shape), [], lambda: tensor, lasts=True)
 
     def value_for(self, dtype: torch.dtype) -> Tensor:
         """The tensor from the gathered weights, for a file with this dtype. The caller converts it."""
@@ -65,7 +72,7 @@ class ExportTensor:
 
 
 def export_tensors(model: Any, merge_seed: int | None = None) -> Iterator[ExportTensor]:
-    """The tensors of the model's file, with the names of the base model's file. Each tied tensor comes once.
+    """The weights that are trained, with the names of the base model's file. Each tied tensor comes once.
     LoRA adapters are added to copies of the weights that they belong to; with a `merge_seed`, the sums are
     rounded stochastically."""
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
@@ -77,8 +84,16 @@ def export_tensors(model: Any, merge_seed: int | None = None) -> Iterator[Export
         layer, is_base, leaf = name.partition(".base_layer.")
         if is_base and leaf == "weight":
             yield _merged(f"{layer}.weight", tensor, adapted[layer], merge_seed)
-        else:
+        elif tensor.requires_grad:  # neither a buffer nor a weight that is frozen
             yield from _stored(model, f"{layer}.{leaf}" if is_base else name, tensor)
+
+
+def tied_names(model: Any) -> set[str]:
+    """The names in files of the tensors that are left out, because they are tied to others."""
+    meta, found = torch.empty(0, device="meta"), set[str]()
+    for name in getattr(model, "all_tied_weights_keys", {}):
+        found |= {name, *_unfused(model, name, meta)}
+    return found
 
 
 def in_turn(tensors: Iterable[ExportTensor]) -> Iterator[ExportTensor]:

@@ -1,28 +1,38 @@
 """Loads a model from its Hugging Face directory, and copies the small files beside its weights."""
 
-import re
+import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from rollout_queue.base_model.model_files import WEIGHTS as WEIGHTS
+from rollout_queue.base_model.model_files import ModelFiles, small_files, templates
 from trainer_service.model.attention.packed_attention import set_attention
 from trainer_service.model.head.logprob_head import set_head
 from trainer_service.model.images import reads_images
 from trainer_service.model.routers import recompute_contexts
 from trainer_service.model.sharding.partitioned import load_partitioned
 
-WEIGHTS = "model.safetensors"
-FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-"""The allowed names of published files: rollout servers and the trainer's HTTP server accept no others."""
-NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".pickle", ".pkl", ".py", ".so")
-"""File name endings of weights and of code. Published versions have weights of their own, and rollout servers
-refuse code."""
+logger = logging.getLogger(__name__)
+
 CHECKPOINTING = {"use_reentrant": False, "context_fn": recompute_contexts}
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The types that trained weights may have."""
+STORED_DTYPES = SAFETENSORS_DTYPES | {
+    **{
+        f"{kind}{bits}": f"{name}{bits}"
+        for kind, name in (("I", "int"), ("U", "uint"))
+        for bits in (8, 16, 32, 64)
+    },
+    "BOOL": "bool",
+}
+"""Also those of tensors that nobody trains."""
 
 
 def load_model(
@@ -31,18 +41,17 @@ def load_model(
     """Load the base model. Its attention keeps packed rows apart, and its head computes log-probabilities of
     sampled tokens. It has no dropout, which would make them differ from the engine's. With a
     configuration of ZeRO 3, this rank gets a part of each weight."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     # cuDNN would round the factors of convolutions in float32 to the 10 bits of TF32. Products have all bits.
     torch.backends.cudnn.allow_tf32 = False
     sees = reads_images(path)
-    if zero_config is None:
-        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        model = kind.from_pretrained(path, dtype=dtype)
-    else:
-        model = load_partitioned(path, dtype, zero_config)
+    with readable(path) as directory:
+        if zero_config is None:
+            model = _kind_of(path).from_pretrained(directory, dtype=dtype)
+        else:
+            model = load_partitioned(directory, dtype, zero_config)
     set_attention(model, flash=flash and dtype is torch.bfloat16 and not sees)
     if sees:  # the patches of an image attend to each other
         model.set_attn_implementation({"vision_config": "sdpa"})
@@ -51,30 +60,54 @@ def load_model(
     return model
 
 
-def copy_small_files(source: Path, target: Path) -> None:
-    """Copy the files that a server needs besides the weights: configuration, tokenizer and chat template."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and FILE_NAME.fullmatch(path.name) and not path.name.endswith(NOT_COPIED):
-            shutil.copyfile(path, target / path.name)
+def base_on_meta(path: Path) -> Any:
+    """The base model without its weights: what it would load, with which shapes. Takes a moment, also for a
+    large model."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what does not fit is said in our own words
+    try:
+        with readable(path) as directory:
+            return _kind_of(path).from_pretrained(directory, device_map="meta", ignore_mismatched_sizes=True)
+    finally:
+        logging.set_verbosity(verbosity)
 
 
-def tensor_dtypes(directory: Path) -> dict[str, torch.dtype]:
-    """The dtype of every tensor in a directory's safetensors files, by name. Raises SystemExit without such
-    files, and for quantized weights: they cannot be trained."""
-    dtypes: dict[str, torch.dtype] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                stored = file.get_slice(name).get_dtype()
-                if stored not in SAFETENSORS_DTYPES:
-                    raise SystemExit(
-                        f"trainer.model_path: {path} has {name} in {stored}, and quantized weights cannot be "
-                        f"trained: give a copy of the model with {', '.join(SAFETENSORS_DTYPES)} tensors only"
-                    )
-                dtypes[name] = getattr(torch, SAFETENSORS_DTYPES[stored])
-    if not dtypes:
-        raise SystemExit(f"trainer.model_path: {directory} holds no safetensors weights")
-    return dtypes
+@contextmanager
+def readable(path: Path) -> Iterator[Path]:
+    """Inside the context: a directory of which transformers loads what engines load."""
+    files = ModelFiles.read(path)
+    if not files.ambiguous:
+        yield path
+        return
+    with TemporaryDirectory(prefix="weir-model-") as directory:
+        yield files.linked(Path(directory))
+
+
+def copy_small_files(source: Path, target: Path, *, flat: bool = False) -> None:
+    """Copy the files that a server needs besides the weights: configuration, tokenizer and chat templates;
+    with `flat`, without those that are in a directory of their own."""
+    kept, left_out = small_files(source)
+    further = [] if flat else templates(source)
+    for path in [*kept, *further]:
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+    _log_left_out(source, tuple(path.name for path in left_out))
+
+
+@cache
+def _log_left_out(source: Path, names: tuple[str, ...]) -> None:
+    """Once for a process: each version would say the same."""
+    if names:
+        logger.info("of %s, these files are in no version: %s", source, ", ".join(names))
+
+
+def _kind_of(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if reads_images(path) else AutoModelForCausalLM
 
 
 def enable_activation_checkpointing(model: Any) -> None:

@@ -13,19 +13,14 @@ import torch
 from torch import Tensor
 
 from trainer_service.model.attention.packed_attention import Packing, check_can_share, packing_of
+from trainer_service.model.base_weights import BaseWeights
 from trainer_service.model.critic import Critic
-from trainer_service.model.export import ExportTensor, check_tensor_names, export_tensors
+from trainer_service.model.export import ExportTensor, check_tensor_names
 from trainer_service.model.forward import TokenScores, scores
-from trainer_service.model.huggingface import (
-    copy_small_files,
-    enable_activation_checkpointing,
-    load_model,
-    tensor_dtypes,
-)
+from trainer_service.model.huggingface import copy_small_files, enable_activation_checkpointing, load_model
 from trainer_service.model.images import image_inputs_of
 from trainer_service.model.lora import Adapters, AdapterSnapshot
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
-from trainer_service.model.randomness import random_states, restore_random_states, seed_everything
 from trainer_service.model.reference import Reference
 from trainer_service.model.routers import Routers, routers_of
 from trainer_service.model.schedule import schedule_of
@@ -33,6 +28,7 @@ from trainer_service.model.settings import ModelSettings
 from trainer_service.model.sharding.file_copies import FileCopies, StateCopy
 from trainer_service.model.sharding.layout import Layout, LoraLayout
 from trainer_service.model.sharding.parallel import Parallel
+from trainer_service.model.sharding.randomness import random_states, restore_random_states, seed_everything
 from trainer_service.model.sharding.zero import (
     deepspeed_config,
     end_failed_backward,
@@ -62,7 +58,9 @@ class DeepSpeedPolicy:
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
-        self._published_dtypes = tensor_dtypes(settings.model_path)
+        self._base = BaseWeights.checked(settings.model_path)
+        self.model_checks = self._base.checks
+        """What was found out about the model before it was loaded."""
         deepspeed = prepare_deepspeed(settings)
         seed_everything(settings.seed)
         self._parallel = Parallel.joined(settings.sequence_parallel)
@@ -85,7 +83,7 @@ class DeepSpeedPolicy:
         self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
         if settings.recomputes_activations:
             enable_activation_checkpointing(model)
-        check_tensor_names(model, self._published_dtypes, settings.model_path)
+        check_tensor_names(model, self._base.dtypes, settings.model_path)
         optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad], settings)
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -230,7 +228,7 @@ class DeepSpeedPolicy:
         on rank 0, or a share on every rank (`spread`). Each tied tensor comes once; adapters are merged.
         Every rank must call it. It overwrites the former snapshot."""
         keepers = self.ranks if spread else 1
-        return self._snapshots.take(self._exported(), self._published_dtypes, rank=self.rank, keepers=keepers)
+        return self._snapshots.take(self._exported(), self._base.dtypes, rank=self.rank, keepers=keepers)
 
     def adapter_snapshot(self) -> AdapterSnapshot:
         """Copy the adapters alone into the memory of rank 0's host. The settings must have adapters. Every
@@ -241,7 +239,7 @@ class DeepSpeedPolicy:
     def _exported(self) -> list[ExportTensor]:
         lora = self._settings.lora
         rounds = lora is not None and lora.merge_rounding == "stochastic"
-        return list(export_tensors(self.module, self._settings.seed if rounds else None))
+        return self._base.published(self.module, self._settings.seed if rounds else None)
 
     def offload_states(self) -> None:
         """Move weights and optimizer to host memory. `snapshot` and `copy_states` work there, too."""
@@ -272,7 +270,7 @@ class DeepSpeedPolicy:
         if self._adapters is not None:
             parts["adapter"] = self._adapters.snapshot(self._copied, self.rank).write
         if self._settings.checkpoint_hf:
-            model = self._copied.take(self._exported(), self._published_dtypes, rank=self.rank)
+            model = self._copied.take(self._exported(), self._base.dtypes, rank=self.rank)
             parts["model"] = partial(_write_model, self._settings.model_path, model)
         return parts if self.rank == 0 else {}
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rollout_queue.base_model.model_files import INDEX
 from rollout_queue.contract.policies.policy import FileSpec, TensorSpec
 from trainer_service.model.export import NAMES, ExportTensor, StoredShape, header, in_turn
 from trainer_service.model.huggingface import WEIGHTS
@@ -23,7 +24,6 @@ from trainer_service.model.huggingface import WEIGHTS
 FILE_BYTES = 4 * 2**30
 """The most bytes of tensors in one file, unless a single tensor has more."""
 CHUNK_BYTES = 16 * 2**20
-INDEX = "model.safetensors.index.json"
 
 
 def shares_of(sizes: Sequence[int], keepers: int) -> list[list[int]]:
@@ -40,10 +40,13 @@ def shares_of(sizes: Sequence[int], keepers: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class HostTensor:
-    """One tensor in host memory, with the name and dtype of the base model's file."""
+    """One tensor in host memory, or mapped from the base model's file: with the name and dtype that it has
+    there."""
 
     name: str
     value: Tensor
+    lasts: bool = False
+    """Whether it is the base model's, unchanged."""
 
     @property
     def shape(self) -> StoredShape:
@@ -120,8 +123,9 @@ class SnapshotMemory:
         for index, tensor in enumerate(in_turn(tensors)):
             if index in own:
                 dtype = dtypes[tensor.name]
-                value = self._copied(tensor.name, tensor.value_for(dtype), dtype)
-                kept.append(HostTensor(tensor.name, value))
+                value = tensor.value_for(dtype)
+                value = value if tensor.lasts else self._copied(tensor.name, value, dtype)
+                kept.append(HostTensor(tensor.name, value, tensor.lasts))
         return WeightSnapshot(kept, [[shapes[index] for index in share] for share in indices], rank)
 
     def _copied(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 256 * 2**20
 """The most bytes of tensors in one broadcast, unless a single tensor has more."""
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their size in bytes."""
 Bucket = Sequence[HostTensor]
 Join = Callable[[TCPStore, str, int, torch.device, str, float], AbstractContextManager[Broadcaster]]
 """Joins a group, as `joined_group` does."""
@@ -87,10 +88,10 @@ class TensorSender:
 
     def offer(self, version: int, manifest_sha256: str, tensors: Sequence[HostTensor]) -> None:
         """Offer the version until `withdraw`. Engines check no tensor that they receive, so a version with
-        values that are not finite, or of a type that files may not have, is not offered."""
+        values that are not finite is not offered, except if they are the base model's."""
         for tensor in tensors:
-            if tensor.value.dtype not in BITS or not is_finite(tensor.value):
-                logger.error("version %d is not sent: %s is not finite or no float", version, tensor.name)
+            if not tensor.lasts and not is_finite(tensor.value):
+                logger.error("version %d is not sent: %s is not finite", version, tensor.name)
                 return
         buckets = list(in_buckets(tensors, self._bucket_bytes))
         described = tuple(tuple(_described(tensor) for tensor in bucket) for bucket in buckets)
@@ -231,7 +232,7 @@ def is_finite(value: Tensor) -> bool:
 def fingerprint(value: Tensor) -> int:
     """The sum of the bits of the first values, taken as whole numbers."""
     first = value.reshape(-1)[:FINGERPRINT_VALUES]
-    return int(first.view(BITS[value.dtype]).sum(dtype=torch.int64))
+    return int(first.view(BITS[value.itemsize]).sum(dtype=torch.int64))
 
 
 def _gone(version: int) -> str:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from rollout_queue.base_model.headers import BrokenWeights
+from rollout_queue.base_model.model_files import ModelFiles
 from trainer_service.model.settings import LORA_LEARNING_RATE, LoraSettings
 from trainer_service.model.sharding.zero import wants_cuda
 from trainer_service.settings import TrainerSettings
@@ -172,8 +173,7 @@ def _adapter_parameters(shapes: Mapping[str, Sequence[int]], lora: LoraSettings)
 
 
 def _tensor_shapes(path: Path) -> dict[str, Sequence[int]]:
-    shapes: dict[str, Sequence[int]] = {}
-    for part in sorted(path.glob("*.safetensors")):
-        with safe_open(part, "pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    return shapes
+    try:
+        return {name: tensor.shape for name, (_, tensor) in ModelFiles.read(path).tensors.items()}
+    except (BrokenWeights, OSError) as error:
+        raise SystemExit(f"trainer.model_path: {path} cannot be trained: {error}") from error

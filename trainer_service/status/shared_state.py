@@ -12,6 +12,7 @@ from typing import Literal
 
 from rollout_queue import clock
 from rollout_queue.http.release import release
+from rollout_queue.protocol.model_checks import ModelCheck
 from rollout_queue.protocol.trainer import TrainerReport
 from trainer_service.groups.task_rates import TaskRate
 from trainer_service.groups.undone import RecoveryState
@@ -91,6 +92,8 @@ class SharedState:
         """The main thread replaces the whole object, so the HTTP thread reads it without a lock."""
         self.tasks: Sequence[TaskRate] = ()
         """How often the policy solves each task. Replaced in the same way."""
+        self.model_checks: tuple[ModelCheck, ...] = ()
+        """What was found out about the model when the trainer started. Replaced in the same way."""
         self.recovery = RecoveryState()
         self.restorable: Sequence[int] = ()
         """The versions to which the training can go back. Both are replaced in the same way."""

@@ -122,6 +122,7 @@ class DistributedPolicy:
         self._watch = RankWatch(policy.ranks, policy.rank_timeout_s)
         self._spread = policy.ranks > 1 and shared is not None and self._may_spread(shared)
         self.vocab_size, self.data_ranks = policy.vocab_size, policy.data_ranks
+        self.model_checks = policy.model_checks
         self.shares_prefixes = policy.shares_prefixes
         self.replayed_width = policy.routers.replayed_width if policy.routers else 0
         self.image_rule = policy.images.rule if policy.images else None

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from rollout_queue.base_model.headers import ITEM_BYTES
 from rollout_queue.contract.policies.delta import DELTA_SUFFIX, DeltaHeader, Encoding, TensorChange
 from rollout_queue.contract.policies.policy import DeltaFile
 
@@ -21,7 +22,6 @@ LEVEL = 1
 """zstandard's level: changes are mostly zeros, and higher levels gain little."""
 SPARSE_SHARE, XOR_SHARE = 0.3, 0.8
 """The largest shares of changed values for which these encodings are tried."""
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 Raw = npt.NDArray[np.uint8]
 
 
@@ -75,7 +75,7 @@ def _write(path: Path, earlier: dict[str, _Stored]) -> DeltaFile:
             base = earlier.get(name)
             fits = base is not None and (base.dtype, base.shape) == (stored.dtype, stored.shape)
             old = base.raw if base is not None and fits else None
-            encoding, payload = encode(stored.raw, old, ITEM_BYTES.get(stored.dtype, 1))
+            encoding, payload = encode(stored.raw, old, ITEM_BYTES[stored.dtype])
             file.write(payload)
             changes.append(TensorChange(name, encoding, len(payload)))
     header = msgspec.json.encode(DeltaHeader(_header(path).decode(), changes))

@@ -100,7 +100,7 @@ class PolicyStore:
         files = list(write_weights(aside))
         if not is_adapter(files):  # an engine takes the small files of an adapter from its base
             written = {file.name for file in files}
-            copy_small_files(self._model_path, aside)
+            copy_small_files(self._model_path, aside, flat=True)
             files += [_small_file(each) for each in sorted(aside.iterdir()) if each.name not in written]
         manifest = Manifest(
             version=version,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from rollout_queue.base_model.headers import BrokenWeights
+from rollout_queue.base_model.model_files import weight_files
 from rollout_queue.machine_memory import machine_memory
 from rollout_queue.settings import MalformedSettings, read_settings
 from rollout_server.engine.command import cpu_kv_tokens, engine_dtype, find_device, kv_bytes_of_token
@@ -100,9 +102,14 @@ def _trains_adapters(settings: StackSettings) -> bool:
 
 
 def count_parameters(model_path: Path) -> int:
-    """The numbers in all safetensors files of a directory, from their heads."""
+    """The numbers in a model's weights, from the heads of their files. The services say what is wrong with
+    a directory that has none."""
     count = 0
-    for path in model_path.glob("*.safetensors"):
+    try:
+        files = weight_files(model_path)
+    except BrokenWeights:
+        return 0
+    for path in files:
         with path.open("rb") as file:
             head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         count += sum(math.prod(each["shape"]) for name, each in head.items() if name != "__metadata__")

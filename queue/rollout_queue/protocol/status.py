@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from rollout_queue.protocol.adapters import AdapterShape
 from rollout_queue.protocol.message import ServiceMessage
+from rollout_queue.protocol.model_checks import ModelCheck
 from rollout_queue.protocol.policies import ServingShape
 from rollout_queue.protocol.trainer import TrainerReport
 
@@ -32,6 +33,8 @@ class ServerStatus(ServiceMessage):
     """Whether the trainer has the memory of its engine. Calls wait there, so its state is then loading."""
     release: str | None = None
     """The release that it runs."""
+    model_checks: tuple[ModelCheck, ...] = ()
+    """What it found out about the model when it started."""
 
 
 class ServerShape(ServiceMessage):
@@ -119,4 +122,6 @@ class SystemStatus(ServiceMessage):
     """Whose chat template this gateway renders, and what it found out about it."""
     release: str | None = None
     """The release that this gateway runs."""
+    model_checks: tuple[ModelCheck, ...] = ()
+    """What this gateway found out about the model when it started."""
     warnings: tuple[str, ...]

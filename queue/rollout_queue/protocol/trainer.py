@@ -10,6 +10,7 @@ from typing import Self
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from rollout_queue.protocol.message import ServiceMessage
+from rollout_queue.protocol.model_checks import ModelCheck
 
 TEXTS = frozenset({"state", "waiting_for", "url", "source", "release"})
 MOST_BUCKETS = 1000
@@ -47,6 +48,8 @@ class TrainerReport(ServiceMessage):
     """What it learns from: `turns` or `commands`."""
     release: str | None = None
     """The release that it runs."""
+    model_checks: tuple[ModelCheck, ...] | None = None
+    """What it found out about the model when it started. Only its own `GET /status` says this."""
     max_row_tokens: int | None = None
     """Rollouts with longer rows are not trained."""
     metrics: Mapping[str, int | float | None] | None = None

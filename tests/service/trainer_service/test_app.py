@@ -94,7 +94,7 @@ def test_the_api_and_the_main_thread_tell_each_other(client: TestClient, shared_
     shared_state.ready = True
     assert client.get("/ready").status_code == 200
     body = client.get("/status", headers=ADMIN).json()
-    assert set(body) == {"state", "step", "version", "waiting_for", "metrics"}
+    assert set(body) == {"state", "step", "version", "waiting_for", "metrics", "model_checks"}
     client.post("/pause", headers=ADMIN)
     assert shared_state.paused
     client.post("/resume", headers=ADMIN)

@@ -189,8 +189,8 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
     ("changed", "why"),
     [
         ({"model.norm.weight": None}, r"no tensor model\.norm\.weight"),
-        ({DOWN: torch.float8_e4m3fn}, rf"{re.escape(DOWN)} in F8_E4M3, and quantized"),
-        ({DOWN: torch.uint8}, rf"{re.escape(DOWN)} in U8, and quantized"),
+        ({DOWN: torch.float8_e4m3fn}, rf"'{re.escape(DOWN)}': dtype F8_E4M3 is not one of"),
+        ({DOWN: torch.uint8}, rf"'{re.escape(DOWN)}': is U8, and quantized"),
     ],
     ids=["a tensor is missing", "FP8", "MXFP4, pairs of 4-bit values in bytes"],
 )

@@ -8,15 +8,15 @@ import torch
 
 from rollout_queue.commands.command import LoraSpec
 from trainer_service.model.attention.packed_attention import Packing, check_can_share, packing_of
-from trainer_service.model.export import check_tensor_names
-from trainer_service.model.huggingface import enable_activation_checkpointing, load_model, tensor_dtypes
+from trainer_service.model.base_weights import BaseWeights
+from trainer_service.model.huggingface import enable_activation_checkpointing, load_model
 from trainer_service.model.lora import Adapters
 from trainer_service.model.policy import EQUAL_COST_WIDTHS
-from trainer_service.model.randomness import seed_everything
 from trainer_service.model.routers import routers_of
 from trainer_service.model.settings import LoraSettings, ModelSettings
 from trainer_service.model.sharding.layout import Layout, LoraLayout
 from trainer_service.model.sharding.parallel import Parallel
+from trainer_service.model.sharding.randomness import seed_everything
 from trainer_service.model.sharding.zero import prepare_deepspeed, uses_cuda
 from trainer_service.model.trained.adapted import HEAD, LayerNames
 from trainer_service.model.trained.trained_model import SharedBase, TrainedModel
@@ -35,18 +35,19 @@ class Models:
     def __init__(self, settings: ModelSettings) -> None:
         """The `zero_stage` must be below 3."""
         self._settings = settings
-        dtypes = tensor_dtypes(settings.model_path)
+        weights = BaseWeights.checked(settings.model_path)
+        self.model_checks = weights.checks
+        """What was found out about the model before it was loaded."""
         deepspeed = prepare_deepspeed(settings)
         seed_everything(settings.seed)
         self._parallel = Parallel.joined(settings.sequence_parallel)
         self.rank, self.ranks = self._parallel.rank, self._parallel.ranks
         self.rank_timeout_s = settings.rank_timeout_s
         base = self._loaded()
-        check_tensor_names(base, dtypes, settings.model_path)
         self._base: Any | None = base
         """None once all its weights were trained; then it is loaded again for the next model."""
         self._packing = packing_of(base)
-        self._shared = SharedBase(deepspeed, settings, self._parallel, self._packing, dtypes)
+        self._shared = SharedBase(deepspeed, settings, self._parallel, self._packing, weights)
         self.vocab_size = int(base.get_input_embeddings().num_embeddings)
         self.longest_row = getattr(base.config.get_text_config(), "max_position_embeddings", None)
         mixture = routers_of(base, settings) is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollout_queue.commands.command import OptimStep
 from trainer_service.model.attention.packed_attention import Packing
-from trainer_service.model.export import export_tensors
+from trainer_service.model.base_weights import BaseWeights
 from trainer_service.model.forward import TokenScores, scores
 from trainer_service.model.lora import Adapters, AdapterSnapshot
 from trainer_service.model.optimizer import make_optimizer, set_rates
@@ -41,8 +41,8 @@ class SharedBase:
     settings: ModelSettings
     parallel: Parallel
     packing: Packing
-    dtypes: dict[str, torch.dtype]
-    """The dtype of each tensor of the base model's file, by name."""
+    weights: BaseWeights
+    """Those of the base model's files."""
 
 
 class TrainedModel:
@@ -135,8 +135,8 @@ class TrainedModel:
         rank = self._shared.parallel.rank
         if self._adapters is not None:
             return self._adapters.snapshot(self._snapshots, rank)
-        tensors = list(export_tensors(self._base))
-        return self._snapshots.take(tensors, self._shared.dtypes, rank=rank)
+        weights = self._shared.weights
+        return self._snapshots.take(weights.published(self._base), weights.dtypes, rank=rank)
 
     def close(self) -> None:
         """Free what the model has: its adapters and the state of its optimizer."""

@@ -219,6 +219,7 @@ class Trainer:
 
     def _recover_or_hold(self, alarm: Alarm) -> None:
         """Go back to the best version that has a checkpoint, and continue. If there is none, hold."""
+        alarm = self.publisher.explained(alarm)
         self._cycle.settle(wait=True)
         target = self._recoveries.target(self._cycle.versions() - {self.version})
         if target is None:

@@ -6,16 +6,19 @@ values. So it knows how sessions ended recently, although it reads no session.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from redis.asyncio import Redis
 
 from gateway.admission.backpressure import UNBOUNDED, Backpressure
+from gateway.engines.policies.push_progress import NOT_LOADED
 from gateway.operators.formatting import counted, duration
 from gateway.settings.service import LimitSettings, WarningSettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
@@ -156,6 +159,27 @@ class WarningMonitor:
                     f"Redis has used {full:.0%} of its maxmemory; from {limits.queue_memory:.0%} on "
                     "(gateway.limits.queue_memory) new sessions are refused"
                 )
+
+
+def failed_pushes(plan: ServingPlan, ended: Sequence[Push], servers: Iterable[ServerPush]) -> Iterator[str]:
+    """What became of the last pushes, if the fleet has not what it should have. `ended` has the last pushes
+    that ended, the newest first, and `servers` what each server did in the newest."""
+    judged = (push for push in ended if push.state in ("serving", "failed"))
+    failed = list(takewhile(lambda push: push.state == "failed", judged))
+    if failed:
+        refused = "was refused" if len(failed) == 1 else "were refused"
+        how = refused if failed[0].refused else "failed"
+        pushes = counted(len(failed), "push", "pushes")
+        yield f"the last {pushes} {how}: {failed[0].error}; the fleet serves version {plan.serving}"
+    elif plan.push is not None:
+        for each in servers:
+            if each.state == "refused":
+                yield f"server {each.server} refused version {plan.push.version}: {each.error}"
+    canary = plan.canary
+    if canary is not None and canary.state == "rolled_back" and not failed:
+        reason = canary.report.reason or ""
+        if reason.startswith(NOT_LOADED):
+            yield f"the canary of version {canary.version} was rolled back: {reason}"
 
 
 def emptied_redis(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -22,6 +23,7 @@ from rollout_queue.contract.policies.policy import FileSpec
 from rollout_queue.contract.stream import StreamReader
 from rollout_queue.http.object_store import StoreUnavailable
 from rollout_queue.signals.tracing.spans import in_span
+from trainer_service.groups.guards import Alarm
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.snapshot import HostTensor
 from trainer_service.publishing.gateway_client import (
@@ -211,6 +213,12 @@ class Publisher:
     def refused(self) -> int | None:
         """The last version that every server has refused; None if a server has taken one since."""
         return self._pushes.refused
+
+    def explained(self, alarm: Alarm) -> Alarm:
+        """The alarm, with pushes that failed as its cause: engines that go on with older weights differ from
+        the trainer."""
+        trouble = self._pushes.trouble
+        return alarm if trouble is None else replace(alarm, reason=f"{trouble}; {alarm.reason}")
 
     def versions(self) -> list[int]:
         """The versions that can be served again, ascending."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 ERROR_CHARACTERS = 2000
 """The longest error of a push that is stored."""
+NOT_LOADED = "its servers did not load it"
 BARE = "bare engines cannot load a policy: put a rollout server in front of each"
 
 
@@ -55,7 +57,8 @@ class PushProgress:
         if "proved" in states or not self._fleet.servers:
             await self._end(order.push, "serving", capacity)
         elif states != {"unavailable"}:
-            await self._end(order.push, "failed", capacity, _errors(attempts) or BARE)
+            refused = states <= {"refused", "unavailable"}
+            await self._end(order.push, "failed", capacity, _errors(attempts) or BARE, refused=refused)
             logger.error("version %d was refused by every server", order.version)
             if states <= {"refused"} and order.record.state == "published":
                 await self._free_number(order.record)
@@ -81,12 +84,21 @@ class PushProgress:
             await self._change(lambda plan: plan.canary_opened(canary.id, clock.now()))
             logger.info("the canary of version %d is open", canary.version)
         elif states != {"unavailable"}:
-            report = CanaryReport(reason=f"its servers did not load it: {_errors(own)}")
+            report = CanaryReport(reason=f"{NOT_LOADED}: {_errors(own)}")
             await self._change(lambda plan: plan.canary_ended(canary.id, "rolled_back", report, clock.now()))
 
-    async def _end(self, push: int, state: PushState, capacity: float, error: str | None = None) -> None:
+    async def _end(
+        self,
+        push: int,
+        state: PushState,
+        capacity: float,
+        error: str | None = None,
+        *,
+        refused: bool = False,
+    ) -> None:
+        ended = partial(ServingPlan.ended, error=error, capacity=capacity, refused=refused)
         now = clock.now()
-        await self._change(lambda plan: plan.ended(push, state, now, error=error, capacity=capacity))
+        await self._change(lambda plan: ended(plan, push, state, now))
 
     async def _change(self, event: PlanEvent) -> ServingPlan:
         plan = await self._serving.change(event)

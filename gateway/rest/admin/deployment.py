@@ -7,7 +7,7 @@ from msgspec.structs import asdict
 from gateway.admission.backpressure import Backpressure, read_backpressure
 from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
-from gateway.operators.warnings import emptied_redis
+from gateway.operators.warnings import emptied_redis, failed_pushes
 from gateway.rest.access import admins_only
 from gateway.rest.admin import (
     actions,
@@ -72,6 +72,7 @@ async def system_status(gateway: GatewayParts, siblings: Siblings) -> SystemStat
     last_error = await _last_error(gateway) if queue.dead_letters else None
     warnings = [fault] if (fault := gateway.fleet.fault()) is not None else []
     warnings += gateway.warnings.sentences(report, pressure, queue.dead_letters, last_error)
+    warnings += await _push_warnings(gateway)
     warnings += emptied_redis(report, queue.verdicts, secret_is_there=await _secret_is_there(gateway))
     if defaults := gateway.keys.defaults:
         warnings.append(default_keys_sentence(defaults))
@@ -174,6 +175,12 @@ async def _redis_state(gateway: GatewayParts, pressure: Backpressure) -> tuple[T
         max_bytes=pressure.max_bytes,
     )
     return TrainerReport.of(report), queue
+
+
+async def _push_warnings(gateway: GatewayParts) -> list[str]:
+    plan = await gateway.policies.plan()
+    servers = (await gateway.policies.report(plan.push)).servers if plan.push is not None else ()
+    return list(failed_pushes(plan, await gateway.policies.last_pushes(), servers))
 
 
 async def _secret_is_there(gateway: GatewayParts) -> bool:

@@ -155,6 +155,7 @@ def test_one_failure_is_207_and_the_failed_server_goes_on_with_the_version_befor
     reply = fleet.publish(3)
     assert reply.status_code == 207
     assert reply.json()["results"][0]["error"] == "a tensor is missing"
+    assert "server r0 refused version 3: a tensor is missing" in fleet.status()["warnings"]
     assert fleet.policy["admissible"] == [3, 0]
     fleet.until_states("ready", "ready")
     assert fleet.engines_of_sessions(12) == {"r0", "r1"}
@@ -418,9 +419,14 @@ def test_a_version_that_every_server_refuses_takes_no_number(fleet: Fleet) -> No
     assert (fleet.listed(), fleet.gateway.chat().status_code) == ({0: "serving"}, 200)
     message = fleet.detail(1)["error"]["message"]
     assert "its push failed: r0: a tensor is missing; r1: a tensor is missing" in message
+    said = (
+        "the last 2 pushes were refused: r0: a tensor is missing; r1: a tensor is missing; the fleet serves"
+    )
+    assert any(said in warning for warning in fleet.status()["warnings"])
     for server in fleet.servers:
         server.refuse = False
     assert fleet.publish(1, force=False, manifest_sha256=64 * "c").status_code == 200
+    assert not any("refused" in warning for warning in fleet.status()["warnings"])
     assert [server.manifest for server in fleet.servers] == [64 * "c", 64 * "c"]
 
 

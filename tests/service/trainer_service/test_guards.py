@@ -1,6 +1,7 @@
 """Guards pause the training. Checks which values do so, what is reported and served, and how to resume."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -155,6 +156,20 @@ def test_a_guard_pauses_after_the_checkpoint_and_before_the_version_is_served(he
     assert held.sample("paused") == 1
     assert held.sample("guard_alarms_total", guard="max_abs_logp") == 1
     assert json.loads((held.root / "metrics.jsonl").read_text())["step"] == 1
+
+
+def test_a_pause_names_refused_pushes_as_its_cause(make_harness: MakeHarness) -> None:
+    """Engines that go on with older weights differ from the trainer's."""
+    harness = make_harness(guards={"max_abs_logp": 2.0}).start()
+    harness.gateway.server_ok = False
+    for group_id in ("a", "b"):
+        harness.step(group_id)
+    harness.agents.group("c", [1.0, 0.0], logprobs=[-9.0] * 3)
+    harness.trainer.run_once()
+    reason = str(harness.trainer.hold.reason)
+    pushes = r"the last \d push(es were| was) refused"
+    assert re.match(rf"engines sample with older weights: {pushes}: r0: broken; ", reason)
+    assert "mean |Δlogprob| between trainer and engine is" in reason
 
 
 @pytest.mark.parametrize("restarted", [False, True])

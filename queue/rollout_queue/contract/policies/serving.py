@@ -35,6 +35,8 @@ class Push(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float | None = None
     error: str | None = None
     """Why it failed."""
+    refused: bool = False
+    """Whether it failed because every server refused the version itself."""
     capacity: float = 1.0
     """The smallest share of the live servers that could take calls during the push."""
 
@@ -175,13 +177,20 @@ class ServingPlan(msgspec.Struct, frozen=True):
         return replace(self, admissible=tuple(entries[: max_lag + 1]))
 
     def ended(
-        self, push: int, state: PushState, now: float, *, error: str | None, capacity: float
+        self,
+        push: int,
+        state: PushState,
+        now: float,
+        *,
+        error: str | None,
+        capacity: float,
+        refused: bool = False,
     ) -> "ServingPlan":
         """The push has ended, unless a newer one has begun. After a rollback, newer versions answer no
         calls."""
         if self.push is None or self.push.id != push or self.push.state != "pushing":
             return self
-        ended = replace(self.push, state=state, ended_at=now, error=error, capacity=capacity)
+        ended = replace(self.push, state=state, ended_at=now, error=error, capacity=capacity, refused=refused)
         admissible = self.admissible
         if state == "serving":
             admissible = tuple(each for each in admissible if each.version <= self.push.version)

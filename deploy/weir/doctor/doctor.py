@@ -7,9 +7,11 @@ import msgspec
 from rich.console import Console
 
 from rollout_queue import clock
+from weir.doctor import model_table
 from weir.doctor.asking import gather
 from weir.doctor.checks import fleet, machine, redis, services, training
 from weir.doctor.facts import DeploymentFacts
+from weir.doctor.model_table import ModelRow
 from weir.doctor.problem import Check, Problem, problems_of
 from weir.doctor.targets import Targets
 
@@ -19,6 +21,7 @@ CHECKS: tuple[Check, ...] = (
     *fleet.CHECKS,
     *training.CHECKS,
     *machine.CHECKS,
+    *model_table.CHECKS,
 )
 
 
@@ -32,6 +35,8 @@ class Examination(msgspec.Struct, frozen=True):
     seconds: float
     gateway: str
     redis: str
+    model: Sequence[ModelRow] = ()
+    """What the services found out about the model when they started."""
 
     @property
     def exit_code(self) -> int:
@@ -56,6 +61,7 @@ def examined(facts: DeploymentFacts, seconds: float = 0.0) -> Examination:
         seconds=round(seconds, 2),
         gateway=facts.gateway.url,
         redis=facts.redis.address,
+        model=model_table.model_rows(facts),
     )
 
 
@@ -66,6 +72,8 @@ def show(examination: Examination, console: Console) -> None:
         console.print(f"[{colour}]{problem.severity}[/]: ", end="")
         console.print(f"{problem.sentence} [{problem.check}]", markup=False, highlight=False)
         console.print(f"    {problem.advice}", markup=False, highlight=False)
+    if examination.model:
+        console.print(model_table.table_of(examination.model), highlight=False)
     done = f"{examination.checks} checks of {examination.gateway} and {examination.redis}"
     found = f"{len(examination.problems)} problems" if examination.problems else "nothing is wrong"
     console.print(f"{done} in {examination.seconds:.1f} s: {found}", markup=False, highlight=False)

@@ -4,6 +4,7 @@ import asyncio
 import http.server
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from typer.testing import CliRunner
 
 from gateway.settings.service import GatewaySettings
+from rollout_queue.protocol.model_checks import ModelCheck
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.serving import free_port, serving
@@ -69,6 +71,33 @@ def test_the_command_prints_sentences_or_json_and_exits_with_1_if_something_is_w
     found = json.loads(told.output)
     assert (found["ok"], found["gateway"]) == (False, system.gateway_url)
     assert "redis_syncs_late" in {problem["check"] for problem in found["problems"]}
+
+
+def test_what_services_found_out_about_the_model_is_one_table_and_two_models_are_an_error(
+    system: ExaminedSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIR_ADMIN_KEYS", ADMIN_KEY)
+    row = ModelCheck(check="tensors", outcome="right", detail="24 tensors, F32, digest aa")
+    head = ModelCheck(check="output head", outcome="differs", detail="lm_head.weight equals the embedding")
+    system.trainer.model_checks = (row, head)
+    system.server.more = {"model_checks": [row.model_dump()]}
+    try:
+        assert system.problems() == {}
+        command = ["doctor", "--run-dir", str(tmp_path), "--redis-url", system.redis.url]
+        command += ["--gateway-url", system.gateway_url]
+        said = CliRunner().invoke(app, command, env={"COLUMNS": "200"}).output
+        assert "the model, checked at the start" in said
+        assert re.search(r"trainer .* output head .* differs .* lm_head.weight equals the embedding", said)
+        told = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)["model"]
+        assert [(each["service"], each["check"]) for each in told] == [
+            ("r0", "tensors"),
+            ("trainer", "tensors"),
+            ("trainer", "output head"),
+        ]
+        system.server.more = {"model_checks": [row.model_dump() | {"detail": "25 tensors, F32, digest bb"}]}
+        assert "the trainer and r0 began with different models" in system.problems()["models_differ"]
+    finally:
+        system.trainer.model_checks, system.server.more = (), {}
 
 
 def test_a_service_that_is_away_is_named(system: ExaminedSystem) -> None:

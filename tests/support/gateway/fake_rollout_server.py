@@ -23,6 +23,8 @@ class FakeRolloutServer:
     nonsense: Any = None
     """An answer to a reload that breaks the contract."""
     status_nonsense: Any = None
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further fields of its status."""
     reloads: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
 
@@ -41,7 +43,7 @@ class FakeRolloutServer:
 
     async def status(self, request: Request) -> Response:
         self.keys.add(request.headers.get("authorization", ""))
-        return JSONResponse(self.status_nonsense or self._state())
+        return JSONResponse(self.status_nonsense or self._state() | self.more)
 
     async def ready(self, _: Request) -> Response:
         return JSONResponse({"ready": True})

@@ -40,6 +40,7 @@ class ExaminedSystem:
     trainer_url: str
     server: FakeRolloutServer
     directory: Path
+    trainer: SharedState
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def problems(self, **targets: Any) -> dict[str, str]:
@@ -101,7 +102,7 @@ def examined_system(directory: Path, model_path: Path, **gateway: Any) -> Iterat
             "poll_every_s": 0.05,
         }
         url = started.enter_context(serving(create_gateway(GatewaySettings(**given | gateway))))
-        system = ExaminedSystem(redis, url, server_url, trainer_url, server, directory)
+        system = ExaminedSystem(redis, url, server_url, trainer_url, server, directory, state)
         body = {"id": "r0", "url": server_url, "engine_url": server_url}
         assert system.admin("POST", "/admin/rollout_servers", body).status_code == 200
         system.until("ready")

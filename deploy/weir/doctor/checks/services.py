@@ -125,8 +125,11 @@ def public_url_unreachable(facts: DeploymentFacts) -> Found:
 
 def gateway_warns(facts: DeploymentFacts) -> Found:
     """What the gateway itself warns of, except what other checks find as well."""
+    push = facts.system.policy.push if facts.system is not None else None
+    told = push is not None and push.state == "failed"  # by `push_failed`
     for warning in _warnings(facts):
-        if not any(known in warning for known in ("everybody knows the keys", "maxmemory")):
+        of_push = told and warning.startswith("the last ")
+        if not of_push and not any(known in warning for known in ("everybody knows the keys", "maxmemory")):
             yield "warning", warning, "see GET /admin/pipeline, and `gateway.warnings` in docs/gateway.md"
 
 

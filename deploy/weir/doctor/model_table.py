@@ -1,0 +1,72 @@
+"""The model, checked at the start: the rows of all services as one table, and whether they have one model.
+
+SystemStatus, ServerStatus, the trainer's report ─▶ ModelRow ─▶ a table; two digests ─▶ a problem
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich.table import Table
+
+from rollout_queue.base_model.files_check import TENSORS
+from rollout_queue.protocol.message import MalformedMessage
+from rollout_queue.protocol.model_checks import TITLE, ModelCheck
+from rollout_queue.protocol.trainer import TrainerReport
+from weir.doctor.facts import DeploymentFacts
+from weir.doctor.problem import Found
+
+COLOURS = {"right": "green", "differs": "yellow", "refused": "red", "unknown": "yellow"}
+
+
+class ModelRow(msgspec.Struct, frozen=True):
+    """What one service found out about the model."""
+
+    service: str
+    check: str
+    outcome: str
+    detail: str
+
+
+def model_rows(facts: DeploymentFacts) -> list[ModelRow]:
+    """The rows of all services that answer."""
+    return [
+        ModelRow(service, each.check, each.outcome, each.detail)
+        for service, checks in _told(facts)
+        for each in checks
+    ]
+
+
+def table_of(rows: Sequence[ModelRow]) -> Table:
+    table = Table("service", "check", "outcome", "detail", title=TITLE, title_justify="left")
+    for row in rows:
+        outcome = f"[{COLOURS.get(row.outcome, 'yellow')}]{row.outcome}[/]"
+        table.add_row(row.service, row.check, outcome, row.detail)
+    return table
+
+
+def models_differ(facts: DeploymentFacts) -> Found:
+    """Trainer and engines began with other tensors, so that each push will be refused."""
+    told = {row.service: row.detail for row in model_rows(facts) if row.check == TENSORS}
+    trainers = told.pop("trainer", None)
+    for service, detail in told.items():
+        if trainers is not None and detail != trainers:
+            yield (
+                "error",
+                f"the trainer and {service} began with different models: {trainers}, and {detail}",
+                "give both the same files as trainer.model_path and rollout_server.model_path",
+            )
+
+
+def _told(facts: DeploymentFacts) -> Iterator[tuple[str, Sequence[ModelCheck]]]:
+    if facts.system is not None:
+        yield "gateway", facts.system.model_checks
+    for service, status in facts.servers:
+        yield service.name, () if status is None else status.model_checks
+    if facts.trainer is not None and facts.trainer.body:
+        try:
+            yield "trainer", TrainerReport.read(facts.trainer.body).model_checks or ()
+        except MalformedMessage:  # of another release; `releases_differ` tells
+            return
+
+
+CHECKS = (models_differ,)

@@ -20,7 +20,8 @@ from gateway.dialects.chat_wire import (
     message_of,
     tool_call_of,
 )
-from gateway.dialects.fields import CHAT, check_metadata, refuse_unserved, verbosity_of
+from gateway.dialects.fields.checks import check_metadata, refuse_unserved, verbosity_of
+from gateway.dialects.fields.tables import CHAT
 from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.wire import (
     HEARTBEAT,
@@ -35,7 +36,7 @@ from gateway.dialects.wire import (
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
-from gateway.language.constraint import constrainer
+from gateway.language.constraint import constrainer, shown_tools
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
 from gateway.sessions.identity import Caller
@@ -96,7 +97,7 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
     return Call(
         messages=messages,
         begun=begun,
-        tools=None if choice == "none" else tools,
+        tools=shown_tools(renderer, tools, choice),
         asked=asked | constraint.asked | thinking.asked,
         thinking=options,
         stop=stop_strings(request.stop),

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gateway.dialects.chat_wire import ChatRequest
-from gateway.dialects.fields import (
+from gateway.dialects.fields.checks import check_fields, check_names
+from gateway.dialects.fields.tables import (
     CALLED,
     CHAT_CALL,
     CHAT_MESSAGES,
@@ -14,9 +15,7 @@ from gateway.dialects.fields import (
     REFUSAL_PART,
     TEXT_PART,
     check_choice,
-    check_fields,
     check_format,
-    check_keys,
 )
 from gateway.dialects.image_parts import SHOWN, chat_image, is_image
 from gateway.dialects.wire import TEXT_PARTS, JsonObject, guided_form, split_begun
@@ -73,7 +72,7 @@ def tools_of(request: ChatRequest, family: Family) -> ChatTools:
     check_choice(request.tool_choice)
     check_format(request.response_format, "response_format")
     check_tools(request.tools or ())
-    tools = request.tools and [{"type": "function", "function": tool["function"]} for tool in request.tools]
+    tools = request.tools and [_tool(tool["function"]) for tool in request.tools]
     return ChatTools(tools, request.tool_choice, request.parallel_tool_calls)
 
 
@@ -89,6 +88,7 @@ def _functions_of(request: ChatRequest, family: Family) -> ChatTools:
         raise _invalid("functions", f"use tools: {family.name} cannot be held to one call without an id")
     for index, function in enumerate(functions):
         check_function(function, f"functions[{index}]")
+    check_names((f"functions[{index}].name", each["name"]) for index, each in enumerate(functions))
     if isinstance(choice, dict):
         check_fields(choice, NAMED, "function_call")
         if choice.get("name") not in [function["name"] for function in functions]:
@@ -96,7 +96,13 @@ def _functions_of(request: ChatRequest, family: Family) -> ChatTools:
         choice = {"type": "function", "function": choice}
     elif choice not in (None, "auto", "none"):
         raise _invalid("function_call", "auto, none, or a function by its name")
-    return ChatTools([{"type": "function", "function": each} for each in functions], choice, False)
+    return ChatTools([_tool(function) for function in functions], choice, False)
+
+
+def _tool(function: Tool) -> Tool:
+    """The tool as the template reads it, without fields that are not known."""
+    known = {name: value for name, value in function.items() if name in FUNCTION.accepted}
+    return {"type": "function", "function": known}
 
 
 def form_of(request: ChatRequest) -> tuple[JsonObject | AnswerForm | None, str]:
@@ -149,6 +155,9 @@ def check_tools(tools: Sequence[Tool]) -> None:
             raise InvalidRequest("tools: each is a function", param="tools")
         check_function(function, where)
         check_fields(tool, CHAT_TOOL, f"tools[{index}]")
+    check_names(
+        (f"tools[{index}].function.name", tool["function"]["name"]) for index, tool in enumerate(tools)
+    )
 
 
 def check_function(function: Tool, where: str) -> None:
@@ -167,7 +176,9 @@ def thinking_of(request: ChatRequest) -> tuple[ThinkingWish, str]:
     kwargs, param = request.chat_template_kwargs, "chat_template_kwargs"
     if kwargs is None:
         return effort_of(request.reasoning_effort, "reasoning_effort"), "reasoning_effort"
-    check_keys(kwargs, (*SWITCHES, "reasoning_effort"), param)
+    for name, value in kwargs.items():  # each may change the prompt, so none is ignored
+        if name not in (*SWITCHES, "reasoning_effort") and value is not None:
+            raise _invalid(f"{param}.{name}", "this gateway hands no other options to the chat template")
     effort = request.reasoning_effort or kwargs.get("reasoning_effort")
     wish = effort_of(effort, f"{param}.reasoning_effort")
     for name in SWITCHES:

@@ -16,7 +16,7 @@ from gateway.language.render import ParsedAnswer, ToolCall
 
 class ChatRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     """All fields of OpenAI's request, and `top_k`, `min_p`, `repetition_penalty`, `return_token_ids`,
-    `chat_template_kwargs` and `GuidedFields`. A request with another field is refused."""
+    `chat_template_kwargs` and `GuidedFields`."""
 
     messages: list[Message]
     model: str | None = None
@@ -56,7 +56,7 @@ class ChatRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     service_tier: Any = None
     store: Any = None
 
-    # Refused, unless they ask for nothing (`fields.CHAT`). `verbosity` may have any of `fields.VERBOSITIES`.
+    # Refused, unless they ask for nothing (`tables.CHAT`). `verbosity` may have any of `checks.VERBOSITIES`.
     audio: Any = None
     modalities: Any = None
     moderation: Any = None

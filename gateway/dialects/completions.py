@@ -12,7 +12,7 @@ from gateway.dialects.completions_wire import (
     CompletionRequest,
     TextCompletion,
 )
-from gateway.dialects.fields import check_metadata
+from gateway.dialects.fields.checks import check_metadata
 from gateway.dialects.logprobs import CompletionLogprobs, completion_logprobs
 from gateway.dialects.wire import (
     HEARTBEAT,

@@ -14,7 +14,7 @@ from gateway.dialects.wire import GuidedFields, JsonObject, StreamOptions, Usage
 
 class CompletionRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     """All fields of OpenAI's request, and `top_k`, `min_p`, `repetition_penalty`, `metadata`,
-    `return_token_ids`, `add_special_tokens` and `GuidedFields`. A request with another field is refused."""
+    `return_token_ids`, `add_special_tokens` and `GuidedFields`."""
 
     prompt: str | list[str | int | list[int]] | None = None
     model: str | None = None

@@ -6,18 +6,17 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
-from gateway.dialects.fields import MESSAGES, check_metadata, refuse_unserved
+from gateway.dialects.fields.checks import check_metadata, refuse_unserved
+from gateway.dialects.fields.tables import MESSAGES
 from gateway.dialects.messages_input import (
     carrying,
-    choice_of,
     conversation,
     format_of,
-    left_out_of,
     omits_thoughts,
     read_thoughts,
     thinking_of,
-    tools_of,
 )
+from gateway.dialects.messages_tools import choice_of, left_out_of, tools_of
 from gateway.dialects.messages_wire import (
     AnthropicMessage,
     BlockDelta,
@@ -56,7 +55,7 @@ from gateway.dialects.wire import (
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import in_call_order
-from gateway.language.constraint import constrainer
+from gateway.language.constraint import constrainer, shown_tools
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
 from gateway.sessions.identity import Caller
@@ -140,7 +139,7 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest, prompt: Call) -> C
         refuse_constrained(constraint, "messages")
     return msgspec.structs.replace(
         prompt,
-        tools=None if choice == "none" else tools,
+        tools=shown_tools(renderer, tools, choice),
         asked=given_fields(request, SAMPLING_FIELDS)
         | constraint.asked
         | thinking.asked

@@ -1,37 +1,34 @@
-"""Converts messages, tools, tool choice and output format of Anthropic's requests to OpenAI's chat shapes.
+"""Converts messages, thinking and output format of Anthropic's requests to OpenAI's chat shapes.
 
 What the model cannot read is refused, or left out and named in the turn's record (`left_out`).
 """
 
 import base64
 import hmac
-import re
-from collections.abc import Mapping
 from typing import Any
 
-from gateway.dialects.fields import (
+from gateway.dialects.fields.checks import check_fields
+from gateway.dialects.fields.tables import (
     BLOCKS,
     MESSAGE,
-    MESSAGES_TOOL,
+    MESSAGE_CONFIG,
+    OUTPUT_CONFIG,
     SOURCE,
-    check_choice,
-    check_fields,
+    THINKING,
     check_format,
-    check_keys,
 )
 from gateway.dialects.image_parts import image_block, is_image, joined
 from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest, Sign
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest
-from gateway.language.chat_messages import Message, Tool, arguments_text
+from gateway.language.chat_messages import Message, arguments_text
 from gateway.language.thinking import ThinkingWish, effort_of
 
-HOSTED = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(?:bm25|regex)|advisor)_\d{8}")
-"""The types of tools that Anthropic's servers run, with their dates."""
 IN_ANSWER = frozenset({"text", "thinking", "redacted_thinking", "tool_use"})
 IN_QUESTION = frozenset({"text", "tool_result", "document"})
 IN_TEXT = frozenset({"text", "document"})
-"""The blocks of an answer, of a user's message, and of a system prompt or a tool's result."""
+IN_RESULT = IN_TEXT | {"tool_reference"}
+"""The blocks of an answer, of a user's message, of a system prompt, and of a tool's result."""
 OMITTED = "omitted"
 """The `display` of a client that wants no text of thoughts. It sends back signatures that carry the text."""
 
@@ -51,16 +48,13 @@ def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
 def thinking_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
     """What the request asks of the model's thinking, and the field that asks. Raises InvalidRequest.
 
-    `adaptive` leaves thinking to the model. The effort `high` is Anthropic's default, and asks for nothing.
+    `adaptive` leaves thinking to the model.
     """
-    config, param = request.output_config or {}, "output_config.effort"
-    check_keys(config, ("format", "effort"), "output_config")
-    effort = config.get("effort")
-    wish = ThinkingWish() if effort in (None, "high") else effort_of(effort, param)
+    wish, param = _effort_of(request)
     given = request.thinking
     if given is None:
         return wish, param
-    check_keys(given, ("type", "budget_tokens", "display"), "thinking")
+    check_fields(given, THINKING, "thinking")
     kind, budget = given.get("type"), given.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise InvalidRequest("thinking.type: enabled, disabled or adaptive", param="thinking.type")
@@ -71,66 +65,26 @@ def thinking_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
     if kind == "adaptive":
         return wish, param
     if kind == "disabled":
-        return ThinkingWish(on=False), "thinking"
+        return ThinkingWish(False, wish.effort), "thinking"
     return ThinkingWish(True, wish.effort, budget), "thinking"
 
 
-def choice_of(tool_choice: Mapping[str, Any] | None) -> str | JsonObject:
-    """Anthropic's `tool_choice` in OpenAI's shape. Raises InvalidRequest for an unknown type."""
-    check_choice(tool_choice)
-    kind = "auto" if tool_choice is None else tool_choice.get("type")
-    if kind == "tool" and tool_choice is not None:
-        return {"type": "function", "name": tool_choice.get("name")}
-    if kind not in ("auto", "any", "none"):
-        raise InvalidRequest("tool_choice: its type is auto, any, tool or none", param="tool_choice")
-    return "required" if kind == "any" else str(kind)
-
-
-def tools_of(request: MessagesRequest) -> list[Tool] | None:
-    """The tools that the agent runs, in OpenAI's shape.
-
-    Tools that Anthropic's servers run are left out if there are others. Raises InvalidRequest that names a
-    malformed tool, one of another type, or a server's tool where there is no other.
-    """
-    tools: list[Tool] = []
-    for index, tool in enumerate(request.tools or ()):
-        where, kind = f"tools[{index}]", tool.get("type")
-        if _hosted(tool) is not None:
-            continue
-        if not isinstance(tool.get("name"), str) or not tool["name"]:
-            raise _invalid(f"{where}.name", "not a name")
-        schema = tool.get("input_schema")
-        if kind not in (None, "custom") and schema is None:
-            raise _invalid(f"{where}.type", f"{str(kind)[:80]!r} is not known; give an input_schema")
-        if not isinstance(schema, dict):
-            raise _invalid(f"{where}.input_schema", "not a JSON schema")
-        check_fields(tool, MESSAGES_TOOL, where)
-        function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
-        if isinstance(tool.get("strict"), bool):
-            function["strict"] = tool["strict"]
-        tools.append({"type": "function", "function": function})
-    if request.tools and not tools:
-        raise _invalid(
-            "tools[0].type", f"this gateway runs no {request.tools[0]['type']!r}; give other tools"
-        )
-    return tools or None
-
-
-def left_out_of(request: MessagesRequest) -> list[str]:
-    """What `tools_of` and `conversation` leave out: types of tools, and thoughts that are not readable."""
-    kinds = {hosted for tool in request.tools or () if (hosted := _hosted(tool)) is not None}
-    contents = [message.get("content") for message in request.messages]
-    blocks = [block for content in contents if isinstance(content, list) for block in content]
-    if any(block.get("type") == "redacted_thinking" for block in blocks if isinstance(block, dict)):
-        kinds.add("redacted_thinking")
-    return sorted(kinds)
-
-
-def _hosted(tool: JsonObject) -> str | None:
-    """The type of a tool that Anthropic's servers run, without its date; None for another tool."""
-    kind = tool.get("type")
-    found = HOSTED.fullmatch(kind) if isinstance(kind, str) and "input_schema" not in tool else None
-    return None if found is None else found[1]
+def _effort_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
+    """The effort of the call, and the field that names it. A message may change it for the calls that have it
+    in their history; the last such message counts."""
+    check_fields(request.output_config or {}, OUTPUT_CONFIG, "output_config")
+    configs = [("output_config", request.output_config)]
+    for index, message in enumerate(request.messages):
+        if (config := message.get("output_config")) is not None:
+            where = f"messages[{index}].output_config"
+            if not isinstance(config, dict):
+                raise _invalid(where, "not an object")
+            check_fields(config, MESSAGE_CONFIG, where)
+            configs.append((where, config))
+    for where, config in reversed(configs):
+        if config and config.get("effort") is not None:
+            return effort_of(config["effort"], f"{where}.effort"), f"{where}.effort"
+    return ThinkingWish(), "output_config.effort"
 
 
 def omits_thoughts(request: MessagesRequest) -> bool:
@@ -188,6 +142,8 @@ def conversation(request: MessagesRequest, sees: bool = False) -> list[Message]:
         if role not in ("user", "assistant", "system"):
             raise _invalid(f"{where}.role", f"{role!r} is no role")
         check_fields(message, MESSAGE, where)
+        if content in (None, "", []) and message.get("output_config"):
+            continue  # it only sets the effort
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
         elif not isinstance(content, list):
@@ -220,10 +176,10 @@ def _user_messages(role: str, blocks: list[Any], where: str, sees: bool) -> list
 def _shown(content: Any, where: str, sees: bool) -> str | list[JsonObject]:
     """What a tool's result shows: its text, or parts if there are images."""
     if not sees or not isinstance(content, list):
-        return _text(content, where)
+        return _text(content, where, IN_RESULT)
     for at, block in enumerate(content):
         if not is_image(block, "image"):
-            _kind(block, IN_TEXT, f"{where}[{at}]")
+            _kind(block, IN_RESULT, f"{where}[{at}]")
     return joined(_part(block, f"{where}[{at}]", sees) for at, block in enumerate(content))
 
 
@@ -261,13 +217,13 @@ def _call(block: JsonObject, where: str) -> JsonObject:
     return {"id": str(block.get("id", "")), "type": "function", "function": function}
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, where: str, kinds: frozenset[str] = IN_TEXT) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise _invalid(where, "neither text nor a list of blocks")
     for at, block in enumerate(content):
-        _kind(block, IN_TEXT, f"{where}[{at}]")
+        _kind(block, kinds, f"{where}[{at}]")
     return "".join([_text_of(block, f"{where}[{at}]") for at, block in enumerate(content)])
 
 
@@ -284,7 +240,11 @@ def _kind(block: Any, kinds: frozenset[str], where: str) -> str:
 
 
 def _text_of(block: JsonObject, where: str) -> str:
-    """The text of a block of text, or of a document whose source is text."""
+    """The text of a block of text, of a document whose source is text, or of a reference to a tool."""
+    if block["type"] == "tool_reference":
+        if not isinstance(block.get("tool_name"), str):
+            raise _invalid(f"{where}.tool_name", "not a name")
+        return f"{block['tool_name']}\n"
     if block["type"] == "text":
         if not isinstance(block.get("text"), str):
             raise _invalid(f"{where}.text", "not text")

@@ -20,8 +20,7 @@ RAW_ARGUMENTS = "__raw_arguments"
 
 
 class MessagesRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """All fields of Anthropic's request, beta fields included, and `return_token_ids`. A request with another
-    field is refused."""
+    """All fields of Anthropic's request, beta fields included, and `return_token_ids`."""
 
     messages: list[JsonObject]
     max_tokens: int | None = None
@@ -51,7 +50,7 @@ class MessagesRequest(msgspec.Struct, forbid_unknown_fields=True):
     user_profile_id: Any = None
     workspace_id: Any = None
 
-    # Refused, except for values that change nothing, such as an empty list: `fields.MESSAGES` lists these.
+    # Refused, except for values that change nothing, such as an empty list: `tables.MESSAGES` lists these.
     compaction: Any = None
     container: Any = None
     context_management: Any = None

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway.dialects.base import Events, ParsedRequest, RecordedAnswer
-from gateway.dialects.fields import refuse_unserved
+from gateway.dialects.fields.checks import refuse_unserved
 from gateway.dialects.token_call import TokenParameters, token_call
 from gateway.dialects.token_ids_wire import (
-    BODY,
     SAMPLING,
     ChoiceExperts,
     TokenChoice,
@@ -52,7 +51,6 @@ class TokenIdsDialect:
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
         request = decode_body(body, TokenIdsRequest)
-        refuse_unserved(request, BODY)
         with _named_in_full():
             parameters = parameters_of(request, self._renderer.config.vocab_size, self._router_replay)
             call = token_call(self._renderer, request.token_ids, parameters)
@@ -82,8 +80,6 @@ def parameters_of(request: TokenIdsRequest, vocab_size: int, router_replay: bool
     asked = sampling_of(fields, vocab_size) | given_fields(fields, ("max_tokens",))
     if fields.min_tokens:
         asked["min_tokens"] = fields.min_tokens
-    if asked.get("top_k") == 0:  # vLLM's second way to say: all
-        asked["top_k"] = -1
     if asked.get("seed") == -1:  # vLLM's way to say: none
         del asked["seed"]
     experts = router_replay and fields.return_routed_experts is not False

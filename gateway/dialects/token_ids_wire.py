@@ -4,35 +4,21 @@ A field that is UNSET is left out of the JSON.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects.fields import Refusals
+from gateway.dialects.fields.checks import Refusals
 from gateway.dialects.wire import SamplingFields, Usage
 from rollout_queue.contract.records import Span
 
-BODY: Refusals = {
-    "priority": ((0,), "this gateway serves calls in the order in which they come"),
-    "features": (({},), "this model reads text only"),
-    "content_parts": (([],), "this model reads text only"),
-    "stream": ((False,), "this path answers with one body"),
-    "kv_transfer_params": (({},), "this gateway moves no caches"),
-}
 SAMPLING: Refusals = {
     "logprobs": ((0, 1), "null, 0 or 1: the answer has the logprob of each sampled token, and no others"),
-    "prompt_logprobs": ((), "only sampled tokens have logprobs here"),
-    "structured_outputs": (({},), "this path does not constrain answers"),
-    "bad_words": (([],), "this gateway forbids no words"),
-    "allowed_token_ids": ((), "this gateway does not limit the vocabulary; use logit_bias"),
-    "truncate_prompt_tokens": ((-1,), "this gateway shortens no prompts"),
-    "extra_args": (({},), "this gateway hands nothing to the engine unread"),
 }
 
 
 class TokenSamplingFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's sampling parameters. A parameter that is not listed is refused."""
+    """vLLM's sampling parameters."""
 
     n: int | None = 1
     max_tokens: int | None = None
@@ -51,27 +37,16 @@ class TokenSamplingFields(SamplingFields, kw_only=True, forbid_unknown_fields=Tr
     detokenize: bool | None = None
 
     logprobs: int | None = None
-    prompt_logprobs: Any = None
-    structured_outputs: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    truncate_prompt_tokens: Any = None
-    extra_args: Any = None
 
 
 class TokenIdsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request of vLLM's contract. One with another field is refused."""
+    """A request of vLLM's contract."""
 
     token_ids: list[int]
     sampling_params: TokenSamplingFields = msgspec.field(default_factory=TokenSamplingFields)
     model: str | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = False
-    stream: bool | None = False
-    priority: Any = None
-    features: Any = None
-    content_parts: Any = None
-    kv_transfer_params: Any = None
 
 
 class TokenIdLogprob(msgspec.Struct, frozen=True):

@@ -1,46 +1,39 @@
 """Functions that the dialects share: they decode and check requests, and write usage and events."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
+from msgspec import Raw
 
+from gateway.dialects.fields.checks import check_unread
+from gateway.dialects.fields.others import OTHERS
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation, tokens_of
 from gateway.language.chat_messages import Message, text_of
 from gateway.language.constraint import (
     AnswerForm,
     Constraint,
-    biases_of,
     choice_form,
     pattern_form,
     schema_form,
 )
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 JsonObject = dict[str, Any]
 """A JSON object of a client's request, without a struct that describes its fields."""
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+MAX_BIASES = 1024
 MAX_STOPS = 32
 """SGLang's limit on the number of stop strings."""
 HEARTBEAT = b": still here\n\n"
 """A comment in the format of server-sent events. It keeps the connection open; clients skip it."""
 
-UNKNOWN_FIELD = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
-HINTS = {
-    "json_schema": "; use guided_json",
-    **dict.fromkeys(
-        ("ebnf", "guided_grammar", "structured_outputs", "structural_tag"),
-        "; use guided_json, guided_regex or guided_choice",
-    ),
-    "enable_thinking": "; use reasoning_effort or chat_template_kwargs",
-    "contents": "; use messages",
-}
-"""By a field of other servers: the words that its error adds, which name the field to use here."""
+UNKNOWN_FIELD = re.compile("Object contains unknown field `")
 
 GUIDED = ("guided_json", "guided_regex", "regex", "guided_choice")
 encode = msgspec.json.Encoder().encode
@@ -97,21 +90,50 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """The body as the struct `kind`. Raises InvalidRequest that names the wrong field."""
+    """The body as the struct `kind`. Raises InvalidRequest that names a wrong field, or an unread one whose
+    value asks for something (`fields.others`)."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decode(body, kind)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$")
         param = where.strip("`.") or None
-        if unknown := UNKNOWN_FIELD.match(message):
-            param = f"{param}.{unknown[1]}" if param else unknown[1]
-            hint = HINTS.get(unknown[1], "")
-            raise InvalidRequest(
-                f"{param}: unknown field{hint}", param=param, code="unknown_parameter"
-            ) from error
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if UNKNOWN_FIELD.match(str(error)) is None:
+            raise
+    return msgspec.json.decode(_read_part(body, kind), type=kind)
+
+
+def _read_part(body: bytes | Raw, kind: type[msgspec.Struct], where: str = "") -> bytes:
+    """The body without the fields that the struct `kind` does not have. These are noted, or refused."""
+    inner = _structs_in(kind)
+    kept: dict[str, Raw] = {}
+    for name, value in msgspec.json.decode(body, type=dict[str, Raw]).items():
+        if name not in kind.__struct_fields__:
+            check_unread(name, msgspec.json.decode(value), OTHERS, where + name)
+        elif name in inner and bytes(value).startswith(b"{"):
+            kept[name] = Raw(_read_part(value, inner[name], f"{where}{name}."))
+        else:
+            kept[name] = value
+    return encode(kept)
+
+
+@cache
+def _structs_in(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    """The fields of a struct that are structs themselves."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        for each in (hint, *get_args(hint)):
+            if isinstance(each, type) and issubclass(each, msgspec.Struct):
+                found[name] = each
+    return found
 
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -135,10 +157,15 @@ BOUNDS: dict[str, tuple[float, float]] = {
 128 choices, each of which adds its index to the seed."""
 
 
+ABOVE_ZERO = ("repetition_penalty",)
+
+
 def check_sampling(body: msgspec.Struct) -> None:
     """Raises InvalidRequest for a number outside its bounds."""
     for name, low, high in _bounded(type(body)):
         value = getattr(body, name)
+        if value == 0 and name in ABOVE_ZERO:
+            raise InvalidRequest(f"{name}: not above 0", param=name)
         if value is not None and not low <= value <= high:
             raise InvalidRequest(f"{name}: {value} is not within {low} and {high}", param=name)
 
@@ -160,6 +187,21 @@ def sampling_of(body: SamplingFields, vocab_size: int) -> JsonObject:
     if biases := asked.pop("logit_bias", None):
         asked["logit_bias"] = biases_of(biases, vocab_size)
     return asked
+
+
+def biases_of(logit_bias: Mapping[str, float], vocab_size: int) -> dict[str, float]:
+    """OpenAI's `logit_bias`, by token id. Raises InvalidRequest for an id outside the vocabulary."""
+    if len(logit_bias) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias: at most {MAX_BIASES} tokens", param="logit_bias")
+    for token_id, bias in logit_bias.items():
+        if not (token_id.isascii() and token_id.isdecimal() and len(token_id) < 10):
+            raise InvalidRequest(f"logit_bias: {token_id[:32]!r} is not a token id", param="logit_bias")
+        if int(token_id) >= vocab_size:
+            message = f"logit_bias: token id {token_id} lies outside the vocabulary of {vocab_size}"
+            raise InvalidRequest(message, param="logit_bias")
+        if not -100 <= bias <= 100:
+            raise InvalidRequest(f"logit_bias: {bias} is not within -100 and 100", param="logit_bias")
+    return {str(int(token_id)): bias for token_id, bias in logit_bias.items()}
 
 
 def guided_form(body: GuidedFields) -> tuple[AnswerForm | None, str]:

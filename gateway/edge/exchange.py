@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
+from gateway.dialects.fields.unknown import reading
 from gateway.edge.background_answers import BackgroundAnswers, UnreadCall
 from gateway.edge.choices import for_each, sample_each
 from gateway.edge.errors import ANSWERABLE, api_error
@@ -68,7 +69,11 @@ class Exchange:
 
     async def _answer(self, caller: Caller, request: AgentRequest, reply: Reply, call: InFlightCall) -> None:
         gateway, figures, began = self.gateway, self.figures, clock.monotonic()
-        parsed = await self.dialect.read(caller, request.body, request.heavy)
+        with reading(report=gateway.settings.unknown_fields == "report") as ignored:
+            parsed = await self.dialect.read(caller, request.body, request.heavy)
+        if ignored.paths:
+            figures.ignoring += 1
+            parsed = _ignoring(parsed, tuple(ignored.paths))
         for each in parsed.calls:
             gateway.renderer.refuse_too_long(each.messages)
         if caller.session_id is None:
@@ -127,6 +132,12 @@ class Exchange:
         finally:
             if any(generation.ids for generation in generations):
                 gateway.admission.spend(head.spec.owner, sum(tokens_of(generations, parsed.n)))
+
+
+def _ignoring(parsed: ParsedRequest, paths: tuple[str, ...]) -> ParsedRequest:
+    """The request, whose turns record the paths of the fields that are ignored."""
+    calls = [msgspec.structs.replace(each, ignored_fields=paths) for each in parsed.calls]
+    return msgspec.structs.replace(parsed, calls=calls)
 
 
 def _clues(request: AgentRequest, parsed: ParsedRequest, call: InFlightCall) -> SessionClues:

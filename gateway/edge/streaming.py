@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.dialects.fields.unknown import ignored_header
 from gateway.generations.generation import Generation
 from gateway.language.begun_answer import BegunAnswerStream
 from gateway.language.deltas import AnswerStream, RawTextStream
@@ -48,6 +49,7 @@ def reply_headers(generations: Sequence[Generation]) -> dict[str, str]:
         "x-weir-policy-version": str(first.versions[0].version) if first.versions else "",
         "x-weir-sampling": _header_json(first.sampling.used),
         "x-weir-sampling-asked": _header_json(first.sampling.asked),
+        **ignored_header(first.call.ignored_fields),
     }
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+from gateway.dialects.fields.unknown import ignored_header, reading
 from gateway.dialects.messages import Messages, request_of
 from gateway.dialects.messages_wire import InputTokens
 from gateway.dialects.wire import encode
@@ -23,13 +24,16 @@ class TokenCount:
     figures: CallFigures
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
-        gateway, body = self.gateway, request_of(request.body)
+        gateway = self.gateway
+        with reading(report=gateway.settings.unknown_fields == "report") as ignored:
+            prompt = self.messages.prompt_of(request_of(request.body))
+        self.figures.ignoring += bool(ignored.paths)
         owner = await gateway.sessions.owner_of(request.caller)
         reply.more_headers = partial(gateway.admission.rate_headers, owner)
         gateway.admission.check_call(owner)
-        call = await with_images(gateway.images, self.messages.prompt_of(body), request.held)
+        call = await with_images(gateway.images, prompt, request.held)
         count = await gateway.generator.count(call, self.figures)
-        await reply.send_json(200, encode(InputTokens(count)), {})
+        await reply.send_json(200, encode(InputTokens(count)), ignored_header(tuple(ignored.paths)))
 
     def error(self, error: ApiError) -> bytes:
         return self.messages.error(error)

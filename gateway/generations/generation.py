@@ -74,6 +74,8 @@ class Call(msgspec.Struct, frozen=True):
     """The PNGs of the images in the messages, by hash."""
     thinking: Options = ()
     """The template's options that this call sets."""
+    ignored_fields: tuple[str, ...] = ()
+    """The paths of fields of the request that the gateway did not know, and ignored."""
     begun: str = ""
     """The text with which the caller begins the answer. It is neither sampled nor part of the reply."""
 
@@ -163,6 +165,7 @@ class Generation(msgspec.Struct):
             joined_at=self.client.joined_at,
             lineage=spec.lineage,
             user=self.call.user,
+            ignored_fields=self.call.ignored_fields,
             relation=prompt.relation,
             reason=prompt.reason,
             side_call=self.side_call,

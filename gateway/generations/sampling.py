@@ -6,6 +6,7 @@ of a call except `max_tokens`. It ignores a `seed`, too: a harness that always s
 session of a group sample the same answer.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import UNSET
@@ -19,6 +20,8 @@ NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens")
 """Parameters that change logits. `min_tokens` forbids the tokens that end an answer, until it is so long."""
+GREEDY = 1e-6
+"""Below this temperature the engine takes the most likely token, as at 0."""
 RENAMED = frozenset({"max_tokens", "min_tokens", "seed", "constraint", "thinking"})
 """Parameters that have another name at the engine, or change the prompt and not the sampling."""
 
@@ -35,6 +38,7 @@ def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: in
         used |= {name: asked[name] for name in DEFAULTED if name in asked}
     if mode == "allow":
         used |= {name: asked[name] for name in PENALTIES if asked.get(name)}
+    used |= _lawful(used)
     limits = [asked.get("max_tokens"), policy.max_tokens, room]
     used["max_tokens"] = min(limit for limit in limits if limit is not None)
     if "min_tokens" in used:
@@ -48,6 +52,18 @@ def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: in
     if "seed" in asked and mode != "enforce":
         used["seed"] = asked["seed"] + index  # with equal seeds, all choices would be equal
     return Sampling(asked=dict(asked), used=used)
+
+
+def _lawful(used: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that the engine takes, in place of those that only other servers know."""
+    made: dict[str, Any] = {}
+    if used["top_k"] == 0:  # all, for vLLM
+        made["top_k"] = -1
+    if used["top_p"] == 0:  # the most likely token only
+        made |= {"top_p": 1.0, "top_k": 1}
+    if used["temperature"] < GREEDY:
+        made["temperature"] = 0.0
+    return made
 
 
 def engine_parameters(

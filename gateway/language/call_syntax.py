@@ -67,6 +67,17 @@ class CallSyntax:
             call = self.calls(renderer, tools, parallel=False)
         return sequence([rest, OptionalFormat(content=call)])
 
+    def only_of(self, renderer: ChatRenderer, tools: Sequence[Tool], *, parallel: bool) -> Format:
+        """Any answer whose calls, if it has any, are calls of these tools."""
+        markers = dict.fromkeys(filter(None, (self.opener, self.around[0].strip())))
+        rest = AnyTokens(exclude_tokens=[id_of(renderer, marker) for marker in markers])
+        return sequence([rest, OptionalFormat(content=self.calls(renderer, tools, parallel=parallel))])
+
+    @property
+    def marked(self) -> bool:
+        """Whether a token tells calls from text."""
+        return bool(self.opener or self.around[0])
+
     def _call(self, renderer: ChatRenderer, tool: Tool) -> Format:
         name = tool["function"]["name"]
         begin = self.begin.replace("{name}", name).replace("{quoted}", json.dumps(name))

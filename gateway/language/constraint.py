@@ -7,7 +7,6 @@ of the masked distribution from which the tokens were sampled, not of the uncons
 without an alternative has 0.0. `sampling.used` of each turn names its constraint.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,7 @@ from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY, CallSyntax, id_of
 from gateway.language.chat_messages import Tool
 from gateway.language.render import ChatRenderer
-from gateway.language.schema import check_pattern, check_patterns, check_schema, check_size
+from gateway.language.schema import check_pattern, check_patterns, check_schema, check_size, check_tool
 from gateway.language.structural_tag import (
     AnyTokens,
     FixedText,
@@ -33,8 +32,6 @@ from gateway.language.structural_tag import (
     sequence,
 )
 
-MAX_BIASES = 1024
-NAME = re.compile(r"[\w.:/-]{1,128}")
 GAP = Pattern(pattern=r"\n{0,3}")
 """Templates differ in the blank lines around reasoning."""
 
@@ -53,6 +50,28 @@ class AnswerForm:
     kind: ConstraintKind = ""
     content: Format | None = None
     """None: any text."""
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which tools an answer may call."""
+
+    mode: str = "auto"
+    """`auto`, `required` (it has to be a call), `none`."""
+    names: tuple[str, ...] | None = None
+    """The functions that may be called; None: all."""
+    single: bool = False
+    """At most one call."""
+
+    @property
+    def some(self) -> bool:
+        """Whether the answer may be text, or a call of some of the tools."""
+        return self.mode == "auto" and self.names is not None
+
+    def limits(self, renderer: ChatRenderer) -> bool:
+        """Whether a grammar keeps such an answer to these tools; if not, the prompt has no others."""
+        syntax = SYNTAX_OF_FAMILY.get(renderer.family.syntax or "")
+        return self.some and syntax is not None and syntax.marked
 
 
 @dataclass(frozen=True)
@@ -91,34 +110,46 @@ def constraint_of(
     Raises InvalidRequest for a request that contradicts itself, that no engine can enforce, or that the
     model's family (its chat template) does not support.
     """
-    must_call = tool_choice not in (None, "auto", "none")
-    callable_tools = _callable(tools or (), tool_choice)
+    choice = read_choice(tool_choice)
+    callable_tools = _callable(tools or (), choice)
     form = response_format
     if not isinstance(form, AnswerForm):
         form = _form_of(form, format_param)
     kind, content = form.kind, form.content
     single = parallel_tool_calls is False
-    if must_call:
+    if choice.mode == "required":
         kind, content = "tool_choice", None
+    elif not kind and choice.limits(renderer):
+        kind = "tool_choice"
     elif not kind and single and callable_tools:
         kind = "parallel_tool_calls"
     if not kind or (kind == "parallel_tool_calls" and renderer.family.syntax not in SYNTAX_OF_FAMILY):
-        return (
-            Constraint()
-        )  # one call at a time is best effort: no error if the family's grammar is not known
+        return Constraint()  # one call at a time is best effort: no error where no grammar is known
     param = kind if content is None else format_param
     syntax = _syntax_of(renderer, param)
     for tool in callable_tools:
-        _check_tool(tool)
+        check_tool(tool["function"])
     if kind == "parallel_tool_calls":
         if not syntax.parallel or renderer.family.text_calls:
             return Constraint()
         return _constrained_to(kind, param, syntax.at_most_one(renderer, callable_tools))
-    single = single or isinstance(tool_choice, Mapping)
+    single = single or choice.single
+    if kind == "tool_choice" and choice.some:
+        return _constrained_to(kind, param, syntax.only_of(renderer, callable_tools, parallel=not single))
     answers = [syntax.calls(renderer, callable_tools, parallel=not single)] if callable_tools else []
     if content is not None:
         answers.append(content)
     return _constrained_to(kind, param, sequence([*_reasoning(renderer), GAP, either(answers)]))
+
+
+def shown_tools(
+    renderer: ChatRenderer, tools: list[Tool] | None, tool_choice: str | Mapping[str, Any] | None
+) -> list[Tool] | None:
+    """The tools that are in the prompt: all, though only some may be called, if a grammar can say which."""
+    choice = read_choice(tool_choice)
+    if choice.mode == "none":
+        return None
+    return list(_callable(tools or (), choice)) if choice.some and not choice.limits(renderer) else tools
 
 
 def constrainer(
@@ -162,45 +193,51 @@ def choice_form(choices: Sequence[str], param: str) -> AnswerForm:
     return AnswerForm("choice", either([FixedText(value=choice) for choice in choices]))
 
 
-def biases_of(logit_bias: Mapping[str, float], vocab_size: int) -> dict[str, float]:
-    """OpenAI's `logit_bias`, by token id. Raises InvalidRequest for an id outside the vocabulary."""
-    if len(logit_bias) > MAX_BIASES:
-        raise InvalidRequest(f"logit_bias: at most {MAX_BIASES} tokens", param="logit_bias")
-    for token_id, bias in logit_bias.items():
-        if not (token_id.isascii() and token_id.isdecimal() and len(token_id) < 10):
-            raise InvalidRequest(f"logit_bias: {token_id[:32]!r} is not a token id", param="logit_bias")
-        if int(token_id) >= vocab_size:
-            message = f"logit_bias: token id {token_id} lies outside the vocabulary of {vocab_size}"
-            raise InvalidRequest(message, param="logit_bias")
-        if not -100 <= bias <= 100:
-            raise InvalidRequest(f"logit_bias: {bias} is not within -100 and 100", param="logit_bias")
-    return {str(int(token_id)): bias for token_id, bias in logit_bias.items()}
+def read_choice(tool_choice: str | Mapping[str, Any] | None) -> ToolChoice:
+    """A `tool_choice` as in Chat Completions or as in Responses. Raises InvalidRequest for an unknown one."""
+    if not isinstance(tool_choice, Mapping):
+        if tool_choice in (None, "auto", "none", "required"):
+            return ToolChoice(tool_choice or "auto")
+    elif tool_choice.get("type") == "allowed_tools":
+        allowed = tool_choice.get("allowed_tools", tool_choice)
+        if isinstance(allowed, Mapping) and allowed.get("mode") in ("auto", "required"):
+            return ToolChoice(allowed["mode"], _allowed_names(allowed.get("tools")))
+    elif (name := _name_of(tool_choice)) is not None:
+        return ToolChoice("required", (name,), single=True)
+    message = "tool_choice: auto, none, required, a function by its name, or allowed_tools with their mode"
+    raise InvalidRequest(message, param="tool_choice")
 
 
-def _callable(tools: Sequence[Tool], tool_choice: str | Mapping[str, Any] | None) -> Sequence[Tool]:
-    """The tools that may be called. Raises InvalidRequest for an unknown choice or tool."""
-    if tool_choice == "none":
+def _allowed_names(tools: Any) -> tuple[str, ...]:
+    """The names of functions that may be called; tools of other types are not in the prompt."""
+    listed = tools if isinstance(tools, list) else ()
+    names = [name for each in listed if (name := _name_of(each)) is not None]
+    if not names:
+        raise InvalidRequest("tool_choice: allowed_tools names no function", param="tool_choice")
+    return tuple(names)
+
+
+def _name_of(named: Any) -> str | None:
+    if not isinstance(named, Mapping) or named.get("type") != "function":
+        return None
+    function = named.get("function")
+    name = (function if isinstance(function, Mapping) else named).get("name")
+    return name if isinstance(name, str) else None
+
+
+def _callable(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
+    """The tools that may be called. Raises InvalidRequest for a choice of none, or of an unknown one."""
+    if choice.mode == "none":
         return ()
-    if tool_choice in (None, "auto"):
-        return tools
-    if not tools:
+    if not tools and choice != ToolChoice():
         raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
-    if tool_choice == "required":
+    if choice.names is None:
         return tools
-    name = _name_of(tool_choice)
-    named = [tool for tool in tools if tool["function"].get("name") == name]
-    if not named:
-        raise InvalidRequest(f"tool_choice: there is no function {name[:140]!r}", param="tool_choice")
-    return named[:1]
-
-
-def _name_of(tool_choice: str | Mapping[str, Any] | None) -> str:
-    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function":
-        function = tool_choice.get("function")
-        name = (function if isinstance(function, Mapping) else tool_choice).get("name")
-        if isinstance(name, str):
-            return name
-    raise InvalidRequest("tool_choice: auto, none, required, or a function by its name", param="tool_choice")
+    known = [tool["function"].get("name") for tool in tools]
+    for name in choice.names:
+        if name not in known:
+            raise InvalidRequest(f"tool_choice: there is no function {name[:140]!r}", param="tool_choice")
+    return [tool for tool in tools if tool["function"].get("name") in choice.names]
 
 
 def _form_of(response_format: Mapping[str, Any] | None, param: str) -> AnswerForm:
@@ -225,17 +262,6 @@ def _syntax_of(renderer: ChatRenderer, param: str) -> CallSyntax:
         message = f"{param}: answers of the model family {renderer.family.name!r} cannot be constrained"
         raise InvalidRequest(message, param=param)
     return syntax
-
-
-def _check_tool(tool: Tool) -> None:
-    function = tool["function"]
-    name = function.get("name")
-    if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise InvalidRequest(f"tools: {str(name)[:140]!r} is not a name that can be enforced", param="tools")
-    if (schema := function.get("parameters")) is not None:
-        if not isinstance(schema, dict):
-            raise InvalidRequest(f"tools: the parameters of {name} are not a JSON schema", param="tools")
-        check_schema(schema, "tools", strict=function.get("strict") is True)
 
 
 def _reasoning(renderer: ChatRenderer) -> list[Format]:

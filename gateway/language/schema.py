@@ -1,7 +1,7 @@
 """Checks that an engine can compile a JSON schema in bounded time, and enforce it if it is `strict`."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -11,6 +11,8 @@ from gateway.errors import InvalidRequest
 
 JsonSchema = dict[str, Any]
 
+NAME = re.compile(r"[\w.:/-]{1,128}")
+"""The names of functions that a grammar can have."""
 MAX_BYTES = 64 * 1024
 """An engine compiles a schema of this size in about a second; the time grows with the square of the size."""
 MAX_DEPTH = 64
@@ -72,6 +74,17 @@ def check_schema(schema: JsonSchema, param: str, *, strict: bool) -> None:
             )
     if _has_circular_reference(schema):
         raise InvalidRequest(f"{param}: a $ref leads back to itself only", param=param)
+
+
+def check_tool(function: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for a function whose name or parameters no grammar can enforce."""
+    name = function.get("name")
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise InvalidRequest(f"tools: {str(name)[:140]!r} is not a name that can be enforced", param="tools")
+    if (schema := function.get("parameters")) is not None:
+        if not isinstance(schema, dict):
+            raise InvalidRequest(f"tools: the parameters of {name} are not a JSON schema", param="tools")
+        check_schema(schema, "tools", strict=function.get("strict") is True)
 
 
 def check_size(encoded: bytes, param: str) -> None:

@@ -20,6 +20,7 @@ class CallFigures:
         "engine_wait",
         "first_token",
         "gaps",
+        "ignoring",
         "in_flight",
         "parse",
         "read",
@@ -36,6 +37,8 @@ class CallFigures:
         self.dialect = dialect
         self.statuses: dict[int, int] = defaultdict(int)
         self.in_flight = 0
+        self.ignoring = 0
+        """Calls with fields that the gateway did not know, and ignored."""
         self.first_token = Distribution(SECONDS)
         self.gaps = Distribution(GAP_SECONDS)
         self.engine_wait = Distribution(SECONDS)

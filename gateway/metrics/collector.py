@@ -28,6 +28,11 @@ class CallCollector(Collector):
             "weir_http_responses", "Responses, by dialect and HTTP status", labels=("dialect", "status")
         )
         in_flight = GaugeMetricFamily("weir_calls_in_flight", "Calls in flight", labels=["dialect"])
+        ignoring = CounterMetricFamily(
+            "weir_calls_with_ignored_fields",
+            "Calls with fields that the gateway did not know, and ignored",
+            labels=["dialect"],
+        )
         first = _histogram("weir_first_token_seconds", "Seconds from a stream's request to its first token")
         gaps = _histogram(
             "weir_token_gap_seconds", "Seconds between two events of a stream, without heartbeats"
@@ -40,11 +45,12 @@ class CallCollector(Collector):
             for status, count in sorted(each.statuses.items()):
                 responses.add_metric((dialect, str(status)), count)
             in_flight.add_metric([dialect], each.in_flight)
+            ignoring.add_metric([dialect], each.ignoring)
             for family, found in ((first, each.first_token), (gaps, each.gaps), (wait, each.engine_wait)):
                 _add(family, found, dialect)
             for part, spent in each.parts.items():
                 parts.add_metric((dialect, part), spent.runs, spent.seconds)
-        yield from (responses, in_flight, first, gaps, wait, parts)
+        yield from (responses, in_flight, ignoring, first, gaps, wait, parts)
 
 
 class DistributionCollector(Collector):

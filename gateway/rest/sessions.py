@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, Field, FiniteFloat
 
-from gateway.dialects.fields import check_metadata
+from gateway.dialects.fields.checks import check_metadata
 from gateway.errors import InvalidRequest
 from gateway.generations.pinning import policy_name
 from gateway.language.thinking import effort_of

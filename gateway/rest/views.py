@@ -114,6 +114,7 @@ def _turn(
         "relation": head.relation_of(turn),
         "reason": turn.reason,
         "side_call": turn.side_call,
+        "ignored_fields": list(turn.ignored_fields),
         "context_len": len(turn.context_ids),
         "output_len": len(turn.output_ids),
         "finish_reason": turn.finish,

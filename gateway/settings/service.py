@@ -148,6 +148,9 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     `auto`: `all` if the template has an option for that, else `template`."""
     reasoning_effort: ReasoningEffort | None = None
     """The effort of sessions that choose none; null leaves it to the chat template. `none`: no thinking."""
+    unknown_fields: Literal["report", "refuse"] = "report"
+    """Fields of calls that the gateway has never heard of. `report`: it ignores them, and names them in the
+    reply's header `x-weir-ignored-fields` and in the turn; `refuse`: the call is a 400."""
     context_length: int | None = None
     """Limit on tokens of prompt and answer together; default: the limit in the model's config."""
     sampling: SamplingSettings = SamplingSettings()

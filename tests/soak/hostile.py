@@ -96,8 +96,8 @@ async def broken_json(gateway: str, draw: random.Random) -> int:
     return await said(gateway, head(draw.choice(PATHS), len(body)) + body)
 
 
-async def unknown_field(gateway: str, draw: random.Random) -> int:
-    body = json.dumps(HI | {f"field_{draw.randint(0, 10**9)}": [1], "max_tokens": 5}).encode()
+async def unserved_field(gateway: str, draw: random.Random) -> int:
+    body = json.dumps(HI | {"mirostat": draw.randint(1, 2), "max_tokens": 5}).encode()
     return await said(gateway, head(draw.choice(PATHS), len(body)) + body)
 
 
@@ -161,7 +161,7 @@ WAYS: dict[str, tuple[Way, Collection[int | None]]] = {
     "too long": (too_long, (400,)),
     "too large": (too_large, (413,)),
     "broken JSON": (broken_json, (400,)),
-    "unknown field": (unknown_field, (400,)),
+    "unserved field": (unserved_field, (400,)),
     "without key": (without_key, (401,)),
     "half sent": (half_sent, (408,)),
     "half sent and left": (half_sent_and_left, (NO_REPLY,)),

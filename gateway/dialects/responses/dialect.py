@@ -7,15 +7,9 @@ from msgspec import Raw
 from redis.asyncio import Redis
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
-from gateway.dialects.fields import (
-    RESPONSES,
-    check_choice,
-    check_format,
-    check_keys,
-    check_metadata,
-    refuse_unserved,
-    verbosity_of,
-)
+from gateway.dialects.fields.checks import check_fields, check_metadata, refuse_unserved, verbosity_of
+from gateway.dialects.fields.tables import REASONING, RESPONSES, TEXT, check_choice, check_format
+from gateway.dialects.fields.unknown import note_unknown
 from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.responses.events import ResponsesEvents
 from gateway.dialects.responses.input import functions_of, kind_of, left_out_of, messages_of
@@ -28,7 +22,7 @@ from gateway.dialects.wire import JsonObject, check_sampling, decode_body, encod
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order
-from gateway.language.constraint import constrainer
+from gateway.language.constraint import constrainer, shown_tools
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import ThinkingWish, effort_of
 from gateway.sessions.identity import Caller
@@ -130,10 +124,10 @@ def check(request: ResponsesRequest) -> None:
     check_sampling(request)
     check_metadata(request.metadata)
     refuse_unserved(request, RESPONSES)
-    for value in request.include or ():
-        if value not in INCLUDED:
-            raise InvalidRequest(f"include: {value!r} does not exist here", param="include")
-    check_keys(request.text, ("format", "verbosity"), "text")
+    for index, value in enumerate(request.include or ()):
+        if value not in INCLUDED:  # it asks for more in the reply, and changes nothing else
+            note_unknown(f"include[{index}]")
+    check_fields(request.text or {}, TEXT, "text")
     check_format((request.text or {}).get("format"), FORMAT)
     check_choice(request.tool_choice)
     if not isinstance((request.text or {}).get("format"), dict | None):
@@ -149,7 +143,7 @@ def check(request: ResponsesRequest) -> None:
 def thinking_of(request: ResponsesRequest) -> ThinkingWish:
     """What the request asks of the model's thinking. Raises InvalidRequest."""
     reasoning = request.reasoning or {}
-    check_keys(reasoning, ("effort", "summary", "generate_summary"), "reasoning")
+    check_fields(reasoning, REASONING, "reasoning")
     for name in ("summary", "generate_summary"):
         if reasoning.get(name) not in (None, "auto"):
             message = f"reasoning.{name}: thoughts are shown whole, not as summaries"
@@ -193,7 +187,7 @@ def call_of(
     constraint = constrain(renderer)
     return Call(
         messages=in_call_order(messages),
-        tools=None if request.tool_choice == "none" else tools,
+        tools=shown_tools(renderer, tools, request.tool_choice),
         asked=asked | constraint.asked | thinking.asked | left_out(left_out_of(request.tools, items)),
         thinking=options,
         stream=bool(request.stream),

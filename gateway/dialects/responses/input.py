@@ -9,13 +9,8 @@ function_call_output                  ──▶ a tool's message
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.dialects.fields import (
-    ITEMS,
-    REFUSAL_PART,
-    RESPONSES_TOOL,
-    TEXT_PART,
-    check_fields,
-)
+from gateway.dialects.fields.checks import check_fields, check_names
+from gateway.dialects.fields.tables import ITEMS, REFUSAL_PART, RESPONSES_TOOL, TEXT_PART
 from gateway.dialects.image_parts import input_image, is_image, joined
 from gateway.dialects.responses.wire import Item
 from gateway.dialects.wire import TEXT_PARTS, JsonObject
@@ -132,6 +127,7 @@ def functions_of(tools: Sequence[Tool] | None) -> list[Tool] | None:
     malformed tool, one of another type, or one that is left out where there is no function.
     """
     functions: list[Tool] = []
+    names: list[tuple[str, str]] = []
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
         kind = tool.get("type")
@@ -146,9 +142,11 @@ def functions_of(tools: Sequence[Tool] | None) -> list[Tool] | None:
         if not isinstance(tool.get("parameters"), dict | None):
             raise _invalid(f"{where}.parameters", "the parameters of a function are a JSON schema")
         check_fields(tool, RESPONSES_TOOL, where)
+        names.append((f"{where}.name", tool["name"]))
         fields = ("name", "description", "parameters", "strict")
         function = {name: tool[name] for name in fields if tool.get(name) is not None}
         functions.append({"type": "function", "function": function})
+    check_names(names)
     if tools and not functions:
         raise _invalid("tools[0].type", f"this gateway runs no {tools[0]['type']!r}; give functions")
     return functions or None

@@ -21,7 +21,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """All fields of OpenAI's request, and `return_token_ids`. A request with another field is refused."""
+    """All fields of OpenAI's request, and `return_token_ids`."""
 
     input: str | list[Item] | None = None
     instructions: str | None = None
@@ -56,7 +56,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
     prompt_cache_retention: Any = None
     service_tier: Any = None
 
-    # Refused, unless they ask for nothing: `fields.RESPONSES`.
+    # Refused, unless they ask for nothing: `tables.RESPONSES`.
     access_programs: Any = None
     background_options: Any = None
     context_management: Any = None

@@ -107,6 +107,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "reply_digest": pa.string(),
     "request_digest": pa.string(),
     "images": pa.list_(IMAGE),
+    "ignored_fields": pa.list_(pa.string()),
     "advantages": pa.list_(pa.float32()),
     "ratios": pa.list_(pa.float32()),
     "reward": pa.float64(),

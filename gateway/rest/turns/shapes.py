@@ -104,6 +104,8 @@ class TurnShape(TurnExtras):
     relation: Relation
     reason: str | None
     side_call: str | None
+    ignored_fields: list[str]
+    """The paths of fields of the call that the gateway did not know, and ignored."""
     context_len: int
     output_len: int
     finish_reason: Finish

@@ -35,6 +35,7 @@ _TURN_FIELDS = (
     "completion_id",
     "reason",
     "side_call",
+    "ignored_fields",
     "lineage",
     "policy",
     "engine",

@@ -66,7 +66,8 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     """A caller's label for the thread of calls inside a session, such as one of several sub-agents."""
     user: str | None = None
     """The user that the call names; the session may have been opened for another one."""
-
+    ignored_fields: tuple[str, ...] = ()
+    """The paths of fields of the call that the gateway did not know, and ignored."""
     relation: Relation = "root"
     reason: str | None = None
     """Why the turn does not extend its session's conversation; None if it does."""
@@ -81,7 +82,6 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", kw_only=True, omit_defaults=
     """float32, nats: log p of each output token under the distribution that it was sampled from."""
     versions: tuple[Span, ...]
     """Which policy version sampled which output tokens; the spans tile [0, len(output_ids))."""
-
     sampling: Sampling = Sampling()
     finish: Finish
     train: bool = True

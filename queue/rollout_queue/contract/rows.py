@@ -86,6 +86,8 @@ class ExportRow(msgspec.Struct, frozen=True, kw_only=True):
     relation: Relation = "root"
     reason: str | None = None
     side_call: str | None = None
+    ignored_fields: tuple[str, ...] = ()
+    """The paths of fields of the call that the gateway did not know, and ignored."""
     lineage: str | None = None
     policy: str = "policy"
     created_at: float

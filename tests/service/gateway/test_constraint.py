@@ -126,6 +126,53 @@ def test_one_call_at_most_forbids_nothing_but_the_second(gateway: RunningGateway
     assert form == {"type": "sequence", "elements": [anything, {"type": "optional", "content": call}]}
 
 
+def allowed(mode: str, *names: str, flat: bool = False) -> Any:
+    """A choice of some of the tools, as in Chat or (`flat`) as in Responses."""
+    if flat:
+        tools: Any = [{"type": "function", "name": name} for name in names]
+        hosted = {"type": "mcp", "server_label": "deepwiki"}
+        return {"type": "allowed_tools", "mode": mode, "tools": [hosted, *tools]}
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_only_allowed_tools_can_be_called_and_the_prompt_keeps_them_all(
+    gateway: RunningGateway, path: str, stream: bool
+) -> None:
+    flat = path == "/v1/responses"
+    tools = [{"type": "function", **each["function"]} if flat else each for each in (TOOL, OTHER)]
+    body = ({"input": "hi"} if flat else {"messages": [SAID]}) | {"tools": tools, "stream": stream}
+
+    def sent(choice: Any, **more: Any) -> Any:
+        reply = gateway.post(path, body | {"tool_choice": choice} | more)
+        assert reply.status_code == 200, reply.text
+        (turn,) = gateway.turns_of(reply)
+        assert turn["sampling"]["used"].get("constraint") == (None if choice == "auto" else "tool_choice")
+        return gateway.engine.requests[-1]
+
+    def form(request: Any) -> Any:
+        return json.loads(request["sampling_params"]["structural_tag"])["format"]
+
+    free, required = sent("auto"), sent(GET_IT["function"] | {"type": "function"} if flat else GET_IT)
+    some = sent(allowed("auto", "get", flat=flat))
+    assert some["input_ids"] == free["input_ids"] == required["input_ids"]
+    rest, calls = form(some)["elements"]
+    opener = gateway.engine.tokenizer.token_to_id("<tool_call>")
+    assert rest == {"type": "any_tokens", "exclude_tokens": [opener]}, "text stays free, but for other calls"
+    assert calls["type"] == "optional"
+    assert held(json.dumps(calls)) == [TOOL["function"]["parameters"]] * 2, "one call, and more of the same"
+    single = sent(allowed("auto", "get", flat=flat), parallel_tool_calls=False)
+    assert len(held(json.dumps(form(single)))) == 1
+    must = sent(allowed("required", "get", flat=flat), parallel_tool_calls=False)
+    assert form(must) == form(required)
+    both = sent(allowed("required", "get", "put", flat=flat))
+    assert form(both) == form(sent("required"))
+    error = gateway.post(path, body | {"tool_choice": allowed("auto", "absent", flat=flat)}).json()["error"]
+    assert (error["param"], "'absent'" in error["message"]) == ("tool_choice", True)
+
+
 def test_responses_and_messages_hold_an_answer_to_the_same(gateway: RunningGateway) -> None:
     gateway.chat(tools=[TOOL], tool_choice="required")
     gateway.chat(tools=[TOOL], tool_choice=GET_IT)

@@ -86,11 +86,16 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
                     "function_call": None,
                     "parsed": None,
                     "provider_specific_fields": {},
+                    "id": "msg_1",
+                    "index": 0,
+                    "status": "completed",
+                    "phase": "final_answer",
+                    "logprobs": {"content": []},
                     "tool_calls": [
                         CALL | {"index": 0, "function": {**CALL["function"], "parsed_arguments": {}}}
                     ],
                 },
-                {"role": "tool", "tool_call_id": "c", "content": "7", "name": "get"} | CACHED,
+                {"role": "tool", "tool_call_id": "c", "content": "7", "name": "get", "id": "m3"} | CACHED,
             ],
             "tools": [CHAT_TOOL | CACHED],
         },
@@ -175,6 +180,7 @@ def test_what_sdks_add_changes_no_token(
 SEALED: Any = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
 REDACTED: Any = {"type": "redacted_thinking", "data": "x"}
 WEB: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+LATER: Any = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
 ELSEWHERE: list[Any] = [
     {"type": "web_search"},
     TOOL,
@@ -186,6 +192,7 @@ SAID: Any = {"role": "assistant", "content": [TEXT]}
 LEFT_OUT: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     (RESPONSES, {"tools": ELSEWHERE}, {"tools": [TOOL]}, ["code_interpreter", "custom", "mcp", "web_search"]),
     (RESPONSES, {"input": [HI, SEALED, HI]}, {"input": [HI, HI]}, ["reasoning"]),
+    (MESSAGES, {"tools": [MY_TOOL, LATER]}, {"tools": [MY_TOOL]}, ["defer_loading"]),
     (MESSAGES, {"tools": [MY_TOOL, WEB]}, {"tools": [MY_TOOL]}, ["web_search"]),
     (
         MESSAGES,
@@ -216,3 +223,58 @@ def test_the_models_one_verbosity_serves_all_and_the_turn_records_the_one_asked(
     for path, fields in ((CHAT, {"verbosity": "low"}), (RESPONSES, {"text": {"verbosity": "low"}})):
         (turn,) = gateway.turns_of(gateway.post(path, BODIES[path] | fields))
         assert turn["sampling"]["asked"]["verbosity"] == "low", path
+
+
+def test_a_history_with_stamped_messages_extends(gateway: RunningGateway) -> None:
+    stamps = {"id": "msg_1", "index": 0, "status": "completed", "phase": "final_answer", "logprobs": None}
+    session = gateway.session()
+    history = [HI | {"id": "msg_0"}]
+    for turn in range(3):
+        reply = gateway.post(f"/sessions/{session['session_id']}{CHAT}", {"messages": history})
+        assert reply.status_code == 200, reply.text
+        assert "x-weir-ignored-fields" not in reply.headers
+        history += [reply.json()["choices"][0]["message"] | stamps, HI | {"id": f"msg_{turn}"}]
+    assert [turn["relation"] for turn in gateway.turns(session)] == ["root", "extends", "extends"]
+
+
+def test_a_deferred_tool_is_in_the_prompt_once_the_history_refers_to_it(gateway: RunningGateway) -> None:
+    search: Any = {"name": "search", "input_schema": {"type": "object"}}
+    other: Any = LATER | {"name": "never"}
+    found: Any = [{"type": "tool_reference", "tool_name": "later"}]
+    history: list[Any] = [
+        HI,
+        {"role": "assistant", "content": [USE | {"name": "search"}]},
+        {"role": "user", "content": [RESULT | {"content": found}]},
+    ]
+
+    def asked(messages: list[Any], *tools: Any) -> tuple[str, list[str]]:
+        """The prompt of a call, and what it leaves out."""
+        body = BODIES[MESSAGES] | {"messages": messages, "tools": tools}
+        reply = gateway.post(MESSAGES, body)
+        (turn,) = gateway.turns_of(reply)
+        count = gateway.post(f"{MESSAGES}/count_tokens", {"messages": messages, "tools": tools}).json()
+        assert count["input_tokens"] == turn["context_len"]
+        prompt = gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"])
+        return prompt, turn["sampling"]["asked"].get("left_out", [])
+
+    before, left_out = asked([HI], search, LATER, other)
+    assert ("later" in before, left_out) == (False, ["defer_loading"])
+    after, left_out = asked(history, search, LATER, other)
+    assert ('"name": "later"' in after, "never" in after, left_out) == (True, False, ["defer_loading"])
+    assert asked(history, search, LATER)[1] == []
+    assert asked(history, search, LATER)[0] == asked(history, search, MY_TOOL | {"name": "later"})[0]
+    hosted: Any = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    assert asked([HI], hosted, MY_TOOL, LATER)[1] == ["tool_search_tool_regex"], "nobody could find it"
+
+
+def test_a_tools_name_twice_is_refused_by_name(gateway: RunningGateway) -> None:
+    for path, fields, param in (
+        (CHAT, {"tools": [CHAT_TOOL, CHAT_TOOL]}, "tools[1].function.name"),
+        (CHAT, {"functions": [FUNCTION, FUNCTION]}, "functions[1].name"),
+        (RESPONSES, {"tools": [TOOL, {"type": "web_search"}, TOOL]}, "tools[2].name"),
+        (MESSAGES, {"tools": [MY_TOOL, LATER, MY_TOOL]}, "tools[2].name"),
+        (MESSAGES, {"tools": [MY_TOOL, LATER, LATER]}, "tools[2].name"),
+    ):
+        error = gateway.post(path, BODIES[path] | fields).json()["error"]
+        assert error["param"] == param, error
+        assert "has the name" in error["message"]

@@ -48,8 +48,8 @@ def test_a_refusal_has_the_shape_of_its_dialect_and_leaves_nothing_behind(
     gateway: RunningGateway, path: str
 ) -> None:
     for stream in (False, True):
-        error, more = refused(gateway, path, misspelled=1, **({"stream": True} if stream else {}))
-        assert (error["param"], error["code"]) == ("misspelled", "unknown_parameter"), stream
+        error, more = refused(gateway, path, mirostat=2, **({"stream": True} if stream else {}))
+        assert (error["param"], error["code"]) == ("mirostat", None), stream
         assert more == ({"type": "error"} if "messages" in path else {})
 
 
@@ -58,7 +58,7 @@ def test_a_refusal_has_the_shape_of_its_dialect_and_leaves_nothing_behind(
     [
         ("/v1/chat/completions", {"temperature": 9}, "temperature", None),
         ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice", None),
-        ("/v1/chat/completions", {"messages": [HI | {"mood": "x"}]}, "messages[0].mood", None),
+        ("/v1/chat/completions", {"messages": [HI | {"tool_calls": [1]}]}, "messages[0].tool_calls", None),
         ("/v1/chat/completions", {"model": "policy@x"}, "model", None),
         ("/v1/chat/completions", {"model": f"policy@{'9' * 5000}"}, "model", None),
         ("/v1/chat/completions", {"messages": [LONG]}, "messages", "context_length_exceeded"),

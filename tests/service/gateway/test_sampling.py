@@ -72,12 +72,43 @@ def test_a_deployment_sets_the_parameters_of_sessions_that_set_none(backends: Ba
         assert sent(gateway)["temperature"] == 0.9
 
 
+def test_what_only_other_servers_take_reaches_the_engine_in_its_own_words(gateway: RunningGateway) -> None:
+    session = gateway.session(train=False)
+    greedy = {"top_p": 1.0, "top_k": 1}
+    for asked, used in (
+        ({"top_k": 0}, {"top_k": -1, "top_p": 1.0}),
+        ({"top_p": 0}, greedy),
+        ({"top_p": 0, "top_k": 0}, greedy),
+        ({"top_p": 0, "top_k": 7, "temperature": 0.5}, greedy | {"temperature": 0.5}),
+        ({"temperature": 1e-7}, {"temperature": 0}),
+    ):
+        for path, body in (
+            ("chat/completions", {"messages": [SAID], **asked}),
+            ("completions", {"prompt": "hi", **asked}),
+            ("messages", {"messages": [SAID], "max_tokens": 9, **asked}),
+        ):
+            reply = gateway.post(f"/sessions/{session['session_id']}/v1/{path}", body)
+            assert reply.status_code == 200, (asked, reply.text)
+            assert sent(gateway).items() >= used.items(), (asked, path)
+            turn = gateway.turns(session)[-1]
+            assert turn["sampling"]["asked"].items() >= asked.items()
+            assert turn["sampling"]["used"].items() >= used.items()
+    ids = {"token_ids": [5], "sampling_params": {"top_k": 0, "top_p": 0}}
+    assert gateway.post(f"/sessions/{session['session_id']}/inference/v1/generate", ids).status_code == 200
+    assert sent(gateway).items() >= greedy.items()
+    refused = gateway.chat(session=session, repetition_penalty=0)
+    assert refused.json()["error"]["param"] == "repetition_penalty"
+
+
+SAID: Any = {"role": "user", "content": "hi"}
 INEXACT: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0.5, "top_k": 5}, "top_p 0.5, top_k 5"),
     ({"min_p": 0.1}, "min_p 0.1"),
     ({"repetition_penalty": 1.2, "frequency_penalty": 0.5}, "repetition_penalty 1.2, frequency_penalty 0.5"),
     ({"logit_bias": {"100": -5}}, "logit_bias"),
     ({"temperature": 0}, "temperature 0"),
+    ({"temperature": 1e-9}, "temperature 0"),
+    ({"top_p": 0}, "top_k 1"),
 ]
 
 

@@ -46,6 +46,9 @@ CALLS: list[tuple[str, dict[str, Any], bool]] = [
     ("responses", {"reasoning": {"effort": "xhigh", "summary": "auto"}}, True),
     ("messages", {"thinking": {"type": "disabled"}}, False),
     ("messages", {"thinking": {"type": "enabled", "budget_tokens": 2048}}, True),
+    ("messages", {"output_config": {"effort": "high"}}, True),
+    ("messages", {"output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}}, True),
+    ("messages", {"output_config": {"effort": "high"}, "thinking": {"type": "disabled"}}, False),
 ]
 
 
@@ -58,6 +61,33 @@ def test_a_call_turns_thinking_on_or_off_in_its_dialects_words(gateway: RunningG
         assert turn["sampling"]["used"]["thinking"] == {"enable_thinking": on}, fields
         assert turn["sampling"]["asked"]["thinking"] == ("on" if on else "off"), fields
         assert "thinking" not in gateway.engine.requests[-1]["sampling_params"], fields
+
+
+def effort(level: str, **more: Any) -> dict[str, Any]:
+    return {"role": "system", "output_config": {"effort": level}, **more}
+
+
+def test_the_effort_of_messages_is_recorded_whichever_it_is_and_wherever_it_stands(
+    gateway: RunningGateway,
+) -> None:
+    session, body = gateway.session(reasoning_effort="none"), BODIES["messages"]
+    for level in ("low", "medium", "high", "xhigh", "max"):
+        for given in (
+            {"output_config": {"effort": level}},
+            {"messages": [*HI, effort(level)]},
+            {"messages": [*HI, effort("low"), *HI, effort(level, content=""), *HI]},
+            {"messages": [*HI, effort(level), *HI], "output_config": {"effort": "low"}},
+        ):
+            assert thinks(gateway, session, "messages", body | given), given
+            asked = gateway.turns(session)[-1]["sampling"]["asked"]
+            assert (asked["reasoning_effort"], asked["thinking"]) == (level, "on"), given
+    said = effort("low", content="be brief")
+    assert thinks(gateway, session, "messages", body | {"messages": [*HI, said]})
+    prompt = gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"])
+    assert "be brief" in prompt
+    counted = ({"messages": HI, "output_config": {"effort": "high"}}, {"messages": [*HI, effort("high")]})
+    one, two = (gateway.post("/v1/messages/count_tokens", each).json() for each in counted)
+    assert one == two
 
 
 def test_a_conversation_without_thinking_extends_and_is_counted_as_it_is_sampled(

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY
-from gateway.language.constraint import constraint_of
+from gateway.language.constraint import constraint_of, shown_tools
 from gateway.language.render import ChatRenderer
 from tests.support.gateway.families_agent import TOOL, RendererOf
 
@@ -54,6 +54,27 @@ def test_an_answer_that_follows_the_grammar_is_parsed_as_calls(renderer: Rendere
         assert [call.name for call in answer.tool_calls] == ["get"] * calls
         assert [json.loads(call.arguments) for call in answer.tool_calls] == [{"key": "a", "n": 1}] * calls
         assert not answer.content
+
+
+@pytest.mark.parametrize("family", [*SYNTAX_OF_FAMILY, "gemma4", "hy3"])
+def test_without_a_grammar_that_allows_some_tools_the_prompt_has_no_others(
+    renderer: RendererOf, family: str
+) -> None:
+    of_family, tools = renderer(family), [TOOL, OTHER]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "put"}]}
+    constraint = constraint_of(of_family, tools, choice)
+    shown = shown_tools(of_family, tools, choice)
+    syntax = SYNTAX_OF_FAMILY.get(family)
+    if syntax is None or not syntax.marked:
+        assert (constraint.kind, shown) == ("", [OTHER])
+    else:
+        assert (constraint.kind, shown) == ("tool_choice", tools)
+        written = "".join(literals(json.loads(constraint.structural_tag or "")))
+        assert ("put" in written, "get" in written) == (True, False)
+    if syntax is not None:
+        required = choice | {"mode": "required"}
+        assert shown_tools(of_family, tools, required) == tools
+        assert constraint_of(of_family, tools, required) == constraint_of(of_family, [OTHER], "required")
 
 
 @pytest.mark.parametrize("family", SYNTAX_OF_FAMILY)

@@ -1,23 +1,12 @@
-"""Refuses fields that the gateway cannot serve, in requests and in the objects inside them, by name.
+"""The tables of fields: by request and by object, what is accepted, and what is refused and why.
 
-A field is accepted if the gateway serves it, or if it changes no token (`prompt_cache_key`). Another field is
-accepted only with a value that asks for nothing.
-`decode_body` refuses unknown fields of a request. `check_fields` refuses unknown fields of messages, parts of
-their content, items, tool calls and tools.
+The fields of requests that are served are those of the requests' structs (`chat_wire.py` and its like).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from gateway.errors import InvalidRequest
-
-MAX_METADATA_BYTES = 16 * 2**10
-"""Limit on the JSON of `metadata`."""
-
-Refusals = Mapping[str, tuple[Sequence[Any], str]]
-"""By field: the values that are accepted because they ask for nothing, as null does; why others are not."""
+from gateway.dialects.fields.checks import Fields, Refusals, check_fields
 
 CHAT: Refusals = {
     "audio": ((), "this model writes text only"),
@@ -47,78 +36,23 @@ MESSAGES: Refusals = {
 }
 
 
-VERBOSITIES = ("low", "medium", "high")
-
-
-def verbosity_of(value: Any, param: str) -> Mapping[str, str]:
-    """The verbosity that a call asks for, as its turn records it. The model has one level, which serves all
-    three: SDKs send one by default. Raises InvalidRequest for any other value."""
-    if value is None:
-        return {}
-    if value not in VERBOSITIES:
-        raise InvalidRequest(f"{param}: one of {', '.join(VERBOSITIES)}", param=param)
-    return {"verbosity": value}
-
-
-def refuse_unserved(body: msgspec.Struct, refusals: Refusals) -> None:
-    """Raises InvalidRequest that names the first field whose value the gateway cannot serve."""
-    for name, (neutral, reason) in refusals.items():
-        value = getattr(body, name)
-        if value is not None and value not in neutral:
-            raise InvalidRequest(f"{name}: {reason}", param=name)
-
-
-def check_keys(given: Mapping[str, Any] | None, known: Sequence[str], where: str) -> None:
-    """Raises InvalidRequest that names a field of the object `where` which the gateway does not know."""
-    for name, value in (given or {}).items():
-        if name not in known and value is not None:
-            raise InvalidRequest(f"{where}.{name}: unknown field", param=f"{where}.{name}")
-
-
-def check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """Raises InvalidRequest for `metadata` over the limit."""
-    if metadata and len(msgspec.json.encode(metadata)) > MAX_METADATA_BYTES:
-        raise InvalidRequest(f"metadata: more than {MAX_METADATA_BYTES} bytes of JSON", param="metadata")
-
-
 # Objects inside requests
 
 
-class Fields(msgspec.Struct, frozen=True):
-    """The fields of one kind of object."""
-
-    accepted: frozenset[str]
-    """Names of the fields that the gateway reads, or that change no token."""
-    refused: Refusals = {}
-    """Other fields that clients send: the values that ask for nothing, and why any other value is refused."""
-
-
-def check_fields(given: Mapping[str, Any], fields: Fields, where: str) -> None:
-    """Raises InvalidRequest that names the first field of the object `where` that is not served."""
-    if given.keys() <= fields.accepted:
-        return
-    for name, value in given.items():
-        if name in fields.accepted or value is None:
-            continue
-        neutral, reason = fields.refused.get(name, ((), "unknown field"))
-        if value not in neutral:
-            path = f"{where}.{name}"
-            raise InvalidRequest(f"{path}: {reason}", param=path)
-
-
 def check_format(form: Any, where: str) -> None:
-    """Raises InvalidRequest that names an unknown field of a format such as `response_format`."""
+    """Note the unknown fields of a format such as `response_format`."""
     if isinstance(form, dict):
         check_fields(form, FORMAT, where)
         check_format(form.get("json_schema"), f"{where}.json_schema")
 
 
 def check_choice(choice: Any) -> None:
-    """Raises InvalidRequest that names an unknown field of `tool_choice`."""
+    """Note the unknown fields of `tool_choice`."""
     if isinstance(choice, Mapping):
         check_fields(choice, CHOICE, "tool_choice")
-        if isinstance(function := choice.get("function"), dict):
-            check_fields(function, NAMED, "tool_choice.function")
+        for name, fields in (("function", NAMED), ("allowed_tools", ALLOWED)):
+            if isinstance(inner := choice.get(name), dict):
+                check_fields(inner, fields, f"tool_choice.{name}")
 
 
 def _fields(names: str, refused: Refusals | None = None) -> Fields:
@@ -144,15 +78,22 @@ ELSEWHERE: Refusals = {
 }
 
 FORMAT = _fields("type json_schema name description schema strict")
-CHOICE = _fields("type function name disable_parallel_tool_use")
+ALLOWED = _fields("mode tools")
+CHOICE = _fields("type function name disable_parallel_tool_use allowed_tools mode tools")
 NAMED = _fields("name")
 
 # Chat
 
-SAID = _fields(f"role content name {MARKS}", {"tool_calls": (([],), "only an answer has calls")})
+SAID = _fields(
+    f"role content name id {MARKS}",
+    {
+        "tool_calls": (([],), "only an answer has calls"),
+        "images": (([],), "put images into the content"),
+    },
+)
 ANSWERED = _fields(
     f"role content name tool_calls function_call reasoning_content reasoning refusal {MARKS}"
-    " annotations parsed provider_specific_fields",
+    " annotations parsed provider_specific_fields id index status phase logprobs",
     {
         "audio": NO_SOUND,
         "reasoning_details": (([],), "send reasoning_content"),
@@ -162,8 +103,9 @@ ANSWERED = _fields(
         "partial": ((False,), "use continue_final_message"),
     },
 )
-"""An answer that comes back. `parsed` and `annotations` are read from its text, by an SDK or a server."""
-RESULT = _fields(f"role content name tool_call_id {MARKS}", SAID.refused)
+"""An answer that comes back. `parsed` and `annotations` are read from its text, by an SDK or a server;
+harnesses that keep histories add the fields from `id` on."""
+RESULT = _fields(f"role content name tool_call_id id {MARKS}", SAID.refused)
 CHAT_MESSAGES = {
     **dict.fromkeys(("system", "developer", "user"), SAID),
     **dict.fromkeys(("tool", "function"), RESULT),
@@ -177,8 +119,8 @@ IMAGE_PART = _fields(f"type image_url {MARKS}")
 IMAGE_URL = _fields("url", DETAIL)
 CHAT_CALL = _fields(f"id type function index provider_specific_fields {MARKS}")
 CALLED = _fields("name arguments parsed_arguments")
-CHAT_TOOL = _fields(f"type function {MARKS}")
-FUNCTION = _fields("name description parameters strict")
+CHAT_TOOL = _fields(f"type function {MARKS}", ELSEWHERE)
+FUNCTION = _fields("name description parameters strict", ELSEWHERE)
 
 # Responses
 
@@ -196,16 +138,37 @@ INPUT_IMAGE = _fields(
     f"type image_url {MARKS}", {**DETAIL, "file_id": ((), "no files are stored; give an image_url")}
 )
 RESPONSES_TOOL = _fields("type name description parameters strict", ELSEWHERE)
+TEXT = _fields("format verbosity")
+REASONING = _fields(
+    "effort summary generate_summary",
+    {
+        "context": (
+            ("auto",),
+            "a session chooses which thoughts its prompts keep: thinking in POST /sessions",
+        ),
+        "mode": (("standard",), "this model has one mode"),
+    },
+)
 
 # Messages
 
-MESSAGE = _fields("role content")
+MESSAGE = _fields(
+    "role content output_config",
+    {"clear_at": (("never",), "this gateway takes no message out of a history")},
+)
+MESSAGE_CONFIG = _fields("effort", {"format": ((), "put it into the call's own output_config")})
+OUTPUT_CONFIG = _fields("format effort", {"task_budget": ((), "this model is told no budget")})
+THINKING = _fields(
+    "type budget_tokens display",
+    {"block_binding": (({},), "a thought that has another text than was signed is always refused")},
+)
 BLOCKS = {
     "text": _fields("type text cache_control citations"),
     "thinking": _fields("type thinking signature cache_control"),
     "redacted_thinking": _fields("type data cache_control"),
     "tool_use": _fields("type id name input cache_control", DIRECT),
     "tool_result": _fields("type tool_use_id content is_error cache_control", DIRECT),
+    "tool_reference": _fields("type tool_name cache_control"),
     "document": _fields(
         "type source cache_control",
         {
@@ -222,5 +185,5 @@ IMAGE_SOURCE = _fields(
     "type media_type data url", {"file_id": ((), "no files are stored; give the image itself")}
 )
 MESSAGES_TOOL = _fields(
-    "type name description input_schema strict cache_control eager_input_streaming", ELSEWHERE
+    "type name description input_schema strict cache_control eager_input_streaming defer_loading", ELSEWHERE
 )

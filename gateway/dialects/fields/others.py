@@ -1,0 +1,158 @@
+"""Fields that other servers or other paths take, and that would change the prompt or the answer.
+
+The table holds at every path, for fields which that path does not read. A field with a value that asks for
+nothing is accepted; with any other value the call is a 400, because its answer would not be the one that was
+asked for.
+"""
+
+from gateway.dialects.fields.checks import Refusals
+
+ONLY_TOKENS = "this path does not serve it; /inference/v1/generate does"
+NO_SAMPLER = "this gateway does not sample so"
+NO_LIMIT_HERE = "this path does not limit answers by it; use max_tokens (max_output_tokens in Responses)"
+GUIDED = "use guided_json, guided_regex or guided_choice, in Chat and Completions"
+EFFORT = "use reasoning_effort or chat_template_kwargs in Chat, reasoning in Responses, thinking in Messages"
+TEMPLATE = "the deployment chooses the chat template"
+NOT_HERE = "this path does not serve it"
+TEXT_ONLY = "this path reads text only"
+CANDIDATES = "this path returns one answer, that of the policy"
+
+_SAMPLING: Refusals = {
+    "temperature": ((), NOT_HERE),
+    "top_p": ((1,), NOT_HERE),
+    "top_k": ((-1, 0), NOT_HERE),
+    "min_p": ((0,), NOT_HERE),
+    "repetition_penalty": ((1,), NOT_HERE),
+    "frequency_penalty": ((0,), NOT_HERE),
+    "presence_penalty": ((0,), NOT_HERE),
+    "logit_bias": (({},), NOT_HERE),
+    "seed": ((), NOT_HERE),
+    "random_seed": ((), "use seed"),
+    "sampling_seed": ((), "use seed"),
+    "repeat_penalty": ((1,), "use repetition_penalty"),
+    "length_penalty": ((1,), NO_SAMPLER),
+    "use_beam_search": ((False,), NO_SAMPLER),
+    "beam_width": ((1,), NO_SAMPLER),
+    "num_beams": ((1,), NO_SAMPLER),
+    "early_stopping": ((False,), NO_SAMPLER),
+    "do_sample": ((True,), "use temperature: 0"),
+    "top_a": ((0,), NO_SAMPLER),
+    "typical_p": ((1,), NO_SAMPLER),
+    "tfs_z": ((1,), NO_SAMPLER),
+    "eta_cutoff": ((0,), NO_SAMPLER),
+    "epsilon_cutoff": ((0,), NO_SAMPLER),
+    "mirostat": ((0,), NO_SAMPLER),
+    "mirostat_mode": ((0,), NO_SAMPLER),
+    "dynatemp_range": ((0,), NO_SAMPLER),
+    "smoothing_factor": ((0,), NO_SAMPLER),
+    "dry_multiplier": ((0,), NO_SAMPLER),
+    "xtc_probability": ((0,), NO_SAMPLER),
+    "no_repeat_ngram_size": ((0,), NO_SAMPLER),
+    "samplers": (([],), NO_SAMPLER),
+    "logits_processors": (([],), NO_SAMPLER),
+    "custom_logit_processor": ((), NO_SAMPLER),
+    "custom_params": (({},), NO_SAMPLER),
+    "sampling_params": (({},), NOT_HERE),
+    "options": (({},), "put sampling parameters beside the messages"),
+    "bad_words": (([],), "this gateway forbids no words; use logit_bias"),
+    "allowed_token_ids": ((), "this gateway does not limit the vocabulary; use logit_bias"),
+    "extra_args": (({},), "this gateway hands nothing to the engine unread"),
+    "vllm_xargs": (({},), "this gateway hands nothing to the engine unread"),
+    "lora_path": ((), "use the name of the model"),
+}
+_LENGTH: Refusals = {
+    "max_tokens": ((), NO_LIMIT_HERE),
+    "max_completion_tokens": ((), NO_LIMIT_HERE),
+    "max_output_tokens": ((), NO_LIMIT_HERE),
+    "max_new_tokens": ((), NO_LIMIT_HERE),
+    "max_length": ((), NO_LIMIT_HERE),
+    "max_tokens_to_sample": ((), NO_LIMIT_HERE),
+    "n_predict": ((-1,), NO_LIMIT_HERE),
+    "num_predict": ((-1,), NO_LIMIT_HERE),
+    "min_tokens": ((0,), ONLY_TOKENS),
+    "min_new_tokens": ((0,), ONLY_TOKENS),
+    "ignore_eos": ((False,), ONLY_TOKENS),
+    "stop": (([], ""), "this path does not serve it; Messages calls it stop_sequences"),
+    "stop_sequences": (([],), "use stop"),
+    "stop_token_ids": (([],), ONLY_TOKENS),
+    "stop_regex": (([], ""), "use stop"),
+    "n": ((1,), CANDIDATES),
+    "best_of": ((1,), CANDIDATES),
+    "num_return_sequences": ((1,), CANDIDATES),
+}
+_GRAMMAR: Refusals = {
+    **dict.fromkeys(("guided_json", "guided_regex", "regex", "guided_choice"), ((), NOT_HERE)),
+    **dict.fromkeys(("ebnf", "guided_grammar", "grammar", "structural_tag"), (("",), GUIDED)),
+    "json_schema": (({}, ""), "use guided_json"),
+    "structured_outputs": (({},), GUIDED),
+    "guided_decoding": (({},), GUIDED),
+    "guided_whitespace_pattern": ((), GUIDED),
+    "response_format": (({"type": "text"},), "this path does not serve it; use text.format in Responses"),
+    "format": (("",), "use response_format"),
+}
+_PROMPT: Refusals = {
+    "prompt": ((), "this path reads messages (input in Responses, token_ids in /inference/v1/generate)"),
+    "messages": ((), "this path does not read messages"),
+    "contents": ((), "use messages"),
+    "input": ((), "use messages"),
+    "input_ids": ((), "use /inference/v1/generate, which calls it token_ids"),
+    "system": ((), "put it into a system message"),
+    "instructions": ((), "put it into a system message"),
+    "tools": (([],), NOT_HERE),
+    "functions": (([],), NOT_HERE),
+    "tool_choice": (("auto", "none"), NOT_HERE),
+    "function_call": (("auto", "none"), NOT_HERE),
+    "parallel_tool_calls": ((True,), NOT_HERE),
+    "add_special_tokens": ((False,), "the chat template writes them"),
+    "add_generation_prompt": ((True,), NOT_HERE),
+    "continue_final_message": ((False,), NOT_HERE),
+    "chat_template": ((), TEMPLATE),
+    "chat_template_kwargs": (({},), NOT_HERE),
+    "documents": (([],), "put them into a message"),
+    "suffix": (("",), NOT_HERE),
+    "template": ((), TEMPLATE),
+    "safe_prompt": ((False,), "this gateway adds nothing to a prompt"),
+    "prompt_mode": ((), TEMPLATE),
+    "transforms": (([],), "this gateway shortens no prompts"),
+    "truncate_prompt_tokens": ((-1,), "this gateway shortens no prompts"),
+    "plugins": (([],), "this gateway runs none"),
+    "web_search_options": ((), "this gateway does not search"),
+    "features": (({},), TEXT_ONLY),
+    "content_parts": (([],), TEXT_ONLY),
+    "prompt_embeds": (([],), TEXT_ONLY),
+    "input_embeds": (([],), TEXT_ONLY),
+    "mm_processor_kwargs": (({},), "this gateway reads images in one way"),
+    "image_data": (([],), "put images into the content of a message"),
+    "images": (([],), "put images into the content of a message"),
+    "session_params": (({},), "use x-session-id"),
+}
+_THOUGHTS: Refusals = {
+    **dict.fromkeys(("enable_thinking", "think", "thinking"), ((), EFFORT)),
+    **dict.fromkeys(("thinking_budget", "thinking_token_budget", "thinking_config"), ((), EFFORT)),
+    "reasoning_effort": ((), EFFORT),
+    "reasoning": (({},), EFFORT),
+    "output_config": (({},), EFFORT),
+    "separate_reasoning": ((True,), "thoughts are always apart from the answer"),
+    "stream_reasoning": ((True,), "thoughts are streamed as they come"),
+    "include_reasoning": ((True,), "thoughts are always shown"),
+}
+_ANSWER: Refusals = {
+    "stream": ((False,), "this path answers with one body"),
+    "echo": ((False,), NOT_HERE),
+    "logprobs": ((False,), NOT_HERE),
+    "top_logprobs": ((0,), NOT_HERE),
+    "prompt_logprobs": ((), "only sampled tokens have logprobs here"),
+    "input_logprobs": ((False,), "only sampled tokens have logprobs here"),
+    "skip_special_tokens": ((True,), "the text of an answer has none"),
+    "spaces_between_special_tokens": ((True, False), "the text of an answer has no special tokens"),
+    "include_stop_str_in_output": ((False,), "the text of an answer ends before the stop string"),
+    "no_stop_trim": ((False,), "the text of an answer ends before the stop string"),
+    "detokenize": ((True,), NOT_HERE),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
+    "return_hidden_states": ((False,), "this gateway returns no hidden states"),
+    "return_routed_experts": ((False,), ONLY_TOKENS),
+    "continuous_usage_stats": ((False,), "only the last chunk has usage"),
+    "priority": ((0,), "this gateway serves calls in the order in which they come"),
+    "kv_transfer_params": (({},), "this gateway moves no caches"),
+}
+OTHERS: Refusals = {**_SAMPLING, **_LENGTH, **_GRAMMAR, **_PROMPT, **_THOUGHTS, **_ANSWER}

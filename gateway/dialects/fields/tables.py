@@ -79,7 +79,11 @@ ELSEWHERE: Refusals = {
 
 FORMAT = _fields("type json_schema name description schema strict")
 ALLOWED = _fields("mode tools")
-CHOICE = _fields("type function name disable_parallel_tool_use allowed_tools mode tools")
+ONLY_FUNCTIONS = ((), "this gateway serves functions only")
+CHOICE = _fields(
+    "type function name disable_parallel_tool_use allowed_tools mode tools",
+    {"custom": ONLY_FUNCTIONS, "server_label": ONLY_FUNCTIONS},
+)
 NAMED = _fields("name")
 
 # Chat
@@ -180,7 +184,10 @@ BLOCKS = {
 }
 """By type. A failed tool says so in its text, so `is_error` is accepted."""
 SOURCE = _fields("type media_type data")
-IMAGE_BLOCK = _fields("type source cache_control")
+IMAGE_BLOCK = _fields(
+    "type source cache_control",
+    {"transformations": (({},), "this gateway prepares all images in one way")},
+)
 IMAGE_SOURCE = _fields(
     "type media_type data url", {"file_id": ((), "no files are stored; give the image itself")}
 )

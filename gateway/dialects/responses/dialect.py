@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.checks import check_fields, check_metadata, refuse_unserved, verbosity_of
-from gateway.dialects.fields.tables import REASONING, RESPONSES, TEXT, check_choice, check_format
+from gateway.dialects.fields.tables import ITEMS, REASONING, RESPONSES, TEXT, check_choice, check_format
 from gateway.dialects.fields.unknown import note_unknown
 from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.responses.events import ResponsesEvents
@@ -160,6 +160,8 @@ async def _resolved(store: ResponseStore, items: list[Item]) -> list[Item]:
     wanted = {index: item.get("id") for index, item in enumerate(items) if kind_of(item) == "item_reference"}
     if not wanted:
         return items
+    for index in wanted:
+        check_fields(items[index], ITEMS["item_reference"], f"input[{index}]")
     stored = await store.items([name for name in wanted.values() if isinstance(name, str)])
     for index, name in wanted.items():
         if not isinstance(name, str) or name not in stored:

@@ -11,6 +11,7 @@ from typing import Any
 
 from gateway.dialects.fields.checks import check_fields, check_names
 from gateway.dialects.fields.tables import ITEMS, REFUSAL_PART, RESPONSES_TOOL, TEXT_PART
+from gateway.dialects.fields.unknown import note_unknown
 from gateway.dialects.image_parts import input_image, is_image, joined
 from gateway.dialects.responses.wire import Item
 from gateway.dialects.wire import TEXT_PARTS, JsonObject
@@ -155,7 +156,8 @@ def functions_of(tools: Sequence[Tool] | None) -> list[Tool] | None:
 def left_out_of(tools: Sequence[Tool] | None, items: Sequence[Item]) -> list[str]:
     """What `functions_of` and `messages_of` leave out: types of tools, and `reasoning` without its text."""
     kinds = {str(tool.get("type")) for tool in tools or () if tool.get("type") != "function"}
-    if any(kind_of(item) == "reasoning" and not _reasoning(item, "input") for item in items):
+    reasoning = ((at, item) for at, item in enumerate(items) if kind_of(item) == "reasoning")
+    if any(not _reasoning(item, f"input[{at}]") for at, item in reasoning):
         kinds.add("reasoning")
     return sorted(kinds)
 
@@ -226,14 +228,19 @@ def _reasoning(item: Item, where: str) -> str:
         parts = item.get(name)
         if not isinstance(parts, list | None):
             raise _invalid(f"{where}.{name}", "not a list of parts")
-        texts = [
-            part.get("text")
-            for part in parts or ()
-            if isinstance(part, dict) and part.get("type") in REASONING_PARTS
-        ]
-        if text := "\n".join([each for each in texts if isinstance(each, str)]):
+        texts = [_thought(part, f"{where}.{name}[{at}]") for at, part in enumerate(parts or ())]
+        if text := "\n".join(filter(None, texts)):
             return text
     return ""
+
+
+def _thought(part: Any, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") not in REASONING_PARTS:
+        note_unknown(where)
+        return ""
+    check_fields(part, TEXT_PART, where)
+    text = part.get("text")
+    return text if isinstance(text, str) else ""
 
 
 def _invalid(where: str, message: str) -> InvalidRequest:

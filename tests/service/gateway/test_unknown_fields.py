@@ -24,7 +24,12 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     TEXT: {"prompt": "hi", "stream_options": {}},
     RESPONSES: {
-        "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]},
+            {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "7"}]},
+        ],
         "tools": [{"type": "function", **FUNCTION}],
         "reasoning": {"summary": "auto"},
         "text": {"format": {"type": "text"}},
@@ -42,7 +47,8 @@ BODIES: dict[str, dict[str, Any]] = {
 PATHS: dict[str, str] = {
     CHAT: "messages[0] messages[1].tool_calls[0].function tools[0].function response_format stream_options",
     TEXT: "stream_options",
-    RESPONSES: "input[0] input[0].content[0] tools[0] reasoning text text.format",
+    RESPONSES: "input[0] input[0].content[0] input[1] input[1].summary[0] input[2] input[3].output[0]"
+    " tools[0] reasoning text text.format",
     MESSAGES: "messages[0] messages[0].content[0] tools[0] thinking output_config",
     COUNT: "system[0] messages[0]",
     TOKENS: "sampling_params",
@@ -147,14 +153,15 @@ def test_whatever_a_field_is_called_the_header_can_hold_it(gateway: RunningGatew
         "\x00",
         '"',
     ]
-    reply = gateway.chat(**dict.fromkeys(odd, 1))
+    reply = gateway.post(CHAT, {"messages": [HI], **dict.fromkeys(odd, 1)})
     told = reply.headers["x-weir-ignored-fields"]
     assert told.isascii()
     assert told.isprintable()
     assert "x-evil" not in reply.headers
     assert [unquote(each) for each in told.split(", ")] == odd
     assert gateway.turns_of(reply)[0]["ignored_fields"] == odd
-    many = gateway.chat(**{f"\u540d{index}" + "x" * 500: 1 for index in range(500)})
+    lots = {f"\u540d{index}" + "x" * 500: 1 for index in range(500)}
+    many = gateway.post(CHAT, {"messages": [HI], **lots})
     assert len(many.headers["x-weir-ignored-fields"]) <= 2048
     named = gateway.turns_of(many)[0]["ignored_fields"]
     assert (len(named), {len(each) for each in named}) == (32, {128})

@@ -231,7 +231,7 @@ RESPONSES: list[Row] = [
     ({"input": [{"type": {}}]}, "input[0].type"),
     ({"input": [{"role": {}, "content": "x"}]}, "input[0].role"),
     (given({"type": [], "text": "x"}), "input[0].content[0]"),
-    ({"input": [{"type": "reasoning", "summary": [{"type": {}}]}, {"role": []}]}, "input[1].role"),
+    ({"input": [{"type": "reasoning", "summary": [{"type": {}}]}, {"role": []}]}, "input[0].summary[0]"),
 ]
 MESSAGES: list[Row] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),

@@ -171,7 +171,8 @@ def _command(client: str) -> list[str]:
     home, script = ENVIRONMENTS / client, ROOT / "tests" / "clients" / client
     if (script / "package.json").exists():
         # Node looks for packages beside the script, so the script is copied to where the packages are.
-        return ["node", str(shutil.copy(script / "play.js", home / "play.js"))]
+        node = str(home / "node_modules" / ".bin" / "node")
+        return [node, str(shutil.copy(script / "play.js", home / "play.js"))]
     if (script / "play.sh").exists():
         return ["bash", str(script / "play.sh")]
     return [str(home / "bin" / "python"), str(script / "play.py")]

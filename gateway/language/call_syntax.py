@@ -69,14 +69,18 @@ class CallSyntax:
 
     def only_of(self, renderer: ChatRenderer, tools: Sequence[Tool], *, parallel: bool) -> Format:
         """Any answer whose calls, if it has any, are calls of these tools."""
-        markers = dict.fromkeys(filter(None, (self.opener, self.around[0].strip())))
-        rest = AnyTokens(exclude_tokens=[id_of(renderer, marker) for marker in markers])
+        rest = AnyTokens(exclude_tokens=[id_of(renderer, marker) for marker in self._markers])
         return sequence([rest, OptionalFormat(content=self.calls(renderer, tools, parallel=parallel))])
 
+    def marked(self, renderer: ChatRenderer) -> bool:
+        """Whether tokens tell calls from text."""
+        known = [renderer.tokenizer.backend.token_to_id(marker) is not None for marker in self._markers]
+        return bool(known) and all(known)
+
     @property
-    def marked(self) -> bool:
-        """Whether a token tells calls from text."""
-        return bool(self.opener or self.around[0])
+    def _markers(self) -> Sequence[str]:
+        """The tokens without which no call begins."""
+        return [*dict.fromkeys(filter(None, (self.opener, self.around[0].strip())))]
 
     def _call(self, renderer: ChatRenderer, tool: Tool) -> Format:
         name = tool["function"]["name"]

@@ -71,7 +71,7 @@ class ToolChoice:
     def limits(self, renderer: ChatRenderer) -> bool:
         """Whether a grammar keeps such an answer to these tools; if not, the prompt has no others."""
         syntax = SYNTAX_OF_FAMILY.get(renderer.family.syntax or "")
-        return self.some and syntax is not None and syntax.marked
+        return self.some and syntax is not None and syntax.marked(renderer)
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def test_the_grammar_lets_through_what_each_template_writes(tmp_path: Path) -> N
                     "ids": sampled(renderer, prompt, told(None, *calls, **thought)),
                 }
                 for choice in ("required", allowed("get"), allowed("put"))
-                if choice == "required" or syntax.marked
+                if choice == "required" or syntax.marked(renderer)
             ]
     (tmp_path / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
     command = [str(ENGINE_PYTHON), "-c", ACCEPT, str(tmp_path / "cases.json")]

@@ -65,7 +65,7 @@ def test_without_a_grammar_that_allows_some_tools_the_prompt_has_no_others(
     constraint = constraint_of(of_family, tools, choice)
     shown = shown_tools(of_family, tools, choice)
     syntax = SYNTAX_OF_FAMILY.get(family)
-    if syntax is None or not syntax.marked:
+    if syntax is None or not syntax.marked(of_family):
         assert (constraint.kind, shown) == ("", [OTHER])
     else:
         assert (constraint.kind, shown) == ("tool_choice", tools)

@@ -25,8 +25,8 @@ class GuardSettings(BaseModel):
     """The largest `grad_norm` (before clipping), as a multiple of its median over the last 100 steps. A
     median below 1 counts as 1."""
     max_abs_logp: float | None = Field(0.2, gt=0)
-    """The largest `mismatch/abs_logp`, in nats per token: the mean |difference| between trainer and engine,
-    staleness included."""
+    """The largest `mismatch/abs_logp_current`, in nats per token: the mean |difference| between trainer and
+    engine, on tokens that the trainer's own version sampled. A step without such tokens is not judged."""
     max_kl: float | None = Field(0.2, gt=0)
     """The largest |`mismatch/kl`|, in nats per token."""
     reward_drop: float | None = Field(0.5, gt=0)

@@ -20,7 +20,7 @@ def limits_of(guards: GuardSettings) -> list[MetricLimit]:
     """The limits of the guards that are on."""
     limits = []
     if (most := guards.max_abs_logp) is not None:
-        limits.append(MetricLimit("mismatch/abs_logp", "max_abs_logp", f"at most {most:g}", most))
+        limits.append(MetricLimit("mismatch/abs_logp_current", "max_abs_logp", f"at most {most:g}", most))
     if (most := guards.max_kl) is not None:
         limits.append(MetricLimit("mismatch/kl", "max_kl", f"between {-most:g} and {most:g}", most, -most))
     if (ratio := guards.max_grad_norm_ratio) is not None:

@@ -63,7 +63,8 @@ def token_sums(tokens: Tokens, sampled: SampledTokens, losses: PolicyLoss, versi
     if not bool(finite_T.any()):
         return own
     lp_T = (sampled.lp_begin_T.detach()[finite_T], tokens.lp_roll_T[finite_T])
-    return Sums.joined([own, mismatch_sums(*lp_T, tokens.rows_T[finite_T])])
+    current_T = sampled.versions_T[finite_T] == version
+    return Sums.joined([own, mismatch_sums(*lp_T, tokens.rows_T[finite_T], current_T)])
 
 
 def diagnostics(step: Sums) -> dict[str, float]:

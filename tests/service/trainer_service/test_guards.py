@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
+from rollout_queue.contract.records import Span
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from trainer_service.groups.guards import Alarm, Guards
 from trainer_service.settings import GuardSettings
 
-STEADY = {"grad_norm": 0.5, "mismatch/abs_logp": 0.01, "mismatch/kl": 0.0}
+STEADY = {
+    "grad_norm": 0.5,
+    "mismatch/abs_logp": 0.01,
+    "mismatch/abs_logp_current": 0.01,
+    "mismatch/kl": 0.0,
+}
 WINDOW = GuardSettings().reward_groups
 
 
@@ -51,8 +57,16 @@ def test_rewards_that_are_only_noise_raise_no_alarm() -> None:
     ("guard", "value", "said"),
     [
         ("max_grad_norm_ratio", {"grad_norm": 101.0}, "the gradient of step 31 is 101, more than 100 times"),
-        ("max_abs_logp", {"mismatch/abs_logp": 1.5}, "mean |Δlogprob| between trainer and engine is 1.5 in"),
-        ("max_abs_logp", {"mismatch/abs_logp": float("nan")}, "|Δlogprob| between trainer and engine is nan"),
+        (
+            "max_abs_logp",
+            {"mismatch/abs_logp_current": 1.5},
+            "mean |Δlogprob| between trainer and engine is 1.5 in",
+        ),
+        (
+            "max_abs_logp",
+            {"mismatch/abs_logp_current": float("nan")},
+            "|Δlogprob| between trainer and engine is nan",
+        ),
         ("max_kl", {"mismatch/kl": -2.0}, "the KL between engine and trainer is -2 in step 31, beyond 0"),
     ],
 )
@@ -65,6 +79,28 @@ def test_one_extreme_step_raises_an_alarm_unless_its_guard_is_off(
     assert said in alarm.reason
     assert f"(guards.{guard})" in alarm.reason
     assert not watched(Guards(GuardSettings(**{guard: None})), steps)
+
+
+def test_the_mismatch_is_judged_where_the_trainers_own_version_sampled(make_harness: MakeHarness) -> None:
+    """What learning moved between two versions is not a fault: how far, the learning rate decides."""
+    guards = {"max_abs_logp": 10.0, "max_kl": None, "max_recoveries": 0}
+    harness = make_harness(guards=guards, initial_version=7).start()
+    harness.step("old", version=6, logprobs=[-90.0] * 3)
+    assert "mismatch/abs_logp_current" not in harness.told
+    both = (Span(7, 0, 1), Span(8, 1, 3))
+    harness.step("mixed", versions=both, logprobs=[-90.0, -4.0, -4.0])
+    assert harness.told["mismatch/abs_logp_current"] < 10 < harness.told["mismatch/abs_logp"]
+    assert not harness.shared_state.paused
+    harness.step("own", versions=(Span(8, 0, 2), Span(9, 2, 3)), logprobs=[-4.0, -4.0, -90.0])
+    assert harness.shared_state.paused
+    assert "on tokens of the trainer's own version" in str(harness.trainer.hold.reason)
+
+
+def test_a_step_without_a_finite_logprob_raises_an_alarm() -> None:
+    stale = {"grad_norm": 0.5, "mismatch/abs_logp": 9.0, "mismatch/kl": 0.0}
+    assert not watched(Guards(GuardSettings()), [stale]), "it has no token of the present version"
+    ((_, alarm),) = watched(Guards(GuardSettings(max_kl=None)), [{"grad_norm": 0.5}])
+    assert (alarm.guard, "is nan" in alarm.reason) == ("max_abs_logp", True)
 
 
 def test_an_extreme_value_that_comes_again_raises_a_second_alarm() -> None:
@@ -160,7 +196,7 @@ def test_a_guard_pauses_after_the_checkpoint_and_before_the_version_is_served(he
 
 def test_a_pause_names_refused_pushes_as_its_cause(make_harness: MakeHarness) -> None:
     """Engines that go on with older weights differ from the trainer's."""
-    harness = make_harness(guards={"max_abs_logp": 2.0}).start()
+    harness = make_harness(guards={"max_kl": 2.0}).start()
     harness.gateway.server_ok = False
     for group_id in ("a", "b"):
         harness.step(group_id)
@@ -169,7 +205,7 @@ def test_a_pause_names_refused_pushes_as_its_cause(make_harness: MakeHarness) ->
     reason = str(harness.trainer.hold.reason)
     pushes = r"the last \d push(es were| was) refused"
     assert re.match(rf"engines sample with older weights: {pushes}: r0: broken; ", reason)
-    assert "mean |Δlogprob| between trainer and engine is" in reason
+    assert "the KL between engine and trainer is" in reason
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -181,13 +217,16 @@ def test_a_resume_serves_the_held_version_and_continues(held: Harness, restarted
         assert not held.gateway.announced
     held.door().post("/resume")
     held.trainer.run_once()
-    assert held.gateway.announced_versions == [1]
+    assert held.gateway.announced_versions == [1, 2]
     assert held.trainer.step == 2
-    assert held.shared_state.paused, "the next step sets off the guard again"
+    assert not held.shared_state.paused, "its tokens are of an earlier version: learning itself moved them"
+    held.step("i", version=2)
+    assert held.shared_state.paused, "its tokens are of the trainer's own version"
+    assert held.gateway.announced_versions == [1, 2]
     assert held.sample("guard_alarms_total", guard="max_abs_logp") == (1 if restarted else 2)
     held.door().post("/resume")
     held.trainer.run_once()
-    assert held.gateway.announced_versions == [1, 2]
+    assert held.gateway.announced_versions == [1, 2, 3]
     assert held.shared_state.snapshot.state == "waiting"
     assert held.sample("paused") == 0
 

@@ -122,7 +122,7 @@ CASES = (
         A,
     ),
     gauge("WeirStale", 'weir_trainer_staleness_total_mean{instance="a"}', "5", "4", A),
-    gauge("WeirMismatch", 'weir_trainer_mismatch_abs_logp{instance="a"}', "0.15", "0.05", A),
+    gauge("WeirMismatch", 'weir_trainer_mismatch_abs_logp_current{instance="a"}', "0.15", "0.05", A),
     counted("WeirSinkFails", 'weir_trainer_sink_failures_total{sink="wandb"}', {"sink": "wandb"}),
     counted("WeirDiskRefuses", 'weir_trainer_disk_refusals_total{what="checkpoint"}', {"what": "checkpoint"}),
     gauge("WeirDiskLow", 'weir_trainer_disk_free_bytes{instance="a"}', "1000000000", "9000000000", A),

@@ -17,6 +17,7 @@ def metrics_of(step: int, lift: float = 0.0) -> dict[str, float]:
         "entropy": round(0.9 - 0.5 * learned + 0.03 * wave, 4),
         "mismatch/kl": round(0.03 + 0.02 * wave + (0.19 if 2000 < step < 2040 else 0), 4),
         "mismatch/abs_logp": round(0.06 + 0.02 * abs(wave), 4),
+        "mismatch/abs_logp_current": round(0.006 + 0.002 * abs(wave), 4),
         "staleness/total_mean": round(0.8 + 0.2 * wave, 3),
         "len/mean": round(180 + 240 * learned + 14 * wave, 1),
     }

@@ -9,19 +9,33 @@ from trainer_service.algorithms.ratios import bounded
 from trainer_service.algorithms.row_index import RowIndex
 from trainer_service.algorithms.sums import Sums
 
-MEANS = ("kl", "k3", "abs_logp", "train_ppl", "rollout_ppl", "log_ppl", "abs_log_ppl", "ppl_ratio")
+MEANS = (
+    "kl",
+    "k3",
+    "abs_logp",
+    "abs_logp_current",
+    "train_ppl",
+    "rollout_ppl",
+    "log_ppl",
+    "abs_log_ppl",
+    "ppl_ratio",
+)
 
 
-def mismatch_sums(lp_train_T: Tensor, lp_roll_T: Tensor, rows_T: Tensor) -> Sums:
+def mismatch_sums(
+    lp_train_T: Tensor, lp_roll_T: Tensor, rows_T: Tensor, current_T: Tensor | None = None
+) -> Sums:
     """The sums over T tokens, and over whole rows, that `mismatch` needs. T must be at least 1, and all
-    log-probabilities finite, in nats."""
+    log-probabilities finite, in nats. `current_T` are the tokens that the present version sampled."""
     lp_train_T, lp_roll_T = lp_train_T.double(), lp_roll_T.double()
     log_rho_T = lp_train_T - lp_roll_T
     rho_T = bounded(log_rho_T).exp()
     rows = RowIndex.of(rows_T)
     total_R, mean_R = rows.sum(log_rho_T), rows.mean(log_rho_T)
+    own_T = log_rho_T[:0] if current_T is None else log_rho_T[current_T].abs()
     return Sums.of(
         {
+            **({"mismatch/abs_logp_current": own_T} if own_T.numel() else {}),
             "mismatch/kl": -log_rho_T,
             "mismatch/k3": rho_T - log_rho_T - 1,
             "mismatch/abs_logp": log_rho_T.abs(),
@@ -40,11 +54,12 @@ def mismatch_sums(lp_train_T: Tensor, lp_roll_T: Tensor, rows_T: Tensor) -> Sums
 
 def mismatch(sums: Sums) -> dict[str, float]:
     """The metrics by name: means over tokens, and over rows for perplexities and `chi2_seq` (verl's rollout
-    correction metrics; `metrics.mismatch`). None if no token had finite log-probabilities."""
+    correction metrics; `metrics.mismatch`). None if no token had finite log-probabilities; without
+    `abs_logp_current` if no token was current."""
     if "mismatch/rho" not in sums.totals:
         return {}
     return {
-        **{f"mismatch/{name}": sums.mean(f"mismatch/{name}") for name in MEANS},
+        **{name: sums.mean(name) for each in MEANS if (name := f"mismatch/{each}") in sums.totals},
         "mismatch/chi2_token": sums.mean("mismatch/rho_squared") - 1,
         "mismatch/chi2_seq": sums.mean("mismatch/rho_of_row_squared") - 1,
         "mismatch/ess": sums.mean("mismatch/rho") ** 2 / sums.mean("mismatch/rho_squared"),

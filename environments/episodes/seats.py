@@ -11,7 +11,7 @@ from environments.task import Task
 SPARE_S = 120.0
 """How much longer than an episode its session may last. A session that nobody ends expires after that."""
 OF_SESSIONS = ("temperature", "top_p", "max_tokens")
-"""The parameters that a session enforces, whatever its calls ask for."""
+"""The parameters that hold for a session, whatever its calls ask for."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,12 @@ class SeatPlan:
         model = self.model if learns else self.settings.opponent or self.model
         again = f".r{attempt}" if attempt else ""
         trained = learns and self.settings.mode == "train"
-        enforced = {
-            name: self.settings.sampling[name] for name in OF_SESSIONS if name in self.settings.sampling
-        }
         description: dict[str, Any] = {
             "task_id": task.id,
             "train": trained,
             "policy": model if "@" in model else None,
             "ttl_s": round(self.settings.episode_s + SPARE_S),
-            "sampling": {"mode": "enforce", **enforced} if enforced else None,
+            "sampling": self._enforced() or None,
             "metadata": {
                 "environment": self.settings.environment,
                 "run": self.run_id,
@@ -71,6 +68,12 @@ class SeatPlan:
         given = {name: value for name, value in description.items() if value is not None}
         session_id = f"{self.run_id}.{group}.{member}.{player}{again}"
         return Seat(session_id, given, model, self._sampling(group, member), learns)
+
+    def _enforced(self) -> dict[str, Any]:
+        """What the settings name holds also where an environment's own program asks for something else. A
+        temperature of 0 is left to the gateway: it has another one for answers that are trained."""
+        named = {name: value for name in OF_SESSIONS if (value := self.settings.sampling.get(name))}
+        return named if named.keys() <= {"max_tokens"} else {"mode": "enforce", **named}
 
     def _sampling(self, group: int, member: int) -> dict[str, Any]:
         """An evaluation gives each sample a seed of its own. Training does not: it needs other samples each

@@ -32,10 +32,10 @@ from gateway.metrics.calls import CallFigures
 from gateway.metrics.prompt_time import PromptTime
 from gateway.settings.service import GatewaySettings
 from rollout_queue import clock
-from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import PastThoughts, ReasoningEffort
+from rollout_queue.contract.sampling import inexact
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.signals.log_ids import of_turn
 from rollout_queue.signals.tracing.spans import span
@@ -99,8 +99,9 @@ class Generator:
             side_call = side_call_of(call.messages, call.tools, call.asked.get("max_tokens"))
             train = head.spec.train and (self._train_constrained or call.structural_tag is None)
             train = train and (head.spec.train_side_calls or side_call is None)
+            as_policy = head.spec.train and pinned.version is None
             for index in range(len(generations), len(generations) + n):
-                sampling = decide(head.spec.sampling, call, room, head.spec.train, index)
+                sampling = decide(head.spec.sampling, call, room, as_policy, index)
                 generations.append(
                     Generation(
                         call=call,

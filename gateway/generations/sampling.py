@@ -1,44 +1,52 @@
 """Decides the sampling parameters of an answer, and records both those requested and those used.
 
 The engine's logprobs are of softmax(logits / temperature), before top-p and top-k. They are exact for the
-sampled distribution only if nothing but the temperature changes it. So mode `enforce` ignores the parameters
-of a call except `max_tokens`. It ignores a `seed`, too: a harness that always sends the same would have every
-session of a group sample the same answer.
+sampled distribution only if nothing but a temperature above 0 changes it. So mode `exact` takes this
+temperature and `max_tokens` from a call, and ignores its other parameters; `enforce` ignores the temperature,
+too. Both ignore a `seed`: a harness that always sends the same would have every session of a group sample the
+same answer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import UNSET
 
 from gateway.engines.generate_request import SamplingParameters
 from gateway.generations.generation import Call
-from rollout_queue.contract.records import Sampling, SamplingPolicy
+from rollout_queue.contract.records import Sampling
+from rollout_queue.contract.sampling import WITHOUT_EFFECT, SamplingMode, SamplingPolicy, is_greedy
 
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Values without effect. They are sent where no other value applies, so that no engine's default does."""
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens")
 """Parameters that change logits. `min_tokens` forbids the tokens that end an answer, until it is so long."""
-GREEDY = 1e-6
-"""Below this temperature the engine takes the most likely token, as at 0."""
-RENAMED = frozenset({"max_tokens", "min_tokens", "seed", "constraint", "thinking"})
-"""Parameters that have another name at the engine, or change the prompt and not the sampling."""
+RENAMED = frozenset({"max_tokens", "min_tokens", "seed", "constraint", "thinking", "why"})
+"""Parameters that have another name at the engine, or change the prompt and not the sampling, and words."""
+REASONS: Mapping[SamplingMode, str] = {
+    "exact": "would make the logprobs inexact of a trained answer (sampling.mode exact)",
+    "enforce": "the session's apply to a trained answer (sampling.mode enforce)",
+    "default": "no penalty applies to a trained answer (sampling.mode default)",
+    "allow": "the answer has no more tokens",
+}
+"""Why a parameter of a call is not used, or only in part."""
 
 
 def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: int = 0) -> Sampling:
     """The sampling of choice `index` of one call; `room` is the number of tokens left in the context.
 
-    If `train` is false, the session is not trained, and the caller's parameters apply.
+    If `train` is false, the answer is an evaluation, and the caller's parameters apply.
     """
     asked = call.asked
-    mode = policy.mode if train else "allow"
+    mode = policy.named_mode if train else "allow"
     used: dict[str, Any] = {"temperature": policy.temperature, "top_p": policy.top_p, **NEUTRAL}
-    if mode != "enforce":
+    if mode in ("default", "allow"):
         used |= {name: asked[name] for name in DEFAULTED if name in asked}
+    elif mode == "exact" and not is_greedy(asked.get("temperature", 0.0)):
+        used["temperature"] = asked["temperature"]
     if mode == "allow":
         used |= {name: asked[name] for name in PENALTIES if asked.get(name)}
-    used |= _lawful(used)
     limits = [asked.get("max_tokens"), policy.max_tokens, room]
     used["max_tokens"] = min(limit for limit in limits if limit is not None)
     if "min_tokens" in used:
@@ -49,9 +57,11 @@ def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: in
         used["constraint"] = asked["constraint"]
     if call.thinking:
         used["thinking"] = dict(call.thinking)
-    if "seed" in asked and mode != "enforce":
+    if "seed" in asked and mode in ("default", "allow"):
         used["seed"] = asked["seed"] + index  # with equal seeds, all choices would be equal
-    return Sampling(asked=dict(asked), used=used)
+    if why := "; ".join(_differences(policy, mode, asked, used)):
+        used["why"] = why
+    return Sampling(asked=dict(asked), used=used | _lawful(used))
 
 
 def _lawful(used: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,9 +71,27 @@ def _lawful(used: Mapping[str, Any]) -> dict[str, Any]:
         made["top_k"] = -1
     if used["top_p"] == 0:  # the most likely token only
         made |= {"top_p": 1.0, "top_k": 1}
-    if used["temperature"] < GREEDY:
+    if is_greedy(used["temperature"]):
         made["temperature"] = 0.0
     return made
+
+
+def _differences(
+    policy: SamplingPolicy, mode: SamplingMode, asked: Mapping[str, Any], used: Mapping[str, Any]
+) -> Iterator[str]:
+    """What the call asked for and did not get, and why."""
+    unused = [
+        name if name == "logit_bias" else f"{name} {asked[name]:g}"
+        for name in (*DEFAULTED, *PENALTIES)
+        if name in asked and used.get(name, WITHOUT_EFFECT.get(name)) != asked[name]
+    ]
+    if unused:
+        yield f"{', '.join(unused)}: {REASONS[mode]}"
+    if "seed" in asked and "seed" not in used:
+        yield "seed: a group would sample one answer"
+    if (most := asked.get("max_tokens", 0)) > (limit := used["max_tokens"]):
+        of_session = limit == policy.max_tokens
+        yield f"max_tokens {most}: the {'session allows' if of_session else 'context has room for'} {limit}"
 
 
 def engine_parameters(

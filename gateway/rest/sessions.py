@@ -28,10 +28,9 @@ from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import (
     PastThoughts,
     ReasoningEffort,
-    SamplingMode,
-    SamplingPolicy,
     SessionSpec,
 )
+from rollout_queue.contract.sampling import SamplingMode, SamplingPolicy
 from rollout_queue.protocol.ids import Id
 
 router = APIRouter(tags=["sessions"])
@@ -170,8 +169,8 @@ def _spec_of(body: SessionBody, gateway: GatewayParts, caller: Caller) -> Sessio
 
 
 def _sampling_of(body: SamplingBody, defaults: SamplingPolicy) -> SamplingPolicy:
-    return SamplingPolicy(
-        mode=body.mode or defaults.mode,
+    return SamplingPolicy.of(
+        body.mode or defaults.named_mode,
         temperature=defaults.temperature if body.temperature is None else body.temperature,
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         max_tokens=body.max_tokens,

@@ -24,7 +24,8 @@ from rollout_queue.contract.errors import (
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.listing import ListScope
-from rollout_queue.contract.records import SamplingPolicy, SessionSpec, Verdict
+from rollout_queue.contract.records import SessionSpec, Verdict
+from rollout_queue.contract.sampling import SamplingPolicy
 from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.protocol.ids import ID
 
@@ -52,8 +53,8 @@ class SessionService:
         self._admission = admission
         self._identities = identities
         defaults = settings.sampling
-        self._sampling = SamplingPolicy(
-            mode=defaults.mode, temperature=defaults.temperature, top_p=defaults.top_p
+        self._sampling = SamplingPolicy.of(
+            defaults.mode, temperature=defaults.temperature, top_p=defaults.top_p
         )
 
     # Opening

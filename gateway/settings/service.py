@@ -12,9 +12,9 @@ from gateway.settings.groups import (
     TinkerSettings,
     WrongKeySettings,
 )
-from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.policies.canary import CanaryGates, Sticky
-from rollout_queue.contract.records import ReasoningEffort, SamplingMode
+from rollout_queue.contract.records import ReasoningEffort
+from rollout_queue.contract.sampling import SamplingMode, inexact
 from rollout_queue.http.connections import ConnectionBounds
 from rollout_queue.redis.client.settings import WriterRedisSettings
 from rollout_queue.redis.heads.cache import CACHE_BYTES
@@ -28,9 +28,10 @@ class SamplingSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    mode: SamplingMode = "enforce"
-    """Whose parameters apply. `enforce`: these; `default`: the call's, and these where the call has none;
-    `allow`: as `default`, and the call's penalties as well."""
+    mode: SamplingMode = "exact"
+    """Whose parameters apply. `exact`: the call's temperature if it is above 0, and else these; `enforce`:
+    these; `default`: the call's, and these where the call has none; `allow`: as `default`, and the call's
+    penalties as well."""
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
 

@@ -21,7 +21,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         CLIENT_KEY,
         ADMIN_KEY,
         services={
-            "gateway": {"sampling": {"temperature": SHARP}},
+            "gateway": {"sampling": {"mode": "enforce", "temperature": SHARP}},
             "rollout_server": {"max_running_requests": 16, "max_total_tokens": 32768},
         },
     )

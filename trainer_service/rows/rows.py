@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_queue.contract.records import Turn
+from rollout_queue.contract.sampling import temperature_of_logprobs
 from trainer_service.rows.images import RowImage, in_pack, row_images, within
 from trainer_service.rows.packing import Pack, layout_of, packs_of
 from trainer_service.rows.top_tokens import TopTokens
@@ -241,10 +242,8 @@ def balanced_shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def temperature_of(turn: Turn) -> float:
-    """The temperature at which the engine computed the turn's log-probabilities. At sampling temperature 0,
-    the engine takes the most likely token and reports log-probabilities at temperature 1."""
-    temperature = float(turn.sampling.used.get("temperature", 1.0))
-    return temperature if temperature > 0 else 1.0
+    """The temperature at which the engine computed the turn's log-probabilities."""
+    return temperature_of_logprobs(turn.sampling.used)
 
 
 def _no_experts(branch: Branch, length: int) -> Experts | None:

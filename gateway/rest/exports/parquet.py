@@ -25,6 +25,7 @@ SAMPLING = pa.struct(
         ("temperature", pa.float64()),
         ("top_p", pa.float64()),
         ("max_tokens", pa.int64()),
+        ("own_temperature", pa.bool_()),
     ]
 )
 SPAN = pa.struct(

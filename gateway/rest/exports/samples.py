@@ -11,6 +11,7 @@ import msgspec
 from rollout_queue.contract.head import SessionHead, TrainedBranch
 from rollout_queue.contract.records import Turn
 from rollout_queue.contract.rewards import total
+from rollout_queue.contract.sampling import temperature_of_logprobs
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 NO_VERSION = -1
@@ -96,6 +97,6 @@ def _span(head: SessionHead, turn: Turn, start: int, trained: bool) -> SampleTur
         end=start + len(turn.output_ids),
         trained=trained,
         reward=total(head.rewards_of(turn)),
-        temperature=float(turn.sampling.used.get("temperature", 1.0)),
+        temperature=temperature_of_logprobs(turn.sampling.used),
         finish_reason=turn.finish,
     )

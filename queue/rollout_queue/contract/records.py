@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollout_queue.contract.errors import InvalidRecord
+from rollout_queue.contract.sampling import SamplingPolicy
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.turn_parts.experts import RoutedExperts
 from rollout_queue.contract.turn_parts.images import TurnImage, check_places
@@ -22,7 +23,6 @@ from rollout_queue.contract.turn_parts.images import TurnImage, check_places
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 Relation = Literal["root", "extends", "rerendered", "forks", "retry"]
 Status = Literal["completed", "truncated", "failed", "abandoned"]
-SamplingMode = Literal["enforce", "default", "allow"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """In rising order; `none` turns thinking off, and every other effort turns it on."""
 PastThoughts = Literal["template", "all"]
@@ -208,17 +208,6 @@ class Deletion(msgspec.Struct, frozen=True, tag="deletion", kw_only=True, omit_d
 
 
 Record = Turn | Reward | LateJoin | Outcome | Deletion
-
-
-class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling parameters of a session's calls. `mode` says when they apply."""
-
-    mode: SamplingMode = "enforce"
-    """`enforce`: always. `default`: unless the call gives its own. `allow`: as `default`, and the call may
-    give penalties, too. In every mode, the smaller `max_tokens` of the session and the call applies."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int | None = None
 
 
 class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,11 +16,11 @@ from rollout_queue.contract.records import (
     ReasoningEffort,
     Relation,
     Sampling,
-    SamplingPolicy,
     Span,
     Status,
     Verdict,
 )
+from rollout_queue.contract.sampling import SamplingPolicy
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.turn_parts.images import TurnImage
 from rollout_queue.contract.verdicts import DELETED

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from rollout_queue.contract.attempts import retraction_id
-from rollout_queue.contract.exactness import inexact
 from rollout_queue.contract.records import Outcome, SessionSpec, Turn, Verdict
+from rollout_queue.contract.sampling import inexact
 
 OPENED_UNTRAINED = Verdict(
     code="not_for_training", detail="for evaluation: opened with train: false, or pinned to a version"

@@ -68,7 +68,7 @@ def drifted(reason: str) -> str:
 
 
 def test_a_session_pinned_to_a_version_is_not_for_training(gateway: RunningGateway) -> None:
-    session = gateway.session(policy="policy@0", sampling={"mode": "enforce"}, session_id="pinned")
+    session = gateway.session(policy="policy@0", sampling={"mode": "exact"}, session_id="pinned")
     again = gateway.post("/sessions", {"policy": "policy@0", "session_id": "pinned", "train": False})
     assert (again.status_code, again.json()["session_id"]) == (200, "pinned"), "it may say so as well"
     gateway.chat(session=session, temperature=0.0)

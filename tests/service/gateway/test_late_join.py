@@ -148,7 +148,7 @@ def test_what_a_call_was_sampled_with_is_not_changed(gateway: RunningGateway) ->
     assert "its sampling and lineage can" in conflict(gateway.post("/sessions", both))[1]
     assert gateway.get("/sessions/run-1").json()["group_id"] is None
     assert gateway.get("/sessions?group_id=g").json()["data"] == []
-    said = {"policy": "policy", "sampling": {"mode": "enforce", "temperature": 1.0, "top_p": 1.0}}
+    said = {"policy": "policy", "sampling": {"mode": "exact", "temperature": 1.0, "top_p": 1.0}}
     for _ in range(2):
         assert gateway.post("/sessions", BODY | said).status_code == 200, "it may be said"
 

@@ -3,9 +3,15 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gateway.generations.generation import Call
+from gateway.generations.sampling import decide
 from gateway.settings.service import GatewaySettings, SamplingSettings
+from rollout_queue.contract.sampling import SamplingMode, SamplingPolicy, inexact
 from tests.support.gateway.running import Backends, RunningGateway
 
 HARNESS: dict[str, Any] = {
@@ -27,18 +33,131 @@ def sent(gateway: RunningGateway) -> dict[str, Any]:
 
 
 def test_training_traffic_is_sampled_from_the_policy_itself(gateway: RunningGateway) -> None:
+    """At the call's temperature, at which logprobs are as exact as at any other above 0."""
     reply = gateway.chat(**HARNESS)
-    assert sent(gateway).items() >= EXACT.items()
+    assert sent(gateway).items() >= (EXACT | {"temperature": 0.2}).items()
     assert not {"frequency_penalty", "presence_penalty", "logit_bias"} & sent(gateway).keys()
     (turn,) = gateway.turns_of(reply)
     assert turn["sampling"]["asked"].items() >= HARNESS.items()
-    assert turn["sampling"]["used"].items() >= EXACT.items()
+    assert turn["sampling"]["used"].items() >= (EXACT | {"temperature": 0.2}).items()
+    assert turn["verdict"]["code"] == "open"
     assert json.loads(reply.headers["x-weir-sampling"]) == turn["sampling"]["used"]
     assert json.loads(reply.headers["x-weir-sampling-asked"]) == turn["sampling"]["asked"]
 
 
+HI = [{"role": "user", "content": "hi"}]
+DIALECTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": HI}),
+    ("/v1/chat/completions", {"messages": HI, "n": 2}),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {"messages": HI, "max_tokens": 8}),
+]
+TOKEN_IDS = "/inference/v1/generate"
+GREEDY = "would make the logprobs inexact"
+
+
+def test_a_call_keeps_its_temperature_where_training_is_exact(backends: Backends) -> None:
+    """In every dialect, plain and streamed. The deployment's is for calls that name none, or a greedy one."""
+    backends.clear(None)
+    asked = [(0.25, 0.25), (2.0, 2.0), (None, 0.75), (0, 0.75), (1e-7, 0.75)]
+    with backends.gateway(sampling={"temperature": 0.75}) as gateway:
+        for path, body in DIALECTS:
+            for (named, used), stream in [(each, stream) for each in asked for stream in (False, True)]:
+                fields = {} if named is None else {"temperature": named}
+                reply = gateway.post(path, body | fields | {"stream": stream})
+                engines = gateway.engine.requests[-body.get("n", 1) :]
+                case = (path, named, stream)
+                assert [each["sampling_params"]["temperature"] for each in engines] == [used] * len(engines)
+                told = json.loads(reply.headers["x-weir-sampling"])
+                assert told["temperature"] == used, case
+                assert (GREEDY in told.get("why", "")) == (named not in (None, used)), case
+                assert {turn["sampling"]["used"]["temperature"] for turn in gateway.turns_of(reply)} == {used}
+        for named, used in asked:
+            fields = {} if named is None else {"temperature": named}
+            reply = gateway.post(TOKEN_IDS, {"token_ids": [5, 6], "sampling_params": fields})
+            assert sent(gateway)["temperature"] == used, reply.text
+
+
+def test_a_retry_is_sampled_as_its_first_attempt(gateway: RunningGateway) -> None:
+    session = gateway.session()
+    for attempt in ("0", "1"):
+        headers = {"x-stainless-retry-count": attempt}
+        gateway.chat(session=session, headers=headers, temperature=0.3)
+        assert sent(gateway)["temperature"] == 0.3
+
+
+def test_the_reply_says_why_a_call_was_sampled_otherwise_than_it_asked(gateway: RunningGateway) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+        ({}, {"temperature": 0.5, "top_p": 1.0}, None),
+        ({}, {"temperature": 0}, f"temperature 0: {GREEDY} of a trained answer (sampling.mode exact)"),
+        ({}, {"top_p": 0.5, "logit_bias": {"9": 1}}, f"top_p 0.5, logit_bias: {GREEDY} of a trained answer"),
+        ({}, {"seed": 3}, "seed: a group would sample one answer"),
+        ({"sampling": {"max_tokens": 3}}, {"max_tokens": 5}, "max_tokens 5: the session allows 3"),
+        ({"sampling": {"mode": "enforce"}}, {"temperature": 0.5}, "sampling.mode enforce"),
+        ({"sampling": {"mode": "default"}}, {"frequency_penalty": 1}, "sampling.mode default"),
+        ({"train": False}, HARNESS | {"temperature": 0, "seed": 1}, None),
+        ({"policy": "policy@0"}, HARNESS | {"temperature": 0, "seed": 1}, None),
+    ]
+    for session, asked, why in cases:
+        reply = gateway.chat(session=gateway.session(**session), **asked)
+        told = json.loads(reply.headers["x-weir-sampling"]).get("why")
+        assert (told is None) if why is None else (why in (told or "")), (asked, told)
+    many = gateway.chat(max_tokens=2**20)
+    assert "the context has room for" in json.loads(many.headers["x-weir-sampling"])["why"]
+
+
+def test_a_call_of_a_pinned_version_is_sampled_as_it_asks(gateway: RunningGateway) -> None:
+    """It is an evaluation, whatever its session is."""
+    gateway.chat(session=gateway.session(), model="policy@0", **HARNESS | {"temperature": 0})
+    assert sent(gateway).items() >= (HARNESS | {"temperature": 0}).items()
+
+
+NUMBERS = st.floats(0, 2) | st.sampled_from([0, 1, 1e-300, 1e-6, 9e-7])
+ASKED = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": NUMBERS,
+        "top_p": st.floats(0.01, 1),
+        "top_k": st.sampled_from([-1, 1, 50]),
+        "min_p": st.floats(0, 1),
+        "repetition_penalty": st.floats(0.5, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "logit_bias": st.sampled_from([{}, {"5": 1.0}]),
+        "min_tokens": st.integers(0, 40),
+        "max_tokens": st.integers(1, 40),
+        "seed": st.integers(0, 9),
+    },
+)
+
+
+@given(ASKED, st.sampled_from(["exact", "enforce"]), st.floats(0.1, 2))
+def test_a_trained_answer_is_exact_whatever_is_asked(
+    asked: dict[str, Any], mode: SamplingMode, usual: float
+) -> None:
+    policy = SamplingPolicy.of(mode, temperature=usual)
+    sampling = decide(policy, Call([], asked=asked), 4096, train=True)
+    assert not inexact(sampling.used)
+    named = asked.get("temperature", 0)
+    own = mode == "exact" and not inexact({"temperature": named})
+    assert sampling.used["temperature"] == (named if own else usual)
+    free = decide(policy, Call([], asked=asked), 4096, train=False).used
+    assert {name: free.get(name, value) for name, value in asked.items() if name != "min_tokens"} == {
+        name: value for name, value in asked.items() if name != "min_tokens"
+    }
+    assert set(sampling.used) - set(free) <= {"why"}
+
+
+def test_a_sessions_policy_is_read_by_a_release_without_the_mode_exact() -> None:
+    """Within a schema, an older gateway goes on with the sessions of a newer one."""
+    stored = msgspec.to_builtins(SamplingPolicy.of("exact", temperature=0.5))
+    assert stored["mode"] == "enforce"
+    assert msgspec.convert(stored, SamplingPolicy).named_mode == "exact"
+    assert SamplingPolicy.of("enforce").named_mode == SamplingPolicy().named_mode == "enforce"
+
+
 def test_all_five_parameters_are_always_sent(gateway: RunningGateway) -> None:
-    for mode in ("enforce", "default", "allow"):
+    for mode in ("exact", "enforce", "default", "allow"):
         gateway.chat(session=gateway.session(sampling={"mode": mode}))
         assert EXACT.keys() <= sent(gateway).keys(), mode
 

@@ -125,11 +125,12 @@ def test_stop_tokens_are_those_of_the_model_and_of_the_call(gateway: RunningGate
 def test_a_trained_session_samples_as_its_policy_says_and_the_reply_tells(gateway: RunningGateway) -> None:
     reply = generate(gateway, session="trace", temperature=0.3, top_k=5, seed=-1, min_tokens=2)
     sent = gateway.engine.requests[-1]["sampling_params"]
-    assert (sent["temperature"], sent["top_k"]) == (1.0, -1)
+    assert (sent["temperature"], sent["top_k"]) == (0.3, -1)
     assert "min_new_tokens" not in sent
     assert "sampling_seed" not in sent
     assert '"temperature":0.3' in reply.headers["x-weir-sampling-asked"]
-    assert '"temperature":1.0' in reply.headers["x-weir-sampling"]
+    assert '"temperature":0.3' in reply.headers["x-weir-sampling"]
+    assert '"why":"top_k 5, min_tokens 2: ' in reply.headers["x-weir-sampling"]
 
 
 def test_an_answer_that_had_to_be_long_is_not_trained(gateway: RunningGateway) -> None:

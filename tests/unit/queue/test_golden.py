@@ -18,12 +18,12 @@ from rollout_queue.contract.records import (
     Outcome,
     Reward,
     Sampling,
-    SamplingPolicy,
     SessionSpec,
     Span,
     Turn,
 )
 from rollout_queue.contract.rows import ExportRow, row_from_json
+from rollout_queue.contract.sampling import SamplingPolicy
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.turn_parts.experts import RoutedExperts
 from rollout_queue.contract.turn_parts.images import TurnImage

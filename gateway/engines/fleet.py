@@ -235,19 +235,12 @@ class Fleet:
         return any(server.can_answer(version) for server in self.servers.values())
 
     async def acquire(self, wanted: WantedServer, wait_s: float) -> FleetServer:
-        """The server for a call, which enters it at once; waits up to `wait_s` seconds until one can take it.
-
-        Raises NoServer.
-        """
-        if not self.queue.waits_for(wanted.wish) or wait_s <= 0:
-            server = self.rotation.place(wanted)
-            if server is not None:
-                return server
+        """The server for a call, which enters it at once, or NoServer after `wait_s` seconds."""
+        if not self.queue.waits_for(wanted.wish) and (server := self.rotation.place(wanted)) is not None:
+            return server
         try:
             return await self.queue.wait(wanted, wait_s)
         except TimeoutError:
-            if (server := self.rotation.place(wanted)) is not None:
-                return server
             raise NoServer(self.why_no_server(wanted.wish)) from None
 
     def fault(self) -> str | None:

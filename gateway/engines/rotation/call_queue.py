@@ -1,7 +1,8 @@
 """The calls that wait for a server, because none can take them or each is at its limit of calls.
 
 Calls with the same wish take their turns in the order of their arrival. A server that has room again is given
-to the one that waited longest. So a server is looked for once, however many calls wait.
+to the one that waited longest. So a server is looked for once, however many calls wait. A call of a session
+whose last wait ended without a server has its former place.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.placement.choice import Wish
+from gateway.engines.rotation.kept_places import KeptPlaces
 from gateway.engines.rotation.rotation import WantedServer
 from rollout_queue import clock
 
@@ -32,6 +34,7 @@ class CallQueue:
     def __init__(self, place: Callable[[WantedServer], FleetServer | None]) -> None:
         self._place = place
         self._waiting: dict[Wish, deque[_Waiting]] = {}
+        self._kept = KeptPlaces()
         self._fruitless_at = -math.inf
 
     def __len__(self) -> int:
@@ -41,23 +44,34 @@ class CallQueue:
         """Whether calls with the same wish wait."""
         return wish in self._waiting
 
+    @property
+    def kept_places(self) -> int:
+        return len(self._kept)
+
     async def wait(self, wanted: WantedServer, timeout_s: float) -> FleetServer:
         """A server for the call, when its turn has come. The caller lets the call enter it at once.
 
         Raises TimeoutError.
         """
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(wanted, clock.monotonic(), loop.create_future())
+        waiting = _Waiting(wanted, self._kept.take(wanted.session_id), loop.create_future())
         queue = self._waiting.setdefault(wanted.wish, deque())
-        queue.append(waiting)
+        place = len(queue)
+        while place and queue[place - 1].since > waiting.since:
+            place -= 1
+        queue.insert(place, waiting)
         if len(queue) > 1 and clock.monotonic() - self._fruitless_at >= AGAIN_S:
             self.serve()  # a server may have become able without a sign, as when its breaker's time is over
         try:
             async with clock.timeout(timeout_s):
                 server = await waiting.given
-        except BaseException:
+        except BaseException as error:
             self._leave(waiting)
-            raise
+            last = self._place(wanted) if isinstance(error, TimeoutError) else None
+            if last is None:
+                self._kept.keep(wanted.session_id, waiting.since)
+                raise
+            return last
         server.promised -= 1
         return server
 

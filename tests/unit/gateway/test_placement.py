@@ -19,6 +19,7 @@ from gateway.engines.rotation.rotation import SHORTLIST, Rotation, WantedServer
 from gateway.engines.rotation.status_schedule import STATUS_PER_S, StatusSchedule
 from gateway.errors import StateConflict
 from rollout_queue.contract.policies.serving import plan_of
+from tests.support.turned_clock import TurnedClock
 
 LARGE = 200
 
@@ -176,6 +177,79 @@ async def test_calls_wait_in_the_order_of_their_arrival_and_get_one_place_each()
     await asyncio.gather(*calls, return_exceptions=True)
     assert order == [0, 2, 3, 4]
     assert (len(queue), server.load) == (0, 0)
+
+
+class Line:
+    """A queue before one server, which takes one call, and the order in which calls entered it."""
+
+    def __init__(self) -> None:
+        self.rotation = rotation_of(1)
+        (self.server,) = self.rotation.servers.values()
+        self.server.limit = 1
+        self.queue = CallQueue(self.rotation.place)
+        self.server.freed = lambda freed: self.queue.freed(freed, self.rotation.takes)
+        self.order: list[str] = []
+
+    async def call(self, name: str, waits_s: float = 600.0) -> None:
+        server = await self.queue.wait(WantedServer(name), waits_s)
+        entered = server.enter()
+        self.order.append(name)
+        await asyncio.sleep(0)  # the answer
+        server.leave(entered)
+
+    async def arrive(self, name: str, waits_s: float = 600.0) -> asyncio.Task[None]:
+        waiting = asyncio.create_task(self.call(name, waits_s))
+        await asyncio.sleep(0)
+        return waiting
+
+
+@pytest.mark.parametrize("away_s", [0.0, 25.0, 31.0])
+async def test_a_call_that_comes_again_has_its_former_place(turned: TurnedClock, away_s: float) -> None:
+    """Also when it comes again and again, and when its client has left it."""
+    line = Line()
+    trial = line.server.enter()
+    first = await line.arrive("first", 20.0)
+    turned.turn(1.0)
+    left = await line.arrive("left")
+    later = [await line.arrive(f"later-{number}") for number in range(3)]
+    turned.turn(20.0)
+    with pytest.raises(TimeoutError):
+        await first
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    turned.turn(away_s / 2)
+    again = await line.arrive("first", 0.0)
+    with pytest.raises(TimeoutError):
+        await again
+    turned.turn(away_s)
+    late = [await line.arrive("new"), await line.arrive("left"), await line.arrive("first")]
+    line.server.leave(trial)
+    await asyncio.gather(*later, *late)
+    back = ["first", "left"] if away_s * 1.5 < 30 else ["first"] if away_s < 30 else []
+    rest = [name for name in ("new", "left", "first") if name not in back]
+    assert line.order == [*back, "later-0", "later-1", "later-2", *rest]
+
+
+async def test_a_call_that_was_served_leaves_no_place_to_the_next_of_its_session() -> None:
+    line = Line()
+    await line.call("served", 0.0)
+    trial = line.server.enter()
+    others = [await line.arrive("other"), await line.arrive("served")]
+    line.server.leave(trial)
+    await asyncio.gather(*others)
+    assert line.order == ["served", "other", "served"]
+
+
+async def test_the_kept_places_are_bounded() -> None:
+    line = Line()
+    line.server.limit = 0
+    for number in range(5000):
+        with pytest.raises(TimeoutError):
+            await line.queue.wait(WantedServer(f"s{number}"), 0.0)
+    for _ in range(50):
+        with pytest.raises(TimeoutError):
+            await line.queue.wait(WantedServer("many"), 0.0)
+    assert line.queue.kept_places <= 4096 + 16
 
 
 async def test_a_place_of_a_caller_that_leaves_goes_to_the_next() -> None:

@@ -17,6 +17,7 @@ import msgspec
 from openai import AsyncOpenAI
 
 from environments.errors import GatewayFault, SessionRefused
+from environments.hosts.programs.patience import patient_client
 from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,6 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 15.0
 ANSWER_S = 600.0
 """How long one answer of the model may take."""
-MODEL_RETRIES = 12
-"""How often OpenAI's client repeats a refused call. It waits up to 8 s between two attempts."""
 
 
 @dataclass
@@ -59,8 +58,8 @@ class SessionClient:
             connector=aiohttp.TCPConnector(limit=CONNECTIONS),
             timeout=aiohttp.ClientTimeout(total=REQUEST_S),
         )
-        self._openai = AsyncOpenAI(
-            base_url=f"{url}/v1", api_key=key or "none", timeout=ANSWER_S, max_retries=MODEL_RETRIES
+        self._openai = patient_client(
+            waits_s, clock.monotonic, ANSWER_S, base_url=f"{url}/v1", api_key=key or "none"
         )
         self._url, self._waits_s = url, waits_s
 

@@ -161,6 +161,8 @@ def source_of(settings: RunSettings, place: RunPlace) -> Source:
     UnknownEnvironment."""
     if settings.library in PLAY_THEMSELVES:
         options = {"max_turns": settings.max_turns, **settings.options}
+        if settings.library == "verifiers_v0":  # the other library makes no call again
+            options["wait_s"] = settings.wait_s
         return HostedLibrary(*_hosts(settings, place), options)
     if settings.library == "openenv":
         source: EnvironmentSource = OpenEnvServer(settings)

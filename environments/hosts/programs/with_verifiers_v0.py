@@ -5,6 +5,7 @@ is asked for with its token ids and logprobs, and the library keeps them in its 
 
 options  split    "eval" for the environment's own evaluation data; otherwise its training data
          max_turns  the most answers, for an environment that names no limit
+         wait_s  how long a model call is repeated; the runner sets it
          others are those of the environment's `load_environment`
 """
 
@@ -12,6 +13,7 @@ import contextvars
 import functools
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -19,10 +21,9 @@ from typing import Any
 
 import said
 import verifiers as vf
-from openai import AsyncOpenAI
+from patience import patient_client
 
 TOKENS = {"logprobs": True, "extra_body": {"return_token_ids": True}}
-MODEL_RETRIES = 12
 ANSWER_S = 600.0
 
 failures: contextvars.ContextVar[list[str]] = contextvars.ContextVar("failures")
@@ -37,6 +38,7 @@ class ScoredRollouts:
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._name = name
         split, max_turns = options.pop("split", "train"), options.pop("max_turns", None)
+        wait_s = options.pop("wait_s")
         self._environment = vf.load_environment(name, **options)
         self._rows = (
             self._environment.get_eval_dataset() if split == "eval" else self._environment.get_dataset()
@@ -46,8 +48,8 @@ class ScoredRollouts:
             self._environment.max_turns = self._cut_at
         for rubric in rubrics_of(self._environment.rubric):
             rubric.funcs = [heard(function) for function in rubric.funcs]
-        self._client = AsyncOpenAI(
-            base_url="http://unset", api_key="unset", max_retries=MODEL_RETRIES, timeout=ANSWER_S
+        self._client = patient_client(
+            wait_s, time.monotonic, ANSWER_S, base_url="http://unset", api_key="unset"
         )
 
     async def start(self) -> None:

@@ -13,6 +13,11 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
+from openai import APIConnectionError, APIStatusError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 import environments.runs.run
 from environments.errors import RunStopped, UnknownEnvironment
@@ -22,6 +27,7 @@ from environments.settings import RunSettings
 from environments.start import play_run
 from tests.support.environments.running import RunTest, running_gateway
 from tests.support.images import image_of, opened
+from tests.support.serving import free_port, serving
 from tests.support.tiny_vision_model import make_tiny_vision_model
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until_async
@@ -261,6 +267,88 @@ async def test_sessions_that_are_opened_while_the_run_stops_are_ended(
         )
     assert len(running.sessions()) == 6
     assert all(each["state"] == "finished" for each in running.sessions()), "no session waits"
+
+
+class Refusals:
+    """A gateway that refuses calls. Each attempt takes so much time of the turned clock."""
+
+    def __init__(self, turned: TurnedClock, status: int, takes_s: float, refuses: int = 10**6) -> None:
+        self.turned, self.status, self.takes_s, self.refuses = turned, status, takes_s, refuses
+        self.attempts: list[str] = []
+
+    async def answer(self, request: Request) -> Response:
+        self.attempts.append(request.headers["x-stainless-retry-count"])
+        self.turned.turn(self.takes_s)
+        if len(self.attempts) <= self.refuses:
+            body = {"error": {"message": "all engines are full"}}
+            return JSONResponse(body, self.status, {"retry-after": "0.001"})
+        return JSONResponse(COMPLETION)
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/v1/chat/completions", self.answer, methods=["POST"])])
+
+
+COMPLETION = {
+    "id": "c",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "policy",
+    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "hi"}}],
+}
+
+
+async def said_by(url: str, waits_s: float) -> str:
+    async with SessionClient(url, None, waits_s) as gateway:
+        session = {"base_url": f"{url}/v1", "api_key": "key"}
+        hi: Any = [{"role": "user", "content": "hi"}]
+        answer = await gateway.model_client(session).chat.completions.create(model="policy", messages=hi)
+        return answer.choices[0].message.content or ""
+
+
+@pytest.mark.parametrize(
+    ("status", "takes_s", "refuses", "attempts"),
+    [
+        (503, 1.0, 40, 41),
+        (429, 20.0, 10**6, 15),
+        (503, 20.0, 10**6, 15),
+        (503, 400.0, 10**6, 1),
+        (500, 400.0, 1, 2),
+        (502, 99.0, 10**6, 5),
+        (409, 1.0, 10**6, 1),
+        (400, 1.0, 10**6, 1),
+    ],
+)
+async def test_a_model_call_that_is_refused_is_made_again_until_wait_s(
+    turned: TurnedClock, status: int, takes_s: float, refuses: int, attempts: int
+) -> None:
+    """An answer that was lost after a long time is not one that waited: a status but 429 and 503 begins the
+    wait when it comes."""
+    refusals = Refusals(turned, status, takes_s, refuses)
+    with serving(refusals.app()) as url:
+        if attempts > refuses:
+            assert await said_by(url, 300.0) == "hi"
+        else:
+            with pytest.raises(APIStatusError, match="all engines are full") as raised:
+                await said_by(url, 300.0)
+            assert raised.value.status_code == status
+    assert refusals.attempts == [str(number) for number in range(attempts)]
+
+
+async def test_a_model_call_waits_for_a_gateway_that_is_away_until_wait_s(turned: TurnedClock) -> None:
+    calling = asyncio.create_task(said_by(f"http://127.0.0.1:{free_port()}", 300.0))
+    await asyncio.sleep(0.1)  # fails at once
+    assert not calling.done()
+    while not calling.done():
+        turned.turn(100.0)
+        await asyncio.wait([calling], timeout=0.3)
+    with pytest.raises(APIConnectionError, match="gave no answer for 300 s"):
+        await calling
+
+
+async def test_calls_side_by_side_each_have_their_own_wait(turned: TurnedClock) -> None:
+    refusals = Refusals(turned, 503, 1.0, refuses=60)
+    with serving(refusals.app()) as url:
+        assert await asyncio.gather(*(said_by(url, 300.0) for _ in range(4))) == ["hi"] * 4
 
 
 async def test_a_group_that_can_teach_nothing_ends_early(running: RunTest) -> None:

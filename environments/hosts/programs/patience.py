@@ -1,0 +1,75 @@
+"""OpenAI's client for whoever plays episodes: it makes a call again that is refused for load, or lost.
+
+The client itself makes the attempts, and marks them with the number that the gateway reads. Here is decided
+how long it goes on. This module needs the standard library and `openai` only.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient
+
+FOR_LOAD = (429, 503)
+SHOULD_RETRY = "x-should-retry"
+"""A header that the client obeys."""
+ATTEMPT = "x-stainless-retry-count"
+ATTEMPTS = 1_000_000
+"""More than a wait can have."""
+
+
+@dataclass
+class ModelCall:
+    """One call: when its first attempt began, and since when it waits to be made again."""
+
+    began_at: float
+    waits_since: float | None = None
+    refused: bool = False
+    """Whether the last attempt got an answer; otherwise it was lost."""
+
+
+calls: ContextVar[ModelCall | None] = ContextVar("calls", default=None)
+"""All attempts of a call are made in one task."""
+
+
+def patient_client(waits_s: float, now: Callable[[], float], answer_s: float, **given: Any) -> AsyncOpenAI:
+    """A client whose calls are made again for `waits_s` seconds. The time of attempts that are refused for
+    load counts, that of an answer that is lost does not. `now` is a monotonic clock."""
+
+    async def asks(request: Any) -> None:
+        call = calls.get()
+        if call is None or request.headers.get(ATTEMPT, "0") == "0":
+            calls.set(ModelCall(now()))
+            return
+        call.waits_since = now() if call.waits_since is None else call.waits_since
+        if not call.refused and now() > call.waits_since + waits_s:
+            message = f"{request.url.host}:{request.url.port} gave no answer for {waits_s:.0f} s"
+            raise APIConnectionError(message=message, request=request)
+        call.refused = False
+
+    async def hears(response: Any) -> None:
+        call, status = calls.get(), response.status_code
+        if call is None or status < 400:
+            return
+        call.refused = True
+        if call.waits_since is None:
+            call.waits_since = call.began_at if status in FOR_LOAD else now()
+        if not passes(status) or now() + wished_s(response) > call.waits_since + waits_s:
+            response.headers[SHOULD_RETRY] = "false"
+
+    http = DefaultAsyncHttpxClient(event_hooks={"request": [asks], "response": [hears]})
+    return AsyncOpenAI(http_client=http, max_retries=ATTEMPTS, timeout=answer_s, **given)
+
+
+def wished_s(response: Any) -> float:
+    """After how many seconds the gateway wishes another attempt."""
+    try:
+        return max(0.0, float(response.headers.get("retry-after", 0)))
+    except ValueError:
+        return 0.0
+
+
+def passes(status: int) -> bool:
+    """Whether another attempt may succeed: the request is not the cause."""
+    return status in (408, 429) or status >= 500

@@ -120,8 +120,17 @@ class SessionClient:
         return max((span["version"] for turn in turns for span in turn["versions"]), default=None)
 
     async def model_name(self) -> str:
+        return str((await self._model())["id"])
+
+    async def served_version(self) -> int | None:
+        """The version that answers calls of the policy now; None if the gateway does not say it."""
+        found: int | None = (await self._model()).get("version")
+        return found
+
+    async def _model(self) -> dict[str, Any]:
         listed = await self._request("GET", "/v1/models")
-        return str(listed["data"][0]["id"])
+        model: dict[str, Any] = listed["data"][0]
+        return model
 
     async def _request(
         self,

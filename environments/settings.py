@@ -65,7 +65,7 @@ class RunSettings(BaseModel):
     group_size: PositiveInt = 8
     """How many episodes of a task are compared with each other."""
     concurrency: PositiveInt = 32
-    """How many episodes run at once."""
+    """How many episodes run at once, those of evaluations included."""
     episodes: PositiveInt | None = None
     """The run ends after so many; without it, an evaluation plays each task once and a training run goes
     on."""
@@ -114,7 +114,7 @@ class RunSettings(BaseModel):
     python: Path | None = None
     """The interpreter that has the environment's library; without it, the one in `run/environments`."""
     wait_s: PositiveFloat = 300.0
-    """How long a request is repeated while the gateway refuses it for load or does not answer, and how long
+    """How long a request or a model call is repeated while the gateway refuses it for load or does not answer, and how long
     episodes wait while an OpenEnv server lets none of them in."""
 
     @property

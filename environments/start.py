@@ -3,6 +3,7 @@
 run/environments/NAME/   run.json   journal.jsonl   summary.json   reward.png   evaluations/
 """
 
+import asyncio
 import importlib
 import json
 import re
@@ -66,6 +67,8 @@ class RunParts:
     source: Source
     gateway: SessionClient
     loop: Loop | str | None
+    slots: asyncio.Semaphore
+    """Of the episodes of the run and of its evaluations together."""
 
 
 async def play_run(
@@ -76,7 +79,13 @@ async def play_run(
     _refuse_what_a_library_decides(settings, loop)
     source = source_of(settings, place)
     async with source, SessionClient(place.gateway_url, place.client_key, settings.wait_s) as gateway:
-        return await _play(RunParts(settings, place, source, gateway, loop), say, resume)
+        return await _play(_parts(settings, place, source, gateway, loop), say, resume)
+
+
+def _parts(
+    settings: RunSettings, place: RunPlace, source: Source, gateway: SessionClient, loop: Loop | str | None
+) -> RunParts:
+    return RunParts(settings, place, source, gateway, loop, asyncio.Semaphore(settings.concurrency))
 
 
 async def _play(parts: RunParts, say: Say, resume: bool) -> dict[str, Any]:
@@ -111,8 +120,12 @@ def _evaluations(parts: RunParts, say: Say) -> EvaluationSchedule:
     """The evaluations during a training run. They use its environments unless theirs have other options."""
     settings, place, wanted = parts.settings, parts.place, parts.settings.evaluation
 
-    async def judge(directory: Path, resume: bool) -> dict[str, Any]:
-        evaluation = replace(parts, settings=wanted, place=replace(place, run_dir=directory))
+    async def judge(directory: Path, pinned: bool) -> dict[str, Any]:
+        resume, model = (directory / "run.json").exists(), wanted.model
+        if pinned and model is None:
+            model = f"{await parts.gateway.model_name()}@{int(directory.name)}"
+        of_version = wanted.model_copy(update={"model": model})
+        evaluation = replace(parts, settings=of_version, place=replace(place, run_dir=directory))
         if wanted.options == settings.options:
             summary = await _play(evaluation, _silent, resume)
         else:
@@ -142,7 +155,7 @@ async def opened_run(
     async with (
         source,
         SessionClient(place.gateway_url, place.client_key, settings.wait_s) as gateway,
-        _begun(RunParts(settings, place, source, gateway, loop), resume) as run,
+        _begun(_parts(settings, place, source, gateway, loop), resume) as run,
     ):
         yield run, gateway
 
@@ -215,7 +228,9 @@ async def _run(parts: RunParts, run_id: str, journal: Journal) -> Run:
         before.add(entry)
         figures.add(entry)
     order.visit = before.visit
-    return Run(settings, order, player, plan, journal, again, before.group, before.episodes, figures)
+    return Run(
+        settings, order, player, plan, journal, parts.slots, again, before.group, before.episodes, figures
+    )
 
 
 def loop_of(name: str | None, player_count: int) -> Loop:

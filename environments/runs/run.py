@@ -39,6 +39,8 @@ class Run:
     player: EpisodePlayer
     plan: SeatPlan
     journal: Journal
+    slots: asyncio.Semaphore
+    """Who plays an episode holds one; the evaluations of the run share them."""
     unfinished: Sequence[GroupBegun] = ()
     next_group: int = 0
     begun: int = 0
@@ -53,11 +55,12 @@ class Run:
     async def play(self) -> None:
         """Play until the run has enough. Raises RunStopped, and GatewayFault if the gateway does not serve
         it."""
-        slots = asyncio.Semaphore(self.settings.concurrency)
         try:
             async with asyncio.TaskGroup() as groups:
                 try:
-                    await self._begin_all(groups, slots)
+                    if self.evaluations and (before := await self.evaluations.before()):
+                        await self.evaluations.play(before, pinned=True)
+                    await self._begin_all(groups)
                     while self._tasks:
                         await asyncio.wait(self._tasks)
                 except BaseException:
@@ -68,9 +71,9 @@ class Run:
         finally:
             await asyncio.gather(*(group.abandon(self.player) for group in self._playing.values()))
 
-    async def _begin_all(self, groups: asyncio.TaskGroup, slots: asyncio.Semaphore) -> None:
+    async def _begin_all(self, groups: asyncio.TaskGroup) -> None:
         for begun in self.unfinished:
-            await self._begin(groups, slots, begun, await self._task_of(begun))
+            await self._begin(groups, begun, await self._task_of(begun))
         while (drawn := await self._next()) is not None:
             if failed := len(self._failed_groups):
                 # an environment that is gone may come back, and its sessions cost the gateway work
@@ -78,7 +81,7 @@ class Run:
             visit, task = drawn
             begun = GroupBegun(self.next_group, visit, task.id, tuple(range(self.settings.group_size)))
             self.next_group += 1
-            await self._begin(groups, slots, begun, task)
+            await self._begin(groups, begun, task)
 
     async def _task_of(self, begun: GroupBegun) -> Task:
         try:
@@ -101,13 +104,11 @@ class Run:
         except EnvironmentFault as error:
             raise RunStopped(f"the environment gives no tasks: {error}") from None
 
-    async def _begin(
-        self, groups: asyncio.TaskGroup, slots: asyncio.Semaphore, begun: GroupBegun, task: Task
-    ) -> None:
+    async def _begin(self, groups: asyncio.TaskGroup, begun: GroupBegun, task: Task) -> None:
         """Begin a group once an episode has a free slot: its sessions are opened before the next one
         begins."""
-        await slots.acquire()
-        slots.release()
+        await self.slots.acquire()
+        self.slots.release()
         self.begun += len(begun.members)
         self.journal.add(begun)
         group = EpisodeGroup(
@@ -120,10 +121,10 @@ class Run:
         )
         self._playing[begun.group] = group
         await group.open(self.player, self.plan)
-        self._add(groups, self._play(groups, group, slots))
+        self._add(groups, self._play(groups, group))
 
-    async def _play(self, groups: asyncio.TaskGroup, group: EpisodeGroup, slots: asyncio.Semaphore) -> None:
-        await group.play(self.player, slots, self._record)
+    async def _play(self, groups: asyncio.TaskGroup, group: EpisodeGroup) -> None:
+        await group.play(self.player, self.slots, self._record)
         del self._playing[group.number]
         self.order.saw(group.task.id, group.rewards)
         self._watch_failures(group)

@@ -161,6 +161,8 @@ class Model(TypedDict):
     owned_by: str
     max_model_len: int
     """Tokens that a prompt and its answer may have; the name is vLLM's."""
+    version: int | None
+    """The newest version that answers under this name; null if none does."""
 
 
 class ModelList(TypedDict):

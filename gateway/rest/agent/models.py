@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from gateway.engines.fleet import Fleet
 from gateway.errors import ObjectNotFound
 from gateway.generations.pinning import Pinned, pinned
 from gateway.rest.access import agent_of
@@ -18,9 +19,9 @@ async def list_models(request: Request) -> JSONResponse:
     """The policy, under its public name, and the adapters that are policies of their own."""
     gateway, _ = agent_of(request)
     model_name = gateway.settings.model_name
-    adapters = [Pinned(each.version, each.name).name(model_name) for each in await gateway.adapters.all()]
-    names = (model_name, *adapters)
-    return JSONResponse({"object": "list", "data": [_model(gateway, name) for name in names]})
+    adapters = [Pinned(each.version, each.name) for each in await gateway.adapters.all()]
+    named = [_model(gateway, each.name(model_name), each) for each in (Pinned(), *adapters)]
+    return JSONResponse({"object": "list", "data": named})
 
 
 @router.get("/v1/models/{model:path}", responses={200: {"model": Model}})
@@ -28,8 +29,8 @@ async def list_models(request: Request) -> JSONResponse:
 async def read_model(model: str, request: Request) -> JSONResponse:
     """One model by its name. Unless `strict_models` is set, every other name also means the policy."""
     gateway, _ = agent_of(request)
-    await pinned(gateway.settings, gateway.fleet, gateway.adapters, model, None)
-    return JSONResponse(_model(gateway, model))
+    found = await pinned(gateway.settings, gateway.fleet, gateway.adapters, model, None)
+    return JSONResponse(_model(gateway, model, found))
 
 
 @router.post("/v1/embeddings", include_in_schema=False)
@@ -42,11 +43,21 @@ async def refuse_embeddings(request: Request) -> None:
     )
 
 
-def _model(gateway: GatewayParts, name: str) -> Model:
+def _model(gateway: GatewayParts, name: str, found: Pinned) -> Model:
     return {
         "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "weir",
         "max_model_len": gateway.renderer.context_length,
+        "version": _newest(gateway.fleet) if found.version is None else found.version,
     }
+
+
+def _newest(fleet: Fleet) -> int | None:
+    """The version that answers calls: before the first policy, that with which the engines were started."""
+    if fleet.serving is not None:
+        return fleet.serving
+    return max(
+        (server.version for server in fleet.servers.values() if server.version is not None), default=None
+    )

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,9 +16,12 @@ class AnsweringEngine(FakeEngine):
     """`answer` gets the whole prompt as text."""
 
     answer: Callable[[str], str] = lambda prompt: "hello"
+    asked: dict[str, Any] = field(default_factory=dict)
+    """The sampling parameters of the request that `answer` answers."""
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()
+        self.asked = body["sampling_params"]
         prompt = self.tokenizer.decode(body["input_ids"], skip_special_tokens=False)
         self.script.append(self.answer(prompt))
         return await super().generate(request)

@@ -114,8 +114,8 @@ class RunSettings(BaseModel):
     python: Path | None = None
     """The interpreter that has the environment's library; without it, the one in `run/environments`."""
     wait_s: PositiveFloat = 300.0
-    """How long a request or a model call is repeated while the gateway refuses it for load or does not answer, and how long
-    episodes wait while an OpenEnv server lets none of them in."""
+    """How long a request or a model call is repeated while the gateway refuses it for load or does not
+    answer, and how long episodes wait while an OpenEnv server lets none of them in."""
 
     @property
     def library(self) -> str:

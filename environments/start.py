@@ -31,7 +31,7 @@ from environments.results.summary import RunResults, judged
 from environments.results.versions import with_versions
 from environments.runs.evaluations import EvaluationSchedule, evaluations_in
 from environments.runs.figures import RunFigures
-from environments.runs.progress import sentence, telling
+from environments.runs.progress import telling
 from environments.runs.resume import PlayedBefore, unfinished_groups
 from environments.runs.run import Run
 from environments.runs.task_order import TaskOrder
@@ -112,7 +112,6 @@ async def _play(parts: RunParts, say: Say, resume: bool) -> dict[str, Any]:
         draw_evaluations(place.run_dir / "evaluations.png", settings.environment, found)
     write_document(place.run_dir / "summary.json", summary)
     draw(place.run_dir / "reward.png", settings.environment, results.rewards)
-    say(sentence(run))
     return summary
 
 

@@ -20,7 +20,7 @@ WINDOW = 128
 @dataclass
 class RunResults:
     """What the episodes of a run came to. Of an episode it keeps its reward alone; by task, too, if this is
-    an evaluation."""
+    an evaluation, and otherwise whether those of a group differ."""
 
     mode: Mode
     episodes: int = 0
@@ -29,6 +29,8 @@ class RunResults:
     statuses: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     versions: Counter[int] = field(default_factory=Counter)
+    by_group: dict[tuple[int, int], tuple[int, float, bool]] = field(default_factory=dict)
+    """By group and seat: how many rewards it has, the first, and whether another one differs."""
     rewards: "array[float]" = field(default_factory=lambda: array("d"))
     """In the order in which the episodes ended."""
     by_task: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -52,8 +54,15 @@ class RunResults:
             self.rewards.append(entry.reward)
             if entry.status in ("completed", "truncated"):
                 self.judged += 1
-                if self.mode == "eval":
-                    self.by_task[entry.task_id].append(entry.reward)
+                self._judge(entry, entry.reward)
+
+    def _judge(self, entry: EpisodeEnded, reward: float) -> None:
+        if self.mode == "eval":
+            self.by_task[entry.task_id].append(reward)
+            return
+        key = (entry.group, entry.seat)
+        count, first, differs = self.by_group.get(key, (0, reward, False))
+        self.by_group[key] = (count + 1, first, differs or reward != first)
 
     def document(self) -> dict[str, Any]:
         """A document for `summary.json`. In training rewards change as the model learns, so there is no
@@ -69,6 +78,8 @@ class RunResults:
             return document
         if self.mode == "train":
             start, end = self.rewards[:WINDOW], self.rewards[-WINDOW:]
+            compared = [differs for count, _, differs in self.by_group.values() if count > 1]
+            document["groups"] = {"compared": len(compared), "different": sum(compared)}
             return document | {"reward_start": fmean(start), "reward_end": fmean(end)}
         return document | self._evaluated()
 

@@ -33,7 +33,7 @@ class EvaluationSchedule:
     directory: Path
     every: int
     judge: Judge
-    _running: bool = False
+    running: bool = False
 
     async def before(self) -> Path | None:
         """The directory of the evaluation that comes before the training, unless it has been played. Raises
@@ -47,29 +47,29 @@ class EvaluationSchedule:
     async def due(self, session_id: str) -> Path | None:
         """The directory of an evaluation that is to begin now; `session_id` is one of the training, and says
         which version answers. An evaluation that a killed runner left comes first. Raises GatewayFault."""
-        if self._running:
+        if self.running:
             return None
         begun = self._begun()
         if begun and not _has_ended(begun[-1]):
             found = begun[-1]
         else:
             version = await self.gateway.newest_version(session_id)
-            if self._running or version is None or (begun and version < int(begun[-1].name) + self.every):
+            if self.running or version is None or (begun and version < int(begun[-1].name) + self.every):
                 return None
             found = self.directory / f"{version:05d}"
-        self._running = True
+        self.running = True
         return found
 
     async def play(self, directory: Path, pinned: bool = False) -> None:
         """Play it. One that cannot be played is told, and the training goes on."""
-        self._running = True
+        self.running = True
         try:
             await self.judge(directory, pinned)
         except (EnvironmentFault, GatewayFault, RunStopped, UnknownEnvironment) as error:
             logger.warning("the evaluation in %s ended early: %s", directory, error)
             write_document(directory / "summary.json", {"error": str(error)})
         finally:
-            self._running = False
+            self.running = False
 
     def _begun(self) -> list[Path]:
         return sorted(self.directory.glob("[0-9]*"))

@@ -1,5 +1,6 @@
 """The running figures of a run: all that it keeps of episodes that have ended. The journal has the rest."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from environments.results.journal import EpisodeEnded
@@ -31,6 +32,10 @@ class RunFigures:
     last_session: str = ""
     """The session of the episode that ended last."""
     recent: RecentRewards = field(default_factory=RecentRewards)
+    groups: int = 0
+    """Groups that have ended in this process with two rewards or more; the others cannot be compared."""
+    different: int = 0
+    """Those whose rewards differ."""
     _fresh: RewardSum = field(default_factory=RewardSum)
 
     def add(self, entry: EpisodeEnded) -> None:
@@ -41,6 +46,11 @@ class RunFigures:
         if entry.reward is not None and entry.status != "failed":
             self.recent.add(entry.reward)
             self._fresh.add(entry.reward)
+
+    def add_group(self, rewards: Sequence[float]) -> None:
+        """Count a group that has ended."""
+        self.groups += len(rewards) > 1
+        self.different += len(set(rewards)) > 1
 
     def take_fresh(self) -> RewardSum:
         """The rewards since this was called last."""

@@ -8,23 +8,50 @@ from environments.runs.run import Run
 from rollout_queue import clock
 
 EVERY_S = 5.0
+FEWEST_GROUPS = 3
+"""After so many groups without different rewards, the run says what helps."""
+ADVICE = (
+    "A group whose rewards are equal teaches nothing. If all its episodes fail, an example in the prompt, "
+    "`-s temperature=0.6` or an easier task helps; if all succeed, a harder one."
+)
+
+
+class ToldProgress:
+    """What a run says. The advice comes once."""
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self._run, self._say, self._advised = run, say, False
+
+    def tell(self) -> None:
+        self._say(sentence(self._run))
+        figures = self._run.figures
+        if teaches_nothing(self._run) and figures.groups >= FEWEST_GROUPS and not self._advised:
+            self._say(ADVICE)
+            self._advised = True
 
 
 @asynccontextmanager
 async def telling(run: Run, say: Callable[[str], None]) -> AsyncIterator[None]:
-    """Say it while the block runs."""
-    task = asyncio.create_task(_tell(run, say))
+    """Say it while the block runs, and at its end."""
+    progress = ToldProgress(run, say)
+    task = asyncio.create_task(_tell(progress))
     try:
         yield
+        progress.tell()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _tell(run: Run, say: Callable[[str], None]) -> None:
+async def _tell(progress: ToldProgress) -> None:
     while True:
         await clock.sleep(EVERY_S)
-        say(sentence(run))
+        progress.tell()
+
+
+def teaches_nothing(run: Run) -> bool:
+    """Whether groups were compared, and none had different rewards."""
+    return run.settings.mode == "train" and run.figures.groups > 0 and not run.figures.different
 
 
 def sentence(run: Run) -> str:
@@ -32,4 +59,14 @@ def sentence(run: Run) -> str:
     so_far = "" if mean is None else f", mean reward of the last 128: {mean:.3f}"
     trouble = f", {figures.failed} failed" if figures.failed else ""
     skipped = f", {run.order.skipped} tasks left out" if run.order.skipped else ""
-    return f"{figures.ended} episodes{so_far}{trouble}{skipped}"
+    judging = ", an evaluation runs" if run.evaluations and run.evaluations.running else ""
+    return f"{figures.ended} episodes{so_far}{trouble}{skipped}{judging}{_groups(run)}"
+
+
+def _groups(run: Run) -> str:
+    figures = run.figures
+    if teaches_nothing(run):
+        return f", 0 of {figures.groups} groups have different rewards, so nothing is trained"
+    if run.settings.mode == "train" and figures.groups:
+        return f", {figures.different} of {figures.groups} groups had different rewards"
+    return ""

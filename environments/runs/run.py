@@ -127,6 +127,7 @@ class Run:
         await group.play(self.player, self.slots, self._record)
         del self._playing[group.number]
         self.order.saw(group.task.id, group.rewards)
+        self.figures.add_group(group.rewards)
         self._watch_failures(group)
         if self.evaluations and (due := await self.evaluations.due(self.figures.last_session)):
             self._add(groups, self.evaluations.play(due))

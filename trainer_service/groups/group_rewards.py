@@ -22,6 +22,8 @@ class GroupRewards:
         self._means = deque[float](maxlen=KEPT)
         self._evaluations = deque[tuple[int, float]](maxlen=KEPT)
         self.by_version = VersionScores()
+        self.compared = self.different = 0
+        """The groups of this process with two rewards or more, and those whose rewards differ."""
 
     @property
     def counted(self) -> list[str]:
@@ -46,6 +48,8 @@ class GroupRewards:
                     self.by_version.add(version, rewards[-1])
         if rewards:
             self._means.append(fmean(rewards))
+        self.compared += len(rewards) > 1
+        self.different += len(set(rewards)) > 1
         for evaluation in (member.evaluation for member in group.members if member.evaluation):
             if not evaluation.failed and evaluation.reward is not None and evaluation.version is not None:
                 reward = _bounded(evaluation.reward)

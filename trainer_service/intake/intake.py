@@ -204,6 +204,8 @@ class Intake:
             waiting=self._assembler.counts().ended,
             owed=self._acknowledger.owed_sessions,
             per_step=self._tally.rollouts_per_step,
+            groups=self.rewards.compared,
+            groups_different=self.rewards.different,
         )
 
     def waiting_for(self) -> str:

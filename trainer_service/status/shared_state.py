@@ -32,6 +32,10 @@ class Backlog:
     per_step: float = 1.0
     """How many rewarded rollouts end between two steps, without those lost as too old; the mean over the last
     steps."""
+    groups: int = 0
+    """Groups with two rewards or more that this process has read."""
+    groups_different: int = 0
+    """Those whose rewards differ."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class StatusSnapshot:
             rollouts_waiting=backlog.waiting if backlog else None,
             rollouts_owed=backlog.owed if backlog else None,
             rollouts_per_step=backlog.per_step if backlog else None,
+            groups=backlog.groups if backlog else None,
+            groups_different=backlog.groups_different if backlog else None,
         )
 
 

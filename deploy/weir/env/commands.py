@@ -212,6 +212,11 @@ def _show(summary: dict[str, Any]) -> None:
     table.add_row("episodes", f"{summary['episodes']}, {summary['by_status']}")
     if mode == "train" and "reward_end" in summary:
         table.add_row("reward", f"{summary['reward_start']:.3f} → {summary['reward_end']:.3f}")
+    if (groups := summary.get("groups")) and groups["compared"]:
+        trained = "" if groups["different"] else ", so nothing was trained"
+        table.add_row(
+            "groups", f"{groups['different']} of {groups['compared']} had different rewards{trained}"
+        )
     for name in ("reward", "pass_rate"):
         if isinstance(found := summary.get(name), dict):
             table.add_row(name, judged({"reward": found}))

@@ -87,6 +87,12 @@ def _lines(history: History) -> Iterator[Text]:
         style="yellow" if silent or trainer.state in (None, "paused") else "",
     )
     yield Text(f"waits for  {trainer.waiting_for or '-'}")
+    if trainer.groups:
+        alike = not trainer.groups_different
+        yield Text(
+            f"groups     {trainer.groups_different or 0} of {trainer.groups} had different rewards",
+            style="yellow" if alike else "",
+        )
     rates = _rates(history)
     yield Text(
         f"sessions   {queue.unfinished_sessions} open of {queue.sessions}, {rates['ended']} ended/min, "

@@ -62,6 +62,10 @@ class TrainerReport(ServiceMessage):
     """Sessions that were trained, and are in no checkpoint yet."""
     rollouts_per_step: float | None = None
     """Rewarded rollouts that a step uses up."""
+    groups: int | None = None
+    """Groups with two rewards or more that this process has read; the others cannot be compared."""
+    groups_different: int | None = None
+    """Those whose rewards differ. If they all are equal, most algorithms learn nothing from a group."""
 
     def fields(self) -> dict[str, str]:
         """The report as fields of a Redis hash: texts as they are, everything else as JSON."""

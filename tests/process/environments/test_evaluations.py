@@ -66,7 +66,7 @@ async def test_the_evaluation_before_the_training_is_of_one_version(running: Run
     async def counted(request: Any) -> Any:
         at_once.append(at_once[-1] + 1)
         try:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # so that others come meanwhile, if they may
             return await generate(request)
         finally:
             at_once.append(at_once[-1] - 1)

@@ -269,6 +269,42 @@ async def test_sessions_that_are_opened_while_the_run_stops_are_ended(
     assert all(each["state"] == "finished" for each in running.sessions()), "no session waits"
 
 
+@pytest.mark.parametrize(
+    ("answers", "different", "said"),
+    [
+        ("?", 0, "0 of 4 groups have different rewards, so nothing is trained"),
+        ("right", 0, "0 of 4 groups have different rewards, so nothing is trained"),
+        ("both", 4, "4 of 4 groups had different rewards"),
+    ],
+)
+async def test_a_run_that_can_teach_nothing_says_so_and_what_helps(
+    running: RunTest, answers: str, different: int, said: str
+) -> None:
+    numbers = itertools.count()
+
+    def answer(prompt: str) -> str:
+        right = answers == "right" or (answers == "both" and next(numbers) % 2)
+        return str(2 * int(re.findall(r"double of (\d)", prompt)[-1])) if right else "?"
+
+    running.engine.answer = answer
+    lines: list[str] = []
+    settings = running.settings("Double", group_size=2, episodes=8, concurrency=1)
+    summary = await play_run(settings, running.place, lines.append)
+    assert summary["groups"] == {"compared": 4, "different": different}
+    assert lines[-2 if not different else -1].endswith(said)
+    helps = [line for line in lines if "an example in the prompt" in line and "temperature=0.6" in line]
+    assert len(helps) == (not different)
+
+
+async def test_an_evaluation_and_groups_of_one_compare_nothing(running: RunTest) -> None:
+    lines: list[str] = []
+    both: list[dict[str, Any]] = [{"mode": "eval", "tasks": 3}, {"group_size": 1, "episodes": 3}]
+    for number, given in enumerate(both):
+        place = running.place_of(running.run_dir.with_name(f"run-{number}"))
+        await play_run(running.settings("Double", **given), place, lines.append)
+    assert not [line for line in lines if "groups" in line]
+
+
 class Refusals:
     """A gateway that refuses calls. Each attempt takes so much time of the turned clock."""
 
@@ -336,7 +372,7 @@ async def test_a_model_call_that_is_refused_is_made_again_until_wait_s(
 
 async def test_a_model_call_waits_for_a_gateway_that_is_away_until_wait_s(turned: TurnedClock) -> None:
     calling = asyncio.create_task(said_by(f"http://127.0.0.1:{free_port()}", 300.0))
-    await asyncio.sleep(0.1)  # fails at once
+    await asyncio.wait([calling], timeout=0.3)
     assert not calling.done()
     while not calling.done():
         turned.turn(100.0)

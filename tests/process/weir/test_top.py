@@ -38,7 +38,13 @@ def report(trained: int = 0, step: int = 3, **more: Any) -> SystemStatus:
             stream_length=4, sessions=9, unfinished_sessions=2, verdicts=verdicts, dead_letters=0
         ),
         "trainer": TrainerReport(
-            state="waiting", step=step, version=step, waiting_for="12 more live rows", metrics={"loss": 0.125}
+            state="waiting",
+            step=step,
+            version=step,
+            waiting_for="12 more live rows",
+            metrics={"loss": 0.125},
+            groups=7,
+            groups_different=2,
         ),
         "policy": ServingShape(serving=3, target=4),
         "servers": (server_shape("r0", 3),),
@@ -60,6 +66,7 @@ def test_the_view_has_versions_fleet_rates_and_steps() -> None:
         "version    3 → 4",
         "trainer    waiting, step 4, version 4",
         "waits for  12 more live rows",
+        "groups     2 of 7 had different rewards",
         "2 open of 9, 30 ended/min, 30 trained/min",
         "queue      4 records",
         "fleet      1 of 1 ready, 0 calls in flight",

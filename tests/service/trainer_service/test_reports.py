@@ -221,6 +221,24 @@ def test_the_trainer_reports_its_backlog(make_harness: MakeHarness) -> None:
     assert said(harness, "waiting", "owed", "per_step") == [0, 0, (4 + 7) / 2]
 
 
+def test_the_trainer_reports_how_many_groups_had_different_rewards(make_harness: MakeHarness) -> None:
+    """Also those that wait for their step. An evaluation and a group of one are not compared."""
+    harness = make_harness(algorithm={"min_live_rows": 4}).start()
+    harness.agents.group("equal", [0.0, 0.0])
+    harness.agents.episode("alone", 1.0)
+    harness.agents.evaluate("judged", 1.0)
+    wait(harness)
+    report = harness.shared_state.snapshot.report()
+    assert (report.groups, report.groups_different) == (1, 0)
+    harness.agents.group("live", [0.0, 1.0])
+    wait(harness)
+    wait(harness)
+    assert {name: harness.stream.trainer[name] for name in ("groups", "groups_different")} == {
+        "groups": "2",
+        "groups_different": "1",
+    }
+
+
 def test_trained_sessions_that_no_checkpoint_contains_are_owed(make_harness: MakeHarness) -> None:
     harness = make_harness(checkpoint_every_steps=2).start()
     harness.step("g")

@@ -199,7 +199,7 @@ class Line:
 
     async def arrive(self, name: str, waits_s: float = 600.0) -> asyncio.Task[None]:
         waiting = asyncio.create_task(self.call(name, waits_s))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it begins to wait
         return waiting
 
 

@@ -24,6 +24,7 @@ from redis.retry import Retry
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.http.addresses import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
 from rollout_queue.http.keys import Keyring, bearer, refuse_open_binding
+from rollout_queue.http.server import HttpThread
 from rollout_queue.redis.client.address import read_address
 from rollout_queue.redis.client.opening import open_redis
 from rollout_queue.redis.client.settings import RedisSettings
@@ -35,7 +36,7 @@ from rollout_queue.settings import CONFIG_VARIABLE
 from rollout_queue.signals.access_log import AccessLog
 from rollout_queue.signals.log_start import begin_log
 from rollout_queue.signals.tracing.start import begin_tracing
-from trainer_service.app import HttpThread, create_app
+from trainer_service.app import create_app
 from trainer_service.commands.ranks import follow_models
 from trainer_service.commands.serving import train_by_commands
 from trainer_service.intake.intake import Intake

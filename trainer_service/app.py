@@ -4,19 +4,14 @@ It runs on its own thread, and exchanges data with the training thread only thro
 """
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import copy_context
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Gauge
-from starlette.types import ASGIApp
 
 from rollout_queue import clock
 from rollout_queue.base_model.model_files import FILE_NAME
@@ -25,7 +20,6 @@ from rollout_queue.http.errors import ApiError, RequestIds, install_error_handle
 from rollout_queue.http.files import LargeFile
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of
-from rollout_queue.http.server import KEEP_ALIVE_S
 from rollout_queue.protocol.collective import JoinBody
 from rollout_queue.protocol.trainer import (
     MOST_BUCKETS,
@@ -35,7 +29,7 @@ from rollout_queue.protocol.trainer import (
     TrainerReport,
 )
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender
-from trainer_service.sinks.curves import Curves
+from trainer_service.sinks.curves import IN_NO_NAME, Curves
 from trainer_service.status.shared_state import NotRestorable, SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
@@ -202,6 +196,8 @@ def _learning(curves: Curves) -> APIRouter:
         names = [name for name in metrics.split(",") if name]
         if len(names) > MOST_METRICS:
             raise ApiError(400, f"at most {MOST_METRICS} metrics are read at once", param="metrics")
+        if odd := next(filter(IN_NO_NAME.search, names), None):
+            raise ApiError(400, f"no metric has the name {odd!r}", param="metrics")
         return JSONResponse(msgspec.to_builtins(curves.read(names, first, last, buckets)))
 
     return router
@@ -270,27 +266,3 @@ def _published_file(store: PolicyStore, version: int, name: str) -> Path:
                 if path.name == name and path.is_file() and not path.is_symlink():
                     return path
     raise ApiError(404, f"version {version} has no file of that name")
-
-
-class HttpThread:
-    """Serves the app on a thread, as long as the `with` block runs."""
-
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        logs: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
-        config = uvicorn.Config(app, host=host, port=port, timeout_keep_alive=KEEP_ALIVE_S, **logs)
-        self._server = uvicorn.Server(config)
-        # The main thread binds the address. If the address is in use, uvicorn then ends the whole process.
-        self._socket = config.bind_socket()
-        # uvicorn installs signal handlers only on the main thread.
-        self._thread = threading.Thread(
-            target=copy_context().run, args=(self._server.run, [self._socket]), name="http", daemon=True
-        )
-
-    def __enter__(self) -> "HttpThread":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(timeout=10)
-        self._socket.close()

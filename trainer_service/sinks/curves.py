@@ -6,6 +6,7 @@ The file may have hundreds of megabytes. A request reads a part of it at most, a
 so the first request may have to be repeated, and later ones read only what was appended.
 """
 
+import re
 import threading
 from array import array
 from bisect import bisect_left
@@ -25,6 +26,12 @@ BLOCK_BYTES = 4 * 2**20
 MOST_POINTS = 4_000_000
 """Points of all columns that are kept: 32 MB. Beyond them, the columns that were used least recently go."""
 
+MOST_COLUMNS = 256
+"""The same for their number: a name that no line has takes memory, too."""
+IN_NO_NAME = re.compile(r'["\\\x00-\x1f]')
+"""Characters that no name of a metric contains, because JSON escapes them."""
+
+STEP = "step"
 VERSION = "version"
 """Every step has this metric, so its steps are those of the run."""
 
@@ -88,7 +95,8 @@ class Curves:
         self._lock = threading.Lock()
 
     def read(self, metrics: Sequence[str], first: int | None, last: int | None, buckets: int) -> CurvesReply:
-        """The metrics between two steps, in at most `buckets` buckets. Raises OSError."""
+        """The metrics between two steps, in at most `buckets` buckets. No name has a character of
+        `IN_NO_NAME`. Raises OSError."""
         with self._lock:
             wanted = [VERSION, *(name for name in dict.fromkeys(metrics) if name != VERSION)]
             complete = self._read_file(wanted)
@@ -120,13 +128,14 @@ class Curves:
         """Read whole lines, about `most` bytes of them. Returns how many bytes they are."""
         if most <= 0 or self._path is None:
             return 0
+        fields = {STEP: "at"} | {name: f"m{at}" for at, name in enumerate(names) if name != STEP}
         line_type = msgspec.defstruct(
             "Line",
-            [("at", float | None, None)] + [(f"m{at}", float | None, None) for at in range(len(names))],
-            rename={"at": "step"} | {f"m{at}": name for at, name in enumerate(names)},
+            [(field, float | None, None) for field in fields.values()],
+            rename={field: name for name, field in fields.items()},
         )
         decoder, done, last = msgspec.json.Decoder(line_type), 0, b""
-        columns = [(f"m{at}", self._columns[name]) for at, name in enumerate(names)]
+        columns = [(fields[name], self._columns[name]) for name in names]
         with self._path.open("rb") as file:
             file.seek(offset)
             while done < most and (block := file.read(BLOCK_BYTES)):
@@ -147,7 +156,7 @@ class Curves:
     def _forget(self, used: set[str]) -> None:
         points = sum(len(column.steps) for column in self._columns.values())
         for name in list(self._columns):
-            if points <= MOST_POINTS:
+            if points <= MOST_POINTS and len(self._columns) <= MOST_COLUMNS:
                 return
             if name not in used:
                 points -= len(self._columns.pop(name).steps)

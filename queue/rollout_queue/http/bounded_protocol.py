@@ -2,6 +2,9 @@
 
 A connection is closed when the peer sends no whole head in time, stops sending a body, or stops reading. It
 stays open while a body or an answer makes progress, however slow that is.
+
+A request that offers another protocol, such as HTTP/2 or a WebSocket, is served as if it did not. A client of
+HTTP/1.0 gets no chunks.
 """
 
 import json
@@ -12,11 +15,12 @@ from http import HTTPStatus
 from typing import Any, Literal, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rollout_queue import clock
 from rollout_queue.http.connections import ConnectionCount
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.without_chunks import without_chunks
 
 PROGRESS_BYTES = 1024
 """A peer makes progress if it sends or reads this many bytes within the timeout."""
@@ -29,6 +33,9 @@ REFUSED_S = 1.0
 
 LINGER_0 = struct.pack("ii", 1, 0)
 """The value of SO_LINGER with which a closed connection is reset."""
+
+FRAMING = (b"content-length", b"transfer-encoding")
+"""The headers that say where a body ends."""
 
 Phase = Literal["between", "head", "body"]
 
@@ -43,6 +50,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: ApiError | None = None
         """Why the connection is refused; None while it is not. Once this is set, nothing more is read."""
         self._phase: Phase = "between"
+        self._repeats_head = False
+        """Whether the parser is getting a head that was parsed before."""
         self._requests = 0
         self._head_bytes = 0
         self._received = 0
@@ -104,9 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unparsed += len(data)
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # the request is answered without an upgrade
+            self._parse(data)
         except httptools.HttpParserError:
             self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request"))
             return
@@ -118,23 +125,52 @@ class BoundedProtocol(HttpToolsProtocol):
             self._read_timer.cancel()
             self._read_timer = None
 
+    def _parse(self, data: bytes) -> None:
+        """Parse the data. A parser stops behind a head with an offer; one that has not seen it goes on."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stopped:
+                data = data[stopped.args[0] :]
+            framing = [b"%b: %b\r\n" % each for each in self.headers if each[0] in FRAMING]
+            version = self.scope["http_version"].encode()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self._repeats_head = True
+            self.parser.feed_data(b"POST / HTTP/%b\r\n%b\r\n" % (version, b"".join(framing)))
+            self._repeats_head = False
+
+    def _should_upgrade(self) -> bool:
+        return False
+
     def on_message_begin(self) -> None:
+        if self._repeats_head:
+            return
         super().on_message_begin()
         self._phase, self._head_bytes = "head", 0
         self._requests += 1
 
     def on_url(self, url: bytes) -> None:
+        if self._repeats_head:
+            return
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._repeats_head:
+            return
         self._count_head(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._repeats_head:
+            return
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = ApiError(400, f"more than {MAX_PIPELINED} requests wait for their answers")
             raise self._refusal
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # its clients know no 100
         super().on_headers_complete()
         self._phase, self._unparsed = "body", 0
 
@@ -143,6 +179,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the body follows, if there is one
         super().on_message_complete()
         self._phase, self._unparsed = "between", 0
 
@@ -197,6 +235,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     # Writing
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, cast(Any, without_chunks(app, cycle)) if old else app)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -1,12 +1,14 @@
-"""Runs a service's HTTP server until SIGTERM, with the same settings for every service."""
+"""Runs a service's HTTP server until SIGTERM, or on a thread, with the same settings for every service."""
 
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -54,26 +56,56 @@ def serve(
     """
     # uvicorn drains on SIGTERM and then raises the signal again, for the handler that was set before.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    count = ConnectionCount(allow_files(bounds or ConnectionBounds()))
     config = uvicorn.Config(
         AccessLog(app) if access_log else app,
         host=host,
         port=port,
         loop=loop,
-        http=cast(Any, partial(BoundedProtocol, count)),
-        ws="none",
-        log_config=None,
-        access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(drain_s + (LAST_WORDS_S if end_requests else 0)),
+        **_of_connections(bounds or ConnectionBounds()),
     )
     with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again, too
         server = _Server(config, drain_s, leave, end_requests)
         server.run(None if sockets is None else list(sockets))
         if not server.started:  # its lifespan has failed, and the log says why
             sys.exit(NOT_STARTED)
+
+
+class HttpThread:
+    """Serves the app on a thread, as long as the `with` block runs."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        own = _of_connections(ConnectionBounds())
+        config = uvicorn.Config(app, host=host, port=port, log_level="warning", **own)
+        self._server = uvicorn.Server(config)
+        # The main thread binds the address. If the address is in use, uvicorn then ends the whole process.
+        self._socket = config.bind_socket()
+        # uvicorn installs signal handlers only on the main thread.
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._server.run, [self._socket]), name="http", daemon=True
+        )
+
+    def __enter__(self) -> "HttpThread":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+        self._socket.close()
+
+
+def _of_connections(bounds: ConnectionBounds) -> dict[str, Any]:
+    """uvicorn's settings of connections. This process may then open as many files as they need."""
+    return {
+        "http": partial(BoundedProtocol, ConnectionCount(allow_files(bounds))),
+        "ws": "none",
+        "log_config": None,
+        "access_log": False,
+        "timeout_keep_alive": KEEP_ALIVE_S,
+    }
 
 
 class _Server(uvicorn.Server):

@@ -60,8 +60,14 @@ def connected(gateway: RunningGateway) -> Iterator[socket.socket]:
         yield line
 
 
-def head(path: str, size: int, key: str | None = CLIENT_KEY, kind: str = "application/json") -> bytes:
-    given = f"authorization: Bearer {key}\r\n" if key else ""
+OFFER = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+"""With each request, Java's HttpClient offers to speak HTTP/2."""
+
+
+def head(
+    path: str, size: int, key: str | None = CLIENT_KEY, kind: str = "application/json", more: str = ""
+) -> bytes:
+    given = (f"authorization: Bearer {key}\r\n" if key else "") + more
     return (
         f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\n{given}content-length: {size}\r\n\r\n"
     ).encode()
@@ -164,10 +170,13 @@ def test_a_head_that_does_not_end_is_closed(
         assert closed(line)
 
 
+@pytest.mark.parametrize("more", ["", OFFER], ids=["plain", "offer"])
 @pytest.mark.parametrize("path", [CHAT_PATH, "/sessions"])
-def test_a_body_that_stalls_is_408(bounded: RunningGateway, pass_time: PassTime, path: str) -> None:
+def test_a_body_that_stalls_is_408(
+    bounded: RunningGateway, pass_time: PassTime, path: str, more: str
+) -> None:
     with connected(bounded) as line:
-        line.sendall(head(path, 10_000) + b"{")
+        line.sendall(head(path, 10_000, more=more) + b"{")
         pass_time(TIMEOUT_S)
         status, error = answer(line)
         assert (status, error["type"]) == (408, "timeout_error")
@@ -200,6 +209,44 @@ def test_the_rest_of_a_refused_body_is_not_read_for_ever(
             return False
 
         wait_until(cut)
+
+
+# Other protocols
+
+
+def test_a_client_that_offers_http_2_is_served(bounded: RunningGateway) -> None:
+    """On one connection, as Java's HttpClient does."""
+    offer = dict([each.split(": ") for each in OFFER.strip().split("\r\n")])
+    expect = offer | {"expect": "100-continue", "content-type": "application/json"}
+    for headers in ({}, expect):
+        for name in range(2):
+            made = bounded.session(session_id=f"{name}-{len(headers)}")
+            reply = bounded.chat("x" * 100_000, session=made, stream=True, max_tokens=3, headers=headers)
+            assert reply.text.endswith("data: [DONE]\n\n")
+            asked = bounded.engine.requests[-2:]
+    assert asked[0]["input_ids"] == asked[1]["input_ids"]
+    chunks = (b'{"session_id": ', b'"parts"}')
+    assert bounded.call("POST", "/sessions", content=iter(chunks), headers=expect).status_code == 201
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_gets_an_answer_that_ends_with_its_connection(
+    bounded: RunningGateway, stream: bool
+) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": stream}).encode()
+    for more in ("", "connection: keep-alive\r\n"):
+        with connected(bounded) as line:
+            line.sendall(head(CHAT_PATH, len(body), more=more).replace(b"HTTP/1.1", b"HTTP/1.0") + body)
+            heard = b""
+            while data := line.recv(65536):
+                heard += data
+        top, _, content = heard.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in top
+        if stream:
+            assert content.startswith(b"data: {")
+            assert content.endswith(b"}\n\ndata: [DONE]\n\n")
+        else:
+            assert json.loads(content)["choices"]
 
 
 # Sizes and numbers

@@ -12,11 +12,12 @@ from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from rollout_queue.http.keys import Keyring
+from rollout_queue.http.server import HttpThread
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
-from trainer_service.app import HttpThread, create_app
+from trainer_service.app import create_app
 from trainer_service.groups.task_rates import TaskRate
 from trainer_service.settings import GuardSettings
 from trainer_service.sinks.curves import Curves
@@ -165,6 +166,12 @@ def test_the_curve_of_a_long_run_has_no_more_points_than_buckets(gateway: Runnin
     many = ",".join(f"m{n}" for n in range(33))
     for bad in ("buckets=0", "buckets=1001", "from=-1", "to=x", f"metrics={'m' * 2001}", f"metrics={many}"):
         assert learning(bad).status_code == 400, bad
+    for bad in ("%22", "loss,a%5C", "%00", "a%1Fb", "%0A", many):
+        refused = learning(f"metrics={bad}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "metrics"), bad
+    odd = learning("metrics=step,%C2%80%7F,%E2%80%A8,%20,%F0%9F%98%80&buckets=1").json()["series"]
+    assert odd.pop("step")["max"] == [STEPS]
+    assert [series["steps"] for series in odd.values()] == [[]] * 4
 
 
 def test_a_trainer_that_cannot_be_reached_is_said(gateway: RunningGateway) -> None:
@@ -190,6 +197,14 @@ def test_a_trainer_that_cannot_be_reached_is_said(gateway: RunningGateway) -> No
 def test_probes_answer_head(gateway: RunningGateway, path: str) -> None:
     reply = gateway.call("HEAD", path, key=None)
     assert (reply.status_code, reply.content) == (200, b"")
+
+
+@pytest.mark.usefixtures("trainer")
+def test_the_trainer_reads_the_body_of_a_client_that_offers_http_2(gateway: RunningGateway) -> None:
+    url = gateway.redis.hget(keys.TRAINER, "url").decode()  # type: ignore[union-attr]
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "x-api-key": ADMIN_KEY}
+    reply = httpx.post(f"{url}/rollback", json={"version": "x"}, headers=offer)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "version")
 
 
 @pytest.mark.usefixtures("trainer")

@@ -21,6 +21,7 @@ from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.tombstone import Tombstone, encode_tombstone
 from rollout_queue.contract.turn_parts.images import TurnImage
 from rollout_queue.http.keys import Keyring
+from rollout_queue.http.server import HttpThread
 from rollout_queue.redis import keys
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
@@ -28,7 +29,7 @@ from rollout_queue.redis.writer import RedisWriter
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from tests.support.waiting import PATIENCE_S, wait_until
-from trainer_service.app import HttpThread, create_app
+from trainer_service.app import create_app
 from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep

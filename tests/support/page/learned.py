@@ -18,6 +18,7 @@ from rollout_queue.contract.records import Span, Turn, Verdict
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.http.keys import Keyring
+from rollout_queue.http.server import HttpThread
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
 from tests.support.page.deployment import ShownDeployment
@@ -116,7 +117,7 @@ def fill_sessions(shown: ShownDeployment) -> None:
 def trainer_with_curves(shown: ShownDeployment, folder: Path, steps: int = 3000) -> Iterator[Path]:
     """A trainer's API with the file of a run of so many steps."""
     # Imported here, because they import torch, which the other views do not need.
-    from trainer_service.app import HttpThread, create_app
+    from trainer_service.app import create_app
     from trainer_service.settings import GuardSettings
     from trainer_service.sinks.curves import Curves
     from trainer_service.sinks.limits import limits_of

@@ -25,8 +25,8 @@ from fine_tuning.training.trainer import JobTraining
 from fine_tuning.training.versions import PolicyWatch
 from reward_service.grading.runner import GraderRunner
 from reward_service.judging.models import GatewayModel, OpenAiModel
-from reward_service.rest.body_limit import BodyLimit
 from reward_service.sandbox.process import PythonProcesses
+from rollout_queue.http.body_limit import BodyLimit
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring, bearer
 from rollout_queue.http.probes import probes, text_of

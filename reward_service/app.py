@@ -31,12 +31,12 @@ from reward_service.grading.runner import GraderRunner
 from reward_service.judging.models import GatewayModel, JudgeModelClient, OpenAiModel
 from reward_service.metrics import RewardMetrics
 from reward_service.rest.access import Access
-from reward_service.rest.body_limit import BodyLimit
 from reward_service.rest.dispatch import dispatch_routes
 from reward_service.rest.graders import GraderRoutes
 from reward_service.rest.slots import Slots
 from reward_service.sandbox.process import PythonProcesses
 from reward_service.settings import RewardSettings
+from rollout_queue.http.body_limit import BodyLimit
 from rollout_queue.http.errors import RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.probes import probes, text_of

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from rollout_queue.http.body_limit import BodyLimit
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.files import LargeFile
 from rollout_queue.http.keys import Keyring
@@ -33,6 +34,7 @@ def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:
         await server.close()
 
     app = FastAPI(title="Weir rollout server", lifespan=lifespan)
+    app.add_middleware(BodyLimit)
     app.add_middleware(RequestIds)
     install_error_handlers(app)
     app.add_exception_handler(ReloadError, _refused)

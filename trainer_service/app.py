@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from rollout_queue import clock
 from rollout_queue.base_model.model_files import FILE_NAME
 from rollout_queue.contract.policies.policy import MANIFEST
+from rollout_queue.http.body_limit import BodyLimit
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.files import LargeFile
 from rollout_queue.http.keys import Keyring
@@ -60,6 +61,7 @@ def create_app(
     the run has none."""
     app = FastAPI(title="Weir trainer", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
+    app.add_middleware(BodyLimit)
     app.add_middleware(RequestIds)
 
     async def readiness() -> str | None:

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.errors import LimitReached
 from gateway.sessions.identity import Caller
+from rollout_queue.http.content_codings import HEADER, codings_of, content_encoding, decoded
 from rollout_queue.http.errors import ApiError
 
 JSON = "application/json"
@@ -93,6 +94,11 @@ class HeldBody:
         self._add(size)
         self.size += size
 
+    def become(self, size: int) -> None:
+        """Count so many bytes, which the body has become, in place of those that were counted for it."""
+        self._remove(self.size - size)
+        self.size = size
+
     def keep(self, size: int) -> None:
         """Count bytes that outlast `release`. Raises as `count`."""
         self._add(size)
@@ -144,16 +150,19 @@ class AgentRequest(msgspec.Struct):
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    if HEADER in headers:  # a list, whose items may be on several lines
+        headers[HEADER] = content_encoding(scope)
+    return headers
 
 
 async def read_body(
     headers: Mapping[str, str], receive: Receive, held: HeldBody, media_type: str = JSON
 ) -> bytes:
-    """The whole body.
+    """The whole body, decoded.
 
-    Raises ApiError 413 for one over the limit, 415 for one that is not of this media type; also LimitReached
-    and ClientDisconnected.
+    Raises ApiError 413 for one over the limit, 415 for one that is not of this media type or that has another
+    encoding than those served, 400 for one that cannot be decoded; also LimitReached and ClientDisconnected.
     """
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > held.budget.max_bytes:
@@ -161,6 +170,7 @@ async def read_body(
     has_body = announced not in ("", "0") or "transfer-encoding" in headers
     if has_body and (given := headers.get("content-type", media_type)) != media_type:
         _check_media_type(given, media_type)
+    codings = codings_of(headers.get(HEADER, "")) if has_body else ()
     parts: list[bytes] = []
     more = True
     while more:
@@ -170,7 +180,12 @@ async def read_body(
         parts.append(message.get("body", b""))
         held.grow(len(parts[-1]))
         more = message.get("more_body", False)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    if codings:
+        parts.clear()
+        body = await decoded(body, codings, held.budget.max_bytes, held.count)
+        held.become(len(body))
+    return body
 
 
 def _check_media_type(given: str, wanted: str) -> None:

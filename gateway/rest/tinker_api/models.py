@@ -38,7 +38,6 @@ from gateway.rest.tinker_api.wire.bodies import (
     WeightsInfoBody,
 )
 from gateway.rest.tinker_api.wire.datums import ReadPass
-from gateway.rest.tinker_api.wire.passes import pass_body
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.command import (
     SHARED,
@@ -117,7 +116,7 @@ async def get_info(body: ModelBody, request: Request) -> JSONResponse:
 async def forward_backward(request: Request) -> JSONResponse:
     """Compute log-probabilities and a loss, and add its gradient; the body is protobuf."""
     door, caller = door_of(request)
-    body = await pass_body(request)
+    body = await request.body()
     read = await _in_thread(len(body), lambda: ReadPass(body))
     await door.store.model(read.model_id, caller)
     command = await _in_thread(len(body), lambda: _of_pass(door, read))

@@ -1,5 +1,7 @@
 """OpenAI's routes for graders, called with OpenAI's client."""
 
+import gzip
+import json
 import mmap
 import os
 from collections.abc import Iterator
@@ -179,6 +181,16 @@ def test_a_body_that_is_too_large_is_a_413() -> None:
             reply = rewards.post("/v1/fine_tuning/alpha/graders/run", content=content)
             assert (reply.status_code, reply.json()["error"]["type"]) == (413, "invalid_request_error")
         assert rewards.run(CHECK, "x", item={"answer": "x"}).status_code == 200
+        body = json.dumps({"grader": CHECK, "model_sample": "x", "item": {"answer": "x"}}).encode()
+        for content, coding, status in (
+            (gzip.compress(body), "gzip", 200),
+            (gzip.compress(body + b" " * 5000), "gzip", 413),
+            (body, "gzip", 400),
+            (body, "br", 415),
+        ):
+            headers = {"content-encoding": coding, "content-type": "application/json"}
+            reply = rewards.post("/v1/fine_tuning/alpha/graders/run", content=content, headers=headers)
+            assert reply.status_code == status, coding
 
 
 def test_keys_decide_who_grades_and_who_brings_python(rewards: RunningRewards) -> None:

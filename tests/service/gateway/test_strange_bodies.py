@@ -1,12 +1,16 @@
 """Any body gets an answer in the contract's shape and never a 500, and the next call is served."""
 
+import gzip
 import json
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import httpx
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -306,6 +310,46 @@ def test_a_body_of_another_kind_is_415_on_every_path(gateway: RunningGateway) ->
             reply = gateway.call("POST", path, content=b"<a/>", headers={"content-type": kind})
             error = reply.json()["error"]
             assert (reply.status_code, error["type"]) == (415, "invalid_request_error"), (path, kind)
+
+
+CODINGS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "GZIP, identity": gzip.compress,
+    "x-gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "zstd": zstandard.compress,
+    "zstd,gzip": lambda body: gzip.compress(zstandard.compress(body)),
+}
+
+
+@cache
+def bomb_of(coding: str) -> bytes:
+    """A small body that becomes larger than a body may be."""
+    return CODINGS[coding](b" " * (33 * 2**20))
+
+
+@pytest.mark.parametrize("path", SOUND)
+def test_a_compressed_body_is_read_on_every_path(gateway: RunningGateway, path: str) -> None:
+    gateway.session(session_id="here")
+
+    def send(body: bytes, coding: str) -> httpx.Response:
+        headers = JSON_TYPE | {"content-encoding": coding}
+        reply: httpx.Response = gateway.call("POST", path, content=body, headers=headers)
+        if reply.status_code >= 400:
+            check_error(path, reply.json())
+        return reply
+
+    for coding, pack in CODINGS.items():
+        assert send(pack(SOUND[path]), coding).status_code in (200, 201), coding
+        assert send(pack(SOUND[path])[:-1], coding).status_code == 400, coding
+        assert send(bomb_of(coding), coding).status_code == 413, coding
+    refused = send(SOUND[path], "br")
+    assert refused.status_code == 415
+    assert "gzip, deflate, zstd" in refused.text
+    two_lines = [("content-encoding", "gzip"), ("content-encoding", "identity"), *JSON_TYPE.items()]
+    lines = [*two_lines, ("authorization", f"Bearer {CLIENT_KEY}")]
+    reply = gateway.http.post(gateway.url + path, content=gzip.compress(SOUND[path]), headers=lines)
+    assert reply.status_code in (200, 201)
 
 
 def test_a_key_of_strange_letters_is_401(gateway: RunningGateway) -> None:

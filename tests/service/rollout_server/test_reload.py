@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import zstandard
 
 from tests.support.rollout_server.harness import Harness, hastened
 from tests.support.rollout_server.weights import WEIGHTS, float32_tensors, publish, write_safetensors
@@ -155,6 +156,14 @@ async def test_a_link_out_of_the_allowed_directories_or_a_malformed_body_is_400(
     )
     for body in bodies:
         assert (await harness.http.post("/reload", json=body)).status_code == 400, body
+    packed = zstandard.compress(b'{"version": 1}')
+    for content, coding, param in ((packed, "zstd", "location"), (packed[:-1], "zstd", None)):
+        headers = {"content-type": "application/json", "content-encoding": coding}
+        answer = await harness.http.post("/reload", content=content, headers=headers)
+        assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+    bomb = zstandard.compress(bytes(2**21))
+    assert (await harness.http.post("/reload", content=bomb, headers=headers)).status_code == 413
+    assert (await harness.http.post("/reload", content=bytes(2**21))).status_code == 413
 
 
 async def test_a_load_that_the_engine_refuses_restarts_it_on_the_old_version(harness: Harness) -> None:

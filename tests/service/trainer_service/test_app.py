@@ -1,5 +1,6 @@
 """The process of a trainer: its REST API with its keys, and how it claims and loses its lease."""
 
+import gzip
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +111,20 @@ def test_only_the_files_of_finished_versions_are_served(client: TestClient, path
     reply = client.get(path, headers=ADMIN)
     assert reply.status_code == 404
     assert reply.json()["error"]["type"] == "not_found_error"
+
+
+def test_a_body_is_decoded_within_its_bound(client: TestClient) -> None:
+    def refused(content: bytes, coding: str) -> tuple[int, str | None]:
+        headers = ADMIN | {"content-type": "application/json", "content-encoding": coding}
+        reply = client.post("/rollback", content=content, headers=headers)
+        return reply.status_code, reply.json()["error"]["param"]
+
+    body = b'{"version": "x"}'
+    for coding in ("gzip", "Identity, GZIP"):
+        assert refused(gzip.compress(body), coding) == (400, "version")
+    assert refused(gzip.compress(body)[:-1], "gzip") == (400, None)
+    assert refused(gzip.compress(bytes(2**21)), "gzip") == refused(bytes(2**21), "identity") == (413, None)
+    assert refused(body, "br") == (415, None)
 
 
 def test_a_version_that_is_just_removed_is_not_found(

@@ -26,7 +26,7 @@ class RunningRewards:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def post(self, path: str, key: str | None = ADMIN_KEY, **more: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = ({"authorization": f"Bearer {key}"} if key else {}) | more.pop("headers", {})
         return self.http.post(self.url + path, headers=headers, **more)
 
     def run(

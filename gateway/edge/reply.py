@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import Message, Send
 
+from gateway.edge.one_line import one_line
 from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from rollout_queue import clock
 
@@ -66,7 +67,7 @@ class Reply:
         else:
             self.figures.first_token.add(now - self._made_at)
         self._written_at = self._answered_at = now
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._send({"type": "http.response.body", "body": one_line(events), "more_body": True})
 
     async def close(self, events: bytes = b"") -> None:
         """Write the last events and the end of the body in one message, since clients wait for the end."""
@@ -74,7 +75,7 @@ class Reply:
             self._timer.cancel()
         if self._heartbeat is not None:
             await self._heartbeat  # it may still be writing to a slow socket
-        await self._send({"type": "http.response.body", "body": events})
+        await self._send({"type": "http.response.body", "body": one_line(events)})
 
     def redirect(self, send: Send) -> Send:
         """Send all later messages through `send`. Returns the function that sent them before."""

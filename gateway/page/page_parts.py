@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from gateway.edge.browsers import public_hosts
+from gateway.edge.one_line import one_line
 from gateway.edge.request import BodyBudget
 from gateway.page.files import page_files
 from gateway.page.live import LiveFeed
@@ -65,4 +66,4 @@ def picture_of(gateway: GatewayParts, siblings: Siblings) -> Callable[[], Awaita
 
 def event(name: str, data: object) -> bytes:
     """A server-sent event. JSON has no line ends, so a text in it cannot begin another event."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(data))
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), one_line(msgspec.json.encode(data)))

@@ -19,6 +19,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import FiniteFloat
 from starlette.responses import Response
 
+from gateway.edge.one_line import one_line
 from gateway.errors import InvalidRequest
 from gateway.operators.archive import ArchivedSession, position_of, sessions_from
 from gateway.rest.exports.left_out import left_out_rows
@@ -228,7 +229,7 @@ def _chunk(pieces: Iterator[bytes]) -> bytes:
         size += len(piece)
         if size >= CHUNK_BYTES:
             break
-    return b"".join(taken)
+    return one_line(b"".join(taken))
 
 
 async def _parquet(rows: AsyncIterator[Sequence[Row]]) -> AsyncIterator[bytes]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
+from gateway.edge.one_line import one_line
 from gateway.rest.tinker_api.records import ClientModel, ClientSession
 from gateway.rest.tinker_api.weights import KeptWeights, KeptWeightsStore
 from rollout_queue.contract.errors import StorageUnavailable
@@ -37,7 +38,7 @@ class ClientSessionExport:
         """The lines. After an error, the last one is the error body of the REST routes."""
         try:
             async for some in self._records(session):
-                yield b"".join(msgspec.json.encode(each) + b"\n" for each in some)
+                yield one_line(b"".join(msgspec.json.encode(each) + b"\n" for each in some))
         except StorageUnavailable as error:
             logger.warning("the export of client session %s ends early: %s", session.session_id, error)
             yield msgspec.json.encode(storage_unavailable(error).body) + b"\n"

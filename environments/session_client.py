@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 from environments.errors import GatewayFault, SessionRefused
 from environments.hosts.programs.patience import patient_client
 from rollout_queue import clock
+from rollout_queue.foreign_json import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class SessionClient:
                 why, wished_s = f"{type(error).__name__}: {error}", 0.0
             else:
                 if status < 300:
-                    return msgspec.json.decode(content)
+                    return _answer_of(content, f"{method} {path}")
                 if status in absent:
                     return None
                 why = _sentence(content)
@@ -183,8 +184,15 @@ def _wished_s(reply: aiohttp.ClientResponse) -> float:
         return 0.0
 
 
+def _answer_of(content: bytes, call: str) -> Any:
+    try:
+        return read_json(content)
+    except msgspec.DecodeError as error:
+        raise GatewayFault(f"{call}: the answer is no JSON: {error}") from error
+
+
 def _sentence(content: bytes) -> str:
     try:
-        return str(msgspec.json.decode(content)["error"]["message"])
+        return str(read_json(content)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return content[:200].decode(errors="replace")

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from rollout_queue import clock
+from rollout_queue.foreign_json import read_json
 from trainer_service.storage.files import sync_tree
 
 NOT_COPIED = ("plan.json", "config.json", "generation_config.json")
@@ -162,10 +163,13 @@ def _save(model: Any, plan_dir: Path, out: Path) -> None:
 
 def _examples(path: Path) -> list[Example]:
     examples = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            row = json.loads(line)
-            example = Example(row["ids"], row["mask"])
+            try:
+                row = read_json(line)
+                example = Example(row["ids"], row["mask"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise SystemExit(f"warm start: {path.name} line {number} is no example: {error}") from error
             if len(example.ids) != len(example.mask) or not any(example.mask[1:]):
                 raise SystemExit(f"warm start: {path.name} line {number} has no valid mask")
             examples.append(example)

@@ -155,7 +155,7 @@ class HostProcess:
                 try:
                     said = json.loads(line)
                     self._answer(said["id"], said)
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     break
         if self._process is process:
             self._kill_all(process.pid)

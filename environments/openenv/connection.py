@@ -18,6 +18,7 @@ import msgspec
 
 from environments.errors import EnvironmentFault, NoAction
 from rollout_queue import clock
+from rollout_queue.foreign_json import read_json
 
 MOST_MESSAGE = 32 * 2**20
 """The most bytes of one message of the server."""
@@ -105,7 +106,7 @@ class EpisodeConnection:
 
 def _data_of(do: str, answer: bytes) -> Any:
     try:
-        said = msgspec.json.decode(answer)
+        said = read_json(answer)
         kind, data = said["type"], said["data"]
     except (msgspec.DecodeError, KeyError, TypeError):
         raise EnvironmentFault(f"the answer to {do!r} is malformed: {answer[:200]!r}") from None

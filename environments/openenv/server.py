@@ -23,6 +23,7 @@ from environments.openenv.waiting_line import WaitingLine
 from environments.settings import RunSettings
 from environments.step import Description
 from environments.task import Task, task_id
+from rollout_queue.foreign_json import read_json
 
 LISTS_NONE = (404, 405, 501)
 SEEDS = 1_000_003
@@ -153,6 +154,6 @@ class OpenEnvServer:
                 if reply.status >= 300:
                     text = content[:200].decode(errors="replace")
                     raise EnvironmentFault(f"{method} {path} was answered with {reply.status}: {text}")
-                return msgspec.json.decode(content)
+                return read_json(content)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise EnvironmentFault(f"{method} {path}: {str(error) or type(error).__name__}") from None

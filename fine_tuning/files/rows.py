@@ -12,6 +12,7 @@ import msgspec
 
 from fine_tuning.errors import BadRow
 from fine_tuning.settings import FineTuningLimits
+from rollout_queue.foreign_json import read_json
 
 ROLES = ("system", "developer", "user", "assistant")
 LAST_ROLE = "user"
@@ -66,8 +67,8 @@ class RowFile:
 def parse_row(line: bytes, number: int, limits: FineTuningLimits) -> TrainingRow:
     """Raises BadRow."""
     try:
-        row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError) as error:
+        row = read_json(line)
+    except msgspec.DecodeError as error:
         raise BadRow(f"line {number} is no JSON: {error}") from None
     if not isinstance(row, dict):
         raise BadRow(f"line {number} is no JSON object")

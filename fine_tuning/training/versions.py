@@ -9,6 +9,7 @@ import msgspec
 
 from environments.session_client import pause_after
 from rollout_queue import clock
+from rollout_queue.foreign_json import read_json
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.policies import PolicyPage, PolicyVersion
@@ -61,7 +62,7 @@ class PolicyWatch:
     async def model_name(self) -> str:
         """Raises GatewaySilent."""
         try:
-            listed = msgspec.json.decode(await self._get("/v1/models"))
+            listed = read_json(await self._get("/v1/models"))
             return str(listed["data"][0]["id"])
         except (msgspec.DecodeError, LookupError, TypeError) as error:
             raise GatewayRefused(f"the gateway's list of models cannot be read: {error}") from error

@@ -20,6 +20,7 @@ from gateway.language.constraint import (
     pattern_form,
     schema_form,
 )
+from rollout_queue.foreign_json import read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -98,26 +99,26 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         message, _, where = str(error).partition(" - at `$")
         param = where.strip("`.") or None
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
 
 
 def _decode(body: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(body, type=kind)
+        return read_json(body, kind)
     except msgspec.ValidationError as error:
         if UNKNOWN_FIELD.match(str(error)) is None:
             raise
-    return msgspec.json.decode(_read_part(body, kind), type=kind)
+    return read_json(_read_part(body, kind), kind)
 
 
 def _read_part(body: bytes | Raw, kind: type[msgspec.Struct], where: str = "") -> bytes:
     """The body without the fields that the struct `kind` does not have. These are noted, or refused."""
     inner = _structs_in(kind)
     kept: dict[str, Raw] = {}
-    for name, value in msgspec.json.decode(body, type=dict[str, Raw]).items():
+    for name, value in read_json(bytes(body), dict[str, Raw]).items():
         if name not in kind.__struct_fields__:
-            check_unread(name, msgspec.json.decode(value), OTHERS, where + name)
+            check_unread(name, read_json(bytes(value)), OTHERS, where + name)
         elif name in inner and bytes(value).startswith(b"{"):
             kept[name] = Raw(_read_part(value, inner[name], f"{where}{name}."))
         else:
@@ -222,8 +223,8 @@ def guided_form(body: GuidedFields) -> tuple[AnswerForm | None, str]:
     schema: Any = body.guided_json
     if isinstance(schema, str):
         try:
-            schema = msgspec.json.decode(schema)
-        except (msgspec.DecodeError, RecursionError) as error:
+            schema = read_json(schema)
+        except msgspec.DecodeError as error:
             raise InvalidRequest(f"{param}: not JSON: {error}", param=param) from error
     return schema_form(schema, param), param
 

@@ -13,6 +13,7 @@ from msgspec import structs
 from gateway.errors import EngineFault, RequestRefused
 from rollout_queue.contract.records import Span
 from rollout_queue.contract.turn_parts.experts import RoutedExperts
+from rollout_queue.foreign_json import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class EventStream:
         del self._incomplete[: end + 2]
         try:
             return self._chunks(events)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineFault("nonsense", f"the engine's event cannot be read: {error}") from error
 
     def _chunks(self, events: list[bytes]) -> list[OutputChunk]:
@@ -244,7 +245,7 @@ def engine_error(status: int, body: bytes) -> EngineFault | RequestRefused:
     """The error that SGLang's response reports. SGLang has six shapes of error, one with status 200."""
     error: Any = body.decode(errors="replace")
     with suppress(msgspec.DecodeError):  # the body may be plain text
-        error = msgspec.json.decode(body)
+        error = read_json(body)
     if isinstance(error, dict):
         error = error.get("error", error)
     code = error.get("code") if isinstance(error, dict) else None

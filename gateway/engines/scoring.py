@@ -18,6 +18,7 @@ from gateway.engines.placement.choice import Wish
 from gateway.engines.rotation.rotation import WantedServer
 from gateway.errors import EngineFault, RequestRefused
 from rollout_queue import clock
+from rollout_queue.foreign_json import read_json
 
 
 class PromptQuery(NamedTuple):
@@ -57,7 +58,6 @@ class _Scored(msgspec.Struct):
     meta_info: _ScoredMeta
 
 
-_decode = msgspec.json.Decoder(_Scored).decode
 HEAVY_BYTES = 2**18
 """A larger reply is read in a thread, so that others do not wait."""
 ONE_TOKEN = SamplingParameters(max_new_tokens=1, stop_token_ids=[])
@@ -122,7 +122,7 @@ class PromptScorer:
 def _scores(reply: bytes, body: GenerateBody) -> PromptScores:
     """Raises EngineFault for a reply that contradicts itself."""
     try:
-        meta = _decode(reply).meta_info
+        meta = read_json(reply, _Scored).meta_info
     except msgspec.DecodeError as error:
         if b'"error"' in reply[:1000]:
             raise engine_error(200, reply[:10_000]) from error

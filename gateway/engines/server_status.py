@@ -11,6 +11,7 @@ from gateway.engines.fleet_server import FleetServer, ModelInfo
 from gateway.engines.identities import STATUS_TIMEOUT_S, status_of
 from gateway.engines.placement.concurrency import EngineLoad
 from rollout_queue import clock
+from rollout_queue.foreign_json import read_json
 from rollout_queue.protocol.engine_load import EngineLoads
 
 LATE_ANSWERS = 2
@@ -27,7 +28,7 @@ async def read_status(server: FleetServer, engine: EngineClient, headers: Mappin
     try:
         if registration.url is None:
             body = await engine.get(f"{registration.engine_url}/model_info", STATUS_TIMEOUT_S)
-            info = msgspec.json.decode(body, type=ModelInfo)
+            info = read_json(body, ModelInfo)
             server.state, server.version = "ready", version_number(info.weight_version)
             load = await _load_of(registration.engine_url, engine)
         else:
@@ -43,7 +44,7 @@ async def read_status(server: FleetServer, engine: EngineClient, headers: Mappin
         server.error = f"no answer in {STATUS_TIMEOUT_S:g} s, {server.late} times in a row"
         if server.late >= LATE_ANSWERS:
             server.state = "dead"
-    except (aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError) as error:
+    except (aiohttp.ClientError, OSError, ValueError) as error:
         server.state, server.error, server.late = "dead", f"{type(error).__name__}: {error}", 0
     if server.state == "dead" and not server.late:
         server.give_up(f"the server is dead: {server.error or 'its status says so'}")
@@ -55,7 +56,7 @@ async def _load_of(engine_url: str, engine: EngineClient) -> EngineLoad | None:
     """The load of a bare engine; None if it does not know the route, or is too old for it."""
     try:
         body = await engine.get(f"{engine_url}/v1/loads", STATUS_TIMEOUT_S)
-        loads = msgspec.json.decode(body, type=EngineLoads, strict=False)
+        loads = read_json(body, EngineLoads, strict=False)
     except (aiohttp.ClientResponseError, msgspec.DecodeError):
         return None
     return EngineLoad(loads.running, loads.waiting, loads.kv_usage)

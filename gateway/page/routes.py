@@ -25,6 +25,7 @@ from gateway.rest.access import SIGNED_IN, caller_in
 from gateway.sessions.identity import PREFIX
 from gateway.wiring.parts import parts_of
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.foreign_json import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ async def sign_in(request: Request) -> Response:
     with HeldBody(page.bodies, address) as held:
         body = await read_body(given, request.receive, held)
     try:
-        key = msgspec.json.decode(body, type=SignIn).api_key.strip()
+        key = read_json(body, SignIn).api_key.strip()
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is no sign-in: {error}", param="api_key") from error
     if key.startswith(PREFIX):

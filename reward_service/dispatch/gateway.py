@@ -23,6 +23,7 @@ from reward_service.dispatch.sessions import (
     WaitingSession,
 )
 from rollout_queue import clock
+from rollout_queue.foreign_json import read_json
 from rollout_queue.protocol.errors import error_message
 
 T = TypeVar("T")
@@ -140,6 +141,6 @@ def _successful(status: int, body: bytes) -> bytes:
 
 def _read(body: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return read_json(body, kind)
+    except msgspec.DecodeError as error:
         raise GatewayRefusal(f"the gateway's answer cannot be read: {error}") from error

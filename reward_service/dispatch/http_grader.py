@@ -21,6 +21,7 @@ from reward_service.bounded import AnswerTooLarge, read_bounded
 from reward_service.dispatch.attempt import AttemptFailed, SessionReward, SourcedReward
 from reward_service.dispatch.rules import HttpRule
 from reward_service.dispatch.sessions import SessionToGrade
+from rollout_queue.foreign_json import read_json
 from rollout_queue.protocol.errors import error_message
 
 
@@ -101,8 +102,8 @@ class HttpGroupGrader:
 def read_rewards(answer: bytes, sessions: Sequence[SessionToGrade]) -> Sequence[SessionReward | None]:
     """The reward of each session, None where it is null; empty if there are none. Raises AttemptFailed."""
     try:
-        rewards = msgspec.json.decode(answer, type=GivenRewards).rewards
-    except (msgspec.DecodeError, RecursionError) as error:
+        rewards = read_json(answer, GivenRewards).rewards
+    except msgspec.DecodeError as error:
         raise AttemptFailed(f"the answer has no rewards: {error}") from error
     asked = {session.session_id for session in sessions}
     if foreign := [each.session_id for each in rewards if each.session_id not in asked]:

@@ -2,14 +2,21 @@
 
 score_model  {"steps": [{"description", "conclusion"}], "result": number}    as OpenAI's guide shows it
 label_model  {"steps": […], "result": one of the labels}
+
+Some models think aloud first, or put the object into a fence of Markdown, or into prose.
 """
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 MAX_ANSWER_CHARS = 2**18
+MAX_BRACES = 1000
+"""How many braces may open in an answer that has more than an object."""
+THOUGHT_END = "</think>"
+FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 class UnreadableVerdict(Exception):
@@ -42,21 +49,56 @@ def read_score(answer: str) -> float:
 
 
 def read_label(answer: str, labels: Sequence[str]) -> str:
-    """The label that an answer names. Raises UnreadableVerdict."""
+    """The label that an answer names, in upper or lower case. Raises UnreadableVerdict."""
     result = _result(answer)
-    if result not in labels:
+    result = "" if isinstance(result, dict | list | None) else str(result)
+    named = [each for each in labels if each == result] or [
+        each for each in labels if each.strip().casefold() == result.strip().casefold()
+    ]
+    if len(named) != 1:
         raise UnreadableVerdict(f"the model answered {answer[:200]!r}, and not one of the labels")
-    return str(result)
+    return named[0]
 
 
 def _result(answer: str) -> Any:
     """The field `result` of an answer that is an object; any other answer itself."""
-    text = answer[:MAX_ANSWER_CHARS].strip()
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return parsed.get("result") if isinstance(parsed, dict) else parsed
+    value = value_of(answer, "result")
+    return value.get("result") if isinstance(value, dict) else value
+
+
+def value_of(answer: str, field: str) -> Any:
+    """The JSON in an answer: all of it, or what a fence has, or its one object with this field. An answer
+    without JSON is its text."""
+    text = answer[:MAX_ANSWER_CHARS].rpartition(THOUGHT_END)[2].strip()
+    fenced = FENCE.findall(text)
+    inside = fenced[0].strip() if len(fenced) == 1 else text
+    for candidate in (text, inside):
+        try:
+            return json.loads(candidate)
+        except (ValueError, RecursionError):
+            continue
+    objects = _objects(text, field)
+    if objects and all(each == objects[0] for each in objects):
+        return objects[0]
+    return inside if text.startswith("```") and text.endswith("```") else text
+
+
+def _objects(text: str, field: str) -> list[dict[str, Any]]:
+    """The objects with this field that a text has, one behind the other."""
+    found, place, decoder = list[dict[str, Any]](), text.find("{"), json.JSONDecoder()
+    for _ in range(MAX_BRACES):
+        if place < 0:
+            return found
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except RecursionError:
+            return []
+        except ValueError:
+            value, end = None, place + 1
+        if isinstance(value, dict) and field in value:
+            found.append(value)
+        place = text.find("{", end)
+    return []
 
 
 def _format(name: str, result: dict[str, Any]) -> dict[str, Any]:

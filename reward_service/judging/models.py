@@ -23,6 +23,7 @@ from reward_service.graders.grade import TokenUsage
 from reward_service.judging.settings import JudgeSettings
 from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
+from rollout_queue.foreign_json import read_json
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.errors import error_message
 
@@ -177,9 +178,9 @@ async def completion(
     """Raises JudgeUnavailable."""
     body = await _post(client, f"{base_url}/chat/completions", call.body, timeout_s, headers)
     try:
-        answer = msgspec.json.decode(body, type=ChatAnswer)
+        answer = read_json(body, ChatAnswer)
         choice = answer.choices[0]
-    except (msgspec.DecodeError, RecursionError, IndexError) as error:
+    except (msgspec.DecodeError, IndexError) as error:
         raise JudgeUnavailable(f"the model's server answered no chat completion: {error}") from error
     usage = answer.usage or ChatAnswerUsage()
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None

@@ -23,6 +23,7 @@ import msgspec
 from reward_service.sandbox.child import NOT_ISOLATED
 from reward_service.sandbox.settings import PythonSettings
 from rollout_queue import clock
+from rollout_queue.foreign_json import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +163,8 @@ def _result_of(answer: bytes, status: int | None) -> PythonResult:
     if status == NOT_ISOLATED and not answer:
         return PythonResult(ended="no_isolation")
     try:
-        read = msgspec.json.decode(answer, type=PythonChildAnswer)
-    except (msgspec.DecodeError, RecursionError):
+        read = read_json(answer, PythonChildAnswer)
+    except msgspec.DecodeError:
         # A signal in the grader's own namespace ends its parent with 256 - signal.
         killed = status is not None and (status < 0 or status >= 128)
         return PythonResult(ended="killed" if killed else "exited")

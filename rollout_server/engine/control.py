@@ -10,6 +10,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 
+from rollout_queue.foreign_json import read_json
 from rollout_queue.protocol.collective import Joining
 from rollout_queue.protocol.engine_load import EngineLoads
 
@@ -199,7 +200,7 @@ class EngineControl:
         timeout_s = timeout_s or self._control_timeout_s
         try:
             response = await self._client.request(method, path, json=body, timeout=timeout_s)
-            answer = response.json()
+            answer = read_json(response.content)
         except (httpx.HTTPError, ValueError) as error:
             raise EngineFailed(f"{path}: {error!r}") from error
         if response.status_code not in expected or not isinstance(answer, dict | None):

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rollout_queue import clock
 from rollout_queue.contract.policies.policy import Manifest
+from rollout_queue.foreign_json import read_json
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.collective import Device, JoinBody, Joining, SentTensor
 from rollout_queue.protocol.errors import error_message
@@ -70,7 +71,7 @@ class TensorReceiver:
             return False
         try:
             answer = await self._call("GET", str(version))
-            return answer.status_code == 200 and answer.json().get("held") is True
+            return answer.status_code == 200 and read_json(answer.content).get("held") is True
         except (NotReceived, ValueError, AttributeError):
             return False
 

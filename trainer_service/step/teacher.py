@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
+from rollout_queue.foreign_json import read_json
 from rollout_queue.http.keys import bearer
 from trainer_service.rows.rows import Row
 from trainer_service.rows.top_tokens import TopTokens
@@ -129,7 +130,7 @@ class TeacherClient:
                 f"the teacher at {self._client.base_url} answered with status {response.status_code}"
             )
         try:
-            told = response.json()["meta_info"]
+            told = read_json(response.content)["meta_info"]
             logprobs, top = told["input_token_logprobs"], told.get("input_top_logprobs") or []
         except (ValueError, KeyError, TypeError) as error:
             raise TeacherUnavailable(

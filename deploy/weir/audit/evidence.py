@@ -14,6 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
+from rollout_queue.foreign_json import read_json
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_redis
 from weir.audit.facts import ClientAnswer, Evidence, GroupFact, SessionFact, StreamFact
@@ -68,9 +69,15 @@ def read_answers(path: Path) -> list[ClientAnswer]:
     """The answers in a JSONL file. Raises EvidenceMissing if the file or a line of it cannot be read."""
     try:
         lines = path.read_bytes().splitlines()
-        return [msgspec.json.decode(line, type=ClientAnswer) for line in lines if line.strip()]
-    except (OSError, msgspec.DecodeError) as error:
+    except OSError as error:
         raise EvidenceMissing(f"{path}: {error}") from error
+    answers = []
+    for number, line in enumerate(lines, 1):
+        try:
+            answers += [read_json(line, ClientAnswer)] if line.strip() else []
+        except msgspec.DecodeError as error:
+            raise EvidenceMissing(f"{path}, line {number}: {error}") from error
+    return answers
 
 
 def _stream(redis: Redis) -> StreamFact:

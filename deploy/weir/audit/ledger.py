@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from rollout_queue.foreign_json import read_json
 from rollout_queue.http.keys import bearer
 from weir.audit.facts import Ledger, LedgerRow
 from weir.errors import StackError
@@ -57,7 +58,7 @@ def _served(url: str, admin_key: str | None) -> Iterator[LedgerRow]:
         cursor: str | None = "0"
         while cursor is not None:
             answer = client.get("/ledger", params={"since": cursor, "limit": PAGE}).raise_for_status()
-            page = msgspec.json.decode(answer.content, type=_LedgerPage)
+            page = read_json(answer.content, _LedgerPage)
             yield from page.data
             cursor = page.next_cursor
 

@@ -16,6 +16,7 @@ import msgspec
 
 from rollout_queue import clock
 from rollout_queue.contract.policies.policy import Manifest
+from rollout_queue.foreign_json import read_json
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import ServerStatus, SystemStatus
@@ -183,12 +184,12 @@ async def _manifest(http: httpx.AsyncClient, trainer_url: str | None, patience_s
     try:
         async with clock.timeout(patience_s):
             page = await http.get(f"{trainer_url}/weights")
-            versions = msgspec.json.decode(page.content, type=_Versions).data
+            versions = read_json(page.content, _Versions).data
             if page.status_code != 200 or not versions:
                 return None
             newest = max(each.version for each in versions)
             answer = await http.get(f"{trainer_url}/weights/{newest}/manifest.json")
-            return msgspec.json.decode(answer.content, type=Manifest)
+            return read_json(answer.content, Manifest)
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, msgspec.DecodeError):
         return None
 

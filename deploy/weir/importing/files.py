@@ -8,6 +8,7 @@ import msgspec
 
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 from rollout_queue.contract.rows import DeletedExportRow, ExportRow, row_from_fields, row_from_json
+from rollout_queue.foreign_json import read_json
 from weir.errors import StackError
 
 Source = TypeVar("Source")
@@ -61,7 +62,7 @@ def _from_parquet(fields: dict[str, Any]) -> ExportRow | DeletedExportRow:
         for step in path:
             part = part.get(step) or {}
         if name in part:
-            part[name] = msgspec.json.decode(part[name])
+            part[name] = read_json(part[name])
     return row_from_fields(fields)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
+from rollout_queue.foreign_json import read_json
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.errors import ErrorReply
 from rollout_queue.protocol.message import MalformedMessage
@@ -71,7 +72,7 @@ def reward_status(url: str, admin_key: str | None) -> RewardStatus:
     headers = bearer(admin_key)
     request = urllib.request.Request(f"{url}/status", headers=headers)  # noqa: S310 - http only
     with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:  # noqa: S310
-        return msgspec.json.decode(answer.read(), type=RewardStatus)
+        return read_json(answer.read(), RewardStatus)
 
 
 def refusal_of(body: bytes, status: int) -> str:

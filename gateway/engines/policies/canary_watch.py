@@ -9,7 +9,6 @@ log-probabilities come from a prefill of the same tokens, at temperature 1.
 """
 
 import asyncio
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.policies.canary import Arm, Canary, CanaryCall, CanaryRecord, CanaryScore
 from rollout_queue.contract.records import Span
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.foreign_json import read_json
 from rollout_queue.protocol.message import ServiceMessage
 from rollout_queue.redis.policies.canary_log import CanaryLog
 
@@ -195,7 +195,7 @@ class CanaryWatch:
         if status != 200:
             raise NotScored(f"{server.id} answered {status}")
         try:
-            meta = json.loads(raw)["meta_info"]
+            meta = read_json(raw)["meta_info"]
             found = [(float(lp), int(token)) for lp, token, *_ in meta["input_token_logprobs"][1:]]
             scored_by = str(meta["weight_version"])
         except (KeyError, TypeError, ValueError) as error:

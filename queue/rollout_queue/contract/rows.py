@@ -24,6 +24,7 @@ from rollout_queue.contract.sampling import SamplingPolicy
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.turn_parts.images import TurnImage
 from rollout_queue.contract.verdicts import DELETED
+from rollout_queue.foreign_json import read_json
 
 ROW_SCHEMA = 1
 
@@ -160,7 +161,7 @@ def row_to_json(row: msgspec.Struct) -> bytes:
 
 def row_from_json(line: bytes) -> ExportRow | DeletedExportRow:
     """The row in `line`. Raises UnknownSchema for a newer schema, InvalidRecord for other content."""
-    return _read(lambda kind: msgspec.json.decode(line, type=kind, dec_hook=_dec_hook))
+    return _read(lambda kind: read_json(line, kind, dec_hook=_dec_hook))
 
 
 def row_from_fields(fields: dict[str, Any]) -> ExportRow | DeletedExportRow:

@@ -158,5 +158,7 @@ class RequestIds:
 
 
 def _sentence(error: HTTPException) -> str:
+    if isinstance(why := error.__cause__, UnicodeDecodeError | RecursionError):  # FastAPI does not say what
+        return f"the body is no JSON: {why}"
     standard = HTTPStatus(error.status_code).phrase
     return standard if error.detail == standard else str(error.detail)

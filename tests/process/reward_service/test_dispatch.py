@@ -111,6 +111,7 @@ GARBAGE = [
     b'{"rewards": [{"session_id": "other", "value": 1}]}',
     b'{"rewards": [{"session_id": "SESSION", "value": 1}, {"session_id": "SESSION", "value": 1}]}',
     b'{"rewards": [{"session_id": "SESSION", "value": 1, "turn_id": "other"}]}',
+    b'{"rewards": [{"session_id": "SESSION", "value": 1, "turn_id": "caf\xe9"}]}',
     b'{"reward": 1}',
     b"<html>",
     b"",

@@ -9,10 +9,13 @@ import httpx
 import openai
 import pytest
 
+from fine_tuning.files.rows import RowFile
+from fine_tuning.settings import FineTuningLimits
 from tests.support.environments.running import RunTest, running_gateway
 from tests.support.fine_tuning.running import RunningJobs, client_of, fine_tuning, jsonl, sums
 
 USER = {"role": "user", "content": "hi"}
+WORDS = "\n" + json.dumps({"messages": [{"role": "user", "content": "caf\xe9"}]}, ensure_ascii=False) + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,10 @@ def test_a_file_is_stored_listed_read_and_deleted(service: RunningJobs) -> None:
         (b"[1]\n", "line 1 is no JSON object"),
         (jsonl(sums(2)) + b'{"messages": [', "line 3 is no JSON"),
         (b'{"messages": NaN}\n', "line 1 is no JSON"),
-        (b"\xff\xfe\n", "line 1 is no JSON"),
+        (b"\xff\xfe\n", "line 1 is no JSON: it is in UTF-16: write it in UTF-8"),
+        (WORDS.encode("utf-16"), "line 1 is no JSON: it is in UTF-16: write it in UTF-8"),
+        (WORDS.encode("cp1252"), "line 2 is no JSON: its byte 47, 0xe9, is not UTF-8"),
+        (jsonl(sums(2)) + WORDS.encode("latin-1")[:-3], "line 4 is no JSON: its byte 47, 0xe9, is not UTF-8"),
         (b"[" * 100_000 + b"\n", "line 1 is no JSON"),
         (jsonl([{"prompt": "hi"}]), "line 1: messages must be a list"),
         (jsonl([{"messages": []}]), "line 1: messages must be a list"),
@@ -89,6 +95,13 @@ def test_a_file_that_is_no_training_file_makes_no_job(
         assert reason in refused.value.message
         assert refused.value.param == field
     assert list(refusing.openai.fine_tuning.jobs.list()) == []
+
+
+def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + jsonl(sums(2)))
+    rows = RowFile(path, FineTuningLimits())
+    assert [rows.row(number).item for number in range(len(rows))] == sums(2)
 
 
 def method(**more: Any) -> Any:

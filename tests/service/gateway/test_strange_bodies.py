@@ -304,6 +304,16 @@ def test_what_cannot_be_read_or_stored_is_400(gateway: RunningGateway) -> None:
         assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error"), said
 
 
+@pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES_PATH, "/sessions"])
+def test_a_body_in_another_encoding_is_400_in_words(gateway: RunningGateway, path: str) -> None:
+    body = SOUND[path].replace(b'"x"', b'"caf\xe9"')
+    for broken, why in ((body, "0xe9"), (body.replace(b'"m', b'"caf\xe9": 1, "m'), "0xe9")):
+        reply = throw(gateway, path, broken)
+        assert reply.status_code == 400
+        assert why in reply.json()["error"]["message"]
+    assert throw(gateway, path, b"\xef\xbb\xbf" + SOUND[path]).status_code in (200, 201)
+
+
 def test_a_body_of_another_kind_is_415_on_every_path(gateway: RunningGateway) -> None:
     for path in (CHAT_PATH, "/sessions", "/groups", "/sessions/here/reward"):
         for kind in ("text/xml", "text/plain"):

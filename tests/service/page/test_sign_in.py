@@ -88,6 +88,8 @@ def test_an_unknown_key_does_not_sign_in_and_a_session_key_neither(
     [
         *((body, "application/json", 400) for body in (b"", b"[]", b'{"api_key": 1}', b'{"key": "x"}')),
         (b"{" * 100, "application/json", 400),
+        (b'{"api_key": "caf\xe9"}', "application/json", 400),
+        (SIGN_IN.decode().encode("utf-16"), "application/json", 400),
         (SIGN_IN, "text/plain", 415),
         (SIGN_IN + b" " * 5000, "application/json", 413),
     ],

@@ -69,6 +69,17 @@ def test_an_answer_without_a_score_for_each_attempt_cannot_be_read(answer: str) 
         compare(TRANSCRIPTS, "", "s").read(answer)
 
 
+def test_scores_are_read_in_a_fence_and_behind_thoughts() -> None:
+    comparison = compare(TRANSCRIPTS, "", "s")
+    answer = scores((1, 0.1), (2, 0.2), (3, 0.3))
+    for wrapped in (
+        f"```json\n{answer}\n```",
+        f"Here {{they}} are: {answer}",
+        f"<think>{{}}</think>{answer}",
+    ):
+        assert comparison.read(wrapped) == comparison.read(answer)
+
+
 @contextmanager
 def judging(gateway: RunningGateway, model: ScriptedOpenAi, **rule: Any) -> Iterator[RunningRewards]:
     given = {"name": "best", "kind": "relative", "rubric": "Be long.", "backoff_s": 0.02, **rule}

@@ -4,6 +4,7 @@ import pytest
 
 from gateway import errors
 from gateway.edge.errors import api_error
+from gateway.engines.event_stream import engine_error
 from gateway.errors import (
     EngineFault,
     GatewayError,
@@ -57,3 +58,9 @@ def test_an_error_says_what_it_knows() -> None:
     assert (limit.code, limit.headers["retry-after"]) == ("rate_limited", "7")
     assert api_error(NoServer("x")).headers["retry-after"] == "1"
     assert api_error(StateConflict("x", param="id")).param == "id"
+
+
+def test_an_engine_that_writes_another_encoding_is_told_as_it_wrote() -> None:
+    for body in (b'{"error": "caf\xe9"}', b'{"error": {"message": "caf\xe9"}}', "caf\xe9".encode("utf-16")):
+        assert isinstance(engine_error(500, body), EngineFault)
+    assert "caf\ufffd" in str(engine_error(400, b'{"error": "caf\xe9"}'))

@@ -1,7 +1,9 @@
 """What graders are made of: formulas, templates, string checks and text similarity."""
 
+import json
 import math
 
+import httpx
 import pytest
 
 from reward_service.graders.faults import (
@@ -17,6 +19,8 @@ from reward_service.graders.similarity_metrics import SimilarityMetric
 from reward_service.graders.string_check import StringOperation, string_check
 from reward_service.graders.templates import parse_template
 from reward_service.graders.text_similarity import text_similarity
+from reward_service.judging.answers import UnreadableVerdict, read_label, read_score
+from reward_service.judging.models import JudgeCall, JudgeUnavailable, completion
 
 # Formulas are OpenAI's arithmetic, and nothing else of Python
 
@@ -310,3 +314,79 @@ def test_long_texts_are_refused_before_they_are_compared(
 ) -> None:
     with pytest.raises(TextTooLong):
         text_similarity(metric, text, reference)
+
+
+# What a model that grades answers
+
+WRAPPED = [
+    "VALUE",
+    "```json\nVALUE\n```",
+    "```\nVALUE\n```\n",
+    "~~~\nVALUE\n~~~",
+    "Here is {my} verdict:\n\n```JSON\nVALUE\n```\nI hope that it helps.",
+    "The {sum} is right. VALUE",
+    'VALUE\n\nIts steps are {"steps": []}.',
+    "VALUE\nAgain: VALUE",
+    '<think>Is it {"result": 0.1}, or ```{}```?</think>\n\nVALUE',
+    'Is it {"result": 0.1}?</think>```json\nVALUE```',
+    "\ufeffVALUE",
+]
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_a_verdict_is_read_in_a_fence_in_prose_and_behind_thoughts(wrapped: str) -> None:
+    for verdict in ('{"result": 0.5}', '{"steps": [{"conclusion": "{\\"}"}],\n "result": "0.5"}'):
+        assert read_score(wrapped.replace("VALUE", verdict)) == 0.5
+    for label in ("Good", " good\t", "GOOD"):
+        verdict = json.dumps({"steps": [], "result": label})
+        assert read_label(wrapped.replace("VALUE", verdict), ["bad", "good"]) == "good"
+
+
+@pytest.mark.parametrize("text", ["7", " 7.0\n", "```\n7\n```", "<think>3 + 4</think>7"])
+def test_a_verdict_without_json_is_read(text: str) -> None:
+    assert read_score(text) == 7
+    assert read_label(text.replace("7.0", "7"), ["7", "8"]) == "7"
+    assert read_label(text.replace("7.0", "7").replace("7", "TRUE"), ["true", "false"]) == "true"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "It is 7.",
+        '{"result": 1} or {"result": 2}',
+        '```json\n{"result": 1}\n```\n```json\n{"result": 2}\n```',
+        '{"result": null}',
+        '{"result": [1]}',
+        'So {"score": 1}',
+        '{"result": 1',
+        "```json\n```",
+        "{" * 100_000,
+        '{"a":[' * 50_000,
+        '{"result": 1e999}',
+    ],
+)
+def test_an_answer_without_one_verdict_cannot_be_read(answer: str) -> None:
+    with pytest.raises(UnreadableVerdict):
+        read_score(answer)
+    with pytest.raises(UnreadableVerdict):
+        read_label(answer, ["none", "null", "1.0"])
+
+
+def test_labels_that_differ_in_case_alone_are_told_apart() -> None:
+    labels = ["A", "a", " b "]
+    assert [read_label(each, labels) for each in ("A", "a", "B")] == ["A", "a", " b "]
+    with pytest.raises(UnreadableVerdict):
+        read_label("\u0100", labels)
+
+
+async def test_a_models_server_that_writes_another_encoding_is_unavailable() -> None:
+    said = '{"choices": [{"message": {"content": "caf\xe9"}}]}'
+    call = JudgeCall("m", [], {}, {}, "g")
+    answers = [httpx.Response(200, content=said.encode(each)) for each in ("utf-8-sig", "cp1252", "utf-16")]
+    transport = httpx.MockTransport(lambda _: answers.pop(0))
+    async with httpx.AsyncClient(transport=transport) as client:
+        assert (await completion(client, "http://judge", call, {}, 9)).text == "caf\xe9"
+        for why in ("0xe9, is not UTF-8", "UTF-16"):
+            with pytest.raises(JudgeUnavailable, match=why):
+                await completion(client, "http://judge", call, {}, 9)

@@ -1,6 +1,7 @@
 """The rules of the audit, one by one: each test changes one thing in evidence that is correct."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 
 from rollout_queue.contract.records import Verdict, VerdictCode
 from rollout_queue.contract.tombstone import Tombstone
+from weir.audit.evidence import read_answers
 from weir.audit.facts import (
     ClientAnswer,
     Evidence,
@@ -18,8 +20,10 @@ from weir.audit.facts import (
     StreamFact,
     TurnFact,
 )
+from weir.audit.ledger import EvidenceMissing
 from weir.audit.rules import findings_of
 from weir.audit.totals import notes_of, totals_of
+from weir.importing.files import rows_of
 
 
 def verdict(code: VerdictCode, step: int | None = None, version: int | None = None) -> Verdict:
@@ -398,3 +402,24 @@ def test_the_index_of_trained_sessions_says_what_their_verdicts_say(
 ) -> None:
     found = told(evidence(taught=taught))
     assert {(rule, subject) for _, rule, subject in found} == {("index", subject) for subject in subjects}
+
+
+def test_answers_that_cannot_be_read_are_named_by_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    for line, why in (
+        (b'{"session_id": "caf\xe9"}', "byte 20, 0xe9"),
+        ("{}".encode("utf-16"), "UTF-16"),
+        (b"{", ""),
+    ):
+        path.write_bytes(b"\n" + line)
+        with pytest.raises(EvidenceMissing, match=f"answers.jsonl, line 2: .*{why}"):
+            read_answers(path)
+
+
+def test_rows_of_another_encoding_are_named_by_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"schema": 99}\n{"schema": 1, "session_id": "caf\xe9"}\n')
+    first, second = rows_of([path])
+    assert "schema 99" in first.problem
+    assert second.location.endswith(":2")
+    assert "0xe9, is not UTF-8" in second.problem

@@ -22,8 +22,8 @@ from bench.workloads import WORKLOADS, Workload
 from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
+from trainer_service.model.optimizer import schedule_of
 from trainer_service.model.policy import DeepSpeedPolicy
-from trainer_service.model.schedule import schedule_of
 from trainer_service.model.settings import OptimizerSettings
 from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import TrainerSettings

@@ -24,7 +24,8 @@ def selected_logprobs(logits_TV: Tensor, targets: Tensor, temperatures_T: Tensor
 
 
 def entropies(logits_TV: Tensor, temperatures_T: Tensor) -> Tensor:
-    """[T] in nats: logsumexp(z) - sum of p · z, with gradient, for an entropy bonus."""
+    """[T] in nats: logsumexp(z) - sum of p · z, with gradient, for an entropy bonus. A token of probability 0
+    adds 0, and gets the gradient 0."""
     return _entropy(_scaled(logits_TV, temperatures_T))
 
 
@@ -40,4 +41,4 @@ def _selected(scaled_TV: Tensor, targets: Tensor) -> Tensor:
 def _entropy(scaled_TV: Tensor) -> Tensor:
     normaliser_T = torch.logsumexp(scaled_TV, dim=-1)
     p_TV = (scaled_TV - normaliser_T[:, None]).exp()
-    return normaliser_T - (p_TV * scaled_TV).sum(-1)
+    return normaliser_T - (p_TV * scaled_TV.masked_fill(p_TV == 0, 0)).sum(-1)  # 0 · -inf would be NaN

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_service.model.attention.packed_attention import Packing, attention_arguments, packing_of
+from trainer_service.model.attention.packed_attention import Packing, attention_arguments
 from trainer_service.model.head.logprob_head import logit_transform_of
 from trainer_service.model.huggingface import enable_activation_checkpointing
-from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
-from trainer_service.model.schedule import schedule_of
+from trainer_service.model.optimizer import apply_configured_rates, make_optimizer, schedule_of
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.sharding.file_copies import FileCopies
 from trainer_service.model.sharding.sequence_ranks import SequenceRanks, Slice
@@ -64,6 +63,7 @@ class Critic:
         deepspeed: ModuleType,
         model: Any,
         settings: ModelSettings,
+        packing: Packing,
         sequence: SequenceRanks | None = None,
     ) -> None:
         """`model` is a copy of the base model; its head is replaced. `settings.critic` must be set. The ranks
@@ -72,7 +72,7 @@ class Critic:
         self._sequence = sequence
         assert settings.critic is not None  # noqa: S101 - the caller checks
         own = settings.model_copy(update={"optimizer": settings.critic.optimizer})
-        self._packing = packing_of(model)
+        self._packing = packing
         value_head(model)
         self._recomputes = settings.recomputes_activations
         if self._recomputes:

@@ -101,6 +101,8 @@ def _scored(
             **attention,
         ).logits
     if request.head is None:
+        if output_1TV.shape[1] != len(targets_TK):
+            raise ValueError(f"{type(model).__name__} does not support `logits_to_keep`")
         lp_TK, entropy_T = selected_logprobs(output_1TV[0], targets_TK, temperatures_T)
         if entropy_gradient:
             entropy_T = entropies(output_1TV[0], temperatures_T)

@@ -17,7 +17,9 @@ from trainer_service.model.attention.packed_attention import set_attention
 from trainer_service.model.head.logprob_head import set_head
 from trainer_service.model.images import reads_images
 from trainer_service.model.routers import recompute_contexts
+from trainer_service.model.settings import ModelSettings
 from trainer_service.model.sharding.partitioned import load_partitioned
+from trainer_service.model.sharding.zero import uses_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,14 @@ STORED_DTYPES = SAFETENSORS_DTYPES | {
     "BOOL": "bool",
 }
 """Also those of tensors that nobody trains."""
+
+
+def load_base(settings: ModelSettings, engine_config: Mapping[str, object] | None = None) -> Any:
+    """Load the base model for a DeepSpeed engine with this configuration. At stage 3 of ZeRO, this rank gets
+    a part of each weight."""
+    partitioned = engine_config if settings.sharding_stage == 3 else None
+    flash = uses_cuda() and settings.sequence_parallel == 1
+    return load_model(settings.model_path, getattr(torch, settings.precision), flash, partitioned)
 
 
 def load_model(
@@ -53,8 +63,6 @@ def load_model(
         else:
             model = load_partitioned(directory, dtype, zero_config)
     set_attention(model, flash=flash and dtype is torch.bfloat16 and not sees)
-    if sees:  # the patches of an image attend to each other
-        model.set_attn_implementation({"vision_config": "sdpa"})
     set_head(model)
     _disable_dropout(model)
     return model

@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer_service.model.attention.packed_attention import Packing, check_can_share, packing_of
+from trainer_service.model.attention.packed_attention import Packing
 from trainer_service.model.base_weights import BaseWeights
 from trainer_service.model.critic import Critic
 from trainer_service.model.export import ExportTensor, check_tensor_names
 from trainer_service.model.forward import TokenScores, scores
-from trainer_service.model.huggingface import copy_small_files, enable_activation_checkpointing, load_model
+from trainer_service.model.huggingface import copy_small_files, enable_activation_checkpointing, load_base
 from trainer_service.model.images import image_inputs_of
 from trainer_service.model.lora import Adapters, AdapterSnapshot
-from trainer_service.model.optimizer import apply_configured_rates, make_optimizer
+from trainer_service.model.optimizer import apply_configured_rates, make_optimizer, schedule_of
 from trainer_service.model.reference import Reference
 from trainer_service.model.routers import Routers, routers_of
-from trainer_service.model.schedule import schedule_of
+from trainer_service.model.self_check.start import check_at_start
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.sharding.file_copies import FileCopies, StateCopy
 from trainer_service.model.sharding.layout import Layout, LoraLayout
@@ -67,9 +67,10 @@ class DeepSpeedPolicy:
         self.rank, self.ranks = self._parallel.rank, self._parallel.ranks
         self.data_ranks = self._parallel.data_ranks
         config = deepspeed_config(settings, uses_cuda())
-        model = self._load_base(config)
+        model = load_base(settings, config)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self._packing = packing_of(model)
+        self._checked = check_at_start(model, settings, self._parallel)
+        self._packing = self._checked.packing
         self.routers = routers_of(model, settings)
         if self.routers is not None and settings.sequence_parallel > 1:
             raise SystemExit("trainer.sequence_parallel: mixtures of experts are trained with 1 only")
@@ -97,9 +98,11 @@ class DeepSpeedPolicy:
         self.rank_timeout_s = settings.rank_timeout_s
         sequence = self._parallel.sequence
         self._critic = (
-            Critic(deepspeed, self._load_base(config), settings, sequence) if settings.critic else None
+            Critic(deepspeed, self._load_copy(config), settings, self._packing, sequence)
+            if settings.critic
+            else None
         )
-        self._reference = Reference(deepspeed, self._load_base, settings, self._engine.device)
+        self._reference = Reference(deepspeed, self._load_copy, settings, self._engine.device)
 
     @property
     def module(self) -> Any:
@@ -117,14 +120,10 @@ class DeepSpeedPolicy:
         )
         return Layout(self.ranks, settings.sharding_stage, settings.precision, lora, self._critic is not None)
 
-    def _load_base(self, config: Mapping[str, object]) -> Any:
-        """The base model for a DeepSpeed engine with this configuration. At stage 3, this rank gets a part of
-        each weight."""
-        settings = self._settings
-        size, precision = settings.sequence_parallel, getattr(torch, settings.precision)
-        zero_config = config if settings.sharding_stage == 3 else None
-        model = load_model(settings.model_path, precision, uses_cuda() and size == 1, zero_config)
-        check_can_share(model, size)
+    def _load_copy(self, config: Mapping[str, object]) -> Any:
+        """The base model again, to be computed like the one that was checked."""
+        model = load_base(self._settings, config)
+        self._checked.apply(model)
         return model
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from tests.support.trainer_service.same_training import (
     same_metrics,
 )
 from trainer_service.model import policy
-from trainer_service.model.schedule import schedule_of
+from trainer_service.model.optimizer import schedule_of
 from trainer_service.model.settings import OptimizerSettings
 from trainer_service.model.sharding.layout import LayoutRefused
 from trainer_service.model.sharding.zero import deepspeed_config

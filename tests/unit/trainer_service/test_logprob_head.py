@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.tolerances import BFLOAT16, ulps
+from tests.support.tolerances import BFLOAT16, FLOAT64, ulps
 from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.head_gradients import gradients
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
@@ -89,6 +89,36 @@ def test_values_and_gradients_are_those_of_log_softmax(after: LogitTransform, wi
     pairs = zip(gradients(ours, inputs, with_entropy), gradients(plain, inputs, with_entropy), strict=True)
     for mine, other in pairs:
         assert (mine - other).abs().max() < ulps(TOKENS, of=float(other.abs().max()))  # a sum over tokens
+
+
+@pytest.mark.parametrize("way", ["head", "cut head", "logits"])
+def test_ids_without_probability_add_nothing_and_get_no_gradient(way: str) -> None:
+    """Some rows of the head pad the vocabulary: their bias is -inf, or the model cuts off their logits."""
+    kept = 2 * VOCABULARY // 3
+    hidden, weight, bias, targets_T, temperatures_T = given(torch.float64)
+    targets_T, leaves = targets_T % kept, [hidden, weight, bias]
+    padding_V = torch.arange(VOCABULARY, device=DEVICE) >= kept
+    masked_V = bias if way == "cut head" else bias.masked_fill(padding_V, -torch.inf)
+    temperatures_T = temperatures_T.double()
+    if way == "logits":
+        logits_TV = torch.nn.functional.linear(hidden, weight, masked_V)
+        lp_T, entropy_T = selected_logprobs(logits_TV, targets_T, temperatures_T)
+        differentiable_T = entropies(logits_TV, temperatures_T)
+        assert torch.equal(entropy_T, differentiable_T)
+        ours = torch.stack([lp_T, differentiable_T], 1)
+    else:
+        after = LogitTransform(columns=kept if way == "cut head" else None)
+        ours = sampled_logprobs(hidden, weight, masked_V, targets_T, temperatures_T, after, True)
+    logits_TV = torch.nn.functional.linear(hidden, weight, bias)[:, :kept]
+    lp_TV = (logits_TV / temperatures_T[:, None]).log_softmax(1)
+    lp_T = lp_TV.gather(1, targets_T[:, None])[:, 0]
+    plain = torch.stack([lp_T, -(lp_TV.exp() * lp_TV).sum(1)], 1)
+    allowed = ulps(WIDTH + 9 + TOKENS, of=float(plain.detach().abs().max()), unit=FLOAT64)
+    torch.testing.assert_close(ours, plain, atol=allowed, rtol=0)
+    slope_T2 = torch.randn(plain.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    pairs = (torch.autograd.grad((each * slope_T2.to(DEVICE)).sum(), leaves) for each in (ours, plain))
+    for mine, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, other, atol=allowed, rtol=0)
 
 
 def test_half_precision_is_multiplied_into_float32() -> None:

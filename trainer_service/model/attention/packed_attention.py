@@ -78,13 +78,22 @@ class Segments:
 
 
 def packing_of(model: Any) -> Packing:
-    """How the model keeps packed rows apart with its present attention."""
+    """How the model keeps packed rows apart with its present attention, if it does what it claims."""
     if not _only_attention_mixes_tokens(model):
         return Packing.ONE_ROW
     chosen = model.config._attn_implementation
     if chosen in (PACKED, FLASH):
         return Packing.SEGMENTS if chosen == PACKED else Packing.FLASH
-    return Packing.POSITIONS if "position_ids" in _parameters(model) else Packing.ONE_ROW
+    takes_positions = "position_ids" in _parameters(model) and not _keeps_masks(model)
+    return Packing.POSITIONS if takes_positions else Packing.ONE_ROW
+
+
+def ways_to_pack(model: Any) -> list[tuple[str, Packing]]:
+    """The attention and the packing to try, the fastest first. None is left for a model of one row a pass."""
+    packing, chosen = packing_of(model), model.config._attn_implementation
+    if packing is Packing.FLASH:
+        return [(FLASH, packing), (PACKED, Packing.SEGMENTS)]
+    return [] if packing is Packing.ONE_ROW else [(chosen, packing)]
 
 
 def set_attention(model: Any, flash: bool = False) -> None:
@@ -106,17 +115,29 @@ def set_attention(model: Any, flash: bool = False) -> None:
         flash = flash and FLASH in (getattr(model, "_compatible_flash_implementations", None) or [FLASH])
         if flash and not is_flash_attn_2_available():
             logger.info("flash-attn is not installed; using torch's attention, row by row")
-        model.set_attn_implementation(FLASH if flash and is_flash_attn_2_available() else PACKED)
-    packing = packing_of(model)
-    if packing in (Packing.POSITIONS, Packing.ONE_ROW):
-        logger.info("%s cannot use packed attention: %s", type(model).__name__, packing.value)
+        use_attention(model, FLASH if flash and is_flash_attn_2_available() else PACKED)
 
 
-def check_can_share(model: Any, ranks: int) -> None:
+def use_attention(model: Any, implementation: str) -> None:
+    """Let the layers of the decoder use this attention."""
+    model.set_attn_implementation(implementation)
+    if (
+        getattr(model.config, "vision_config", None) is not None
+    ):  # the patches of an image attend to each other
+        model.set_attn_implementation({"vision_config": "sdpa"})
+
+
+def use_own_attention(model: Any) -> None:
+    """Let the model use the attention that it has without the trainer."""
+    if model.config._attn_implementation in (PACKED, FLASH):
+        use_attention(model, "sdpa" if model._supports_sdpa else "eager")
+
+
+def check_can_share(model: Any, packing: Packing, ranks: int) -> None:
     """Raises SystemExit if so many ranks cannot compute a micro-batch of this model together."""
     if ranks == 1:
         return
-    if packing_of(model) is not Packing.SEGMENTS:
+    if packing is not Packing.SEGMENTS:
         raise SystemExit(
             f"trainer.sequence_parallel: {type(model).__name__} mixes tokens outside of attention"
         )
@@ -246,6 +267,12 @@ def _only_attention_mixes_tokens(model: Any) -> bool:
     types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     convolves = any(isinstance(each, torch.nn.Conv1d) for each in model.modules())
     return types <= SPLITTABLE_LAYERS and not model._is_stateful and not convolves
+
+
+def _keeps_masks(model: Any) -> bool:
+    """Whether the model masks attention with a buffer for its longest row: a pack may be longer (GPT-Neo)."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return any(each.shape[-2:] == (longest, longest) for each in model.buffers())
 
 
 def _parameters(model: Any) -> set[str]:

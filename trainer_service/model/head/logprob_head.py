@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,13 +58,13 @@ class LogprobHead(torch.nn.Module):
         self.weight, self.bias = head.weight, head.bias
         self.in_features, self.out_features = head.in_features, head.out_features
         self._transform, self._neutral_attributes = logit_transform_of(model)
-        self._returns_logits = False
-        """Whether the model has changed the head's result. Such a model changes logits in an unknown way."""
+        self.returns_logits = False
+        """Whether the model changes its logits in an unknown way, so that it needs all of them."""
 
     def forward(self, hidden_1TH: Tensor, low_rank: LowRank | None = None) -> Tensor:
         """`low_rank` is an adapter's part of the logits; the first dimension of its inputs is 1."""
         request = _current_request.get()
-        if request is None or self._returns_logits:
+        if request is None or self.returns_logits:
             logits_1TV = torch.nn.functional.linear(hidden_1TH, self.weight, self.bias)
             return logits_1TV if low_rank is None else logits_1TV + low_rank.logits()
         if hidden_1TH.shape[:2] != (1, len(request.targets_TK)):
@@ -92,8 +92,12 @@ class LogprobHead(torch.nn.Module):
         """Whether the model returned the result unchanged. If not, the head returns logits from now on."""
         if result_1TK is None or not torch.equal(output_1TK.nan_to_num(), result_1TK.nan_to_num()):
             logger.warning("the model changes its logits in an unknown way: all logits are computed at once")
-            self._returns_logits = True
-        return not self._returns_logits
+            self.returns_logits = True
+        return not self.returns_logits
+
+    def cut(self, columns: int | None) -> None:
+        """Compute the first `columns` logits only, as the model cuts off the others; None: all."""
+        self._transform = replace(self._transform, columns=columns)
 
 
 def set_head(model: Any) -> None:

@@ -19,6 +19,8 @@ BYTES_OF_A_LOGIT = 8
 CHUNK_SHARE = 1 / 32
 """The share of a GPU's memory that a chunk takes. The product of each chunk is added to the weight's gradient
 at the speed of the memory: larger chunks need fewer sums. 80 GB and 152k ids give chunks of 2,200 tokens."""
+LEAST_LOGP = -1000.0
+"""Of a log p below this, p is 0 in every format, and so is its product with p. That of -inf would be NaN."""
 WEIGHTS_AT_ONCE = 2**22
 """The number of half-precision weights that are multiplied at a time on CPU, which cannot multiply them into
 a float32 result."""
@@ -30,6 +32,8 @@ class LogitTransform:
 
     scale: float = 1.0
     softcap: float | None = None
+    columns: int | None = None
+    """The number of logits that the model keeps; the other rows of its head only pad. None: all."""
 
     def __call__(self, logits_CV: Tensor) -> Tensor:
         if self.scale != 1.0:
@@ -105,15 +109,16 @@ class _SampledLogprobs(torch.autograd.Function):
         bias_V: Tensor | None,
         *factors: Tensor,
     ) -> Tensor:
-        hidden_TH, weight_VH = factors[:2]
+        kept, kept_bias_V = _kept(factors, transform.columns), _cut(bias_V, transform.columns)
+        hidden_TH, weight_VH = kept[:2]
         result_TK = hidden_TH.new_empty(len(hidden_TH), targets_TK.shape[1] + 1, dtype=_wide(hidden_TH))
         normaliser_T = result_TK.new_empty(len(hidden_TH))
         for some in _chunks(hidden_TH, weight_VH):
-            z_CV = transform(_logits(factors, bias_V, some)).div_(temperatures_T[some, None])
+            z_CV = transform(_logits(kept, kept_bias_V, some)).div_(temperatures_T[some, None])
             normaliser_C = torch.logsumexp(z_CV, dim=1)
             logp_CV = z_CV.sub_(normaliser_C[:, None])
             result_TK[some, :-1] = logp_CV.gather(1, targets_TK[some])
-            result_TK[some, -1] = -logp_CV.exp().mul_(logp_CV).sum(1)
+            result_TK[some, -1] = -logp_CV.exp().mul_(logp_CV.clamp_(min=LEAST_LOGP)).sum(1)
             normaliser_T[some] = normaliser_C
         # The weights themselves are saved, as in DeepSpeed's linear layer: ZeRO gathers them again for the
         # backward.
@@ -127,7 +132,9 @@ class _SampledLogprobs(torch.autograd.Function):
     def backward(ctx: Any, gradient_TK: Tensor) -> tuple[Tensor | None, ...]:
         targets_TK, temperatures_T, normaliser_T, entropy_T, bias_V, *factors = ctx.saved_tensors
         _, _, _, _, needs_bias, *needed = ctx.needs_input_grad
-        hidden_TH, weight_VH = factors[:2]
+        columns = ctx.transform.columns
+        kept, kept_bias_V = _kept(factors, columns), _cut(bias_V, columns)
+        hidden_TH, weight_VH = kept[:2]
         wide = _wide(hidden_TH)
         of_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
         of_inputs = [torch.empty_like(x) if n else None for x, n in _every_other(factors, needed, 0)]
@@ -135,7 +142,7 @@ class _SampledLogprobs(torch.autograd.Function):
             torch.zeros_like(w, dtype=wide) if n else None for w, n in _every_other(factors, needed, 1)
         ]
         for some in _chunks(hidden_TH, weight_VH):
-            transformed_CV = ctx.transform(_logits(factors, bias_V, some))
+            transformed_CV = ctx.transform(_logits(kept, kept_bias_V, some))
             kept_CV = transformed_CV.clone() if ctx.transform.softcap is not None else transformed_CV
             logp_CV = transformed_CV.div_(temperatures_T[some, None]).sub_(normaliser_T[some, None])
             entropy_C = entropy_T[some] if ctx.entropy_gradient else None
@@ -143,21 +150,30 @@ class _SampledLogprobs(torch.autograd.Function):
             gradient_CV.div_(temperatures_T[some, None])
             gradient_CV = ctx.transform.gradient(kept_CV, gradient_CV)
             if of_bias is not None:
-                of_bias += gradient_CV.sum(0)
+                of_bias[:columns] += gradient_CV.sum(0)
             gradient_CV = gradient_CV.to(weight_VH.dtype)
             for inputs_TH, weight, of_input, of_weight in zip(
-                factors[::2], factors[1::2], of_inputs, of_weights, strict=True
+                kept[::2], kept[1::2], of_inputs, of_weights, strict=True
             ):
                 if of_input is not None:
                     of_input[some] = gradient_CV @ weight
                 if of_weight is not None:
-                    _add_product(of_weight, gradient_CV, inputs_TH[some])
+                    _add_product(of_weight[:columns], gradient_CV, inputs_TH[some])
         sums = [each for pair in zip(of_inputs, of_weights, strict=True) for each in pair]
         return (
             *(None,) * 4,
             None if of_bias is None else of_bias.to(bias_V.dtype),
             *(None if made is None else made.to(of.dtype) for made, of in zip(sums, factors, strict=True)),
         )
+
+
+def _kept(factors: Sequence[Tensor], columns: int | None) -> list[Tensor]:
+    """The factors, with the rows of the weights that make the first `columns` logits."""
+    return [each[:columns] if at % 2 else each for at, each in enumerate(factors)]
+
+
+def _cut(bias_V: Tensor | None, columns: int | None) -> Tensor | None:
+    return None if bias_V is None else bias_V[:columns]
 
 
 def _every_other(factors: list[Tensor], needed: list[bool], first: int) -> Iterator[tuple[Tensor, bool]]:
@@ -173,7 +189,8 @@ def _of_logits(logp_CV: Tensor, targets_CK: Tensor, gradient_CK: Tensor, entropy
     else:
         e_C = gradient_CK[:, -1]
         p_CV = logp_CV.exp()
-        gradient_CV = logp_CV.add_(entropy_C[:, None]).mul_(e_C[:, None]).add_(g_C[:, None]).mul_(p_CV).neg_()
+        slope_CV = logp_CV.clamp_(min=LEAST_LOGP).add_(entropy_C[:, None]).mul_(e_C[:, None])
+        gradient_CV = slope_CV.add_(g_C[:, None]).mul_(p_CV).neg_()
     return gradient_CV.scatter_add_(1, targets_CK, g_CK)
 
 

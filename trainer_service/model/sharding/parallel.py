@@ -61,6 +61,10 @@ class Parallel:
         torch.distributed.all_gather_object(gathered, values if counts else [])
         return [value for part in gathered for value in part]
 
+    def agree(self, mine: bool, device: torch.device) -> bool:
+        """Whether it is true on all ranks. Every rank must call it."""
+        return bool(self.mean(torch.tensor(float(mine), device=device)) == 1)
+
     def mean(self, value: Tensor) -> Tensor:
         """The mean over ranks, the same on all of them; finite if every rank's value is."""
         if self.ranks > 1:

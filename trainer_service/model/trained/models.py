@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 import torch
 
 from rollout_queue.commands.command import LoraSpec
-from trainer_service.model.attention.packed_attention import Packing, check_can_share, packing_of
+from trainer_service.model.attention.packed_attention import Packing
 from trainer_service.model.base_weights import BaseWeights
-from trainer_service.model.huggingface import enable_activation_checkpointing, load_model
+from trainer_service.model.huggingface import enable_activation_checkpointing, load_base
 from trainer_service.model.lora import Adapters
 from trainer_service.model.policy import EQUAL_COST_WIDTHS
 from trainer_service.model.routers import routers_of
+from trainer_service.model.self_check.start import check_at_start
 from trainer_service.model.settings import LoraSettings, ModelSettings
 from trainer_service.model.sharding.layout import Layout, LoraLayout
 from trainer_service.model.sharding.parallel import Parallel
@@ -46,7 +47,8 @@ class Models:
         base = self._loaded()
         self._base: Any | None = base
         """None once all its weights were trained; then it is loaded again for the next model."""
-        self._packing = packing_of(base)
+        self._checked = check_at_start(base, settings, self._parallel)
+        self._packing = self._checked.packing
         self._shared = SharedBase(deepspeed, settings, self._parallel, self._packing, weights)
         self.vocab_size = int(base.get_input_embeddings().num_embeddings)
         self.longest_row = getattr(base.config.get_text_config(), "max_position_embeddings", None)
@@ -89,6 +91,7 @@ class Models:
         if self._base is None or (lora is None and self._made):  # the layers of adapters stay in a base model
             self._base, self._made = None, 0
             self._base = self._loaded()
+            self._checked.apply(self._base)
         base, adapters = self._base, None
         if lora is None:
             self._base, self._full = None, model_id
@@ -145,9 +148,7 @@ class Models:
     def _loaded(self) -> Any:
         """The base model on this rank's device, frozen."""
         settings = self._settings
-        size, precision = settings.sequence_parallel, getattr(torch, settings.precision)
-        base = load_model(settings.model_path, precision, uses_cuda() and size == 1)
-        check_can_share(base, size)
+        base = load_base(settings)
         if settings.recomputes_activations:
             enable_activation_checkpointing(base)
         base.requires_grad_(False).train(settings.recomputes_activations)

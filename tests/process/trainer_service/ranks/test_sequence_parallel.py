@@ -12,7 +12,7 @@ from tests.support.trainer_service.rank_learning import learned_alike
 from tests.support.trainer_service.rank_pair import RankPair
 from tests.support.trainer_service.rank_tasks import Told
 from tests.support.trainer_service.related_rows import related_rows
-from trainer_service.model.attention.packed_attention import check_can_share
+from trainer_service.model.attention.packed_attention import check_can_share, packing_of
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.sharding.sequence_ranks import SequenceRanks
 from trainer_service.rows.rows import micro_batches
@@ -95,7 +95,7 @@ def test_a_model_that_ranks_cannot_share_is_refused(
     made(family, tmp_path)
     model = load_model(tmp_path, torch.float32)
     with pytest.raises(SystemExit, match=reason):
-        check_can_share(model, ranks)
+        check_can_share(model, packing_of(model), ranks)
 
 
 def test_ranks_that_no_group_has_are_refused(make_learner: MakeLearner) -> None:

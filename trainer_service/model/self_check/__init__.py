@@ -1,0 +1,1 @@
+"""Checks of the base model against itself when the trainer starts."""

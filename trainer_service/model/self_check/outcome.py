@@ -1,0 +1,58 @@
+"""What the checks of the base model found, and how the model and its copies are computed for it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from trainer_service.model.attention.packed_attention import Packing, use_own_attention
+from trainer_service.model.head.logprob_head import LogprobHead
+
+
+class Outcome(StrEnum):
+    """What follows from a check."""
+
+    FAST = "fast"
+    """The model is computed in the fastest way that the trainer has for its kind."""
+    SAFE = "safe"
+    """The fast way would give other values, so the model is computed in a slower one."""
+    REFUSED = "refused"
+    """No way gives the model's own values."""
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """One line of the table of checks."""
+
+    check: str
+    outcome: Outcome
+    sentence: str
+    """What was found, and what the trainer does about it."""
+
+
+class ModelUnfit(SystemExit):
+    """The base model cannot be trained. The message is for the operator."""
+
+    def __init__(self, check: ModelCheck) -> None:
+        super().__init__(f"trainer.model_path: {check.sentence}")
+        self.check = check
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """How the base model and its copies are computed."""
+
+    packing: Packing
+    columns: int | None
+    """The number of logits that the model keeps of its head's; None: all."""
+    needs_all_logits: bool
+    """Whether log-probabilities are computed from the model's own logits, all at once."""
+    checks: tuple[ModelCheck, ...]
+
+    def apply(self, model: Any) -> None:
+        """Let a copy of the base model be computed like the one that was checked."""
+        if self.packing is Packing.ONE_ROW:
+            use_own_attention(model)
+        head = model.get_output_embeddings()
+        if isinstance(head, LogprobHead):
+            head.returns_logits = self.needs_all_logits
+            head.cut(self.columns)

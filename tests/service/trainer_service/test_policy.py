@@ -29,6 +29,8 @@ from tests.support.tolerances import ulps
 from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from tests.support.trainer_service.made_rows import rows_of
+from tests.support.trainer_service.model_kinds import make_kind
+from tests.support.trainer_service.random_rows import MakeLearner
 from tests.support.trainer_service.same_training import WELL_CONDITIONED, Weights, assert_moved_alike
 from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
@@ -212,6 +214,43 @@ def test_a_model_that_cannot_be_published_is_refused_at_the_start(
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit, match=why):
         make_harness(model_path=directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("nemotron", {"zero_stage": 3}), ("falcon", {"lora": {"rank": 4}})],
+    ids=["nemotron, partitioned", "falcon, LoRA"],
+)
+def test_a_model_that_mixes_up_packed_rows_learns_from_one_row_a_pass(
+    make_learner: MakeLearner,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    settings: dict[str, Any],
+) -> None:
+    """Its step is the same whether rows are packed or not, and one line of log says why."""
+    make_kind(kind, tmp_path / "base")
+    given = {"model_path": tmp_path / "base", "optimizer": WELL_CONDITIONED, **settings}
+    after: list[Weights] = []
+    for max_tokens in (1000, 1):
+        learner = make_learner(**given, algorithm={"max_tokens": max_tokens})
+        before = learner.exported()
+        caplog.set_level("INFO", "trainer_service")
+        metrics = learner.learn(1)
+        assert math.isfinite(metrics["grad_norm"])
+        after.append(learner.exported())
+    assert_moved_alike(after[0], after[1], before)
+    said = [each.message for each in caplog.records if "gets one row a pass: packed rows" in each.message]
+    assert len(said) == 2
+
+
+def test_a_model_that_reads_later_tokens_is_refused_at_the_start(
+    make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    make_kind("bert", tmp_path)
+    why = "trainer.model_path: BertLMHeadModel cannot be trained: its tokens read later ones"
+    with pytest.raises(SystemExit, match=re.escape(why)):
+        make_learner(model_path=tmp_path)
 
 
 SIZES = {"a": (96, 64), "b": (64, 128), "c": (96, 64), "d": (32, 64)}

@@ -23,7 +23,7 @@ from trainer_service.model.attention.packed_attention import Packing
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.self_check.checks import check_model
-from trainer_service.model.self_check.outcome import CheckedModel, ModelUnfit, Outcome
+from trainer_service.model.self_check.outcome import CheckedModel, CheckOutcome, ModelUnfit
 from trainer_service.rows.rows import Row, micro_batches
 
 CPU = torch.device("cpu")
@@ -90,6 +90,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "inkling_text": {"unpadded_vocab_size": 80},
     "inkling2_text": {"unpadded_vocab_size": 80},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": ROPE_HEADS,
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
@@ -99,13 +100,19 @@ OWN: dict[str, dict[str, Any]] = {
     "youtu": ROPE_HEADS,
     "zaya": {"num_experts_per_tok": 1},
 }
-GROWING = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
-LONG_ROPE = GROWING | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+DYNAMIC = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
+LONG_ROPE: dict[str, Any] = {
+    "rope_theta": 1e4,
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert (causal)": ("bert", {"is_decoder": True}),
     "falcon (alibi)": ("falcon", {"alibi": True}),
     "falcon (new)": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "llama (dynamic)": ("llama", {"rope_parameters": GROWING | {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama (dynamic)": ("llama", {"rope_parameters": DYNAMIC}),
     "phi3 (longrope)": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64}),
     "phimoe (window)": ("phimoe", {"sliding_window": 16}),
     "qwen2 (windows)": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
@@ -192,7 +199,7 @@ def try_kind(name: str, directory: Path) -> Tried:
         checked = check_model(model, CPU)
     except ModelUnfit as error:
         return Tried(name, None, error.check.sentence)
-    said = "; ".join(each.sentence for each in checked.checks if each.outcome is not Outcome.FAST)
+    said = "; ".join(each.sentence for each in checked.checks if each.outcome is not CheckOutcome.FAST)
     return Tried(name, checked, said, _difference(plain, model, checked.packing))
 
 

@@ -11,10 +11,10 @@ import torch
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.model_kinds import CPU, Tried, kinds, table, try_kind
-from trainer_service.model.attention.packed_attention import Packing
+from trainer_service.model.attention.packed_attention import Packing, packing_of
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.self_check.checks import check_model
-from trainer_service.model.self_check.outcome import Outcome
+from trainer_service.model.self_check.outcome import CheckOutcome
 from trainer_service.model.self_check.small_part import small_part
 
 ROUNDINGS = 240
@@ -69,10 +69,10 @@ def test_a_check_leaves_the_model_and_the_random_generators_as_they_were(name: s
     model = family_model(name, tmp_path)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     before = model.config.to_dict(), str(model), torch.get_rng_state(), random.getstate()
-    attention = model.config._attn_implementation
+    packing = packing_of(model)
     checked = check_model(model, CPU)
     assert (model.config.to_dict(), str(model)) == before[:2]
-    assert model.config._attn_implementation == attention
+    assert packing_of(model) is packing
     assert torch.equal(torch.get_rng_state(), before[2])
     assert random.getstate() == before[3]
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
@@ -98,10 +98,10 @@ def test_one_rank_that_finds_a_difference_decides_for_all(tmp_path: Path) -> Non
     of_all = iter([True, True, False])
     checked = check_model(model, CPU, agree=lambda mine: mine and next(of_all))
     assert checked.packing is Packing.ONE_ROW
-    assert model.config._attn_implementation == "sdpa"
+    assert packing_of(model) is Packing.POSITIONS, "of its own attention"
     copy = load_model(tmp_path, torch.float32)
     checked.apply(copy)
-    assert copy.config._attn_implementation == "sdpa"
+    assert packing_of(copy) is Packing.POSITIONS
 
 
 @pytest.mark.parametrize("change", ["halved", "cut", "fails"])
@@ -125,6 +125,6 @@ def test_a_head_that_would_differ_is_found_at_the_start(
     monkeypatch.setattr(model, "forward", changing)
     checked = check_model(model, CPU)
     (head,) = (each for each in checked.checks if each.check == "head")
-    expected = (50, False, Outcome.FAST) if change == "cut" else (None, True, Outcome.SAFE)
+    expected = (50, False, CheckOutcome.FAST) if change == "cut" else (None, True, CheckOutcome.SAFE)
     assert (checked.columns, checked.needs_all_logits, head.outcome) == expected, head.sentence
     assert checked.packing is Packing.SEGMENTS

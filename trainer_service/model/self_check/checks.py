@@ -17,8 +17,8 @@ from trainer_service.model.attention.packed_attention import (
     ways_to_pack,
 )
 from trainer_service.model.head.logprob_head import LogprobHead
-from trainer_service.model.self_check.outcome import CheckedModel, ModelCheck, ModelUnfit, Outcome
-from trainer_service.model.self_check.probe import Probe, first_words, probe_of
+from trainer_service.model.self_check.outcome import CheckedModel, CheckOutcome, ModelCheck, ModelUnfit
+from trainer_service.model.self_check.probe import ModelProbe, first_words, probe_of
 from trainer_service.model.self_check.small_part import small_part
 
 Agree = Callable[[bool], bool]
@@ -46,7 +46,7 @@ def check_model(model: Any, device: torch.device, agree: Agree = bool, shares: b
     raise _unfit("model", model, f"its own pass over one row fails ({why})")
 
 
-def _checked(probe: Probe, ways: Ways, agree: Agree, shares: bool) -> CheckedModel:
+def _checked(probe: ModelProbe, ways: Ways, agree: Agree, shares: bool) -> CheckedModel:
     if not agree(probe.without_later_tokens().within(probe.allowed)):
         raise _unfit("order", probe.model, "its tokens read later ones")
     columns, all_logits, of_head = _check_head(probe, agree)
@@ -54,7 +54,7 @@ def _checked(probe: Probe, ways: Ways, agree: Agree, shares: bool) -> CheckedMod
     return CheckedModel(packing, columns, all_logits, (of_packing, of_head))
 
 
-def _check_head(probe: Probe, agree: Agree) -> tuple[int | None, bool, ModelCheck]:
+def _check_head(probe: ModelProbe, agree: Agree) -> tuple[int | None, bool, ModelCheck]:
     """How many logits the model keeps, and whether log-probabilities are computed from all of them."""
     head, columns = probe.model.get_output_embeddings(), None
     if not isinstance(head, LogprobHead):
@@ -66,20 +66,20 @@ def _check_head(probe: Probe, agree: Agree) -> tuple[int | None, bool, ModelChec
     if agree(found.within(probe.allowed) and not head.returns_logits):
         kept = "" if columns is None else f", of the {columns} that the model keeps"
         said = f"log-probabilities are computed a few logits at a time{kept}: {found.words}"
-        return columns, False, ModelCheck("head", Outcome.FAST, said)
+        return columns, False, ModelCheck("head", CheckOutcome.FAST, said)
     head.returns_logits = True
     return columns, True, _of_all_logits(probe, agree, f"changes its logits in an unknown way: {found.words}")
 
 
-def _of_all_logits(probe: Probe, agree: Agree, why: str) -> ModelCheck:
+def _of_all_logits(probe: ModelProbe, agree: Agree, why: str) -> ModelCheck:
     found = probe.alone()
     if not agree(found.within(probe.allowed)):
         raise _unfit("head", probe.model, f"its log-probabilities cannot be reproduced: {found.words}")
     name = type(probe.model).__name__
-    return ModelCheck("head", Outcome.SAFE, f"{name} {why}; all of its logits are computed at once")
+    return ModelCheck("head", CheckOutcome.SAFE, f"{name} {why}; all of its logits are computed at once")
 
 
-def _check_packing(probe: Probe, ways: Ways, agree: Agree, shares: bool) -> tuple[Packing, ModelCheck]:
+def _check_packing(probe: ModelProbe, ways: Ways, agree: Agree, shares: bool) -> tuple[Packing, ModelCheck]:
     """How rows are packed. The model is left with the attention for it."""
     why = "more than its attention mixes tokens, or it takes no positions"
     for implementation, packing in ways:
@@ -87,13 +87,13 @@ def _check_packing(probe: Probe, ways: Ways, agree: Agree, shares: bool) -> tupl
         found = probe.packed(packing, shares and packing is Packing.SEGMENTS)
         if agree(found.within(probe.allowed)):
             said = f"several rows a pass: {packing.value}; {found.words}"
-            return packing, ModelCheck("packing", Outcome.FAST, said)
+            return packing, ModelCheck("packing", CheckOutcome.FAST, said)
         why = f"packed rows: {found.words}"
     use_own_attention(probe.model)
     name = type(probe.model).__name__
-    return Packing.ONE_ROW, ModelCheck("packing", Outcome.SAFE, f"{name} gets one row a pass: {why}")
+    return Packing.ONE_ROW, ModelCheck("packing", CheckOutcome.SAFE, f"{name} gets one row a pass: {why}")
 
 
 def _unfit(check: str, model: Any, why: str) -> ModelUnfit:
     name = type(model).__name__
-    return ModelUnfit(ModelCheck(check, Outcome.REFUSED, f"{name} cannot be trained: {why}"))
+    return ModelUnfit(ModelCheck(check, CheckOutcome.REFUSED, f"{name} cannot be trained: {why}"))

@@ -8,7 +8,7 @@ from trainer_service.model.attention.packed_attention import Packing, use_own_at
 from trainer_service.model.head.logprob_head import LogprobHead
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """What follows from a check."""
 
     FAST = "fast"
@@ -24,7 +24,7 @@ class ModelCheck:
     """One line of the table of checks."""
 
     check: str
-    outcome: Outcome
+    outcome: CheckOutcome
     sentence: str
     """What was found, and what the trainer does about it."""
 

@@ -42,7 +42,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ModelProbe:
     """The rows, their true values, and the ways to compute them."""
 
     model: Any
@@ -103,7 +103,7 @@ def _moved(batch: MicroBatch, far: int) -> MicroBatch:
     return replace(batch, positions_N=positions_N)
 
 
-def probe_of(model: Any, layers: Sequence[Any], device: torch.device) -> Probe:
+def probe_of(model: Any, layers: Sequence[Any], device: torch.device) -> ModelProbe:
     """Make a probe. Raises what the model raises if it cannot compute a row alone."""
     rows = probe_rows(model)
     logits = [own_logits(model, row, device) for row in rows]
@@ -111,7 +111,7 @@ def probe_of(model: Any, layers: Sequence[Any], device: torch.device) -> Probe:
     with rounded_once_more(model, layers):
         noisy_T2 = own_scores(own_logits(model, rows[-1], device), rows[-1])
     allowed = allowed_difference(difference(noisy_T2, truths[-1]), torch.cat(truths))
-    return Probe(model, device, rows, truths, logits[0].shape[-1], allowed)
+    return ModelProbe(model, device, rows, truths, logits[0].shape[-1], allowed)
 
 
 def _tried(found: Callable[[], float]) -> Found:

@@ -11,6 +11,7 @@ import pytest
 from tests.support.long_cases import cases
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.expert_models import made_experts
+from tests.support.trainer_service.model_kinds import make_kind
 from tests.support.trainer_service.random_rows import (
     POISON,
     MakeLearner,
@@ -68,6 +69,14 @@ def test_two_ranks_learn_from_shared_prefixes_what_one_learns_from_separate_rows
     )
     for mine, of_one in zip(told.metrics, alone, strict=True):
         assert mine["computed_per_token"] < of_one["computed_per_token"] / 1.5
+
+
+def test_two_ranks_of_a_model_that_gets_one_row_a_pass_learn_what_one_learns(
+    pair: RankPair, make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    make_kind("nemotron", tmp_path / "base")
+    steps, both = [random_rows(seed, 5) for seed in (1, 2)], {"model_path": tmp_path / "base"}
+    learned_alike(pair, make_learner, tmp_path / "two", steps, both, two={"zero_stage": 3})
 
 
 @pytest.mark.parametrize("stage", cases([1], long=[3]))

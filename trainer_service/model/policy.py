@@ -59,8 +59,6 @@ class DeepSpeedPolicy:
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
         self._base = BaseWeights.checked(settings.model_path)
-        self.model_checks = self._base.checks
-        """What was found out about the model before it was loaded."""
         deepspeed = prepare_deepspeed(settings)
         seed_everything(settings.seed)
         self._parallel = Parallel.joined(settings.sequence_parallel)
@@ -70,6 +68,8 @@ class DeepSpeedPolicy:
         model = load_base(settings, config)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._checked = check_at_start(model, settings, self._parallel)
+        self.model_checks = (*self._base.checks, *self._checked.checks)
+        """What was found out about the model at the start."""
         self._packing = self._checked.packing
         self.routers = routers_of(model, settings)
         if self.routers is not None and settings.sequence_parallel > 1:

@@ -23,7 +23,7 @@ from trainer_service.model.attention.packed_attention import Packing
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.self_check.checks import check_model
-from trainer_service.model.self_check.outcome import CheckedModel, CheckOutcome, ModelUnfit
+from trainer_service.model.self_check.outcome import CheckedModel, ModelUnfit
 from trainer_service.rows.rows import Row, micro_batches
 
 CPU = torch.device("cpu")
@@ -198,8 +198,8 @@ def try_kind(name: str, directory: Path) -> Tried:
     try:
         checked = check_model(model, CPU)
     except ModelUnfit as error:
-        return Tried(name, None, error.check.sentence)
-    said = "; ".join(each.sentence for each in checked.checks if each.outcome is not CheckOutcome.FAST)
+        return Tried(name, None, error.check.detail)
+    said = "; ".join(each.detail for each in checked.checks if each.outcome != "right")
     return Tried(name, checked, said, _difference(plain, model, checked.packing))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rollout_queue.protocol.model_checks import ModelCheck
 from trainer_service.model.attention.packed_attention import (
     Packing,
     use_attention,
@@ -17,7 +18,7 @@ from trainer_service.model.attention.packed_attention import (
     ways_to_pack,
 )
 from trainer_service.model.head.logprob_head import LogprobHead
-from trainer_service.model.self_check.outcome import CheckedModel, CheckOutcome, ModelCheck, ModelUnfit
+from trainer_service.model.self_check.outcome import CheckedModel, ModelUnfit
 from trainer_service.model.self_check.probe import ModelProbe, first_words, probe_of
 from trainer_service.model.self_check.small_part import small_part
 
@@ -66,7 +67,7 @@ def _check_head(probe: ModelProbe, agree: Agree) -> tuple[int | None, bool, Mode
     if agree(found.within(probe.allowed) and not head.returns_logits):
         kept = "" if columns is None else f", of the {columns} that the model keeps"
         said = f"log-probabilities are computed a few logits at a time{kept}: {found.words}"
-        return columns, False, ModelCheck("head", CheckOutcome.FAST, said)
+        return columns, False, ModelCheck(check="head", outcome="right", detail=said)
     head.returns_logits = True
     return columns, True, _of_all_logits(probe, agree, f"changes its logits in an unknown way: {found.words}")
 
@@ -76,7 +77,8 @@ def _of_all_logits(probe: ModelProbe, agree: Agree, why: str) -> ModelCheck:
     if not agree(found.within(probe.allowed)):
         raise _unfit("head", probe.model, f"its log-probabilities cannot be reproduced: {found.words}")
     name = type(probe.model).__name__
-    return ModelCheck("head", CheckOutcome.SAFE, f"{name} {why}; all of its logits are computed at once")
+    detail = f"{name} {why}; all of its logits are computed at once"
+    return ModelCheck(check="head", outcome="differs", detail=detail)
 
 
 def _check_packing(probe: ModelProbe, ways: Ways, agree: Agree, shares: bool) -> tuple[Packing, ModelCheck]:
@@ -87,13 +89,13 @@ def _check_packing(probe: ModelProbe, ways: Ways, agree: Agree, shares: bool) ->
         found = probe.packed(packing, shares and packing is Packing.SEGMENTS)
         if agree(found.within(probe.allowed)):
             said = f"several rows a pass: {packing.value}; {found.words}"
-            return packing, ModelCheck("packing", CheckOutcome.FAST, said)
+            return packing, ModelCheck(check="packing", outcome="right", detail=said)
         why = f"packed rows: {found.words}"
     use_own_attention(probe.model)
-    name = type(probe.model).__name__
-    return Packing.ONE_ROW, ModelCheck("packing", CheckOutcome.SAFE, f"{name} gets one row a pass: {why}")
+    detail = f"{type(probe.model).__name__} gets one row a pass: {why}"
+    return Packing.ONE_ROW, ModelCheck(check="packing", outcome="differs", detail=detail)
 
 
 def _unfit(check: str, model: Any, why: str) -> ModelUnfit:
     name = type(model).__name__
-    return ModelUnfit(ModelCheck(check, CheckOutcome.REFUSED, f"{name} cannot be trained: {why}"))
+    return ModelUnfit(ModelCheck(check=check, outcome="refused", detail=f"{name} cannot be trained: {why}"))

@@ -1,39 +1,18 @@
 """What the checks of the base model found, and how the model and its copies are computed for it."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from rollout_queue.protocol.model_checks import ModelCheck
 from trainer_service.model.attention.packed_attention import Packing, use_own_attention
 from trainer_service.model.head.logprob_head import LogprobHead
-
-
-class CheckOutcome(StrEnum):
-    """What follows from a check."""
-
-    FAST = "fast"
-    """The model is computed in the fastest way that the trainer has for its kind."""
-    SAFE = "safe"
-    """The fast way would give other values, so the model is computed in a slower one."""
-    REFUSED = "refused"
-    """No way gives the model's own values."""
-
-
-@dataclass(frozen=True)
-class ModelCheck:
-    """One line of the table of checks."""
-
-    check: str
-    outcome: CheckOutcome
-    sentence: str
-    """What was found, and what the trainer does about it."""
 
 
 class ModelUnfit(SystemExit):
     """The base model cannot be trained. The message is for the operator."""
 
     def __init__(self, check: ModelCheck) -> None:
-        super().__init__(f"trainer.model_path: {check.sentence}")
+        super().__init__(f"trainer.model_path: {check.detail}")
         self.check = check
 
 

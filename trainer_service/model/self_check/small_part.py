@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_service.model.randomness import random_states, restore_random_states
+from trainer_service.model.sharding.randomness import random_states, restore_random_states
 from trainer_service.model.sharding.zero import gathered
 
 FEWEST_LAYERS, MOST_LAYERS = 2, 8

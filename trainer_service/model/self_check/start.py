@@ -8,7 +8,7 @@ import torch
 
 from trainer_service.model.attention.packed_attention import check_can_share
 from trainer_service.model.self_check.checks import check_model
-from trainer_service.model.self_check.outcome import CheckedModel, CheckOutcome
+from trainer_service.model.self_check.outcome import CheckedModel
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.sharding.parallel import Parallel
 from trainer_service.model.sharding.zero import uses_cuda
@@ -25,7 +25,6 @@ def check_at_start(model: Any, settings: ModelSettings, parallel: Parallel) -> C
     agree = partial(parallel.agree, device=device)
     checked = check_model(model, device, agree, settings.share_prefixes)
     for each in checked.checks if parallel.rank == 0 else ():
-        level = logging.INFO if each.outcome is CheckOutcome.FAST else logging.WARNING
-        logger.log(level, "check of the model, %s: %s: %s", each.check, each.outcome, each.sentence)
+        logger.log(logging.INFO if each.outcome == "right" else logging.WARNING, "%s", each.line)
     check_can_share(model, checked.packing, settings.sequence_parallel)
     return checked

@@ -37,8 +37,6 @@ class Models:
         """The `zero_stage` must be below 3."""
         self._settings = settings
         weights = BaseWeights.checked(settings.model_path)
-        self.model_checks = weights.checks
-        """What was found out about the model before it was loaded."""
         deepspeed = prepare_deepspeed(settings)
         seed_everything(settings.seed)
         self._parallel = Parallel.joined(settings.sequence_parallel)
@@ -48,6 +46,8 @@ class Models:
         self._base: Any | None = base
         """None once all its weights were trained; then it is loaded again for the next model."""
         self._checked = check_at_start(base, settings, self._parallel)
+        self.model_checks = (*weights.checks, *self._checked.checks)
+        """What was found out about the model at the start."""
         self._packing = self._checked.packing
         self._shared = SharedBase(deepspeed, settings, self._parallel, self._packing, weights)
         self.vocab_size = int(base.get_input_embeddings().num_embeddings)

@@ -29,7 +29,7 @@ PARTS = {
     "gateway/dialects/": "requests",
     "gateway/dialects/chat_wire": "replies",
     "gateway/language/": "prompts",
-    "gateway/language/fast_parse": "recording",
+    "gateway/language/answers/fast_parse": "recording",
     "gateway/conversations/": "prompts",
     "gateway/generations/": "prompts",
     "gateway/generations/generation": "recording",

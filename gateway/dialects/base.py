@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from gateway.generations.generation import Call, Generation
-from gateway.language.deltas import Delta
+from gateway.language.answers.deltas import Delta
 from gateway.language.render import ParsedAnswer
 from gateway.sessions.identity import Caller
 from rollout_queue.contract.records import Turn

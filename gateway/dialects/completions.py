@@ -28,8 +28,8 @@ from gateway.dialects.wire import (
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
+from gateway.language.answers.deltas import Delta
 from gateway.language.constraint import Constraint, constraint_of_text
-from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named

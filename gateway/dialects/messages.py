@@ -54,9 +54,9 @@ from gateway.dialects.wire import (
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
+from gateway.language.answers.deltas import Delta
 from gateway.language.chat_messages import in_call_order
 from gateway.language.constraint import constrainer, shown_tools
-from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_in_metadata

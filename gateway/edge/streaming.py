@@ -7,8 +7,8 @@ import msgspec
 
 from gateway.dialects.fields.unknown import ignored_header
 from gateway.generations.generation import Generation
-from gateway.language.begun_answer import BegunAnswerStream
-from gateway.language.deltas import AnswerStream, RawTextStream
+from gateway.language.answers.begun_answer import BegunAnswerStream
+from gateway.language.answers.deltas import AnswerStream, RawTextStream
 from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.tokens import TokenIds
 

@@ -24,7 +24,7 @@ from gateway.generations.generation_trace import asked_attributes, operation_of,
 from gateway.generations.pinning import Pinned
 from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
-from gateway.language.begun_answer import beginning
+from gateway.language.answers.begun_answer import beginning
 from gateway.language.images.pads import collapsed
 from gateway.language.render import UNREADABLE, ChatRenderer
 from gateway.language.thinking import effort_of

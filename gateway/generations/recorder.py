@@ -14,8 +14,8 @@ from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, StateConflict
 from gateway.generations.generation import Generation
 from gateway.generations.generation_trace import recorded_attributes
-from gateway.language.begun_answer import rest_of
-from gateway.language.fast_parse import FastParser
+from gateway.language.answers.begun_answer import rest_of
+from gateway.language.answers.fast_parse import FastParser
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from gateway.metrics.metrics import Metrics
 from gateway.settings.service import GatewaySettings

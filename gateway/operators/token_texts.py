@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from tokenizers import decoders
 
-from gateway.language.partial_parse import markup_of
+from gateway.language.answers.partial_parse import markup_of
+from gateway.language.answers.streamed_text import LONGEST_CHARACTER, REPLACEMENT, IncrementalDetokenizer
 from gateway.language.render import ChatRenderer
-from gateway.language.streamed_text import LONGEST_CHARACTER, REPLACEMENT, IncrementalDetokenizer
 from rollout_queue.contract.tokens import TokenIds
 
 LEAD = 2 * LONGEST_CHARACTER

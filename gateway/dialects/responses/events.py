@@ -35,7 +35,7 @@ from gateway.dialects.responses.wire import (
 )
 from gateway.dialects.wire import HEARTBEAT, encode, event
 from gateway.generations.generation import Generation
-from gateway.language.deltas import Delta
+from gateway.language.answers.deltas import Delta
 from gateway.language.render import ChatRenderer, ToolCall
 from rollout_queue.http.errors import ApiError
 

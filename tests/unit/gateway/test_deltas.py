@@ -11,12 +11,12 @@ from renderers import create_renderer
 from renderers.parsing import parse_gpt_oss
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from gateway.language.deltas import AnswerStream, Delta, RawTextStream
-from gateway.language.fast_parse import FastParser
+from gateway.language.answers.deltas import AnswerStream, Delta, RawTextStream
+from gateway.language.answers.fast_parse import FastParser
+from gateway.language.answers.partial_parse import markup_of
+from gateway.language.answers.streamed_text import IncrementalDetokenizer
 from gateway.language.own import choice
-from gateway.language.partial_parse import markup_of
 from gateway.language.render import ChatRenderer, ParsedAnswer
-from gateway.language.streamed_text import IncrementalDetokenizer
 from gateway.language.tokenizer import BareTokenizer, tokenizer_of
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.examples import TEXTS

@@ -7,8 +7,8 @@ these and the sampled ids ──parse──▶ the whole answer ──rest_of─
 from collections.abc import Sequence
 
 from gateway.errors import InvalidRequest
+from gateway.language.answers.deltas import AnswerStream, Delta
 from gateway.language.chat_messages import Message, Tool
-from gateway.language.deltas import AnswerStream, Delta
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from rollout_queue.contract.tokens import TokenIds
 

@@ -8,10 +8,10 @@ at a control token (`</think>`, `<tool_call>`), or at a tag that the family writ
 
 import msgspec
 
+from gateway.language.answers.partial_parse import PartialParse, PartialParser, Region, markup_of
+from gateway.language.answers.streamed_text import IncrementalDetokenizer, StreamedText
 from gateway.language.chat_messages import Tool
-from gateway.language.partial_parse import PartialParse, PartialParser, Region, markup_of
 from gateway.language.render import ChatRenderer, ParsedAnswer, ToolCall
-from gateway.language.streamed_text import IncrementalDetokenizer, StreamedText
 from rollout_queue.contract.tokens import TokenIds
 
 

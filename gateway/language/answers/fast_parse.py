@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gateway.language.partial_parse import PartialParser, markup_of
+from gateway.language.answers.partial_parse import PartialParser, markup_of
 from gateway.language.render import ChatRenderer, ParsedAnswer
 from rollout_queue.contract.tokens import TokenIds
 

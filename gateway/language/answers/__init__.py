@@ -1,0 +1,1 @@
+"""Answers: reads sampled ids as text, thoughts and calls, whole or while they arrive."""

@@ -9,6 +9,7 @@ the whole conversation again.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -16,7 +17,8 @@ from gateway.conversations.branches import Reason, deepest_match, images_within,
 from gateway.conversations.digests import chain
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.images.pads import images_of, placed
-from gateway.language.render import ChatRenderer, ParsedAnswer
+from gateway.language.parsed_answer import ParsedAnswer
+from gateway.language.render import ChatRenderer
 from gateway.metrics.counted_cache import CountedCache
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Relation, Turn
@@ -84,8 +86,9 @@ def locate(
     digests = chain(tools, messages)
     continued, end = _continued(turns, messages, digests)
     if continued is not None:
+        thoughtful = partial(_thoughtful, renderer, head, continued, messages[:end], tools)
         added = renderer.bridge(
-            continued.context_ids, continued.output_ids, messages[end:], tools, messages[:end]
+            continued.context_ids, continued.output_ids, messages[end:], tools, messages[:end], thoughtful
         )
         if added is not None:
             prompt_ids, output_ids = head.branch_ids(continued)
@@ -129,6 +132,27 @@ def _root(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[T
     prompt_ids = renderer.render(messages, tools)
     images = _placed(renderer, prompt_ids, messages)
     return Prompt(None, "root", None, prompt_ids, prompt_ids, chain(tools, messages)[-1], images=images)
+
+
+def _thoughtful(
+    renderer: ChatRenderer,
+    head: SessionHead,
+    last: Turn,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+) -> bool:
+    """Whether there is a thought since the last message of a user; templates have dropped earlier ones.
+
+    The sampled tokens tell, because many agents send no thoughts back; the messages of answers that are not
+    among the turns before `last` do.
+    """
+    asked = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    answers = [message for message in messages[asked + 1 :] if message["role"] == "assistant"]
+    turns = head.lineage_of(last)[-len(answers) :]
+    if any(renderer.thinks_in(turn.context_ids, turn.output_ids, tools) for turn in reversed(turns)):
+        return True
+    other = answers[: -len(turns)]
+    return any(answer.get("reasoning_content") or answer.get("reasoning") for answer in other)
 
 
 def _placed(renderer: ChatRenderer, ids: TokenIds, messages: Sequence[Message]) -> tuple[TurnImage, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.language.chat_messages import ROLES, Message, Tool, text_of
+from gateway.language.chat_messages import ROLES, Message, Tool, given_arguments, text_of
 from gateway.language.images.pads import has_image
 
 MESSAGES_BYTES, PART_BYTES = 16, 8
@@ -110,7 +110,7 @@ def _shown(content: Sequence[Any]) -> list[Any]:
 
 def _call(call: Message) -> list[Any]:
     function = call.get("function") or {}
-    arguments = function.get("arguments") or "{}"
+    arguments = given_arguments(function.get("arguments"))
     if isinstance(arguments, str):
         # Invalid JSON stays a text: the client sends it back as the model wrote it.
         with suppress(msgspec.DecodeError, RecursionError):

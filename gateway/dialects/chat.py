@@ -38,7 +38,8 @@ from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.answers.deltas import Delta
 from gateway.language.constraint import constrainer, shown_tools
-from gateway.language.render import ChatRenderer, ToolCall
+from gateway.language.parsed_answer import ToolCall
+from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
 from rollout_queue.http.errors import ApiError

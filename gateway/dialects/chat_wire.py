@@ -11,7 +11,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from gateway.dialects.wire import GuidedFields, JsonObject, StreamOptions, Usage
 from gateway.language.chat_messages import Message, Tool
-from gateway.language.render import ParsedAnswer, ToolCall
+from gateway.language.parsed_answer import ParsedAnswer, ToolCall
 
 
 class ChatRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):

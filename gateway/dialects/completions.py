@@ -1,6 +1,7 @@
 """`/v1/completions`: reads prompts of text or token ids, and writes their answers, whole or as a stream."""
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from gateway.dialects.completions_wire import (
     TextCompletion,
 )
 from gateway.dialects.fields.checks import check_metadata
-from gateway.dialects.logprobs import CompletionLogprobs, completion_logprobs
+from gateway.dialects.logprobs import CompletionLogprobs, TextOffsets, completion_logprobs
 from gateway.dialects.wire import (
     HEARTBEAT,
     Usage,
@@ -174,12 +175,12 @@ class CompletionsResponder:
         return prompt if isinstance(prompt, str) else self.renderer.text_of(generation.prompt.prompt_ids)
 
     def logprobs(
-        self, generation: Generation, tokens: range, offset: int
-    ) -> tuple[CompletionLogprobs | None, int]:
-        """The logprobs of these output tokens, if the request asks for them, and where their text ends."""
+        self, generation: Generation, tokens: range, offsets: Sequence[int]
+    ) -> CompletionLogprobs | None:
+        """The logprobs of these output tokens, if the request asks for them."""
         if self.request.logprobs is None:
-            return None, offset
-        return completion_logprobs(self.renderer, generation, tokens, offset)
+            return None
+        return completion_logprobs(self.renderer, generation, tokens, offsets)
 
     def prompt_ids(self, generation: Generation) -> list[int] | UnsetType:
         return generation.prompt.prompt_ids.tolist() if self.request.return_token_ids else UNSET
@@ -190,10 +191,13 @@ class CompletionsResponder:
     def _choice(self, index: int, recorded: RecordedAnswer) -> CompletionChoice:
         generation, turn, answer = recorded
         echo = self.echo(index, generation)
-        logprobs, _ = self.logprobs(generation, range(len(generation.ids)), len(echo))
+        text, tokens = echo + answer.content, range(len(generation.ids))
+        begins = TextOffsets(self.renderer, generation, len(echo))
+        offsets = [min(begins.next(token), len(text)) for token in tokens]
+        logprobs = self.logprobs(generation, tokens, offsets)
         return CompletionChoice(
             index=index,
-            text=echo + answer.content,
+            text=text,
             logprobs=logprobs,
             finish_reason=turn.finish,
             token_ids=self.output_ids(generation),
@@ -209,8 +213,7 @@ class CompletionsEvents:
     def __init__(self, responder: CompletionsResponder, generations: Sequence[Generation]) -> None:
         self._responder = responder
         self._generations = generations
-        self._offsets = [0] * len(generations)
-        """For each choice, the character at which the next token's text begins."""
+        self._choices = [_StreamedTokens(responder.renderer, generation) for generation in generations]
 
     def opening(self) -> bytes:
         if not self._responder.request.echo:
@@ -221,21 +224,27 @@ class CompletionsEvents:
         )
 
     def piece(self, index: int, deltas: Sequence[Delta], tokens: range) -> bytes:
-        text = "".join([delta.content for delta in deltas])
-        generation = self._generations[index]
+        text, choice = "".join([delta.content for delta in deltas]), self._choices[index]
         logprobs = None
-        if tokens:
-            offset = self._offsets[index]
-            logprobs, self._offsets[index] = self._responder.logprobs(generation, tokens, offset)
+        if self._responder.request.logprobs is not None:
+            logprobs = self._logprobs(index, *choice.told(len(text), tokens))
         if not (text or logprobs):
             return b""
         return self._chunk(CompletionChoice(index=index, text=text, logprobs=logprobs))
 
     def closing(self, index: int, recorded: RecordedAnswer) -> bytes:
-        generation, turn, _ = recorded
+        generation, turn, answer = recorded
+        logprobs = None
+        if self._responder.request.logprobs is not None:
+            logprobs = self._logprobs(index, *self._choices[index].rest(len(answer.content)))
         ids = self._responder.output_ids(generation)
-        choice = CompletionChoice(index=index, text="", finish_reason=turn.finish, token_ids=ids)
+        choice = CompletionChoice(
+            index=index, text="", logprobs=logprobs, finish_reason=turn.finish, token_ids=ids
+        )
         return self._chunk(choice, self._responder.prompt_ids(generation))
+
+    def _logprobs(self, index: int, tokens: range, offsets: Sequence[int]) -> CompletionLogprobs | None:
+        return self._responder.logprobs(self._generations[index], tokens, offsets) if tokens else None
 
     def ending(self) -> bytes:
         options, done = self._responder.request.stream_options, b"data: [DONE]\n\n"
@@ -250,3 +259,30 @@ class CompletionsEvents:
     def _chunk(self, choice: CompletionChoice, prompt_ids: list[int] | UnsetType = UNSET) -> bytes:
         completion = self._responder.completion(self._generations[0], (choice,), prompt_ids=prompt_ids)
         return event(encode(completion))
+
+
+class _StreamedTokens:
+    """The tokens of one choice. Their logprobs are told with their text: it is held back where it may be the
+    beginning of a stop string, and then their offsets may be behind the end of the text."""
+
+    def __init__(self, renderer: ChatRenderer, generation: Generation) -> None:
+        self._begins = TextOffsets(renderer, generation, 0)
+        self._offsets: list[int] = []
+        self._told = 0
+        self._sent = 0
+        """Characters of text."""
+
+    def told(self, characters: int, tokens: range) -> tuple[range, list[int]]:
+        """With so many more characters, and these tokens: the tokens whose text was sent, or comes next."""
+        self._sent += characters
+        self._offsets += [self._begins.next(token) for token in tokens]
+        return self._until(bisect_right(self._offsets, self._sent))
+
+    def rest(self, characters: int) -> tuple[range, list[int]]:
+        """The tokens that were not told, if the text has so many characters."""
+        self._offsets = [min(offset, characters) for offset in self._offsets]
+        return self._until(len(self._offsets))
+
+    def _until(self, end: int) -> tuple[range, list[int]]:
+        start, self._told = self._told, max(self._told, end)
+        return range(start, self._told), self._offsets[start : self._told]

@@ -11,10 +11,11 @@ from msgspec import Raw, Struct
 from gateway.dialects.wire import encode
 from gateway.generations.generation import Generation
 from gateway.language.render import ChatRenderer
+from gateway.language.token_bytes import GrowingText, named_bytes
 
 
 class TopLogprob(Struct, frozen=True):
-    """One token with its log-probability; `bytes` are those of its UTF-8 text."""
+    """One token with its log-probability. `bytes` are those of its text, which may be parts of characters."""
 
     token: str
     bytes: tuple[int, ...]
@@ -22,7 +23,10 @@ class TopLogprob(Struct, frozen=True):
 
 
 class TokenLogprob(Struct, frozen=True):
-    """One sampled token, with the most probable tokens at its position."""
+    """One sampled token, with the most probable tokens at its position.
+
+    The `bytes` of all tokens, joined, are the text in UTF-8. The token that ended the answer has none.
+    """
 
     token: str
     bytes: tuple[int, ...]
@@ -45,30 +49,57 @@ def logprobs_of(renderer: ChatRenderer, generation: Generation, tokens: range) -
     return [Raw(encode(_token_logprob(renderer, generation, index))) for index in tokens]
 
 
-def completion_logprobs(
-    renderer: ChatRenderer, generation: Generation, tokens: range, offset: int
-) -> tuple[CompletionLogprobs, int]:
-    """The logprobs of these output tokens, and the offset at which their text ends.
+class TextOffsets:
+    """Where the tokens of one choice begin in its text, in characters."""
 
-    `offset` is where their text begins. Both offsets count characters of the choice's whole text.
-    """
-    texts = [renderer.tokenizer.token_text(generation.ids[index])[0] for index in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    tops = [
-        Raw(encode({renderer.tokenizer.token_text(token)[0]: logprob for logprob, token in top}))
-        for top in generation.top_logprobs[tokens.start : tokens.stop]
-    ]
-    logprobs = generation.logprobs[tokens.start : tokens.stop]
-    return CompletionLogprobs(texts, logprobs, tops or None, offsets), offset
+    def __init__(self, renderer: ChatRenderer, generation: Generation, start: int) -> None:
+        """`start` is where the text of the first token begins."""
+        self._growing = GrowingText(renderer.tokenizer.token_bytes)
+        self._generation = generation
+        self._at = start
+
+    def next(self, index: int) -> int:
+        """Where the next output token begins. A token inside a character begins with the character."""
+        at = self._at
+        if index < self._generation.text_tokens:
+            self._at += len(self._growing.add(self._generation.ids[index]))
+        return at
+
+
+def completion_logprobs(
+    renderer: ChatRenderer, generation: Generation, tokens: range, offsets: Sequence[int]
+) -> CompletionLogprobs:
+    """The logprobs of these output tokens, whose text begins at `offsets`."""
+    return CompletionLogprobs(
+        [renderer.tokenizer.token_text(generation.ids[index])[0] for index in tokens],
+        generation.logprobs[tokens.start : tokens.stop],
+        [Raw(encode(_by_text(renderer, top))) for top in generation.top_logprobs[tokens.start : tokens.stop]]
+        or None,
+        offsets,
+    )
+
+
+def _by_text(renderer: ChatRenderer, top: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """Log-probabilities by the text of their tokens. Of two tokens with the same text, such as a letter and
+    the token of its byte, the less probable one is named by its bytes."""
+    named: dict[str, float] = {}
+    for logprob, token_id in top:
+        text, data = renderer.tokenizer.token_text(token_id)
+        named.setdefault(named_bytes(data) if text in named else text, logprob)
+    return named
 
 
 def _token_logprob(renderer: ChatRenderer, generation: Generation, index: int) -> TokenLogprob:
     tops = generation.top_logprobs[index] if generation.top_logprobs else ()
+    text, data = renderer.tokenizer.token_text(generation.ids[index])
     return TokenLogprob(
-        *renderer.tokenizer.token_text(generation.ids[index]),
+        text,
+        tuple(data) if index < generation.text_tokens else (),
         generation.logprobs[index],
-        [TopLogprob(*renderer.tokenizer.token_text(token), logprob) for logprob, token in tops],
+        [_top_logprob(renderer, token_id, logprob) for logprob, token_id in tops],
     )
+
+
+def _top_logprob(renderer: ChatRenderer, token_id: int, logprob: float) -> TopLogprob:
+    text, data = renderer.tokenizer.token_text(token_id)
+    return TopLogprob(text, tuple(data), logprob)

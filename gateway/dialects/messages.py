@@ -57,7 +57,8 @@ from gateway.generations.generation import Call, Generation
 from gateway.language.answers.deltas import Delta
 from gateway.language.chat_messages import in_call_order
 from gateway.language.constraint import constrainer, shown_tools
-from gateway.language.render import ChatRenderer, ToolCall
+from gateway.language.parsed_answer import ToolCall
+from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_in_metadata
 from rollout_queue.http.errors import ApiError

@@ -148,7 +148,7 @@ def conversation(request: MessagesRequest, sees: bool = False) -> list[Message]:
             messages.append({"role": role, "content": content})
         elif not isinstance(content, list):
             raise _invalid(f"{where}.content", "neither text nor a list of blocks")
-        elif not content:
+        elif not content and role != "assistant":  # an answer may be empty
             raise _invalid(f"{where}.content", "no block")
         elif role == "assistant":
             messages.append(_assistant_message(content, f"{where}.content"))

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects.wire import JsonObject
-from gateway.language.render import ToolCall
+from gateway.language.parsed_answer import ToolCall
 
 Sign = Callable[[str], str]
 """Signs the text of a thought."""

@@ -78,6 +78,12 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """What the tokens of the answers are."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """OpenAI's `usage`, in tokens."""
 
@@ -85,6 +91,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 # Requests
@@ -279,7 +286,8 @@ def usage_of(generations: Sequence[Generation], n: int) -> Usage:
     """OpenAI's `usage`: a prompt counts once, for all of its `n` answers."""
     prompt, completion = tokens_of(generations, n)
     cached = sum(each.cached_tokens for each in generations[::n])
-    return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
+    details = CompletionDetails(sum(each.reasoning_tokens for each in generations))
+    return Usage(prompt, completion, prompt + completion, PromptDetails(cached), details)
 
 
 def event(data: bytes, name: bytes | None = None) -> bytes:

@@ -195,7 +195,7 @@ async def _stream(
         generation = generations[index]
         if chunk is not None:
             new, passed[index] = range(passed[index], len(generation.ids)), len(generation.ids)
-            unsent += events.piece(index, answers[index].feed(chunk.ids), new)
+            unsent += events.piece(index, answers[index].feed(chunk.text_ids), new)
         else:
             recorded[index] = done = RecordedAnswer(generation, *await gateway.recorder.record(generation))
             unsent += events.piece(index, answers[index].finish(done.answer), range(0))

@@ -61,7 +61,7 @@ class ToldStream:
             for index, generation in enumerate(self.generations):
                 if (start := told[index]) < len(generation.ids):
                     told[index] = end = min(start + MAX_PIECE, len(generation.ids))
-                    deltas = answers[index].feed(generation.ids[start:end])
+                    deltas = answers[index].feed(generation.ids[start : min(end, generation.text_tokens)])
                     unsent += events.piece(index, deltas, range(start, end))
                     behind |= end < len(generation.ids)
                 if index in self.recorded and index not in closed and told[index] == len(generation.ids):

@@ -9,6 +9,7 @@ from gateway.dialects.fields.unknown import ignored_header
 from gateway.generations.generation import Generation
 from gateway.language.answers.begun_answer import BegunAnswerStream
 from gateway.language.answers.deltas import AnswerStream, RawTextStream
+from gateway.language.answers.stop_strings import StoppedStream
 from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.tokens import TokenIds
 
@@ -18,16 +19,25 @@ MAX_HEADER_CHARS = 2048
 """aiohttp refuses a header over 8 KiB, Node headers over 16 KiB in total."""
 
 
-def answer_stream(
+Stream = AnswerStream | RawTextStream | BegunAnswerStream | StoppedStream
+
+
+def answer_stream(gateway: GatewayParts, generation: Generation) -> Stream:
+    stream, stops = _whole_stream(gateway, generation), generation.call.stop
+    return StoppedStream(stream, gateway.renderer.tokenizer, stops) if stops else stream
+
+
+def _whole_stream(
     gateway: GatewayParts, generation: Generation
 ) -> AnswerStream | RawTextStream | BegunAnswerStream:
+    """The deltas of all tokens, those of a stop string included."""
     call = generation.call
     if call.prompt_ids is not None:
-        return RawTextStream(gateway.renderer, call.stop)
+        return RawTextStream(gateway.renderer)
     prompt_ids, begun = generation.prompt.prompt_ids, generation.prompt.begun
     asked = TokenIds(prompt_ids[:-begun]) if begun else prompt_ids
     renderer = gateway.renderer.variant(call.thinking)
-    whole = AnswerStream(renderer, call.tools, generation.turn_id, call.stop, asked)
+    whole = AnswerStream(renderer, call.tools, generation.turn_id, asked)
     return BegunAnswerStream(whole, prompt_ids[-begun:], call.begun) if begun else whole
 
 

@@ -117,8 +117,15 @@ class PartialAnswer:
         self.finished = True
         versions = self._versions()
         server = self._spans[-1].engine or ""
+        end_id = self.ids[-1] if finish == "stop" and matched is None else None
         return OutputChunk(
-            ids=[], logprobs=[], server=server, finish=finish, matched=matched, versions=versions
+            ids=[],
+            logprobs=[],
+            server=server,
+            finish=finish,
+            matched=matched,
+            end_id=end_id,
+            versions=versions,
         )
 
     @property
@@ -280,6 +287,7 @@ def _first(chunk: OutputChunk, count: int, stop: str) -> OutputChunk:
         experts=None,  # they may be those of further tokens
         finish="stop",
         matched=stop,
+        end_id=None,
     )
 
 

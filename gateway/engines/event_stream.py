@@ -45,10 +45,17 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     """`stop`, `length` or `abort`, in the last chunk only."""
     matched: str | None = None
     """The stop string that ended the answer, if one did."""
+    end_id: int | None = None
+    """The token that ended the answer, if one did; it is no text."""
     versions: tuple[Span, ...] = ()
     """Which version sampled which part of the whole output; in the last chunk only."""
     experts: RoutedExperts | None = None
     """The experts of the tokens that were asked for; in the last chunk only."""
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The tokens of the answer's text."""
+        return self.ids[:-1] if self.ids and self.ids[-1] == self.end_id else self.ids
 
 
 class _Reason(msgspec.Struct):
@@ -199,6 +206,7 @@ class EventStream:
             chunk,
             finish=reason.type,
             matched=reason.matched if isinstance(reason.matched, str) else None,
+            end_id=reason.matched if isinstance(reason.matched, int) else None,
             versions=self._spans(meta),
             experts=self._experts(meta),
             prompt_tokens=meta.prompt_tokens,

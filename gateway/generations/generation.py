@@ -113,6 +113,10 @@ class Generation(msgspec.Struct):
     finish: str | None = None
     matched: str | None = None
     """The stop string that ended the answer, if one did."""
+    end_id: int | None = None
+    """The token that ended the answer, as the engine names it."""
+    reasoning_tokens: int = 0
+    """How many of the tokens are the answer's thought, once the answer is read."""
     versions: tuple[Span, ...] = ()
     """Which version sampled which part. Before the last chunk, this follows from the chunks so far."""
     experts: RoutedExperts | None = None
@@ -135,11 +139,16 @@ class Generation(msgspec.Struct):
         self.engine = chunk.server
         if chunk.finish is not None:
             self.finish, self.matched, self.versions = chunk.finish, chunk.matched, chunk.versions
-            self.experts = chunk.experts
+            self.end_id, self.experts = chunk.end_id, chunk.experts
         elif self.versions and self.versions[-1].version == chunk.version:
             self.versions = (*self.versions[:-1], Span(chunk.version, self.versions[-1].start, len(self.ids)))
         else:
             self.versions = (*self.versions, Span(chunk.version, start, len(self.ids)))
+
+    @property
+    def text_tokens(self) -> int:
+        """How many tokens the answer's text has: all but the one that ended it."""
+        return len(self.ids) - bool(self.ids and self.ids[-1] == self.end_id)
 
     @property
     def wish(self) -> Wish:

@@ -25,8 +25,9 @@ from gateway.generations.pinning import Pinned
 from gateway.generations.recorder import Recorder
 from gateway.generations.sampling import decide, engine_parameters
 from gateway.language.answers.begun_answer import beginning
+from gateway.language.extension import UNREADABLE
 from gateway.language.images.pads import collapsed
-from gateway.language.render import UNREADABLE, ChatRenderer
+from gateway.language.render import ChatRenderer
 from gateway.language.thinking import effort_of
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.prompt_time import PromptTime

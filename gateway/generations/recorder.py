@@ -16,7 +16,10 @@ from gateway.generations.generation import Generation
 from gateway.generations.generation_trace import recorded_attributes
 from gateway.language.answers.begun_answer import rest_of
 from gateway.language.answers.fast_parse import FastParser
-from gateway.language.render import ChatRenderer, ParsedAnswer
+from gateway.language.answers.stop_strings import before_stop
+from gateway.language.answers.thoughts import tokens_of_thought
+from gateway.language.parsed_answer import ParsedAnswer
+from gateway.language.render import ChatRenderer
 from gateway.metrics.metrics import Metrics
 from gateway.settings.service import GatewaySettings
 from rollout_queue import clock
@@ -144,22 +147,23 @@ class Recorder:
         return task
 
     def _answer(self, generation: Generation) -> ParsedAnswer:
-        call, ids = generation.call, generation.ids
+        call, tokenizer = generation.call, self._renderer.tokenizer
+        # A parser may need the template's own end, which tells whether a call is complete.
+        ids = generation.ids
+        if generation.end_id not in self._renderer.stop_ids:
+            ids = ids[: generation.text_tokens]
+        if generation.matched is not None:
+            ids = before_stop(tokenizer, ids, generation.matched)
         if call.prompt_ids is not None:
             ended = bool(ids) and ids[-1] in (*self._renderer.stop_ids, *call.stop_ids)
-            answer = ParsedAnswer(self._renderer.text_of(ids[:-1] if ended else ids))
-        else:
-            prompt_ids = generation.prompt.prompt_ids
-            if begun := generation.prompt.begun:
-                ids, prompt_ids = [*prompt_ids[-begun:], *ids], TokenIds(prompt_ids[:-begun])
-            renderer = self._renderer.variant(call.thinking)
-            answer = self._fast_parser.read(ids, prompt_ids) or renderer.parse(
-                ids, call.tools, generation.turn_id, prompt_ids=prompt_ids
-            )
-        if generation.matched is None:
-            return answer
-        begun = len(call.begun.lstrip())
-        content = answer.content[:begun] + answer.content[begun:].partition(generation.matched)[0]
-        if call.prompt_ids is None:
-            content = content.rstrip()
-        return ParsedAnswer(content, answer.reasoning, answer.tool_calls)
+            return ParsedAnswer(self._renderer.text_of(ids[:-1] if ended else ids))
+        prompt_ids = generation.prompt.prompt_ids
+        if begun := generation.prompt.begun:
+            ids, prompt_ids = [*prompt_ids[-begun:], *ids], TokenIds(prompt_ids[:-begun])
+        renderer = self._renderer.variant(call.thinking)
+        if (plain := self._fast_parser.read(ids, prompt_ids)) is not None:
+            return plain
+        answer = renderer.parse(ids, call.tools, generation.turn_id, prompt_ids=prompt_ids)
+        if answer.reasoning:
+            generation.reasoning_tokens = tokens_of_thought(tokenizer, generation.ids, answer.reasoning)
+        return answer

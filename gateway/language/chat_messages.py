@@ -6,6 +6,7 @@ developer, function            ──▶ system, tool
 system after the first place   ──▶ user, if the template refuses it
 a tool's result without a call ──▶ user, if the template refuses it
 arguments as an object's JSON  ──▶ with the spaces that templates write, because clients drop them
+arguments that say nothing     ──▶ {}
 arguments that are no object   ──▶ {"arguments": "their text"}, if the template would drop them
 ids of calls                   ──▶ nine characters, if the template refuses others
 several calls in one message   ──▶ one message each, if the template accepts only one call and no text
@@ -18,9 +19,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import groupby
+from math import isfinite, isnan
 from typing import Any
-
-import msgspec
 
 from gateway.language.families import Family
 from gateway.language.images.pads import IMAGE, has_image
@@ -30,6 +30,8 @@ Tool = dict[str, Any]
 
 ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
 ID_LENGTH = 9
+NONE = ("", "null", "[]")
+"""What clients and models write for the arguments of a call that has none."""
 UNTRUSTED = frozenset({"user", "tool"})
 """Roles whose text is not trusted, so all control tokens in it are escaped."""
 
@@ -206,7 +208,7 @@ def _calls_of(message: Message) -> list[Message]:
     calls: list[Message] = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
-        arguments = function.get("arguments")
+        arguments = given_arguments(function.get("arguments"))
         arguments = _rewritten(arguments) if isinstance(arguments, str) else arguments_text(arguments)
         made: Message = {
             "type": "function",
@@ -218,10 +220,19 @@ def _calls_of(message: Message) -> list[Message]:
     return calls
 
 
+def given_arguments(arguments: Any) -> Any:
+    """The arguments of a call; of a call without any, in whatever form, those of an empty object."""
+    none = arguments is None or arguments == [] or (isinstance(arguments, str) and arguments.strip() in NONE)
+    return "{}" if none else arguments
+
+
 def _rewritten(arguments: str) -> str:
     """The JSON of an object, with the spaces that templates write; any other text unchanged."""
     parsed = _object_of(arguments)
-    return arguments if parsed is None else arguments_text(parsed)
+    try:
+        return arguments if parsed is None else arguments_text(parsed)
+    except RecursionError:
+        return arguments
 
 
 def _is_object(arguments: str) -> bool:
@@ -236,19 +247,33 @@ def _object_of(arguments: str) -> dict[str, Any] | None:
     return parsed if isinstance(parsed, dict) else None
 
 
-def arguments_text(arguments: dict[str, Any] | str | None) -> str:
-    """The arguments as templates write them, so that rendering the history again gives the sampled tokens."""
+def arguments_text(arguments: Any) -> str:
+    """The arguments as templates write them, so that rendering the history again gives the sampled tokens.
+
+    A number that JSON cannot express becomes its name as text: `"NaN"`.
+    """
     if isinstance(arguments, str):
         return encodable(arguments)
+    value = {} if arguments is None else arguments
     try:
-        parsed = {} if arguments is None else arguments
-        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        value = _lawful(value)
+        text = json.dumps(value, ensure_ascii=False)
+    try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair
-        return json.dumps(arguments)
-    except (ValueError, RecursionError):  # infinity, which JSON cannot express
-        return msgspec.json.encode(arguments).decode()
+        return json.dumps(value)
     return text
+
+
+def _lawful(value: Any) -> Any:
+    """The value with texts in place of numbers that JSON cannot express."""
+    if isinstance(value, float) and not isfinite(value):
+        return "NaN" if isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {name: _lawful(each) for name, each in value.items()}
+    return [_lawful(each) for each in value] if isinstance(value, list) else value
 
 
 def encodable(text: str) -> str:

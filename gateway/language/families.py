@@ -5,6 +5,7 @@ config.json, or the name in the settings ──▶ Family ──▶ configuratio
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,6 +135,25 @@ def config_of(model_path: Path) -> ModelConfig:
             text | fields | {name: text[name] for name in ModelConfig.__struct_fields__[1:] if name in text}
         )
     return msgspec.convert(fields, ModelConfig)
+
+
+def end_ids(model_path: Path, config: ModelConfig) -> list[int]:
+    """The tokens at which an engine ends an answer: those of config.json and of generation_config.json."""
+    generation = _object_in(model_path / "generation_config.json").get("eos_token_id")
+    lists = [ids if isinstance(ids, list) else [ids] for ids in (config.eos_token_id, generation)]
+    return [each for each in dict.fromkeys(chain(*lists)) if isinstance(each, int)]
+
+
+def end_token(model_path: Path) -> str | None:
+    """The tokenizer's own end, as text."""
+    end = _object_in(model_path / "tokenizer_config.json").get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    return end if isinstance(end, str) else None
+
+
+def _object_in(file: Path) -> dict[str, Any]:
+    """The object in a file of JSON; an empty one without the file."""
+    return msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
 
 
 def family_of(name: str, model_path: Path, model_type: str) -> Family:

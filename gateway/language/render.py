@@ -7,24 +7,26 @@ output ids ──parse──▶ content, reasoning, tool calls
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from renderers import ToolCallParseStatus
+from renderers import ParsedResponse
 
 from gateway.errors import InvalidRequest
-from gateway.language.chat_messages import Message, MessageNormalizer, Tool, arguments_text, encodable
-from gateway.language.families import Thinking, ToolPrompt, changed, config_of, family_of
+from gateway.language.chat_messages import Message, MessageNormalizer, Tool
+from gateway.language.extension import UNREADABLE, after_any_answer, extension
+from gateway.language.families import Thinking, ToolPrompt, changed, config_of, end_ids, end_token, family_of
 from gateway.language.families import configuration as configuration_of
 from gateway.language.images.pads import expanded, images_of
 from gateway.language.own.choice import Wanted, chosen
 from gateway.language.own.probe import Stability, kept_by, read_calls
 from gateway.language.own.renderer import refuse_tools
 from gateway.language.own.template import TemplateRefusal
+from gateway.language.parsed_answer import AnswerReader, ParsedAnswer, SampledIds
 from gateway.language.thinking import Options, ThinkingWish, options_of
 from gateway.language.token_budget import at_most, text_chars, too_long
 from rollout_queue import clock
@@ -37,25 +39,6 @@ PROMPT_TAIL = 128
 
 COUNTED_CONTEXTS = 2
 """A prompt is encoded up to this many times the context, so that its error names its exact length."""
-
-UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What the library raises for messages or answers that it cannot read, such as 10 000 nested brackets."""
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call as the model wrote it; `arguments` is the text, which may be invalid JSON."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-
-class ParsedAnswer(msgspec.Struct, frozen=True):
-    """A sampled answer, parsed into what an agent reads."""
-
-    content: str
-    reasoning: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class ChatRenderer:
@@ -72,13 +55,12 @@ class ChatRenderer:
         self.config = config_of(model_path)
         self.context_length = context_length or self.config.max_position_embeddings
         """Limit on tokens of prompt and answer together."""
-        eos = self.config.eos_token_id
-        eos_ids = frozenset(eos if isinstance(eos, list) else () if eos is None else (eos,))
-        first_eos = eos[0] if isinstance(eos, list) else eos
+        ends = end_ids(model_path, self.config)
         named = family_of(family, model_path, self.config.model_type)
         wanted = Wanted(family, thinking, tool_prompt)
-        self._choice = choice = chosen(model_path, named, wanted, first_eos, eos_ids)
+        self._choice = choice = chosen(model_path, named, wanted, next(iter(ends), None), frozenset(ends))
         self._made_on = self.today()
+        self._options: Options = ()
         self._variants: dict[Options, ChatRenderer] = {}
         """The renderers for calls that set the template's options. Templates have few options."""
         self.check, self.family, self.vision = choice.check, choice.family, choice.vision
@@ -86,7 +68,14 @@ class ChatRenderer:
         self._configuration = choice.configuration
         if self.stability is not None:
             logger.info("%s", self.description)
-        self.stop_ids: list[int] = self.template.get_stop_token_ids()
+        self._reader = AnswerReader(self.tokenizer)
+        stop_ids, end = self.template.get_stop_token_ids(), end_token(model_path)
+        own_end = [] if end is None else [self.tokenizer.backend.token_to_id(end)]
+        known = [each for each in (*stop_ids, *ends, *own_end) if each is not None]
+        self.stop_ids: list[int] = [*dict.fromkeys(known)]
+        """The tokens that end an answer."""
+        self.foreign_stops = frozenset(self.stop_ids).difference(stop_ids)
+        """Those that the model's files name, and the template does not."""
         pads = () if self.vision is None else self.vision.pads
         self.normalizer = MessageNormalizer(
             self.family,
@@ -115,7 +104,7 @@ class ChatRenderer:
             return self
         if options not in self._variants:
             made = copy(self)
-            made._configuration = self._configuration.model_copy(update=dict(options))
+            made._options, made._configuration = options, self._configuration.model_copy(update=dict(options))
             made.template = made._made_template()
             made._made_on = self.today()
             self._variants[options] = made
@@ -172,27 +161,50 @@ class ChatRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[Tool] | None,
         before: Sequence[Message] = (),
+        thoughtful: Callable[[], bool] | None = None,
     ) -> TokenIds | None:
         """The ids that `new_messages` add after a sampled turn; the messages `before` precede them.
 
         Returns None if the template would render the earlier conversation differently, or cannot render the
-        messages. Only the end of `prompt_ids` is used.
+        messages. Only the end of `prompt_ids` is used. `thoughtful` tells whether there are thoughts that the
+        template might drop; by default, whether the turn has one.
         """
+        if thoughtful is None:
+            thoughtful = partial(self.thinks_in, prompt_ids, output_ids, tools)
         if self.stability is not None:
-            return self._bridged(self.stability, prompt_ids, output_ids, new_messages, tools, before)
+            return self._bridged(self.stability, output_ids, new_messages, tools, before, thoughtful)
         if self.vision is not None and not self.vision.pads.isdisjoint(output_ids):
             return None  # an engine would take a sampled pad for an image
-        normalized = self.normalizer.continuation(new_messages, before)
         prompt, output = prompt_ids[-PROMPT_TAIL:].tolist(), output_ids.tolist()
-        try:
-            with self.bounded():
-                bridged = self.template.bridge_to_next_turn(prompt, output, normalized, tools=_listed(tools))
-        except UNREADABLE:
-            return None
-        known = prompt + output
-        if bridged is None or bridged.token_ids[: len(known)] != known:
-            return None
-        return self._with_pads(bridged.token_ids[len(known) :], new_messages)
+        new, listed = self.normalizer.continuation(new_messages, before), _listed(tools)
+        keeping = self._keeping()
+        with self.bounded():
+            ids = extension(self.template, prompt, output, new, listed)
+            if ids is None and (keeping is self.template or not thoughtful()):
+                # Nothing is there that the template would drop: the sampled tokens stay.
+                ids = extension(keeping, prompt, output, new, listed)
+                ended = bool(output) and output[-1] in self.stop_ids
+                if ids is None and ended and not self._calls_in(prompt_ids, output_ids, tools):
+                    ids = after_any_answer(keeping, self._any_answers(output[-1]), new, listed)
+        return None if ids is None else self._with_pads(ids, new_messages)
+
+    def _any_answers(self, end: int) -> list[list[int]]:
+        """Answers without calls: ones that the token ends, and ones without an end."""
+        closings: tuple[list[int], ...] = ([], self._reader.closing)
+        return [[*closing, *last] for last in ([end], self.tokenizer.encode("a")) for closing in closings]
+
+    def thinks_in(self, prompt_ids: TokenIds, output_ids: TokenIds, tools: Sequence[Tool] | None) -> bool:
+        """Whether a sampled turn has a thought."""
+        return bool(self.parse(output_ids, tools, "", prompt_ids=prompt_ids).reasoning)
+
+    def _calls_in(self, prompt_ids: TokenIds, output_ids: TokenIds, tools: Sequence[Tool] | None) -> bool:
+        return bool(self.parse(output_ids, tools, "", prompt_ids=prompt_ids).tool_calls)
+
+    def _keeping(self) -> Any:
+        """The template that keeps thoughts; this one if it does, or if it has no such option."""
+        if getattr(self._configuration, "thinking_retention", "all") == "all":
+            return self.template
+        return self.variant((*self._options, ("thinking_retention", "all"))).template
 
     def _with_pads(self, ids: list[int], messages: Sequence[Message]) -> TokenIds:
         """The ids that the messages have, with all pads of their images."""
@@ -201,18 +213,17 @@ class ChatRenderer:
     def _bridged(
         self,
         stability: Stability,
-        prompt_ids: TokenIds,
         output_ids: TokenIds,
         new: Sequence[Message],
         tools: Sequence[Tool] | None,
         before: Sequence[Message],
+        thoughtful: Callable[[], bool],
     ) -> TokenIds | None:
         """What `bridge` returns, by the model's own template: it renders the whole conversation as text."""
         if not before or not stability.bridges(bool(tools)):
             return None
-        thought = self.family.thinks and self.parse(output_ids, tools, "", prompt_ids=prompt_ids).reasoning
-        keeps = self._configuration.thinking_retention == "all"
-        if not keeps and stability.drops(new, bool(thought)):
+        keeps = self._configuration.thinking_retention == "all" or not self.family.thinks
+        if not keeps and stability.may_drop(new) and thoughtful():
             return None
         earlier = self.normalizer.conversation(before, tools)
         later = self.normalizer.continuation(new, before)
@@ -245,29 +256,21 @@ class ChatRenderer:
     ) -> ParsedAnswer:
         """Parse the sampled ids.
 
-        A tool call that cannot be parsed stays in the content as it was written. In a `partial` answer it is
-        left out, because later tokens may complete it. Some templates begin the reasoning in the prompt: if
-        such an answer was cut off, only `prompt_ids` tells that it is reasoning.
+        A tool call that cannot be parsed stays in the content as it was written. In a `partial` answer one at
+        the end is left out, because later tokens may complete it. Some templates begin the reasoning in the
+        prompt: if such an answer was cut off, only `prompt_ids` tells that it is reasoning.
         """
         prompt = None if prompt_ids is None else prompt_ids[-PROMPT_TAIL:].tolist()
+        ids = list(output_ids[:-1] if output_ids and output_ids[-1] in self.foreign_stops else output_ids)
+        said = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+
+        def parse(ids: list[int], prompt: list[int] | None) -> ParsedResponse:
+            return self.template.parse_response(ids, tools=_listed(tools), prompt_ids=prompt)
+
         try:
-            parsed = self.template.parse_response(list(output_ids), tools=_listed(tools), prompt_ids=prompt)
+            return self._reader.answer(parse(ids, prompt), SampledIds(said, prompt, parse), turn_id, partial)
         except UNREADABLE:
-            return ParsedAnswer(
-                self.text_of([token_id for token_id in output_ids if token_id not in self.stop_ids])
-            )
-        calls: list[ToolCall] = []
-        broken: list[str] = []
-        for call in parsed.tool_calls:
-            if call.status is ToolCallParseStatus.OK and call.name and isinstance(call.name, str):
-                call_id = call.id or f"call_{turn_id}_{len(calls)}"
-                calls.append(ToolCall(call_id, encodable(call.name), arguments_text(call.arguments)))
-            elif not partial:
-                broken.append(call.raw)
-        # Parsers differ in the outer whitespace that they keep, and streams do not send it: drop it.
-        content = "\n".join(part for part in (parsed.content.strip(), *broken) if part)
-        reasoning = parsed.reasoning_content
-        return ParsedAnswer(content, reasoning.strip() if reasoning else reasoning, tuple(calls))
+            return ParsedAnswer(self.text_of([each for each in ids if each not in self.stop_ids]))
 
     def text_of(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids))

@@ -15,6 +15,7 @@ from tokenizers.normalizers import NFC, NFD, NFKD
 
 from gateway.language.control_tokens import CUT, ControlTokenEscaper, split_at_cuts
 from gateway.language.token_budget import BOUNDARY, BUDGET, PIECE_CHARS, SPLIT_SLACK, TokenBudget, runs
+from gateway.language.token_bytes import TokenBytes
 from gateway.metrics.counted_cache import CountedCache
 from gateway.metrics.prompt_time import ThreadSeconds
 from rollout_queue import clock
@@ -148,7 +149,8 @@ class BareTokenizer:
         self.spent = ThreadSeconds()
         self.phrases = CountedCache(self._ids, 8192)
         self.passages = CountedCache(self._ids, 64)
-        self.token_text = lru_cache(TOKEN_TEXTS)(self._token_text)
+        self.bytes = TokenBytes(self.backend)
+        self.token_text = lru_cache(TOKEN_TEXTS)(self.bytes.named)
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         if self._recording:
@@ -180,10 +182,8 @@ class BareTokenizer:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def _token_text(self, token_id: int) -> tuple[str, tuple[int, ...]]:
-        """The text of one token, and the bytes of its UTF-8."""
-        text = self.decode(token_id)
-        return text, tuple(text.encode())
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id)[1]
 
     def clear_caches(self) -> None:
         """Empty the caches, because the sessions with the cached texts may have been deleted."""

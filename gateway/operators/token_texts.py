@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tokenizers import decoders
 
 from gateway.language.answers.partial_parse import markup_of
-from gateway.language.answers.streamed_text import LONGEST_CHARACTER, REPLACEMENT, IncrementalDetokenizer
+from gateway.language.answers.streamed_text import LONGEST_CHARACTER, IncrementalDetokenizer
 from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 
@@ -24,8 +24,8 @@ def token_texts(renderer: ChatRenderer, ids: Sequence[int]) -> list[str | None]:
     texts: list[str | None] = []
     for each in ids:
         if alone and not decoder.held:
-            text, _ = renderer.tokenizer.token_text(each)
-            if REPLACEMENT not in text:
+            text, data = renderer.tokenizer.token_text(each)
+            if text.encode() == data:
                 texts.append(text)
                 continue
         before = len(decoder.held) + 1

@@ -74,7 +74,7 @@ class Responses:
 
         async def keep(recorded: RecordedAnswer, replacing: StoredResponse | None = None) -> None:
             generation, output = recorded.generation, msgspec.to_builtins(output_of(recorded))
-            state = final_state(self._renderer, recorded, (), with_ids=False)
+            state = final_state(recorded, (), with_ids=False)
             told = {**head(generation), **msgspec.to_builtins(state)}
             await store.keep(past, bool(instructions), generation, output, told, replacing)
 
@@ -110,7 +110,7 @@ class ResponsesResponder:
         if self._request.with_logprobs:
             logprobs = logprobs_of(self._renderer, only.generation, range(len(only.generation.ids)))
         with_ids = bool(self._request.return_token_ids)
-        state = final_state(self._renderer, only, output_of(only, logprobs), with_ids)
+        state = final_state(only, output_of(only, logprobs), with_ids)
         head = head_of(self._request, self._model, only.generation)
         return encode(head)[:-1] + b"," + encode(state)[1:]
 

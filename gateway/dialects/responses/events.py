@@ -36,7 +36,8 @@ from gateway.dialects.responses.wire import (
 from gateway.dialects.wire import HEARTBEAT, encode, event
 from gateway.generations.generation import Generation
 from gateway.language.answers.deltas import Delta
-from gateway.language.render import ChatRenderer, ToolCall
+from gateway.language.parsed_answer import ToolCall
+from gateway.language.render import ChatRenderer
 from rollout_queue.http.errors import ApiError
 
 
@@ -82,7 +83,7 @@ class ResponsesEvents:
 
     def ending(self) -> bytes:
         assert self._recorded is not None  # noqa: S101 - a stream ends after its answer
-        state = final_state(self._renderer, self._recorded, self._output, self._with_ids)
+        state = final_state(self._recorded, self._output, self._with_ids)
         return self._response(f"response.{state.status}", state)
 
     def failing(self, error: ApiError) -> bytes:

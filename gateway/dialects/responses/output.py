@@ -22,7 +22,7 @@ from gateway.dialects.responses.wire import (
     ResponseUsage,
 )
 from gateway.generations.generation import Generation
-from gateway.language.render import ChatRenderer, ToolCall
+from gateway.language.parsed_answer import ToolCall
 
 
 def output_of(recorded: RecordedAnswer, logprobs: Sequence[Raw] = ()) -> list[OutputItem]:
@@ -39,9 +39,7 @@ def output_of(recorded: RecordedAnswer, logprobs: Sequence[Raw] = ()) -> list[Ou
     return output + [call_item(generation, index, call) for index, call in enumerate(answer.tool_calls)]
 
 
-def final_state(
-    renderer: ChatRenderer, recorded: RecordedAnswer, output: Sequence[OutputItem], with_ids: bool
-) -> ResponseState:
+def final_state(recorded: RecordedAnswer, output: Sequence[OutputItem], with_ids: bool) -> ResponseState:
     """The state of a response whose answer is recorded; `with_ids` adds the token ids."""
     generation, turn, _ = recorded
     cut = turn.finish == "length"
@@ -50,7 +48,7 @@ def final_state(
         completed_at=None if cut else int(turn.finished_at),
         incomplete_details=Incomplete() if cut else None,
         output=output,
-        usage=_usage(renderer, recorded),
+        usage=_usage(generation),
         prompt_token_ids=generation.prompt.prompt_ids.tolist() if with_ids else UNSET,
         token_ids=generation.ids if with_ids else UNSET,
     )
@@ -113,14 +111,12 @@ def _name(generation: Generation) -> str:
     return generation.completion_id.removeprefix(PREFIX)
 
 
-def _usage(renderer: ChatRenderer, recorded: RecordedAnswer) -> ResponseUsage:
-    generation, reasoning = recorded.generation, recorded.answer.reasoning
+def _usage(generation: Generation) -> ResponseUsage:
     prompt, completion = len(generation.prompt.prompt_ids), len(generation.ids)
-    reasoned = len(renderer.tokenizer.encode(reasoning)) if reasoning else 0
     return ResponseUsage(
         input_tokens=prompt,
         input_tokens_details=CachedTokens(generation.cached_tokens),
         output_tokens=completion,
-        output_tokens_details=ReasoningTokens(min(reasoned, completion)),
+        output_tokens_details=ReasoningTokens(generation.reasoning_tokens),
         total_tokens=prompt + completion,
     )

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from gateway.errors import InvalidRequest
 from gateway.language.answers.deltas import AnswerStream, Delta
 from gateway.language.chat_messages import Message, Tool
-from gateway.language.render import ChatRenderer, ParsedAnswer
+from gateway.language.parsed_answer import ParsedAnswer
+from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 
 MOST_AFTER = 8

@@ -11,7 +11,8 @@ import msgspec
 from gateway.language.answers.partial_parse import PartialParse, PartialParser, Region, markup_of
 from gateway.language.answers.streamed_text import IncrementalDetokenizer, StreamedText
 from gateway.language.chat_messages import Tool
-from gateway.language.render import ChatRenderer, ParsedAnswer, ToolCall
+from gateway.language.parsed_answer import ParsedAnswer, ToolCall
+from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 
 
@@ -32,7 +33,6 @@ class AnswerStream:
         renderer: ChatRenderer,
         tools: list[Tool] | None,
         turn_id: str,
-        stop: list[str],
         prompt_ids: TokenIds | None = None,
     ) -> None:
         self._markup = markup = markup_of(renderer)
@@ -40,7 +40,7 @@ class AnswerStream:
         self._stop_ids = frozenset(renderer.stop_ids)
         self._parser = PartialParser(renderer, tools, turn_id, prompt_ids)
         self._decoder = IncrementalDetokenizer(self._backend, markup.byte_ids)
-        self._content = StreamedText((*stop, *markup.ends), markup.tags, "{" if markup.bare_calls else "")
+        self._content = StreamedText(markup.ends, markup.tags, "{" if markup.bare_calls else "")
         self._reasoning = StreamedText((), markup.tags)
         self._ids: list[int] = []
         self._region: Region | None = None
@@ -121,10 +121,10 @@ class AnswerStream:
 class RawTextStream:
     """The deltas of an answer without a chat template: the decoded text, unchanged."""
 
-    def __init__(self, renderer: ChatRenderer, stop: list[str]) -> None:
+    def __init__(self, renderer: ChatRenderer) -> None:
         self._stop_ids = frozenset(renderer.stop_ids)
         self._decoder = IncrementalDetokenizer(renderer.tokenizer.backend, markup_of(renderer).byte_ids)
-        self._content = StreamedText(tuple(stop), keep_leading_space=True)
+        self._content = StreamedText((), keep_leading_space=True)
         self._last: list[int] = []
 
     def feed(self, ids: list[int]) -> list[Delta]:

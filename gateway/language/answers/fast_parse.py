@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from gateway.language.answers.partial_parse import PartialParser, markup_of
-from gateway.language.render import ChatRenderer, ParsedAnswer
+from gateway.language.parsed_answer import ParsedAnswer
+from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 
 MAX_KNOWN_ENDS = 256

@@ -12,7 +12,8 @@ from typing import Literal
 from uuid import uuid4
 
 from gateway.language.chat_messages import Tool
-from gateway.language.render import ChatRenderer, ParsedAnswer, ToolCall
+from gateway.language.parsed_answer import ParsedAnswer, ToolCall
+from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 
 PROBE = f"p{uuid4().hex}"
@@ -151,11 +152,10 @@ class PartialParser:
             region, content = "content", content[: -len(probe)]
         elif reasoning.endswith(probe):
             region, reasoning = "reasoning", reasoning[: -len(probe)]
-        called = len(answer.tool_calls) > len(self._calls)
-        if called or region == "reasoning" or (region == "content" and self._markup.late_calls):
+        if ids or region == "reasoning" or self._markup.late_calls:
             # Keep only what stays the same if tokens follow that change how earlier text is parsed.
             later = self._answer([*probed, *self._markup.later_ids])
-            if region is not None and probe not in (getattr(later, region) or ""):
+            if region is None or probe not in (getattr(later, region) or ""):
                 region = None
                 content = _common_prefix(content, later.content)
                 reasoning = _common_prefix(reasoning, later.reasoning or "")

@@ -126,10 +126,10 @@ class StreamedText:
             at = text.find(end)
             if at >= 0:
                 self._ended, text = True, text[:at]
-        return min((_start_of_partial(text, tag) for tag in self._ends + self._tags), default=len(text))
+        return min((start_of_partial(text, tag) for tag in self._ends + self._tags), default=len(text))
 
 
-def _start_of_partial(text: str, tag: str) -> int:
+def start_of_partial(text: str, tag: str) -> int:
     """The position from which on `text` is a beginning of `tag`; the length of `text` if there is none."""
     at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
     while at >= 0 and not tag.startswith(text[at:]):

@@ -48,12 +48,10 @@ class Stability:
         """Whether a conversation, with tools or without, only grows."""
         return (WITH_TOOLS if tools else PLAIN) in self.kinds
 
-    def drops(self, new: Sequence[Message], thought: bool) -> bool:
-        """Whether the template may drop thoughts once `new` follow; `thought`: the last answer has one."""
-        if self.keeps_past_thoughts:
-            return False
-        if not self.keeps_thoughts:
-            return thought
+    def may_drop(self, new: Sequence[Message]) -> bool:
+        """Whether the template may drop earlier thoughts, if there are any, once `new` follow."""
+        if self.keeps_past_thoughts or not self.keeps_thoughts:
+            return not self.keeps_past_thoughts
         return any(message.get("role") not in ("tool", "function") for message in new)
 
 

@@ -123,9 +123,7 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]  # the library ha
         ids = self.tokenizer.encode(text)
         if not ids or ids[0] != self._stops[stop]:
             return None
-        if last_id in self._stop_ids:
-            return ids[1:] if ids[0] == last_id else None
-        return ids
+        return ids[1:] if ids[0] == last_id else ids
 
     def _after(
         self, before: Sequence[Message], mark: str, new: Sequence[Message], tools: Sequence[Tool] | None

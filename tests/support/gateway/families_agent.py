@@ -10,7 +10,8 @@ from gateway.conversations.conversation import Prompt, locate, reply_message
 from gateway.conversations.digests import extend
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.families import Thinking
-from gateway.language.render import ChatRenderer, ParsedAnswer
+from gateway.language.parsed_answer import ParsedAnswer
+from gateway.language.render import ChatRenderer
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Finish, SessionSpec, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds

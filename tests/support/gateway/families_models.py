@@ -98,6 +98,11 @@ CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
 }
 """The keys are names in `renderers`. gpt-oss is missing, because its library downloads a vocabulary."""
 
+ENDS = (
+    *("<|im_end|>", "<|content_model_end_sampling|>", "<|endoftext|>", "<|eot_id|>", "<eos>", "[e~["),
+    *("<｜end▁of▁sentence｜>", "<｜hy_eos:opensource｜>", "〈|EOS|〉"),  # noqa: RUF001
+)
+"""The first of these that a family has is the `eos_token_id` of its config.json."""
 FRAME = frozenset(token for token in chain(*CONTROL_TOKENS.values()) if "|" in token and "tool" not in token)
 """Tokens that are special in the real tokenizers. The marks of thoughts and calls, which are part of answers,
 are not special."""
@@ -107,7 +112,8 @@ def make_model(directory: Path, family: str, *, ordinary: tuple[str, ...] = ()) 
     """Write config.json and tokenizer.json of a model of `family`. Each `ordinary` text is a token, too."""
     control = CONTROL_TOKENS[family]
     added = [AddedToken(token, special=token in FRAME) for token in control]
-    return write_model(directory, added + [AddedToken(text, special=False) for text in ordinary], control[1])
+    end = next(end for end in ENDS if end in control)
+    return write_model(directory, added + [AddedToken(text, special=False) for text in ordinary], end)
 
 
 def write_model(directory: Path, added: list[AddedToken], end: str) -> Path:

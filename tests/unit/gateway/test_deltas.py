@@ -14,13 +14,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from gateway.language.answers.deltas import AnswerStream, Delta, RawTextStream
 from gateway.language.answers.fast_parse import FastParser
 from gateway.language.answers.partial_parse import markup_of
+from gateway.language.answers.stop_strings import StoppedStream, before_stop
 from gateway.language.answers.streamed_text import IncrementalDetokenizer
 from gateway.language.own import choice
-from gateway.language.render import ChatRenderer, ParsedAnswer
+from gateway.language.parsed_answer import ParsedAnswer
+from gateway.language.render import ChatRenderer
+from gateway.language.token_bytes import TokenBytes
 from gateway.language.tokenizer import BareTokenizer, tokenizer_of
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.examples import TEXTS
-from tests.support.gateway.families_agent import renderer_of
+from tests.support.gateway.families_agent import Agent, as_sent_back, renderer_of, result, user
 from tests.support.gateway.families_models import CONTROL_TOKENS, make_model
 from tests.support.gateway.own_templates import THOUGHTFUL
 from tests.support.hypothesis_profiles import examples
@@ -202,11 +205,55 @@ def test_the_deltas_add_up_to_the_answer(family: tuple[str, ChatRenderer]) -> No
     @given(answers(renderer, SAYINGS[name]), CUTS, st.sampled_from(prompts))
     def holds(ids: list[int], cuts: list[int], prompt: TokenIds | None) -> None:
         answer = renderer.parse(ids, None, "t", prompt_ids=prompt)
-        stream = AnswerStream(renderer, None, "t", [], prompt)
+        stream = AnswerStream(renderer, None, "t", prompt)
         deltas = [delta for piece in cut(ids, cuts) for delta in stream.feed(piece)]
-        assert plain(told(deltas + stream.finish(answer))) == plain(answer)
+        assert plain(told(deltas + stream.finish(answer))) == plain(answer), renderer.text_of(ids)
 
     holds()
+
+
+SKIPPED = frozenset({"gpt-oss", "deepseek-v4"})
+"""gpt-oss' template here is another family's. DeepSeek-V4's does not go on after two sections of calls."""
+
+
+@pytest.mark.hypothesis
+def test_an_answer_that_is_sent_back_extends_its_row(family: tuple[str, ChatRenderer]) -> None:
+    """Unless the template drops its thought."""
+    name, renderer = family
+    ends = st.sampled_from([[], *([end] for end in renderer.stop_ids)])
+    ids = st.integers(0, renderer.tokenizer.vocabulary_size - 1).filter(lambda i: i not in renderer.stop_ids)
+    sampled = answers(renderer, SAYINGS[name]) | st.lists(ids, max_size=9)
+
+    @settings(max_examples=examples(70), deadline=None)
+    @given(sampled, ends, st.booleans(), st.booleans())
+    def holds(ids: list[int], end: list[int], keeps: bool, reasoning: bool) -> None:
+        own = renderer.variant(renderer.retention("all")) if keeps else renderer
+        agent = Agent(own, messages=[user("go")])
+        _, read = agent.answer(agent.ask(), [*ids, *end])
+        agent.messages.append(as_sent_back(read, reasoning))
+        results = [result("ok", call.call_id) for call in read.tool_calls]
+        relation = agent.ask(*(results or [user("go on")])).relation
+        dropped = read.reasoning and not keeps and (not results or name == "deepseek-r1")
+        assert relation == "extends" or (dropped and relation == "rerendered")
+
+    if name not in SKIPPED:
+        holds()
+
+
+STOPS = (
+    "STOP",
+    "lo wor",
+    "\n\n H",
+    "<",
+    "日本語 👩",
+    "OPS",
+    "d\n",
+    "m\n</think>\n\nH",
+    ">\n\nH",
+    '"f", "a',
+    "hm",
+)
+"""Some lie in a thought or in a call, and some across its marks."""
 
 
 @pytest.mark.hypothesis
@@ -221,18 +268,18 @@ def test_nothing_is_told_from_a_stop_string_on(qwen: ChatRenderer) -> None:
         talk | answers(qwen, SAYINGS["qwen3"]),
         CUTS,
         st.lists(
-            st.sampled_from(["STOP", "lo wor", "\n\n H", "<", "日本語 👩", "OPS", "d\n"]),
+            st.sampled_from(STOPS),
             min_size=1,
             max_size=3,
         ),
     )
     def holds(ids: list[int], cuts: list[int], stop: list[str]) -> None:
         ids, matched = stopped(qwen, ids, stop)
-        answer = qwen.parse(ids, None, "t")
-        if matched is not None:
-            content = answer.content.partition(matched)[0].rstrip()
-            answer = ParsedAnswer(content, answer.reasoning, answer.tool_calls)
-        stream = AnswerStream(qwen, None, "t", stop)
+        before = ids if matched is None else before_stop(qwen.tokenizer, ids, matched)
+        text = qwen.text_of(ids)
+        assert qwen.text_of(before) == (text if matched is None else text.partition(matched)[0])
+        answer = qwen.parse(before, None, "t")
+        stream = StoppedStream(AnswerStream(qwen, None, "t"), qwen.tokenizer, stop)
         deltas = [delta for piece in cut(ids, cuts) for delta in stream.feed(piece)]
         assert plain(told(deltas + stream.finish(answer))) == plain(answer)
 
@@ -259,7 +306,7 @@ def test_text_is_told_as_it_comes(family: tuple[str, ChatRenderer]) -> None:
     opening["inkling"] = "<|message_model|><|content_text|>"
     words = "The answer is 42 and more of it."
     ids = renderer.tokenizer.encode(thought + opening.get(name, "") + words)
-    early = told(fed(AnswerStream(renderer, None, "t", ["never said"]), ids))
+    early = told(fed(AnswerStream(renderer, None, "t"), ids))
     assert (early.content, early.reasoning) == (words, "hm" if thought else "")
 
 
@@ -272,7 +319,7 @@ def test_a_call_is_told_when_it_is_whole(family: tuple[str, ChatRenderer]) -> No
     ids = renderer.tokenizer.encode(thought + call)
     answer = renderer.parse(ids, None, "t")
     assert len(answer.tool_calls) == 1
-    assert told(fed(AnswerStream(renderer, None, "t", []), ids)).tool_calls == answer.tool_calls
+    assert told(fed(AnswerStream(renderer, None, "t"), ids)).tool_calls == answer.tool_calls
 
 
 def fed(stream: AnswerStream, ids: list[int]) -> list[Delta]:
@@ -286,19 +333,21 @@ def test_an_object_that_may_be_a_call_waits_for_the_end(
     llama = ChatRenderer(make_model(tmp_path_factory.mktemp("llama") / "model", "llama-3"), "llama-3")
     for text, calls in (('{"name": "f", "parameters": {}}', 1), ('{"answer": 42}', 0)):
         ids = llama.tokenizer.encode(text)
-        stream = AnswerStream(llama, None, "t", [])
+        stream = AnswerStream(llama, None, "t")
         assert stream.feed(ids) == []
         end = told(stream.finish(llama.parse(ids, None, "t")))
         assert (len(end.tool_calls), end.content) == (calls, "" if calls else text)
 
 
 def test_a_broken_call_ends_as_the_text_that_it_is(qwen: ChatRenderer) -> None:
-    ids = qwen.tokenizer.encode("Look: <tool_call>\n{broken\n</tool_call> <tool_call>\n{open")
-    stream = AnswerStream(qwen, None, "t", [])
+    """With its markers, so that the agent sends back what was sampled."""
+    broken, cut_short = "Look: <tool_call>\n{broken\n</tool_call>", " and <tool_call>\n{open"
+    ids = qwen.tokenizer.encode(broken + cut_short)
+    stream = AnswerStream(qwen, None, "t")
     early = told(fed(stream, ids))
-    assert early == ParsedAnswer("Look:", "")
+    assert early == ParsedAnswer(broken + " and", "")
     late = told(stream.finish(qwen.parse(ids, None, "t")))
-    assert late == ParsedAnswer("\n{broken\n{open", "")
+    assert late == ParsedAnswer(" <tool_call>\n{open", "")
 
 
 @pytest.mark.parametrize("tokens", [64, 2048])
@@ -317,7 +366,7 @@ def test_parses_are_as_many_as_control_tokens(
     words = qwen.tokenizer.encode("a < b and so on ") * tokens
     encode = qwen.tokenizer.encode
     ids = encode("<think>") + words[:tokens] + encode("</think>") + words[:tokens] + encode(HERMES)
-    stream = AnswerStream(qwen, None, "t", ["never said"])
+    stream = AnswerStream(qwen, None, "t")
     parses = 0
     early = told(fed(stream, ids))
     assert len(early.tool_calls) == 1
@@ -364,12 +413,36 @@ def test_pieces_decode_as_the_whole(qwen: ChatRenderer, kind: str) -> None:
 
 
 @pytest.mark.hypothesis
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "metaspace"])
+def test_the_bytes_of_tokens_are_what_the_decoder_makes_of_them(qwen: ChatRenderer, kind: str) -> None:
+    backend = qwen.tokenizer.backend if kind == "byte-level" else byte_fallback()
+    if kind == "metaspace":
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    backend.add_tokens([AddedToken(text, special=False) for text in ("é", "\n\n", "<added>")])
+    of = TokenBytes(backend)
+    any_ids = st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=9)
+
+    @settings(max_examples=examples(300), deadline=None)
+    @given(st.text(max_size=9) | st.sampled_from(["👩‍👩‍👧", " b a", "日本<added>é"]), any_ids)
+    def holds(text: str, ids: list[int]) -> None:
+        written = backend.encode(text).ids
+        joined = b"".join(map(of.of, written)).decode(errors="replace")
+        assert joined.strip() == backend.decode(written, False).strip()
+        if kind == "byte-level":  # other decoders have a rule of their own for bytes that are no text
+            joined = b"".join(map(of.of, ids)).decode(errors="replace")
+            assert joined == backend.decode(ids, skip_special_tokens=False)
+        assert b"".join(map(of.of, of.ids_of(text) or ())) == text.encode()
+
+    holds()
+
+
+@pytest.mark.hypothesis
 def test_text_without_a_template_is_told_as_it_is(qwen: ChatRenderer) -> None:
     @settings(max_examples=examples(300), deadline=None)
     @given(answers(qwen, SAYINGS["qwen3"]), CUTS, st.booleans())
     def holds(ids: list[int], cuts: list[int], ended: bool) -> None:
         answer = ParsedAnswer(qwen.text_of(ids))
-        stream = RawTextStream(qwen, [])
+        stream = RawTextStream(qwen)
         sampled = ids + qwen.stop_ids[:1] if ended else ids
         deltas = [delta for piece in cut(sampled, cuts) for delta in stream.feed(piece)]
         assert told(deltas + stream.finish(answer)).content == answer.content

@@ -177,6 +177,19 @@ def test_an_answer_cut_in_a_thought_that_the_prompt_opened_is_a_thought(
     assert (read.content, read.reasoning) == (("", "because of") if opened else ("because of", None))
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "llama-3"])
+def test_arguments_that_say_nothing_are_an_empty_object(renderer: RendererOf, family: str) -> None:
+    own = renderer(family)
+
+    def prompt(arguments: Any) -> str:
+        return own.text_of(own.render([user("a"), told(None, call(arguments)), result("b")], [TOOL]))
+
+    nothing: list[Any] = ["", " \n", "null", "[]", None, [], {}]
+    for arguments in nothing:
+        assert prompt(arguments) == prompt("{}"), arguments
+    assert family != "qwen3" or '"arguments": {}' in prompt("")
+
+
 # Begun answers, and functions
 
 REFUSING = {"deepseek-r1", "glm-5", "minimax-m2", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"}

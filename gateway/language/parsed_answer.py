@@ -1,0 +1,163 @@
+"""Makes the answer that an agent reads of what the library's parser finds in the sampled ids.
+
+calls that can be read     ──▶ tool calls, with the arguments as they were sampled
+calls that cannot be read  ──▶ content, as they were sampled, marks included
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import msgspec
+from renderers import ParsedResponse, ToolCallParseStatus
+
+from gateway.language.chat_messages import arguments_text, encodable
+from gateway.language.tokenizer import BareTokenizer
+
+CLOSINGS = ("</think>", "</think:opensource>", "<channel|>", "<|end_message|>", "<|end|>")
+"""The ends of thoughts. The first one that is a token ends the thoughts of a model."""
+SEGMENT_HEADS = ("<|content_text|>", "<|message|>")
+"""A vocabulary with one of these tokens belongs to a template that writes a header before each part of an
+answer, so its parts are no text that goes on."""
+PLACE = f"c{uuid4().hex}."
+"""A text that no model writes. With a number, it stands for a call."""
+MOST_VALUES = 64
+"""In so many places of a call its arguments are looked for."""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A tool call as the model wrote it; `arguments` is the text, which may be invalid JSON."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ParsedAnswer(msgspec.Struct, frozen=True):
+    """A sampled answer, parsed into what an agent reads."""
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class SampledIds(NamedTuple):
+    """What the library's parser reads."""
+
+    ids: list[int]
+    """Without the token that ended them."""
+    prompt: list[int] | None
+    """The end of the prompt, if it is known."""
+    parse: Callable[[list[int], list[int] | None], ParsedResponse]
+    """The parser of such ids and of such a prompt."""
+
+
+class AnswerReader:
+    """Reads answers of one model."""
+
+    def __init__(self, tokenizer: BareTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._segmented = any(self._is_token(head) for head in SEGMENT_HEADS)
+        self.closing = tokenizer.encode(next(filter(self._is_token, CLOSINGS), CLOSINGS[0]))
+        """The ids that end a thought."""
+
+    def _is_token(self, text: str) -> bool:
+        return self._tokenizer.backend.token_to_id(text) in self._tokenizer.added_ids
+
+    def answer(
+        self, parsed: ParsedResponse, sampled: SampledIds, turn_id: str, partial: bool
+    ) -> ParsedAnswer:
+        """The answer. In a `partial` one, a call at its end is left out: later tokens may complete it."""
+        calls = [
+            ToolCall(call.id or f"call_{turn_id}_{number}", encodable(call.name), _arguments(call))
+            for number, call in enumerate(filter(_readable, parsed.tool_calls))
+        ]
+        content = parsed.content
+        if len(calls) < len(parsed.tool_calls):
+            if self._segmented or any(call.token_span is None for call in parsed.tool_calls):
+                content = self._appended(parsed, sampled.ids, partial)
+            else:
+                content = self._in_place(parsed, sampled, partial)
+        reasoning = parsed.reasoning_content
+        # Parsers differ in the outer whitespace that they keep, and streams do not send it: drop it.
+        return ParsedAnswer(content.strip(), reasoning.strip() if reasoning else reasoning, tuple(calls))
+
+    def _appended(self, parsed: ParsedResponse, ids: list[int], partial: bool) -> str:
+        """The content, followed by the calls that cannot be read."""
+        content, whole = parsed.content.strip(), self._text(ids)
+        for call in () if partial else parsed.tool_calls:
+            if not _readable(call):
+                text = self._text(ids[slice(*call.token_span)]) if call.token_span else call.raw
+                before = "" if self._segmented else whole[: max(0, whole.rfind(text))]
+                content += (before[len(before.rstrip()) :] or "\n") + text
+        return str(content)
+
+    def _in_place(self, parsed: ParsedResponse, sampled: SampledIds, partial: bool) -> str:
+        """The content, in which the calls that cannot be read stand where they were sampled."""
+        calls, ids = parsed.tool_calls, sampled.ids
+        if partial and all(_unfinished(call, ids) for call in calls if not _readable(call)):
+            return str(parsed.content)
+        # The parser knows where thoughts are between calls. It reads a text in the place of each call.
+        blocks = [(span, list(block)) for span, block in groupby(calls, lambda call: call.token_span)]
+        (at, _), first = blocks[0]
+        content = self._before(sampled, at, all(map(_readable, first)))
+        rest, texts = list[int](), dict[str, str]()
+        for (start, end), block in blocks:
+            rest += ids[at:start]
+            if partial and _unfinished(block[-1], ids):
+                break
+            if sampled.parse(rest, None).reasoning_complete is False:
+                rest += self.closing  # the call ended a thought
+            place = f"{PLACE}{len(texts)}."
+            texts[place] = "" if all(map(_readable, block)) else self._text(ids[start:end])
+            rest += self._tokenizer.encode(place)
+            at = end
+        else:
+            rest += ids[at:]
+        said = str(sampled.parse(rest, None).content)
+        for place, text in texts.items():
+            said = said.replace(place, text)
+        return content + said
+
+    def _before(self, sampled: SampledIds, end: int, readable: bool) -> str:
+        """The content before the first call, which begins at `end`, with marks such as that of a section. If
+        the call can be read, the marks are its own."""
+        ids = sampled.ids[:end]
+        text, read = self._text(ids), sampled.parse(ids, sampled.prompt)
+        content = read.content.strip()
+        if content and content in text:
+            rest = text[text.rfind(content) + len(content) :]
+        else:
+            closed = max((text.rfind(tag) + len(tag) for tag in CLOSINGS if tag in text), default=0)
+            rest = text[closed:] if closed or read.reasoning_content is None else ""
+        return f"{content}{rest[len(rest.rstrip()) :] if readable else rest}"
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+def _readable(call: Any) -> bool:
+    return call.status is ToolCallParseStatus.OK and bool(call.name) and isinstance(call.name, str)
+
+
+def _unfinished(call: Any, ids: Sequence[int]) -> bool:
+    return call.status is ToolCallParseStatus.UNCLOSED_BLOCK or call.token_span[1] >= len(ids)
+
+
+def _arguments(call: Any) -> str:
+    """The arguments as they were sampled, if they are JSON within the call; else as JSON."""
+    given = call.arguments
+    if not isinstance(given, dict | list):
+        return arguments_text(given)
+    decode, wanted = json.JSONDecoder().raw_decode, repr(given)
+    for found in islice(re.finditer(r"[{\[]", call.raw), MOST_VALUES):
+        try:
+            value, end = decode(call.raw, found.start())
+        except ValueError:
+            continue
+        if repr(value) == wanted:
+            return str(call.raw[found.start() : end])
+    return arguments_text(given)

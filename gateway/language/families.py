@@ -13,6 +13,8 @@ import msgspec
 from renderers import config_from_name
 from renderers.base import MODEL_RENDERER_MAP
 
+from rollout_queue.foreign_json import read_json
+
 Thinking = Literal["auto", "template", "all"]
 ToolPrompt = Literal["none", "hermes"]
 
@@ -152,8 +154,11 @@ def end_token(model_path: Path) -> str | None:
 
 
 def _object_in(file: Path) -> dict[str, Any]:
-    """The object in a file of JSON; an empty one without the file."""
-    return msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
+    """The object in a file of JSON; an empty one without the file. Raises SystemExit for another content."""
+    try:
+        return read_json(file.read_bytes(), dict[str, Any]) if file.is_file() else {}
+    except msgspec.DecodeError as error:
+        raise SystemExit(f"{file} cannot be read: {error}") from error
 
 
 def family_of(name: str, model_path: Path, model_type: str) -> Family:

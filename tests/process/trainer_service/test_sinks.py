@@ -29,7 +29,8 @@ def test_a_step_is_a_line_and_a_point_of_every_curve(harness: Harness) -> None:
     harness.step("h")
     written = lines(harness.root / "metrics.jsonl")
     assert [line["step"] for line in written] == [1, 2]
-    for name in written[0].keys() - {"step", "time"}:
+    # The second step has no token of the trainer's own version, so some metrics are of the first alone.
+    for name in written[0].keys() & written[1].keys() - {"step", "time"}:
         found = curve(harness.root / "tensorboard", name)
         assert [at for at, _ in found] == [1, 2]
         assert [value for _, value in found] == pytest.approx([line[name] for line in written]), name

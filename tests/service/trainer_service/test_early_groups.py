@@ -25,6 +25,7 @@ from tests.support.trainer_service.same_training import (
 )
 from tests.support.trainer_service.steps import AGGREGATIONS
 from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.rows import rows
 from trainer_service.rows.rows import Row
 from trainer_service.step.group_trainer import Diverged
 from trainer_service.step.quarantine import non_finite_groups
@@ -169,6 +170,13 @@ OTHER = [5, 6, 7]
 """The second group's context. With the same context, its rewards would cancel the first group's gradients."""
 
 
+@pytest.fixture
+def poisonous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's temperature is the one of its sampling, also where an engine would sample greedily: that is how
+    these tests bring about a gradient that is not finite."""
+    monkeypatch.setattr(rows, "temperature_of_logprobs", lambda used: used.get("temperature", 1.0))
+
+
 def early(make_harness: MakeHarness, name: str = "run", **algorithm: Any) -> Harness:
     return make_harness(name, algorithm=EARLY | algorithm, optimizer=WELL_CONDITIONED).start()
 
@@ -251,6 +259,7 @@ def test_an_early_group_is_in_the_step_although_newer_groups_come(make_harness: 
     assert (codes["a-0"], codes["b-0"], codes["c-0"]) == ("trained", None, "trained")
 
 
+@pytest.mark.usefixtures("poisonous")
 def test_an_early_group_without_a_finite_gradient_is_found(make_harness: MakeHarness) -> None:
     harness = early(make_harness)
     harness.agents.group("a", [1.0, 0.0], temperature=POISON)
@@ -312,6 +321,7 @@ def optimizer_state(harness: Harness) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.usefixtures("poisonous")
 def test_a_group_without_a_finite_gradient_ends_invalid_and_the_others_train(
     make_harness: MakeHarness,
 ) -> None:
@@ -335,6 +345,7 @@ def test_a_group_without_a_finite_gradient_ends_invalid_and_the_others_train(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("poisonous")
 def test_weights_and_optimizer_are_bitwise_what_they_are_without_that_group(
     make_harness: MakeHarness, dtype: str
 ) -> None:
@@ -353,6 +364,7 @@ def test_weights_and_optimizer_are_bitwise_what_they_are_without_that_group(
     assert differs_by(optimizer_state(spared), optimizer_state(struck)) == 0
 
 
+@pytest.mark.usefixtures("poisonous")
 def test_a_restart_does_not_train_the_batch_again(harness: Harness) -> None:
     harness.agents.group("poison", [1.0, 0.0], temperature=POISON)
     assert not harness.trainer.run_once()

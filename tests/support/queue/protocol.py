@@ -98,6 +98,7 @@ class Weights:
 
     vocab_size, data_ranks, shares_prefixes = 1000, 1, False
     layout = Layout(ranks=1, zero_stage=1, dtype="float32")
+    model_checks = ()
 
     def __init__(self, knife: Knife) -> None:
         self.trained: list[str] = []

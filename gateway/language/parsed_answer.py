@@ -91,8 +91,8 @@ class AnswerReader:
         for call in () if partial else parsed.tool_calls:
             if not _readable(call):
                 text = self._text(ids[slice(*call.token_span)]) if call.token_span else call.raw
-                before = "" if self._segmented else whole[: max(0, whole.rfind(text))]
-                content += (before[len(before.rstrip()) :] or "\n") + text
+                at = -1 if self._segmented else whole.rfind(text)
+                content += ("\n" if at < 0 else whole[len(whole[:at].rstrip()) : at]) + text
         return str(content)
 
     def _in_place(self, parsed: ParsedResponse, sampled: SampledIds, partial: bool) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from gateway.language.families import ToolPrompt
 from gateway.language.render import ChatRenderer
 from gateway.language.token_bytes import BYTE_OF
 from tests.support.gateway.echoes import (
@@ -64,6 +65,7 @@ MODELS_BY_NAME: dict[str, Callable[[Path], Path]] = {
     "qwen3.5": lambda path: make_model(path, "qwen3.5"),
     "own-template": lambda path: two_ends(MODELS["qwen2.5"].make(path)),
     "own-template that thinks": THOUGHTFUL.make,
+    "own-template without tools": MODELS["gemma3"].make,
 }
 
 
@@ -137,10 +139,11 @@ def models(backends: Backends, tmp_path_factory: pytest.TempPathFactory) -> Iter
         for name, make in MODELS_BY_NAME.items():
             path = make(tmp_path_factory.mktemp("model") / "model")
             family = "own-template" if name.startswith("own") else name
-            given = {"model_path": path, "renderer": family, "poll_every_s": 0.5}
+            prompt: ToolPrompt = "hermes" if name.endswith("without tools") else "none"
+            given = {"model_path": path, "renderer": family, "tool_prompt": prompt, "poll_every_s": 0.5}
             gateway = started.enter_context(backends.gateway(**given))
             tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-            renderer = ChatRenderer(path, family)
+            renderer = ChatRenderer(path, family, tool_prompt=prompt)
             made[name] = Model(gateway, renderer, tokenizer)
         yield made
 
@@ -163,12 +166,14 @@ def test_whatever_is_sampled_is_answered_and_sent_back(
     model = fresh(models, backends, name)
     gateway, prompt = model.gateway, model.renderer.tokenizer.encode("look")
 
+    ends = [model.tokenizer.id_to_token(end) for end in model.renderer.stop_ids]
+
     def clients() -> list[Client]:
         chat = [ChatClient(), ChatClient(thoughts=True)]
         return [*chat, MessagesClient(), ResponsesClient(), CompletionsClient(prompt), TokenClient(prompt)]
 
     @settings(max_examples=examples(100), deadline=None)
-    @given(model.sampled(), st.integers(0, 5), st.booleans(), st.sampled_from(ENDS), st.booleans())
+    @given(model.sampled(), st.integers(0, 5), st.booleans(), st.sampled_from(ends), st.booleans())
     def holds(ids: list[int], which: int, stream: bool, end: str, keeps: bool) -> None:
         client, session = clients()[which], model.session(ids, end, **({"thinking": "all"} if keeps else {}))
         heard = ask(gateway, session, client, stream)

@@ -281,7 +281,7 @@ def _open_stream(redis: Redis, lease: Lease, shared_state: SharedState, retry_s:
     while not shared_state.stopping:
         try:
             claim_schema(redis)
-            return RedisReader(redis, lease.token)
+            return RedisReader(redis, lease.token, lease.renew)
         except StorageUnavailable as error:
             logger.warning("%s; trying again in %g s", error, retry_s)
             shared_state.sleep(retry_s)

@@ -66,6 +66,8 @@ class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int = 0
     max_bytes: int = 0
     """0 for a Redis without `maxmemory`."""
+    evicted: int = 0
+    """How many keys Redis has removed for want of memory since it started."""
     sessions: int = 0
     """How many sessions were ever opened."""
     trainer: TrainerBacklog | None = None
@@ -95,13 +97,16 @@ async def read_backpressure(redis: Redis) -> Backpressure:
         pipeline.hmget(keys.TRAINER, TRAINER_FIELDS)
         pipeline.xlen(keys.DEAD_LETTERS)
         pipeline.zcard(keys.DEADLINES)
-        entries, memory, sessions, forgotten, report, dead, unfinished = await stored(pipeline.execute())
+        pipeline.info("stats")
+        found = await stored(pipeline.execute())
+    entries, memory, sessions, forgotten, report, dead, unfinished, stats = found
     return Backpressure(
         entries=entries,
         dead=dead,
         unfinished=unfinished,
         used_bytes=memory.get("used_memory", 0),
         max_bytes=memory.get("maxmemory", 0),
+        evicted=stats.get("evicted_keys", 0),
         sessions=sessions + forgotten_sessions(forgotten),
         trainer=_backlog(report),
     )

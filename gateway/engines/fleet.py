@@ -30,6 +30,7 @@ from gateway.engines.rotation.registrations import (
     KnownRegistrations,
     remove_registration,
     renewed,
+    set_held,
     write_registration,
 )
 from gateway.engines.rotation.rotation import Rotation, WantedServer
@@ -122,15 +123,14 @@ class Fleet:
         """Remove a server. Returns whether it was known. Raises StateConflict for a bare engine."""
         self._check_not_bare(server_id)
         removed = await remove_registration(self.redis, server_id)
-        await stored(self.redis.srem(keys.HELD, server_id))
+        await set_held(self.redis, [server_id], drained=False)
         return self._drop(server_id) or bool(removed)
 
     async def set_drained(self, server_id: str, drained: bool) -> FleetServer | None:
         """Take a server out of rotation, or put it back, for every gateway. Returns None if it is unknown."""
         server = self.servers.get(server_id)
         if server is not None:
-            change = self.redis.sadd if drained else self.redis.srem
-            await stored(change(keys.HELD, server_id))
+            await set_held(self.redis, [server_id], drained=drained)
             server.drained = drained
             self._changes += 1
         return server
@@ -185,7 +185,7 @@ class Fleet:
 
     async def _read_registrations(self) -> None:
         changes = self._changes
-        read = await self._known.read(self.redis)
+        read = await self._known.read(self.redis, self.plan, self.servers.values())
         if current := changes == self._changes:  # else it changed after Redis was read
             self.rotation.set_plan(plan_of(read.serving))
         for registration in read.registrations.values() if read.fresh else ():

@@ -144,11 +144,17 @@ class ApiKeys:
         if (store := self._store) is None:
             return
         last_change = await store.last_change()
-        if last_change != self._last_change:
+        if last_change != self._last_change or (self._stored and not await store.count()):
+            await self.write_again()
+            self._last_change = await store.last_change()
             self._stored = await store.all()
-            self._last_change = last_change
             self._index()
         await self._share(store)
+
+    async def write_again(self) -> None:
+        """Store the keys that Redis has lost, if this gateway knows them. Raises StorageUnavailable."""
+        if self._store is not None and self._stored:
+            await self._store.write_again(self._stored)
 
     async def _share(self, store: KeyStore) -> None:
         usage, self._unshared = self._unshared, {}
@@ -156,7 +162,9 @@ class ApiKeys:
         # A budget that other gateways use is read with no usage of this gateway's own.
         asked = {key.name: KeyUse() for key in self.all if key.limits.token_budget is not None} | usage
         try:
-            self._spent = await store.add_usage(asked)
+            before, self._spent = self._spent, await store.add_usage(asked)
+            if any(tokens < before.get(name, 0) for name, tokens in self._spent.items()):
+                await store.note_lost_use()
         except StorageUnavailable:
             for name, each in usage.items():
                 later = self._usage(name)

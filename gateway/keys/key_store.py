@@ -6,7 +6,7 @@ weir:keys_used      name → when the key was used last
 weir:keys_tokens    name → tokens that its calls used
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from gateway.keys.api_key import ApiKey
 from rollout_queue.contract.ids import new_id
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.client.losses import note_loss_async, was_lost
 
 REPLACE = """
 -- KEYS: keys, changed   ARGV: name, the key as it was read ('' if there was none), the new key, a new id
@@ -25,6 +26,8 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 redis.call('SET', KEYS[2], ARGV[4])
 return 1
 """
+
+USE_LOST = "what API keys have used counts from 0, also against their token_budget"
 
 
 class KeyUse(msgspec.Struct):
@@ -63,6 +66,21 @@ class KeyStore:
         arguments: list[str | bytes] = [key.name, packed, msgspec.json.encode(key), new_id()]
         return bool(await stored(self._replace([keys.KEYS, keys.KEYS_CHANGED], arguments)))
 
+    async def write_again(self, known: Sequence[ApiKey]) -> None:
+        """Store those of these keys that Redis has lost, and say so: none is ever removed."""
+        there = await stored(self._redis.hkeys(keys.KEYS))
+        lost = [key for key in known if key.name.encode() not in there]
+        if not lost or not await was_lost(self._redis, keys.KEYS):
+            return
+        async with self._redis.pipeline(transaction=False) as writing:
+            for key in lost:
+                writing.hsetnx(keys.KEYS, key.name, msgspec.json.encode(key))
+            writing.set(keys.KEYS_CHANGED, new_id())
+            await stored(writing.execute())
+        names = ", ".join(sorted(key.name for key in lost))
+        said = f"{keys.KEYS} had lost these API keys, and a gateway that knew them has written them again"
+        await note_loss_async(self._redis, keys.KEYS, f"{said}: {names}")
+
     async def add_usage(self, usage: Mapping[str, KeyUse]) -> Mapping[str, int]:
         """Add what keys used since the last call, by name. Returns how many tokens each has used in all.
 
@@ -78,6 +96,10 @@ class KeyStore:
                 adding.hincrby(keys.KEYS_TOKENS, name, each.tokens)
             spent = (await stored(adding.execute()))[-len(usage) :]
         return dict(zip(usage, map(int, spent), strict=True))
+
+    async def note_lost_use(self) -> None:
+        """Say that the tokens of keys have become fewer."""
+        await note_loss_async(self._redis, keys.KEYS_TOKENS, f"{keys.KEYS_TOKENS} was gone: {USE_LOST}")
 
     async def usage(self) -> Mapping[str, KeyUse]:
         """What every key has used, by name."""

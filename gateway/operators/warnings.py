@@ -150,6 +150,11 @@ class WarningMonitor:
                 f"{counted(pressure.entries, 'record is', 'records are')} in the stream; from "
                 f"{limits.queue_entries} on (gateway.limits.queue_entries) new sessions are refused"
             )
+        if pressure.evicted:
+            yield (
+                f"Redis has evicted {counted(pressure.evicted, 'key')} since it started: set its "
+                "maxmemory-policy to noeviction, and run `weir audit`, which names what is lost"
+            )
         if not pressure.max_bytes:
             yield UNBOUNDED
         elif limits.queue_memory is not None:

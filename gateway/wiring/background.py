@@ -137,6 +137,14 @@ async def refresh_keys(gateway: GatewayParts) -> None:
         logger.warning("changes of API keys are not known yet: %s", error)
 
 
+async def watch_keys(gateway: GatewayParts) -> None:
+    """Notice keys that Redis has lost."""
+    try:
+        await gateway.lost_keys.refresh()
+    except StorageUnavailable as error:
+        logger.warning("whether Redis has lost keys is not known: %s", error)
+
+
 async def finish_deletions(gateway: GatewayParts) -> None:
     """Drop deleted sessions from memory, and finish deletions that a stopped gateway began."""
     try:
@@ -169,6 +177,7 @@ POLLED: tuple[Task, ...] = (
     retract_failed_turns,
     refresh_limits,
     refresh_keys,
+    watch_keys,
     finish_deletions,
     apply_retention,
 )

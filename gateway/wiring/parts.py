@@ -35,6 +35,7 @@ from gateway.language.render import ChatRenderer
 from gateway.metrics.counted_cache import CacheLookups
 from gateway.metrics.metrics import Metrics
 from gateway.operators.actions import ActionLog
+from gateway.operators.lost_keys import LostKeys
 from gateway.operators.pipeline import PipelineMonitor
 from gateway.operators.warnings import WarningMonitor
 from gateway.sessions.identity import Identities
@@ -96,6 +97,7 @@ class GatewayParts:
     metrics: Metrics
     pipeline: PipelineMonitor
     warnings: WarningMonitor
+    lost_keys: LostKeys
     retention: Retention
 
 
@@ -136,7 +138,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     engine = EngineClient(settings.engine_timeout_s, bearer(settings.engine_key))
     key_store = KeyStore(redis)
     api_keys = ApiKeys(configured_keys(settings), key_store)
-    identities = Identities(api_keys, await _secret(redis))
+    identities = Identities(api_keys, secret := await _secret(redis))
     await _read_keys(api_keys)
     server_key = settings.rollout_server_key or next(iter(settings.admin_keys), None)
     fleet = Fleet(redis, engine, server_key, settings.engines, concurrency=settings.concurrency)
@@ -180,6 +182,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         metrics=metrics,
         pipeline=PipelineMonitor(redis),
         warnings=WarningMonitor(settings.warnings, settings.limits, redis),
+        lost_keys=LostKeys(redis, secret, (api_keys.write_again, fleet.refresh)),
         retention=Retention(settings, redis, metrics),
     )
 

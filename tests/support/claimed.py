@@ -12,4 +12,4 @@ def claimed_reader(redis: Redis) -> RedisReader:
     redis.delete(keys.LEASE)
     lease = Lease(redis, 1000.0)
     assert lease.claim() is None
-    return RedisReader(redis, lease.token)
+    return RedisReader(redis, lease.token, lease.renew)

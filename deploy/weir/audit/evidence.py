@@ -13,12 +13,14 @@ from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from rollout_queue.contract.codec import decode
+from rollout_queue.contract.head import field_of
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
 from rollout_queue.foreign_json import read_json
 from rollout_queue.redis import keys
+from rollout_queue.redis.client.losses import losses_in
 from rollout_queue.redis.client.opening import open_redis
 from weir.audit.facts import ClientAnswer, Evidence, GroupFact, SessionFact, StreamFact
-from weir.audit.heads import UNREADABLE, digest, field_of, session_fact
+from weir.audit.heads import UNREADABLE, digest, session_fact
 from weir.audit.ledger import EvidenceMissing, read_ledger
 from weir.audit.sources import Sources
 
@@ -54,6 +56,7 @@ def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
                 taught=_taught(redis),
                 dead_letters=dead_letters,
                 tombstones=_tombstones(redis),
+                losses=tuple(loss.said for loss in losses_in(_reply(redis.hgetall(keys.LOSSES)))),
                 missing_images=_missing_images(redis, sessions.values()),
                 ledger=read_ledger(sources.trainer_url, sources.admin_key, sources.checkpoint_dir),
                 answers=tuple(answers),

@@ -154,6 +154,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     missing_images: frozenset[str] = frozenset()
     """The hashes of images that are not stored, of those that sessions show."""
     answers: tuple[ClientAnswer, ...] = ()
+    losses: tuple[str, ...] = ()
+    """What gateways and the trainer have noted that Redis lost, in sentences."""
 
     @property
     def forgotten_sessions(self) -> int:

@@ -90,21 +90,6 @@ def _awaited(record: Record) -> bool:
     return not (isinstance(record, LateJoin) or (isinstance(record, Reward) and record.late))
 
 
-def field_of(record: Record) -> str:
-    """The field of the session's head that holds the same record; "deletion" for a Deletion (it has none)."""
-    match record:
-        case Turn():
-            return f"t:{record.turn_id}"
-        case Reward():
-            return f"r:{record.key}"
-        case Outcome():
-            return "outcome"
-        case LateJoin():
-            return "joined"
-        case _:
-            return "deletion"
-
-
 def _terms(spec: bytes, outcome: Record | None) -> tuple[str | None, bool]:
     """The session's group, and whether it may be trained."""
     try:

@@ -78,6 +78,11 @@ def fate_of(turn: TurnFact, session: SessionFact, evidence: Evidence) -> str:
 def notes_of(evidence: Evidence) -> list[str]:
     """Facts that the user should know and that are no faults."""
     notes = [evidence.ledger.remark] if evidence.ledger.remark else []
+    notes += evidence.losses
+    if unlisted := _unlisted(evidence):
+        notes.append(
+            f"{unlisted} trained sessions are not in weir:trained, so their versions' lineage lacks them"
+        )
     commands = [row for row in evidence.ledger.rows if row.of_commands]
     if commands:
         tokens = sum(row.tokens for row in commands)
@@ -113,3 +118,13 @@ def notes_of(evidence: Evidence) -> list[str]:
     if left:
         notes.append(f"entries of deleted sessions are still in the stream: {', '.join(left)}")
     return notes
+
+
+def _unlisted(evidence: Evidence) -> int:
+    """How many trained sessions are not in the index of them; 0 if there is none, as in older builds."""
+    if not evidence.taught:
+        return 0
+    trained = (
+        each for each in evidence.sessions.values() if each.verdict and each.verdict.version is not None
+    )
+    return sum(each.session_id not in evidence.taught for each in trained)

@@ -20,7 +20,7 @@ from weir.errors import StackError
 LEFT_OUT = frozenset(
     {
         *(keys.SERVERS, keys.SERVER_PUSHES, keys.TRAINER, keys.LEASE, keys.FENCE, keys.PUSH_LEASE),
-        keys.SCHEMA,
+        *(keys.SCHEMA, keys.LASTING, keys.LOSSES),
     }
 )
 LATER = (keys.DEADLINES, keys.CLIENT_SESSIONS_LIVE)

@@ -52,6 +52,8 @@ class RedisFacts:
     waiting: int = 0
     """The length of the stream."""
     dead_letters: int = 0
+    losses: tuple[str, ...] = ()
+    """What gateways and the trainer have noted in the last day that Redis lost."""
     policies: int = 0
     newest_policy_at: float | None = None
 

@@ -12,6 +12,7 @@ from rollout_queue import clock
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
+from rollout_queue.redis.client.losses import recent_losses
 from rollout_queue.redis.client.opening import open_async_redis
 from weir.audit.sources import Sources
 from weir.doctor.facts import RedisFacts
@@ -48,7 +49,8 @@ async def _read(redis: Redis, facts: Mapping[str, Any]) -> RedisFacts:
         pipeline.xlen(keys.STREAM)
         pipeline.xlen(keys.DEAD_LETTERS)
         pipeline.hvals(keys.POLICIES)
-        info, trainer, verdicts, settled, waiting, dead, policies = await pipeline.execute()
+        pipeline.hgetall(keys.LOSSES)
+        info, trainer, verdicts, settled, waiting, dead, policies, losses = await pipeline.execute()
     return RedisFacts(
         **facts,
         info=info,
@@ -59,6 +61,7 @@ async def _read(redis: Redis, facts: Mapping[str, Any]) -> RedisFacts:
         settled_at=settled[0][1] / 1000 if settled else None,
         waiting=waiting,
         dead_letters=dead,
+        losses=tuple(recent_losses(losses)),
         policies=len(policies),
         newest_policy_at=_newest(policies),
     )

@@ -23,6 +23,7 @@ from gateway.engines.policies.attempts import Attempts
 from gateway.engines.policies.push_progress import PushProgress
 from gateway.engines.policies.rolling import FetchSources, LoadSlots
 from gateway.engines.policies.server_reload import NotLoaded, PushOrder, ServerReloads
+from gateway.engines.policies.wanted_policies import WantedPolicies
 from gateway.engines.rotation.registrations import noted_as_loading
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
@@ -68,6 +69,7 @@ class PushDriver:
         self._push = 0  # the push that `_capacity` belongs to
         self._noted: frozenset[tuple[int, int]] = frozenset()
         """The keys of the orders whose state on a server is stored."""
+        self._wanted = WantedPolicies(self._register)
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -98,6 +100,9 @@ class PushDriver:
                 await self._stop()
                 return
             plan = await self._serving.read()
+            if plan == ServingPlan() != self._fleet.plan:  # Redis may have lost it
+                await self._fleet.refresh()
+                plan = self._fleet.plan
             self._fleet.adopt(plan)
             if not self._fleet.servers:  # one may have registered at another gateway since the last poll
                 await self._fleet.refresh()
@@ -112,21 +117,19 @@ class PushDriver:
 
     async def _orders_of(self, plan: ServingPlan) -> list[tuple[FleetServer, PushOrder]]:
         """What each server is to serve now; no server is there while there is no policy."""
-        known: dict[int, PolicyRecord | None] = {}
         orders: list[tuple[FleetServer, PushOrder]] = []
         for server in self._fleet.rollout_servers:
             own = plan.own_version(server.id)
             version = plan.target if own is None else own.version
             if version is None:
                 continue
-            if version not in known:
-                known[version] = await self._register.record(version)
-            if (record := known[version]) is None:
-                logger.error("version %d is to be served, and is not registered", version)
-            elif own is not None:
+            if (record := await self._wanted.record(version)) is None:
+                continue
+            if own is not None:
                 orders.append((server, PushOrder(record, own.id, force=True, own=True)))
             else:
                 orders.append((server, _order_of(plan, record)))
+        self._wanted.end_look()
         # After a failed push, servers stay with the former version; what they did in the push stays noted.
         pushed = None if plan.push is None else plan.push.version
         self._noted = frozenset(order.key for _, order in orders if order.own or order.version == pushed)

@@ -5,7 +5,7 @@ read all registrations again: they do so after a change, and now and then.
 """
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +13,23 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.engines.fleet_server import Registration
+from gateway.engines.fleet_server import FleetServer, Registration
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.ids import new_id
+from rollout_queue.contract.policies.serving import ServingPlan
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.client.losses import note_loss_async, was_lost
 
 logger = logging.getLogger(__name__)
 
 WHOLE_EVERY_S = 10.0
 """How often all registrations are read although nothing says that they changed: gateways of an earlier
 version do not say so, and the times in them change."""
+
+MARK = ""
+"""A member of the set of drained servers that is no server."""
 
 _registration = msgspec.json.Decoder(Registration)
 
@@ -52,22 +57,76 @@ class KnownRegistrations:
         self._known: dict[str, Registration] = {}
         self._change: bytes | None = None
         self._read_at = 0.0
+        self._had_secret = False
+        """Whether Redis had a secret at an earlier reading."""
 
-    async def read(self, redis: Redis) -> ReadFleet:
-        """Raises StorageUnavailable."""
+    async def read(self, redis: Redis, plan: ServingPlan, servers: Collection[FleetServer]) -> ReadFleet:
+        """What Redis says. What it has lost is written again, as `plan` and `servers` have it, which are as
+        they were read last. Raises StorageUnavailable."""
         now = clock.now()
         async with redis.pipeline(transaction=False) as reading:
             reading.get(keys.SERVERS_CHANGED)
             reading.get(keys.SERVING)
             reading.smembers(keys.HELD)
             reading.smembers(keys.LOADING)
-            change, serving, drained, loading = await stored(reading.execute())
+            reading.exists(keys.SECRET)
+            change, serving, drained, loading, secret = await stored(reading.execute())
         fresh = change is None or change != self._change or not 0 <= now - self._read_at < WHOLE_EVERY_S
         if fresh:
             found = (await stored(redis.hgetall(keys.SERVERS))).values()
-            self._known = {each.id: each for each in map(_registration.decode, found)}
+            # Each removal leaves a new id in SERVERS_CHANGED.
+            if found or change not in (None, self._change) or not await self._write_again(redis):
+                self._known = {each.id: each for each in map(_registration.decode, found)}
             self._change, self._read_at = change, now
-        return ReadFleet(self._known, self._read_at, fresh, serving, _names(drained), _names(loading))
+        if serving is None:
+            serving = await self._write_plan_again(redis, plan)
+        held = _names(drained) - {MARK} if drained else await self._write_drained_again(redis, servers)
+        self._had_secret |= bool(secret)
+        return ReadFleet(self._known, self._read_at, fresh, serving, held, _names(loading))
+
+    async def _write_again(self, redis: Redis) -> bool:
+        """Store the registrations if Redis has lost them, so that their servers get calls meanwhile: they
+        register only every few seconds. Returns whether it has lost them."""
+        if not self._known or not await self._was_lost(redis, keys.SERVERS):
+            return False
+        async with redis.pipeline(transaction=False) as writing:
+            for server_id, registration in self._known.items():
+                writing.hsetnx(keys.SERVERS, server_id, msgspec.json.encode(registration).decode())
+            if any(await stored(writing.execute())):
+                said = f"{keys.SERVERS} was gone: a gateway has written the {len(self._known)} servers again"
+                await note_loss_async(redis, keys.SERVERS, said)
+        return True
+
+    async def _write_drained_again(self, redis: Redis, servers: Iterable[FleetServer]) -> frozenset[str]:
+        """Note again which servers are drained, if Redis has lost it. Returns them."""
+        drained = [server.id for server in servers if server.drained]
+        if not drained or not await self._was_lost(redis, keys.HELD):
+            return frozenset()
+        await set_held(redis, drained, drained=True)
+        said = f"{keys.HELD} was gone: a gateway has noted the drained servers again: {', '.join(drained)}"
+        await note_loss_async(redis, keys.HELD, said)
+        return frozenset(drained)
+
+    async def _write_plan_again(self, redis: Redis, plan: ServingPlan) -> bytes | None:
+        """Store the plan if Redis has lost it: nothing removes it. Returns it; None if it was not lost."""
+        if plan == ServingPlan() or not await self._was_lost(redis, keys.SERVING):
+            return None
+        packed = msgspec.json.encode(plan)
+        if await stored(redis.set(keys.SERVING, packed, nx=True)):
+            said = f"{keys.SERVING} was gone: a gateway has written the serving plan again, as it was"
+            await note_loss_async(redis, keys.SERVING, said)
+        return packed
+
+    async def _was_lost(self, redis: Redis, key: keys.Key) -> bool:
+        return await was_lost(redis, key, had_secret=self._had_secret)
+
+
+async def set_held(redis: Redis, server_ids: Collection[str], *, drained: bool) -> None:
+    """Note that an operator has taken servers out of rotation, or put them back. MARK stays in the set, so
+    that it never vanishes by itself. Raises StorageUnavailable."""
+    await stored(redis.sadd(keys.HELD, MARK, *(server_ids if drained else ())))
+    if not drained:
+        await stored(redis.srem(keys.HELD, *server_ids))
 
 
 async def renewed(redis: Redis, registration: Registration) -> Registration | None:

@@ -73,6 +73,7 @@ async def system_status(gateway: GatewayParts, siblings: Siblings) -> SystemStat
     warnings = [fault] if (fault := gateway.fleet.fault()) is not None else []
     warnings += gateway.warnings.sentences(report, pressure, queue.dead_letters, last_error)
     warnings += await _push_warnings(gateway)
+    warnings += await gateway.lost_keys.warnings()
     warnings += emptied_redis(report, queue.verdicts, secret_is_there=await _secret_is_there(gateway))
     if defaults := gateway.keys.defaults:
         warnings.append(default_keys_sentence(defaults))
@@ -184,7 +185,7 @@ async def _push_warnings(gateway: GatewayParts) -> list[str]:
 
 
 async def _secret_is_there(gateway: GatewayParts) -> bool:
-    """Whether Redis still has the secret that this gateway found there, or stored, when it started."""
+    """Whether Redis has the secret that this gateway found there, or stored, when it started."""
     return gateway.identities.knows_secret(await stored(gateway.redis.get(keys.SECRET)))
 
 

@@ -8,7 +8,16 @@ import msgspec
 
 from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.errors import InvalidRecord
-from rollout_queue.contract.records import LateJoin, Outcome, Relation, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.records import (
+    LateJoin,
+    Outcome,
+    Record,
+    Relation,
+    Reward,
+    SessionSpec,
+    Turn,
+    Verdict,
+)
 from rollout_queue.contract.rewards import total
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.contract.tombstone import Tombstone
@@ -183,3 +192,18 @@ def late_join_of(spec: SessionSpec, now: float) -> LateJoin | None:
     return LateJoin(
         session_id=spec.session_id, created_at=now, group_id=spec.group_id, group_size=spec.group_size
     )
+
+
+def field_of(record: Record) -> str:
+    """The field of the session's head that holds the same record; "deletion" for a Deletion (it has none)."""
+    match record:
+        case Turn():
+            return f"t:{record.turn_id}"
+        case Reward():
+            return f"r:{record.key}"
+        case Outcome():
+            return "outcome"
+        case LateJoin():
+            return "joined"
+        case _:
+            return "deletion"

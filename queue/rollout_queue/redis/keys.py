@@ -1,4 +1,4 @@
-"""Every Redis key that Weir uses, in one place."""
+"""Every Redis key that Weir uses."""
 
 PREFIX = "weir"
 """What all names begin with, unless the setting `redis_key_prefix` says otherwise."""
@@ -9,261 +9,292 @@ class Key(str):
     replaces PREFIX in arguments of this type, and in no others, when a command is packed."""
 
     __slots__ = ()
+    kind = ""
+    """The type of the value, as TYPE calls it. A value of another type is not Weir's (`client/strangers`)."""
+
+    @property
+    def aside(self) -> "Key":
+        """Where a value of another type is moved."""
+        return Key(f"{PREFIX}:aside:{self.removeprefix(PREFIX + ':')}")
 
 
-SCHEMA = Key("weir:schema")
+class String(Key):
+    kind = "string"
+
+
+class Hash(Key):
+    kind = "hash"
+
+
+class Set(Key):
+    kind = "set"
+
+
+class SortedSet(Key):
+    kind = "zset"
+
+
+class List(Key):
+    kind = "list"
+
+
+class Stream(Key):
+    kind = "stream"
+
+
+SCHEMA = String("weir:schema")
 """String: the schema of the newest release that has used this Redis (`connection`)."""
-STREAM = Key("weir:stream")
-"""Turns, rewards, late joins, outcomes and deletions, in the order in which they became durable."""
+STREAM = Stream("weir:stream")
+"""Stream: turns, rewards, late joins, outcomes and deletions, in the order in which they became durable."""
 STREAM_FIELD = b"r"
 GROUP = "trainer"
 CONSUMER = "trainer-0"
 """Fixed, and not a host name, so that a restarted trainer finds its pending entries."""
-
-DEAD_LETTERS = Key("weir:dead")
+DEAD_LETTERS = Stream("weir:dead")
 """Stream: entries that the trainer could not decode, with their bytes and the error."""
 
-SESSIONS = Key("weir:sessions")
+SESSIONS = SortedSet("weir:sessions")
 """Sorted set: session id by creation time."""
-DEADLINES = Key("weir:deadlines")
+DEADLINES = SortedSet("weir:deadlines")
 """Sorted set: unfinished session id by expiry time."""
-VERDICTS = Key("weir:verdicts")
+VERDICTS = Hash("weir:verdicts")
 """Hash: how many sessions and turns ended with which verdict ("session:trained", "turn:stale", …)."""
-SETTLED = Key("weir:settled")
+SETTLED = SortedSet("weir:settled")
 """Sorted set: session with a verdict, by the time of the verdict, in ms by the stream's clock (SETTLE)."""
-TRAINED = Key("weir:trained")
+TRAINED = SortedSet("weir:trained")
 """Sorted set: trained session, by the version that its step made."""
-STEPS = Key("weir:steps")
+STEPS = SortedSet("weir:steps")
 """Sorted set: durable step, JSON (`TrainedStep`), by the version that it made; the last ones."""
-FORGOTTEN = Key("weir:forgotten")
+FORGOTTEN = Hash("weir:forgotten")
 """Hash: how many of the sessions and turns that VERDICTS counts were removed by retention ("session:trained",
 "turn:stale", …); and how many trained tokens they had ("tokens:trained")."""
-FORGOTTEN_IDS = Key("weir:forgotten_ids")
+FORGOTTEN_IDS = SortedSet("weir:forgotten_ids")
 """Sorted set: the last sessions ("s:…") and groups ("g:…") that retention has removed, by time."""
-TRAINER = Key("weir:trainer")
+TRAINER = Hash("weir:trainer")
 """Hash: the trainer's last status report."""
-LEASE = Key("weir:trainer_lease")
+LEASE = String("weir:trainer_lease")
 """String: the process that trains, JSON (`holder`); expires unless that process renews it."""
-FENCE = Key("weir:trainer_fence")
+FENCE = String("weir:trainer_fence")
 """String: the token of the process that claimed the lease last; does not expire."""
-POLICIES = Key("weir:policies")
+POLICIES = Hash("weir:policies")
 """Hash: version → policy, JSON."""
-RESERVED = Key("weir:policy_reserved")
-"""Hash: the highest `version` that the trainer has reserved, the `location` of its weights, and the locations
-of earlier reservations by number."""
-REMOVED = Key("weir:policies_removed")
+RESERVED = Hash("weir:policy_reserved")
+"""Hash: the highest `version` that the trainer has reserved, its `location`, and earlier ones by number."""
+REMOVED = Set("weir:policies_removed")
 """Set: versions whose files were removed, at least the last 1000 of them."""
-SERVING = Key("weir:serving")
+SERVING = String("weir:serving")
 """String: the serving plan, JSON: versions that may answer calls, the last push, the hold."""
-SERVER_PUSHES = Key("weir:server_pushes")
+SERVER_PUSHES = Hash("weir:server_pushes")
 """Hash: rollout server id → what it does in the last push, JSON."""
-PUSHES = Key("weir:pushes")
+PUSHES = List("weir:pushes")
 """List: the last pushes that ended, JSON, the newest first."""
-CANARIES = Key("weir:canaries")
+CANARIES = List("weir:canaries")
 """List: the last canaries that ended, JSON, the newest first."""
-CANARY_LOG = Key("weir:canary_log")
+CANARY_LOG = Stream("weir:canary_log")
 """Stream: the calls and scores of the last canary, in `record`."""
-CANARY_REPORT = Key("weir:canary_report")
+CANARY_REPORT = String("weir:canary_report")
 """String: the numbers of the canary that is open, JSON."""
-PUSH_LEASE = Key("weir:push_lease")
+PUSH_LEASE = String("weir:push_lease")
 """String: the token of the gateway process that drives pushes; expires unless that process renews it."""
-ADAPTERS = Key("weir:adapters")
+ADAPTERS = Hash("weir:adapters")
 """Hash: `name@version` → adapter that is a policy of its own, JSON."""
-ADAPTER_VERSIONS = Key("weir:adapter_versions")
+ADAPTER_VERSIONS = Hash("weir:adapter_versions")
 """Hash: name → the last version that an adapter of this name has had; no names of adapters that come back."""
-ADAPTERS_REVISION = Key("weir:adapters_revision")
+ADAPTERS_REVISION = String("weir:adapters_revision")
 """String: a number that grows with each change of ADAPTERS."""
-SERVERS = Key("weir:rollout_servers")
+SERVERS = Hash("weir:rollout_servers")
 """Hash: rollout server id → registration, JSON."""
-HELD = Key("weir:rollout_servers_held")
+HELD = Set("weir:rollout_servers_held")
 """Set: rollout servers that an operator took out of rotation."""
-SERVERS_CHANGED = Key("weir:rollout_servers_changed")
+SERVERS_CHANGED = String("weir:rollout_servers_changed")
 """String: the id of the last change of SERVERS but for the times in it, so that gateways read SERVERS only
 after a change."""
-LOADING = Key("weir:rollout_servers_loading")
+LOADING = Set("weir:rollout_servers_loading")
 """Set: rollout servers that a gateway has load a version now: the others ask for their state often."""
-SECRET = Key("weir:secret")
+LASTING = Set("weir:lasting")
+"""Set: the names of keys that exist, and that Weir never removes: if one is gone, its data was lost."""
+LOSSES = Hash("weir:losses")
+"""Hash: what of Redis' data was lost last, and what became of it: key → `Loss`, JSON."""
+SECRET = String("weir:secret")
 """String: signs session keys, so that they need not be stored."""
-KEYS = Key("weir:keys")
+KEYS = Hash("weir:keys")
 """Hash: name → API key that an operator made, JSON, with digests in place of its secrets."""
-KEYS_CHANGED = Key("weir:keys_changed")
+KEYS_CHANGED = String("weir:keys_changed")
 """String: the id of the last change of KEYS, so that gateways read KEYS only after a change."""
-KEYS_USED = Key("weir:keys_used")
+KEYS_USED = Hash("weir:keys_used")
 """Hash: name of an API key → when it was used last, in seconds since the epoch."""
-KEYS_TOKENS = Key("weir:keys_tokens")
+KEYS_TOKENS = Hash("weir:keys_tokens")
 """Hash: name of an API key → how many tokens its calls have used."""
-ADMIN_ACTIONS = Key("weir:admin_actions")
+ADMIN_ACTIONS = Stream("weir:admin_actions")
 """Stream: the last requests with an admin key that may have changed something."""
-OPEN = Key("weir:open")
+OPEN = SortedSet("weir:open")
 """Sorted set: open sessions, by time. Kept while the number of open sessions is limited."""
-UNTRAINED = Key("weir:untrained")
+UNTRAINED = SortedSet("weir:untrained")
 """Sorted set: sessions for training that have no verdict, by time. Kept while a staleness budget is set."""
 
-DELETED = Key("weir:deleted")
+DELETED = Hash("weir:deleted")
 """Hash: deleted session id → tombstone, JSON."""
-DELETING = Key("weir:deleting")
+DELETING = SortedSet("weir:deleting")
 """Sorted set: deleted sessions that may still have entries in the streams, by the time of the deletion."""
-DELETED_USERS = Key("weir:deleted_users")
+DELETED_USERS = Set("weir:deleted_users")
 """Set: SHA-256 of the names of users whose data was deleted."""
 
 
-def page_sessions_of(key_digest: str) -> Key:
+def page_sessions_of(key_digest: str) -> SortedSet:
     """Sorted set: digests of the tokens with which browsers are signed in by one API key, by their latest
     end."""
-    return Key(f"weir:page_sessions:{key_digest}")
+    return SortedSet(f"weir:page_sessions:{key_digest}")
 
 
-def page_session(token_digest: str) -> Key:
+def page_session(token_digest: str) -> String:
     """String: who is signed in on the page with a token, JSON; expires when the sign-in does."""
-    return Key(f"weir:page_session:{token_digest}")
+    return String(f"weir:page_session:{token_digest}")
 
 
-def session(session_id: str) -> Key:
+def session(session_id: str) -> Hash:
     """Hash of one session: `spec`, `outcome`, `verdict`, `t:{turn}`, `r:{reward key}`, `v:{turn}`, and
     `n:{turn}`, what a step used of a trained turn's tokens (`TrainedTokens`); `q:{request}` once a retry of
     that request is among the turns; `beat`, the last heartbeat; `magnitude`, the sum of its rewards'
     magnitudes; `turns`, sums over its turns (`TurnSums`). A session that was described late (DESCRIBE) has
     its time to live, `ttl`, what its outcome must say, `terms`, and the record of its group, `joined`."""
-    return Key(f"weir:s:{session_id}")
+    return Hash(f"weir:s:{session_id}")
 
 
-def group(group_id: str) -> Key:
+def group(group_id: str) -> Hash:
     """Hash of one group: `size`, `owner`, when it was `opened_at`, and how many members are `forgotten`
     (removed by retention)."""
-    return Key(f"weir:g:{group_id}")
+    return Hash(f"weir:g:{group_id}")
 
 
-def group_members(group_id: str) -> Key:
+def group_members(group_id: str) -> Set:
     """Set: the session ids of one group."""
-    return Key(f"weir:g:{group_id}:members")
+    return Set(f"weir:g:{group_id}:members")
 
 
-def user_sessions(user: str) -> Key:
+def user_sessions(user: str) -> Set:
     """Set: the sessions that were opened for a user, or that hold a call that names the user."""
-    return Key(f"weir:u:{user}")
+    return Set(f"weir:u:{user}")
 
 
-def continuation(owner: str, digest: str) -> Key:
+def continuation(owner: str, digest: str) -> String:
     """String: the session of `owner` that answered the conversation or the first call with this digest last.
     If `digest` is the id of a turn, the session that holds the turn."""
-    return Key(f"weir:c:{owner}:{digest}")
+    return String(f"weir:c:{owner}:{digest}")
 
 
-def response(response_id: str) -> Key:
+def response(response_id: str) -> String:
     """String: what one response adds to the conversation before it, for `previous_response_id`."""
-    return Key(f"weir:r:{response_id}")
+    return String(f"weir:r:{response_id}")
 
 
-def image(sha256: str) -> Key:
+def image(sha256: str) -> String:
     """String: the PNG with this hash, which turns show."""
-    return Key(f"weir:image:{sha256}")
+    return String(f"weir:image:{sha256}")
 
 
-def image_sessions(sha256: str) -> Key:
+def image_sessions(sha256: str) -> Set:
     """Set: the sessions whose turns show the image. It is kept as long as any of them."""
-    return Key(f"weir:image_sessions:{sha256}")
+    return Set(f"weir:image_sessions:{sha256}")
 
 
-def open_of(owner: str) -> Key:
+def open_of(owner: str) -> SortedSet:
     """Sorted set: open sessions of one client key, by time. Kept while their number is limited."""
-    return Key(f"{OPEN}:{owner}")
+    return SortedSet(f"{OPEN}:{owner}")
 
 
-def bucket(limit: str, owner: str) -> Key:
+def bucket(limit: str, owner: str) -> String:
     """String: when the bucket of this rate limit and client key will be empty, by Redis' clock."""
-    return Key(f"weir:b:{limit}:{owner}")
+    return String(f"weir:b:{limit}:{owner}")
 
 
-# Training commands
-
-COMMANDS = Key("weir:commands")
+COMMANDS = Stream("weir:commands")
 """Stream: the commands of all models, in the order in which they are carried out: `m`, the model; `n`, the
 command's number; `c`, the command."""
-COMMANDS_HELD = Key("weir:commands_held")
+COMMANDS_HELD = Hash("weir:commands_held")
 """Hash: the `bytes` of all commands in the log, those of `unread` results, and the `most` of both."""
-RESULTS_UNREAD = Key("weir:results_unread")
+RESULTS_UNREAD = SortedSet("weir:results_unread")
 """Sorted set: the results that nobody has read, with their sizes (`request|bytes`), by when they expire."""
-RESULTS_ANNOUNCED = Key("weir:results_announced")
+RESULTS_ANNOUNCED = Stream("weir:results_announced")
 """Stream: the commands that got their results last."""
 
 
-def model(model_id: str) -> Key:
+def model(model_id: str) -> Hash:
     """Hash of one model that takes commands: `spec`, JSON; the number of the `next` command, and of the last
     one that is `done`; `d:{number}`, the digest of a command that has arrived, and `k:{number}`, its kind
     and when that was, in ms; `e:{number}`, a command that waits for earlier ones; `ended`, why it takes no
     more."""
-    return Key(f"weir:m:{model_id}")
+    return Hash(f"weir:m:{model_id}")
 
 
-def models_of(owner: str) -> Key:
+def models_of(owner: str) -> SortedSet:
     """Sorted set: the models of one client key, by when they were made."""
-    return Key(f"weir:models:{owner}")
+    return SortedSet(f"weir:models:{owner}")
 
 
-def client_session(session_id: str) -> Key:
+def client_session(session_id: str) -> Hash:
     """Hash: one run of a user's own training loop: `record`, JSON, or `deleted` or `forgotten` in its place
     until all that it has made is removed; `beat`, its last sign of life; how it `finished`."""
-    return Key(f"weir:cs:{session_id}")
+    return Hash(f"weir:cs:{session_id}")
 
 
-CLIENT_SESSIONS_LIVE = Key("weir:client_sessions_live")
+CLIENT_SESSIONS_LIVE = SortedSet("weir:client_sessions_live")
 """Sorted set: the client sessions whose models take commands, by their last sign of life."""
-CLIENT_SESSIONS_ENDED = Key("weir:client_sessions_ended")
+CLIENT_SESSIONS_ENDED = SortedSet("weir:client_sessions_ended")
 """Sorted set: the client sessions whose models have ended, by when; and the models with named weights that
 have outlasted theirs, by when somebody looked for these weights last."""
 
-CLIENT_SESSIONS_DELETING = Key("weir:client_sessions_deleting")
+CLIENT_SESSIONS_DELETING = SortedSet("weir:client_sessions_deleting")
 """Sorted set: the client sessions whose deletion has begun and not ended, by when it began."""
 
 
-def client_sessions_of(owner: str) -> Key:
+def client_sessions_of(owner: str) -> SortedSet:
     """Sorted set: the client sessions of one client key, by when they began."""
-    return Key(f"weir:client_sessions:{owner}")
+    return SortedSet(f"weir:client_sessions:{owner}")
 
 
-def client_records_of_user(user: str) -> Key:
+def client_records_of_user(user: str) -> Set:
     """Set: the client sessions that name a user, and the models with named weights that have outlasted
     theirs."""
-    return Key(f"weir:cu:{user}")
+    return Set(f"weir:cu:{user}")
 
 
-def made_in(session_id: str) -> Key:
+def made_in(session_id: str) -> Set:
     """Set: the models and sampling sessions of one client session."""
-    return Key(f"weir:made:{session_id}")
+    return Set(f"weir:made:{session_id}")
 
 
-def kept_terms(model_id: str) -> Key:
+def kept_terms(model_id: str) -> Hash:
     """Hash: what the client said of `{name}#{number of the command}`: how long it lives, its metadata."""
-    return Key(f"weir:kept_terms:{model_id}")
+    return Hash(f"weir:kept_terms:{model_id}")
 
 
-def sampling_target(sampling_session_id: str) -> Key:
+def sampling_target(sampling_session_id: str) -> String:
     """String: what a sampling session samples from, JSON."""
-    return Key(f"weir:st:{sampling_session_id}")
+    return String(f"weir:st:{sampling_session_id}")
 
 
-def sample_digest(request: str) -> Key:
+def sample_digest(request: str) -> String:
     """String: the digest of the request that a promise of a sample belongs to."""
-    return Key(f"weir:cd:{request}")
+    return String(f"weir:cd:{request}")
 
 
-def result(request: str) -> Key:
+def result(request: str) -> String:
     """String: the result of a command or a sample; empty while the sample is made."""
-    return Key(f"weir:cr:{request}")
+    return String(f"weir:cr:{request}")
 
 
-def kept(model_id: str) -> Key:
+def kept(model_id: str) -> Hash:
     """Hash: what the commands of a model have made that lasts: `weights/{name}`, `sampler_weights/{name}`,
     `external_weights/{name}`."""
-    return Key(f"weir:kept:{model_id}")
+    return Hash(f"weir:kept:{model_id}")
 
 
-DROPPED = Key("weir:dropped")
+DROPPED = Hash("weir:dropped")
 """Hash: `{model}|{name}` of deleted weights → `{saved}>{deleted}`, two places in the log, for each deletion,
 with spaces between: what was saved up to the first place is gone for commands after the second one. The name
 `*` stands for a model that is gone, with all that it has saved."""
-DROPPED_ADAPTERS = Key("weir:dropped_adapters")
+DROPPED_ADAPTERS = Hash("weir:dropped_adapters")
 """Hash: `{policy}|{version}` of an adapter that no sampling session can name → the place in the log of the
 command that made it. The trainer removes its files when no replay can reach that place."""
-KEPT_EXPIRES = Key("weir:kept_expires")
+KEPT_EXPIRES = SortedSet("weir:kept_expires")
 """Sorted set: `{model}|{name}|{number of the command}` of weights with a time to live, by when it is over."""

@@ -5,7 +5,7 @@ trainer's lease last. So a trainer that lost its lease receives no entry and cha
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,23 +15,21 @@ from redis.commands.core import Script
 from redis.exceptions import ResponseError
 
 from rollout_queue.contract.codec import decode
-from rollout_queue.contract.errors import InvalidRecord, LeaseLost, StorageUnavailable, UnknownSchema
+from rollout_queue.contract.errors import InvalidRecord, StorageUnavailable, UnknownSchema
 from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
 from rollout_queue.contract.tombstone import decode_tombstone
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
-from rollout_queue.redis.lease.lease import LOST
-from rollout_queue.redis.pages import Pages, RawEntry
+from rollout_queue.redis.client.losses import note_loss
+from rollout_queue.redis.heads.reading import verdict_code
+from rollout_queue.redis.heads.refill import append_missing
+from rollout_queue.redis.lease.lease import UNFENCED, refused
+from rollout_queue.redis.pages import GROUP_GONE, NO_GROUP, Pages, RawEntry, older_state, place
 from rollout_queue.redis.policies.register import reserve_arguments
 from rollout_queue.redis.scripts import consumer as consumer_scripts
-from rollout_queue.redis.scripts import functions
 from rollout_queue.redis.scripts import policies as policy_scripts
 
 logger = logging.getLogger(__name__)
-
-
-class _VerdictCode(msgspec.Struct):
-    code: str
 
 
 STEPS_KEPT = 50_000
@@ -42,10 +40,11 @@ NO_VERDICTS = Verdicts(sessions={}, turns={})
 
 
 class RedisReader:
-    """StreamReader on Redis. `redis` returns bytes (decode_responses off), `token` is of a claimed Lease."""
+    """StreamReader on Redis. `redis` returns bytes (decode_responses off), `token` is of a claimed Lease, and
+    `renew` renews it."""
 
-    def __init__(self, redis: Redis, token: str) -> None:
-        self._redis, self._token, self._pages = redis, token, Pages(redis, token)
+    def __init__(self, redis: Redis, token: str, renew: Callable[[], None] = lambda: None) -> None:
+        self._redis, self._token, self._pages, self._renew = redis, token, Pages(redis, token), renew
         self._confirm = redis.register_script(consumer_scripts.CONFIRM)
         self._read = redis.register_script(consumer_scripts.READ)
         self._delivered_last = redis.register_script(consumer_scripts.DELIVERED_LAST)
@@ -54,6 +53,8 @@ class RedisReader:
         self._set_aside = redis.register_script(consumer_scripts.SET_ASIDE)
         self._reserve = redis.register_script(policy_scripts.RESERVE)
         self._report = redis.register_script(consumer_scripts.REPORT)
+        self._refill = redis.register_script(consumer_scripts.REFILL)
+        self._join = redis.register_script(consumer_scripts.JOIN)
         with available():
             self._run_id = redis.info("server").get("run_id")
         self._interrupted = False
@@ -63,7 +64,13 @@ class RedisReader:
         self._delivered: bytes = b"0-0"
         """The id of the last delivered entry, noted by the last read that found nothing. The wait for a new
         entry begins after this id."""
-        self._fenced(redis.register_script(consumer_scripts.JOIN), [keys.STREAM], [keys.GROUP])
+        self._position: bytes = b"0-0"
+        """The id of the last entry that this process has read as a new one."""
+        self._left: str | None = None
+        """The last delivered entry, if it is acknowledged; it stays in the stream."""
+        self._joined = False
+        """Whether the consumer group is there, as far as this process knows."""
+        self._make_group()
 
     def confirm(self) -> None:
         self._fenced(self._confirm, [], [])
@@ -88,7 +95,9 @@ class RedisReader:
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
         self._acknowledged(entry_ids, verdicts)
         try:
-            self._fenced(self._free, [keys.STREAM], [keys.GROUP, *entry_ids])
+            freed = [*entry_ids, *([self._left] if self._left else [])]
+            left = self._fenced(self._free, [keys.STREAM], [keys.GROUP, *freed])
+            self._left = None if left is None else left.decode()
         except StorageUnavailable as error:  # they are acknowledged, and go when all before them are
             logger.warning("acknowledged entries stay in the stream for now: %s", error)
 
@@ -104,7 +113,7 @@ class RedisReader:
                 if stone is not None:
                     codes[session_id] = decode_tombstone(stone).verdict or "deleted"
                 elif verdict is not None:
-                    codes[session_id] = _code(session_id, verdict)
+                    codes[session_id] = verdict_code(session_id, verdict)
         return codes
 
     def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
@@ -162,13 +171,59 @@ class RedisReader:
             )
 
     def _page(self, count: int, what: bytes) -> list[RawEntry]:
+        if not self._joined:
+            self._join_again()
+        raw = self._read_page(count, what)
+        if not raw:
+            delivered = self._fenced(self._delivered_last, [keys.STREAM], [keys.GROUP])
+            self._delivered = delivered or self._delivered
+        elif what == b">":
+            if place(raw[0][0]) <= place(self._position):
+                note_loss(self._redis, keys.STREAM, older_state(self._position))
+            self._position = raw[-1][0]
+        return raw
+
+    def _read_page(self, count: int, what: bytes) -> list[RawEntry]:
         with self._noticed():
             raw = self._pages.page(count, what)
         if raw is None:
             raw = self._fenced(self._read, [keys.STREAM], [keys.GROUP, keys.CONSUMER, count, what]) or []
-        if not raw:
-            self._delivered = self._fenced(self._delivered_last, [keys.STREAM], [keys.GROUP])
         return raw
+
+    def _make_group(self) -> None:
+        """Make the consumer group unless it is there. If it was lost, first append what the stream has lost
+        with it; so an interrupted attempt is repeated. A trainer that has reported had a group."""
+        if self._fenced(self._delivered_last, [keys.STREAM], [keys.GROUP]) is None:
+            with self._noticed():
+                lost = self._position != b"0-0" or self._redis.exists(keys.TRAINER)
+            if lost:
+                note_loss(self._redis, keys.STREAM, GROUP_GONE)
+                self._append_again()
+            self._fenced(self._join, [keys.STREAM], [keys.GROUP])
+        self._joined = True
+
+    def _join_again(self) -> None:
+        """Make the lost group again. What had been delivered is delivered once more, so that it is pending
+        again; the entry that was acknowledged and has stayed in the stream is acknowledged once more."""
+        self._make_group()
+        delivered = b"0-0"
+        while place(delivered) < place(self._position) and (raw := self._read_page(PAGE, b">")):
+            delivered = raw[-1][0]
+            if self._left is not None and any(entry_id == self._left.encode() for entry_id, _ in raw):
+                self._acknowledged([self._left], NO_VERDICTS)
+        self._position = delivered
+
+    def _append_again(self) -> None:
+        """Append the records that the stream has lost."""
+        with self._noticed():
+            lost = append_missing(
+                self._redis,
+                lambda session_id, fields: int(
+                    self._fenced(self._refill, [keys.STREAM, keys.session(session_id)], fields)
+                ),
+            )
+        if lost is not None:
+            note_loss(self._redis, keys.STREAM, lost)
 
     def _acknowledged(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
         places: dict[str, int] = {}
@@ -209,9 +264,7 @@ class RedisReader:
             try:
                 return script([keys.FENCE, *named], [self._token, *arguments])
             except ResponseError as error:
-                if str(error).startswith(functions.LOST):
-                    raise LeaseLost(LOST) from error
-                raise
+                raise refused(error) or error from error
 
     @contextmanager
     def _noticed(self) -> Iterator[None]:
@@ -219,18 +272,13 @@ class RedisReader:
         try:
             with available():
                 yield
-        except StorageUnavailable:
+        except StorageUnavailable as error:
             self._interrupted = True
+            if any(each in str(error) for each in NO_GROUP):
+                self._joined = False
+            if str(error) == UNFENCED:
+                self._renew()
             raise
-
-
-def _code(session_id: str, verdict: bytes) -> str:
-    """The code of a stored verdict; empty if it cannot be read. Such a session counts as decided as well."""
-    try:
-        return msgspec.json.decode(verdict, type=_VerdictCode).code
-    except msgspec.DecodeError as error:
-        logger.error("the verdict of session %s cannot be read and is kept: %s", session_id, error)
-        return ""
 
 
 def _pages(names: Collection[str]) -> Iterator[list[str]]:

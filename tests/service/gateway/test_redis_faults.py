@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from tests.support.gateway.calls import Call
-from tests.support.gateway.deployment import traffic
+from tests.support.gateway.deployment import Deploy, traffic
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.queue.load import NOBODY
@@ -107,6 +107,29 @@ def test_a_turn_whose_client_was_told_that_it_failed_is_not_trained(
     ready = [turn["turn_id"] for turn in alone.turns(session) if turn["verdict"]["code"] == "ready"]
     assert ready[1:] == [again]
     assert len(ready) == 2
+
+
+def test_the_fleet_serves_on_what_it_served_when_redis_is_emptied(deploy: Deploy) -> None:
+    """Calls go on, a drained server stays drained, and the next version is served."""
+    deployment = deploy(2)
+    gateway, redis = deployment.gateway, deployment.gateway.redis
+    deployment.announce(1)
+    deployment.until("serving")
+    assert gateway.admin("POST", "/rollout_servers/r1/drain").status_code == 200
+    with traffic(gateway, per_s=20.0) as seen:
+        wait_until(lambda: len(seen.heard) > 3)
+        redis.flushdb()
+        wait_until(lambda: redis.exists(keys.SECRET, keys.SERVERS, keys.SERVING, keys.HELD) == 4)
+        before = len(seen.heard)
+        wait_until(lambda: len(seen.heard) > before + 5)
+    assert set(seen.statuses) <= {200, 404, 409}, "a call in flight has lost its session"
+    assert deployment.plan()["serving"] == 1
+    listed = gateway.admin("GET", "/rollout_servers").json()["data"]
+    drained = {each["id"]: each["drained"] for each in listed}
+    assert drained == {"r0": False, "r1": True}
+    deployment.announce(2)
+    wait_until(lambda: deployment.plan()["serving"] == 2)
+    assert gateway.chat().status_code == 200
 
 
 @pytest.mark.failover

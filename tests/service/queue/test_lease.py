@@ -24,6 +24,7 @@ from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import NOTHING, TRAINED
 from tests.support.redis_clients import redis_at
 from tests.support.redis_faults import break_script
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
 
@@ -213,6 +214,44 @@ def test_a_claim_between_the_look_at_the_fence_and_the_read_is_seen(
 
 
 # What does not stop the reader
+
+
+@pytest.mark.parametrize("lost", ["the group", "the stream"])
+def test_a_reader_goes_on_where_it_was_when_its_group_is_lost(redis: Redis, lost: str) -> None:
+    """What was pending is found again, and what was acknowledged, the last entry included, is not."""
+    reader = claimed_reader(redis)
+    first, _, last = append(redis, "a", "b", "c")
+    assert names(reader) == ["a", "b", "c"]
+    reader.acknowledge([first, last], NOTHING)
+    assert redis.xlen(keys.STREAM) == 2, "the last delivered entry stays"
+    if lost == "the group":
+        redis.xgroup_destroy(keys.STREAM, keys.GROUP)
+    else:
+        redis.delete(keys.STREAM)
+    append(redis, "d")
+    with pytest.raises(StorageUnavailable):
+        names(reader)
+    found = [entry.record.session_id for entry in reader.reclaim()] + names(reader)
+    assert found == (["b", "d"] if lost == "the group" else ["d"])
+    assert owed(redis) == len(found)
+    assert names(claimed_reader(redis)) == []
+
+
+@pytest.mark.parametrize("ran_out", [False, True])
+def test_a_lost_fence_is_written_again_by_the_trainer_whose_lease_had_not_run_out(
+    redis: Redis, turned: TurnedClock, ran_out: bool
+) -> None:
+    lease = claimed(redis, 30.0)
+    reader = RedisReader(redis, lease.token)
+    append(redis, "a")
+    redis.delete(keys.FENCE, keys.LEASE)
+    with pytest.raises(StorageUnavailable, match="weir:trainer_fence"):
+        names(reader)
+    turned.turn(31.0 if ran_out else 10.0)
+    with pytest.raises(LeaseLost, match="start this one again") if ran_out else nullcontext():
+        lease.renew()
+    with pytest.raises(LeaseLost) if ran_out else nullcontext():
+        assert [entry.record.session_id for entry in reader.reclaim()] + names(reader) == ["a"]
 
 
 def test_news_is_heard_while_waiting(redis: Redis) -> None:

@@ -60,6 +60,16 @@ def redis_has_evicted(facts: DeploymentFacts) -> Found:
         )
 
 
+def redis_lost_keys(facts: DeploymentFacts) -> Found:
+    """The gateway tells the same as warnings, if it answers."""
+    for said in facts.redis.losses if facts.system is None else ():
+        yield (
+            "warning",
+            said,
+            "docs/redis.md says what the loss of each key does; `weir audit` names what is lost",
+        )
+
+
 def redis_unbounded(facts: DeploymentFacts) -> Found:
     if facts.redis.info and not int(facts.redis.info.get("maxmemory", 0)):
         yield (
@@ -156,6 +166,7 @@ CHECKS = (
     redis_syncs_late,
     redis_evicts,
     redis_has_evicted,
+    redis_lost_keys,
     redis_unbounded,
     redis_nearly_full,
     redis_cannot_write,

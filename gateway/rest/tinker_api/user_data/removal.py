@@ -140,7 +140,7 @@ class ClientRecordRemoval:
         if packed is not None:
             model = msgspec.json.decode(packed, type=ClientModel)
             user = model.user or ""
-            named = [keys.model(model_id), keys.kept(model_id), keys.kept_terms(model_id)]
+            named: list[str] = [keys.model(model_id), keys.kept(model_id), keys.kept_terms(model_id)]
             named += [keys.models_of(model.owner), keys.DROPPED, keys.COMMANDS]
             named.append(keys.client_records_of_user(user))
             gone = bool(await stored(self._forget_model(named, [model_id, user and "named"])))

@@ -19,6 +19,7 @@ from rollout_queue.redis.client.credentials import PasswordFile
 from rollout_queue.redis.client.masters import ClusterFinder, MasterFinder, SentinelFinder
 from rollout_queue.redis.client.prefixes import renaming, slot_of, wire_prefix
 from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.client.strangers import CarefulAsyncRedis, CarefulRedis
 
 CONNECT_TIMEOUT_S = 2.0
 """How long one attempt to connect may take, to Redis and to each sentinel or node that is asked for it."""
@@ -31,7 +32,7 @@ def open_redis(settings: RedisSettings, timeout_s: float, **more: Any) -> Redis:
     address = read_address(settings.redis_url)
     classes = (PlainConnection, TlsConnection, SocketConnection)
     pool = ConnectionPool(_class_for(address, classes), **_fields(settings, address, timeout_s), **more)
-    return Redis.from_pool(pool)
+    return CarefulRedis.from_pool(pool)
 
 
 def open_async_redis(settings: RedisSettings, timeout_s: float, **more: Any) -> AsyncRedis:
@@ -39,7 +40,7 @@ def open_async_redis(settings: RedisSettings, timeout_s: float, **more: Any) -> 
     address = read_address(settings.redis_url)
     classes = (AsyncPlainConnection, AsyncTlsConnection, AsyncSocketConnection)
     pool = AsyncConnectionPool(_class_for(address, classes), **_fields(settings, address, timeout_s), **more)
-    return AsyncRedis.from_pool(pool)
+    return CarefulAsyncRedis.from_pool(pool)
 
 
 def _class_for(address: RedisAddress, classes: tuple[Any, Any, Any]) -> Any:

@@ -26,6 +26,6 @@ def renaming(prefix: str) -> Rename | None:
     length = len(PREFIX)
 
     def rename(arguments: Sequence[Any]) -> Sequence[Any]:
-        return tuple([prefix + each[length:] if type(each) is Key else each for each in arguments])
+        return tuple([prefix + each[length:] if isinstance(each, Key) else each for each in arguments])
 
     return rename

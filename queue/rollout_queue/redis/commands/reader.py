@@ -22,12 +22,12 @@ from rollout_queue.commands.command import (
 )
 from rollout_queue.commands.log import Drop, Dropped
 from rollout_queue.commands.result import Answer, Exported, Kept, Published, Result, Saved
-from rollout_queue.contract.errors import InvalidRecord, LeaseLost, UnknownSchema
+from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
-from rollout_queue.redis.lease.lease import LOST
+from rollout_queue.redis.lease.lease import refused
 from rollout_queue.redis.scripts import commands as scripts
-from rollout_queue.redis.scripts import drops, functions
+from rollout_queue.redis.scripts import drops
 
 UNREAD_TTL_S = 24 * 3600.0
 """How long a result that nobody has read is kept."""
@@ -123,9 +123,7 @@ class RedisCommandReader:
             try:
                 return script([keys.FENCE, *named], [self._token, *arguments])
             except ResponseError as error:
-                if str(error).startswith(functions.LOST):
-                    raise LeaseLost(LOST) from error
-                raise
+                raise refused(error) or error from error
 
 
 def _kept(command: LoggedCommand, result: Result) -> tuple[str, bytes]:

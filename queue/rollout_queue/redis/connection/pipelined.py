@@ -21,11 +21,13 @@ from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rollout_queue.redis.client.departures import not_the_master
+from rollout_queue.redis.client.losses import noting
 from rollout_queue.redis.client.prefixes import Rename
+from rollout_queue.redis.client.strangers import is_wrong_type, keys_in, moving, not_moved, sentences
 from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication, SharedWait
 
 logger = logging.getLogger(__name__)
@@ -71,9 +73,7 @@ class PipelinedConnection:
 
     async def command(self, *arguments: Argument) -> Any:
         """What Redis answers. Raises RedisError."""
-        if self._rename is not None:
-            arguments = tuple(self._rename(arguments))
-        packed = hiredis.pack_command(arguments)  # type: ignore[arg-type] # its stub knows one argument
+        packed = self._packed(arguments)
         try:
             if self._gone:
                 await self._connected()
@@ -81,6 +81,11 @@ class PipelinedConnection:
         except (RedisConnectionError, OSError):
             if self._gone:
                 await self._connected()
+            return await self._sent(packed)
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            await self._clear(arguments, error)
             return await self._sent(packed)
 
     async def script(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
@@ -120,6 +125,20 @@ class PipelinedConnection:
     @property
     def _gone(self) -> bool:
         return self._reading is None or self._reading.done()
+
+    def _packed(self, arguments: tuple[Argument, ...]) -> bytes:
+        renamed = arguments if self._rename is None else tuple(self._rename(arguments))
+        packed: bytes = hiredis.pack_command(renamed)  # type: ignore[arg-type] # its stub knows one argument
+        return packed
+
+    async def _clear(self, arguments: tuple[Argument, ...], error: ResponseError) -> None:
+        """Move values that another program has written to keys among the arguments."""
+        found = keys_in(arguments)
+        try:
+            for key, said in sentences(found, await self._sent(self._packed(moving(found)))).items():
+                await self._sent(self._packed(noting(key, said)))
+        except RedisError as why:
+            raise not_moved(error, found, why) from error
 
     def _sent(self, packed: bytes) -> asyncio.Future[Any]:
         """Queue a command for the next write. Returns the future of its answer."""

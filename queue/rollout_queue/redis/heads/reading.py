@@ -31,6 +31,19 @@ def reading(session_id: str) -> Iterator[None]:
         raise StorageUnavailable(f"this build cannot read session {session_id}: {error}") from error
 
 
+class _VerdictCode(msgspec.Struct):
+    code: str
+
+
+def verdict_code(session_id: str, verdict: bytes) -> str:
+    """The code of a stored verdict; empty if it cannot be read. Such a session counts as decided as well."""
+    try:
+        return msgspec.json.decode(verdict, type=_VerdictCode).code
+    except msgspec.DecodeError as error:
+        logger.error("the verdict of session %s cannot be read and is kept: %s", session_id, error)
+        return ""
+
+
 def batches(sizes: Iterable[tuple[str, int]], fields_at_once: int) -> Iterator[list[str]]:
     """Groups the ids of sessions into batches to read at once. `sizes` has each id and its number of fields.
 

@@ -12,14 +12,31 @@ from typing import Any, NamedTuple
 
 import msgspec
 from redis import Redis
+from redis.exceptions import ResponseError
 
-from rollout_queue.contract.errors import LeaseLost
+from rollout_queue import clock
+from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
+from rollout_queue.redis.client.losses import note_loss
 from rollout_queue.redis.lease.holder import Holder
+from rollout_queue.redis.scripts import functions
 from rollout_queue.redis.scripts.lease import CLAIM, RELEASE, RENEW
 
 LOST = f"another trainer has claimed {keys.STREAM}; this one writes nothing more"
+UNFENCED = f"Redis has lost {keys.FENCE}, which the trainer writes again if it still holds the lease"
+UNKNOWN = (
+    f"Redis has lost {keys.FENCE}, and this trainer's lease had run out: another trainer may have trained "
+    "since, so start this one again"
+)
+
+
+def refused(error: ResponseError) -> LeaseLost | StorageUnavailable | None:
+    """What a script means that has compared the fence; None for any other error."""
+    said = str(error)
+    if said.startswith(functions.LOST):
+        return LeaseLost(LOST)
+    return StorageUnavailable(UNFENCED) if said.startswith(functions.UNFENCED) else None
 
 
 class HeldLease(NamedTuple):
@@ -40,6 +57,9 @@ class Lease:
         self._claim = redis.register_script(CLAIM)
         self._renew = redis.register_script(RENEW)
         self._release = redis.register_script(RELEASE)
+        self._redis = redis
+        self._held_until = float("-inf")
+        """By the monotonic clock: until then no other process can have claimed the lease."""
 
     @property
     def token(self) -> str:
@@ -50,17 +70,32 @@ class Lease:
 
         The lease of a process that is known to have ended is taken at once.
         """
+        began = clock.monotonic()
         found = self._claimed()
         while found and (holder := _holder(found[0])).dead:
             found = self._claimed(dead=found[0])
-        return HeldLease(holder, max(0, found[1]) / 1000) if found else None
+        if found:
+            return HeldLease(holder, max(0, found[1]) / 1000)
+        self._held_until = began + self.lease_s
+        return None
 
     def renew(self) -> None:
-        """Raises LeaseLost when another process has claimed the lease since."""
+        """Raises LeaseLost when another process has claimed the lease since, or may have.
+
+        If Redis has lost the fence while this process held the lease, the fence is written again.
+        """
+        began = clock.monotonic()
+        holds = began < self._held_until
         with available():
-            held: Any = self._renew([keys.LEASE, keys.FENCE], [self._packed, self.token, self._lease_ms])
+            held: Any = self._renew(
+                [keys.LEASE, keys.FENCE], [self._packed, self.token, self._lease_ms, int(holds)]
+            )
         if not held:
-            raise LeaseLost(LOST)
+            raise LeaseLost(LOST if holds else UNKNOWN)
+        self._held_until = began + self.lease_s
+        if held == 2:
+            said = f"{keys.FENCE} was gone: the trainer, which held the lease, has written it again"
+            note_loss(self._redis, keys.FENCE, said)
 
     def release(self) -> None:
         """Give the lease up, so that the next trainer can start at once."""

@@ -14,7 +14,7 @@ JOIN = (
 -- KEYS: fence, stream   ARGV: token, group
 -- A full Redis refuses XGROUP CREATE as the first write of a script, even for a group that exists. It accepts
 -- XACK, so that comes first.
-if redis.call('EXISTS', KEYS[2]) == 0 or not last_delivered(KEYS[2], ARGV[2]) then
+if not last_delivered(KEYS[2], ARGV[2]) then
     redis.call('XACK', KEYS[2], ARGV[2], '0-1')
     redis.call('XGROUP', 'CREATE', KEYS[2], ARGV[2], '0', 'MKSTREAM')
 end
@@ -91,12 +91,33 @@ FREE = (
     + """
 -- KEYS: fence, stream   ARGV: token, group, acknowledged entry…
 -- Acknowledging frees no memory. What is below the oldest unacknowledged entry goes at once, also what an
--- earlier call has left; the acknowledged entries above it go one by one. The last delivered entry stays.
+-- earlier call has left; the acknowledged entries above it go one by one. The last delivered entry stays; it
+-- is returned if it is acknowledged.
 local last = last_delivered(KEYS[2], ARGV[2])
+if not last then return end
 redis.call('XTRIM', KEYS[2], 'MINID', '=', redis.call('XPENDING', KEYS[2], ARGV[2])[2] or last)
 for at = 3, #ARGV do
     if ARGV[at] ~= last then redis.call('XDEL', KEYS[2], ARGV[at]) end
 end
+return not redis.call('XPENDING', KEYS[2], ARGV[2], last, last, 1)[1] and last
+"""
+)
+
+REFILL = (
+    FENCED
+    + """
+-- KEYS: fence, stream, session   ARGV: token, field…
+-- Appends these records of a session again. Returns how many; none if the session has its verdict.
+if redis.call('HEXISTS', KEYS[3], 'verdict') == 1 then return 0 end
+local appended = 0
+for at = 2, #ARGV do
+    local record = redis.call('HGET', KEYS[3], ARGV[at])
+    if record then
+        redis.call('XADD', KEYS[2], '*', 'r', record)
+        appended = appended + 1
+    end
+end
+return appended
 """
 )
 

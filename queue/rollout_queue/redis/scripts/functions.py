@@ -5,9 +5,14 @@ A full Redis refuses the first write of a script and no later one, so no script 
 
 LOST = "LEASELOST"
 """The error code of a script whose caller is no longer the trainer."""
+UNFENCED = "FENCELOST"
+"""The error code of a script that finds no fence. A claim sets it, and nothing removes it, so Redis has lost
+it."""
 
 FENCED = f"""
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('{LOST} by another claim') end
+local fence = redis.call('GET', KEYS[1])
+if not fence then return redis.error_reply('{UNFENCED} by Redis') end
+if fence ~= ARGV[1] then return redis.error_reply('{LOST} by another claim') end
 """
 """Begins every script of the trainer's end. KEYS[1] is the fence: the token of the process that claimed the
 trainer's lease last. ARGV[1] is the caller's token."""
@@ -49,7 +54,8 @@ end
 """
 
 LAST_DELIVERED = """
-local function last_delivered(stream, name)
+local function last_delivered(stream, name) -- nothing if the stream or the group is gone
+    if redis.call('EXISTS', stream) == 0 then return end
     for _, group in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
         local fields = {}
         for at = 1, #group, 2 do fields[group[at]] = group[at + 1] end

@@ -55,14 +55,7 @@ end
 local looked = ARGV[7] ~= ''
 if looked and before ~= tonumber(ARGV[7]) then return 'retried' end
 if retried and not looked then return 'retried' end
-redis.call('XADD', KEYS[2], '*', 'r', ARGV[3])
-if not spec then
-    redis.call('HSET', KEYS[1], 'spec', ARGV[8])
-    redis.call('ZADD', KEYS[4], ARGV[9], ARGV[1])
-end
-sums = with_turn(sums, ARGV[13], ARGV[11], ARGV[14], ARGV[15])
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[3], 'turns', sums)
-if looked then redis.call('HSET', KEYS[1], ARGV[6], '') end
+if not spec then redis.call('ZADD', KEYS[4], ARGV[9], ARGV[1]) end
 redis.call('ZADD', KEYS[3], expires, ARGV[1])
 for user = 1, users do redis.call('SADD', KEYS[7 + user], ARGV[1]) end
 local images = tonumber(ARGV[17 + users])
@@ -74,6 +67,12 @@ end
 for continuation = 8 + users + 2 * images, #KEYS do
     redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ttl_ms)
 end
+-- The turn comes last: if another program's value under one of the keys ends the script, it is repeated.
+redis.call('XADD', KEYS[2], '*', 'r', ARGV[3])
+if not spec then redis.call('HSET', KEYS[1], 'spec', ARGV[8]) end
+sums = with_turn(sums, ARGV[13], ARGV[11], ARGV[14], ARGV[15])
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3], 'turns', sums)
+if looked then redis.call('HSET', KEYS[1], ARGV[6], '') end
 return {before, redis.call('HLEN', KEYS[1])}
 """
 

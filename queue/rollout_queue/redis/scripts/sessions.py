@@ -4,7 +4,8 @@ from rollout_queue.redis.scripts.functions import SETTLE
 
 JOIN_GROUP = """
 local function join_group(group, members, forgotten, id, now, owner, size, name)
-    -- Adds the session to the group. Returns why it cannot, or nothing.
+    -- Adds the session to the group, unless it is in it. Returns why it cannot, or nothing.
+    if redis.call('SISMEMBER', members, id) == 1 then return end
     local known, first = unpack(redis.call('HMGET', group, 'size', 'owner'))
     if not first and redis.call('ZSCORE', forgotten, 'g:' .. name) then return {'group forgotten'} end
     if first and first ~= owner then return {'owner'} end
@@ -31,10 +32,11 @@ if redis.call('ZSCORE', KEYS[7], 's:' .. ARGV[1]) then return {'forgotten'} end
 local refusal = KEYS[8]
     and join_group(KEYS[8], KEYS[9], KEYS[7], ARGV[1], ARGV[3], ARGV[5], ARGV[6], ARGV[8])
 if refusal then return refusal end
-redis.call('HSET', KEYS[1], 'spec', ARGV[2])
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
 redis.call('ZADD', KEYS[3], ARGV[4], ARGV[1])
 if user then redis.call('SADD', KEYS[6], ARGV[1]) end
+-- The spec comes last: if another program's value under one of the keys ends the script, it is repeated.
+redis.call('HSET', KEYS[1], 'spec', ARGV[2])
 return {'created'}
 """
 )

@@ -1,0 +1,36 @@
+"""Looks up the policies that the plan wants, and registers them again if Redis has lost them."""
+
+import logging
+
+from rollout_queue.contract.policies.policy import PolicyRecord
+from rollout_queue.redis.policies.register import PolicyRegister
+
+logger = logging.getLogger(__name__)
+
+
+class WantedPolicies:
+    """Reads each policy once in a look; remembers those of the last look."""
+
+    def __init__(self, register: PolicyRegister) -> None:
+        self._register = register
+        self._before: dict[int, PolicyRecord | None] = {}
+        self._found: dict[int, PolicyRecord | None] = {}
+
+    async def record(self, version: int) -> PolicyRecord | None:
+        """The policy; None if nobody knows it, which is logged once. Raises StorageUnavailable."""
+        if version not in self._found:
+            self._found[version] = await self._looked_up(version)
+        return self._found[version]
+
+    def end_look(self) -> None:
+        self._before, self._found = self._found, {}
+
+    async def _looked_up(self, version: int) -> PolicyRecord | None:
+        if (record := await self._register.record(version)) is not None:
+            return record
+        if (known := self._before.get(version)) is not None:
+            logger.warning("version %d was not registered any more, and is registered again", version)
+            await self._register.register_first(known)
+        elif version not in self._before:
+            logger.error("version %d is to be served, and is not registered", version)
+        return known

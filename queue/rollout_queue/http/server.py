@@ -1,5 +1,6 @@
 """Runs a service's HTTP server until SIGTERM, or on a thread, with the same settings for every service."""
 
+import logging
 import signal
 import socket
 import sys
@@ -18,6 +19,8 @@ from rollout_queue.http.bounded_protocol import BoundedProtocol
 from rollout_queue.http.connections import ConnectionBounds, ConnectionCount, allow_files
 from rollout_queue.signals.access_log import AccessLog
 
+logger = logging.getLogger(__name__)
+
 KEEP_ALIVE_S = 75
 """Clients keep an idle connection for less time (httpx and openai 5 s, aiohttp 15 s). So the client closes
 the connection first, and sends no request on a connection that the server is closing."""
@@ -27,7 +30,9 @@ Leave = Callable[[], Awaitable[None]]
 NOT_STARTED = 3
 """The exit code of a service that could not start."""
 LAST_WORDS_S = 5.0
-"""How long requests may still take after `end_requests`; then uvicorn cancels them."""
+"""How long requests may still take after `end_requests`; then they are cancelled."""
+CLOSED_WITHIN_S = 1.0
+"""How long connections may still take after that; then they are cut."""
 
 
 def serve(
@@ -45,7 +50,8 @@ def serve(
     """Listen until SIGTERM; then call `leave`, finish requests in flight, and exit with 0.
 
     If requests are still in flight after `drain_s`, `end_requests` is called (if given), so that they can
-    write last words. Then uvicorn cancels the requests that are left.
+    write last words. Then the requests that are left are cancelled, and their connections are closed. Each of
+    these times begins when the one before is over, so a process that stood still cuts nobody short.
 
     `sockets`: bound sockets to listen on, in place of `host` and `port`.
 
@@ -63,7 +69,7 @@ def serve(
         loop=loop,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=int(drain_s + (LAST_WORDS_S if end_requests else 0)),
+        timeout_graceful_shutdown=None,  # `_Server` ends what is left
         **_of_connections(bounds or ConnectionBounds()),
     )
     with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again, too
@@ -120,12 +126,34 @@ class _Server(uvicorn.Server):
         self._drain_s = drain_s
         self._leave = leave
         self._end_requests = end_requests
+        self._cut_off = False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             if self._leave is not None:
                 await self._leave()
         finally:
-            if self._end_requests is not None:
-                clock.call_later(self._drain_s, self._end_requests)
+            clock.call_later(self._drain_s, self._end)
             await super().shutdown(sockets)
+            if self._cut_off:  # uvicorn then leaves this out
+                await self.lifespan.shutdown()
+
+    def _end(self) -> None:
+        if self._end_requests is None:
+            self._cancel()
+            return
+        self._end_requests()
+        clock.call_later(LAST_WORDS_S, self._cancel)
+
+    def _cancel(self) -> None:
+        if tasks := self.server_state.tasks:
+            logger.error("%d requests have not ended in time, and are cancelled", len(tasks))
+        for task in tasks:
+            task.cancel()
+        clock.call_later(CLOSED_WITHIN_S, self._cut)
+
+    def _cut(self) -> None:
+        """Wait no longer: uvicorn ends its waiting, and closes what is left."""
+        self._cut_off = self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

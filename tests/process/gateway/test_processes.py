@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.http.server import LAST_WORDS_S
 from rollout_queue.redis import keys
 from tests.support.gateway.background import read, start
 from tests.support.gateway.calls import RETRY, Call
@@ -156,6 +158,7 @@ LAST = {
     "/v1/responses": "event: error",
 }
 """How the last event of a stream begins that ends with an error."""
+DRAIN_S = 1
 
 
 class Reading:
@@ -188,11 +191,16 @@ class Reading:
         return self
 
 
+def newest_log(processes: Processes) -> str:
+    return max(processes.logs.iterdir(), key=lambda each: each.stat().st_ctime).read_text()
+
+
+@pytest.mark.parametrize("stands_still_s", [0, DRAIN_S + LAST_WORDS_S + 1], ids=["runs", "stands still"])
 def test_answers_beyond_the_drain_end_with_an_error(
-    processes: Processes, engine: GatedEngine, survivor: RunningGateway
+    processes: Processes, engine: GatedEngine, survivor: RunningGateway, stands_still_s: float
 ) -> None:
     redis = processes.backends.redis
-    with processes.gateway(drain_timeout_s=1) as (process, gateway):
+    with processes.gateway(drain_timeout_s=DRAIN_S) as (process, gateway):
         before = redis.xlen(keys.STREAM)
         told = start(gateway, max_output_tokens=90)
         streams, retries, whole = list[Reading](), list[Reading](), list[Reading]()
@@ -204,6 +212,12 @@ def test_answers_beyond_the_drain_end_with_an_error(
             whole.append(Reading(gateway, path, stream=False))
         wait_until(lambda: len(engine.requests) == 2 * len(LAST) + 1)
         process.terminate()
+        if stands_still_s:
+            wait_until(lambda: "for connections to close" in newest_log(processes))
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(stands_still_s)  # nothing happens in a stopped process
+            redis.client_pause(1000)  # Redis stood still, too, and is a little late
+            process.send_signal(signal.SIGCONT)
         for stream, retry, last in zip(streams, retries, LAST.values(), strict=True):
             for each in (stream.end(), retry.end()):
                 assert each.status == 200

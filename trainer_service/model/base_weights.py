@@ -22,6 +22,7 @@ from rollout_queue.base_model.output_head import KEY, output_head
 from rollout_queue.protocol.model_checks import ModelCheck
 from trainer_service.model.export import ExportTensor, export_tensors, tied_names
 from trainer_service.model.huggingface import SAFETENSORS_DTYPES, STORED_DTYPES, base_on_meta
+from trainer_service.model.self_check.tokenizer import transformers_check
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class BaseWeights:
             model = _on_meta(path)
             head = output_head(files, lambda: None if model is None else getattr(model.config, KEY, False))
             base = cls(files, [files_check(files), tensors_check(files), head.check])
-            base.checks += (_compared(files, model, base), _others_check(files))
+            base.checks += (_compared(files, model, base), _others_check(files), transformers_check(path))
         except (BrokenWeights, OSError) as error:
             raise SystemExit(f"trainer.model_path: {path} cannot be trained: {error}") from error
         for check in base.checks:

@@ -9,6 +9,7 @@ import msgspec
 from rich.table import Table
 
 from rollout_queue.base_model.files_check import TENSORS
+from rollout_queue.base_model.tokenizer_check import TOKENIZER
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.model_checks import TITLE, ModelCheck
 from rollout_queue.protocol.trainer import TrainerReport
@@ -46,7 +47,7 @@ def table_of(rows: Sequence[ModelRow]) -> Table:
 
 def models_differ(facts: DeploymentFacts) -> Found:
     """Trainer and engines began with other tensors, so that each push will be refused."""
-    told = {row.service: row.detail for row in model_rows(facts) if row.check == TENSORS}
+    told = _details(facts, TENSORS)
     trainers = told.pop("trainer", None)
     for service, detail in told.items():
         if trainers is not None and detail != trainers:
@@ -55,6 +56,24 @@ def models_differ(facts: DeploymentFacts) -> Found:
                 f"the trainer and {service} began with different models: {trainers}, and {detail}",
                 "give both the same files as trainer.model_path and rollout_server.model_path",
             )
+
+
+def tokenizers_differ(facts: DeploymentFacts) -> Found:
+    """The gateway makes other ids of a text than transformers."""
+    told = _details(facts, TOKENIZER)
+    if len(set(told.values())) > 1:
+        yield (
+            "warning",
+            f"the gateway's tokenizer makes other ids than transformers: {told['gateway']}, and "
+            f"transformers, which the trainer asked: {told['trainer']}",
+            "give both the same tokenizer files in gateway.model_path and trainer.model_path; if they are "
+            "the same, write tokenizer.json anew with AutoTokenizer.from_pretrained(…).save_pretrained(…)",
+        )
+
+
+def _details(facts: DeploymentFacts, check: str) -> dict[str, str]:
+    rows = (row for row in model_rows(facts) if row.check == check and row.outcome == "right")
+    return {row.service: row.detail for row in rows}
 
 
 def _told(facts: DeploymentFacts) -> Iterator[tuple[str, Sequence[ModelCheck]]]:
@@ -69,4 +88,4 @@ def _told(facts: DeploymentFacts) -> Iterator[tuple[str, Sequence[ModelCheck]]]:
             return
 
 
-CHECKS = (models_differ,)
+CHECKS = (models_differ, tokenizers_differ)

@@ -73,7 +73,6 @@ def chosen(
     library = _of_library(model_path, family, wanted, first_eos) if known else None
     unfit = (f"The tokenizer lacks tokens of the family {family.name}",) if known else ()
     check = TemplateCheck(OWN_TEMPLATE, own=True, refused=unfit) if library is None else library.check
-    logger.log(logging.WARNING if check.difference else logging.INFO, "%s", check)
     if library is not None and not check.own_wins:
         return library
     template = own_template(model_path) or no_template(model_path)

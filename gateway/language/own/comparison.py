@@ -19,6 +19,7 @@ from gateway.language.own.renderer import with_objects
 from gateway.language.own.template import OwnTemplate, TemplateRefusal, own_template
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue import clock
+from rollout_queue.protocol.model_checks import ModelCheck, Outcome
 
 SHOWN = 40
 """How many characters of each text are shown around the first difference."""
@@ -79,23 +80,31 @@ class TemplateCheck:
         """Whether both write the same; None if nothing was compared."""
         return self.difference is None if self.own and self.family != OWN_TEMPLATE else None
 
-    def __str__(self) -> str:
-        """One line for the log."""
+    @property
+    def row(self) -> ModelCheck:
+        """The row of the model's table."""
+        outcome: Outcome = "differs" if self.difference is not None else "right"
+        if self.agrees is None and self.family != OWN_TEMPLATE:
+            outcome = "unknown"
+        return ModelCheck(check="chat template", outcome=outcome, detail=self._words)
+
+    @property
+    def _words(self) -> str:
         if self.family == OWN_TEMPLATE:
-            return ". ".join(("chat template: the model's own one", *self.refused))
+            return ". ".join(("the model's own one", *self.refused))
         if self.agrees is None:
             why = ". ".join(self.refused) or "the model has none of its own"
-            return f"chat template: that of the family {self.family}. Not compared: {why}"
+            return f"that of the family {self.family}. Not compared: {why}"
         refused = f" (not compared: {', '.join(self.refused)})" if self.refused else ""
         if self.difference is None:
-            return f"chat template: the model's own one and the family {self.family} write the same{refused}"
+            return f"the model's own one and the family {self.family} write the same{refused}"
         if self.by_setting:
             return (
-                f"chat template: gateway.renderer is {self.family}, but the model's own one differs: set auto"
+                f"gateway.renderer is {self.family}, but the model's own one differs: set auto"
                 f" or {OWN_TEMPLATE} to use it. {self.difference}{refused}"
             )
         return (
-            f"chat template: the model's own one is used, because it differs from the family {self.family}:"
+            f"the model's own one is used, because it differs from the family {self.family}:"
             f" set gateway.renderer to {self.family} to use that one. {self.difference}{refused}"
         )
 

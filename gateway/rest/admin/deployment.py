@@ -86,6 +86,7 @@ async def system_status(gateway: GatewayParts, siblings: Siblings) -> SystemStat
         traffic=TrafficReport(**asdict(await traffic_of_all(gateway.metrics.traffic, siblings))),
         placement=await placement_of_all(gateway, siblings),
         renderer=gateway.renderer.description,
+        model_checks=gateway.renderer.model_checks,
         release=release(),
         warnings=tuple(warnings),
     )

@@ -23,7 +23,8 @@ pytestmark = [
 ]
 
 ADMIN_KEY = "system-admin"
-SENTENCES = [f"Write one sentence about {word}." for word in ("sea", "sun", "rain", "bread", "music")]
+WORDS = ("sea", "sun", "rain", "bread", "music", "snow", "glass", "trees", "cats")
+SENTENCES = [f"Write one sentence about {word}." for word in WORDS]
 GROUP = 16
 
 
@@ -54,8 +55,11 @@ def memory_gb(system: System) -> dict[str, float]:
 def test_it_speaks_is_trained_and_pushed_within_the_memory_of_a_laptop(real: System) -> None:
     system = real
     asked = system.post("/sessions", {"train": False})
-    for question in [*SENTENCES, "What is the capital of France?"]:
+    for question in SENTENCES:
         assert system.say(asked, question, max_tokens=24).choices[0].message.content
+    # A session that is not trained is obeyed wholly: temperature 0 is greedy.
+    capital = system.say(asked, "What is the capital of France?", max_tokens=24, temperature=0)
+    assert "Paris" in capital.choices[0].message.content
     tickets = system.post("/groups", {"size": GROUP})["sessions"]
     with ThreadPoolExecutor(GROUP) as pool:
         list(pool.map(lambda ticket: system.say(ticket, SENTENCES[0], max_tokens=32), tickets))

@@ -351,6 +351,7 @@ def test_both_tell_what_they_found_out_about_the_model(
     assert "nobody reads consolidated.safetensors" in rows["weights"]["detail"]
     assert "model.gguf" in rows["other files"]["detail"]
     assert EMBEDDING in rows["output head"]["detail"]
+    assert rows["tokenizer"]["outcome"] == "unknown", "its tokenizer.json is no tokenizer"
     told = {each["check"]: each for each in served(tmp_path)[1]["model_checks"]}
     for row in ("weights", "tensors", "output head"):
         assert told[row] == rows[row], "so that two models can be told apart"

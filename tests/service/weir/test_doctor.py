@@ -90,12 +90,18 @@ def test_what_services_found_out_about_the_model_is_one_table_and_two_models_are
         assert re.search(r"trainer .* output head .* differs .* lm_head.weight equals the embedding", said)
         told = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)["model"]
         assert [(each["service"], each["check"]) for each in told] == [
+            ("gateway", "chat template"),
+            ("gateway", "end tokens"),
+            ("gateway", "tokenizer"),
             ("r0", "tensors"),
             ("trainer", "tensors"),
             ("trainer", "output head"),
         ]
         system.server.more = {"model_checks": [row.model_dump() | {"detail": "25 tensors, F32, digest bb"}]}
         assert "the trainer and r0 began with different models" in system.problems()["models_differ"]
+        other = ModelCheck(check="tokenizer", outcome="right", detail="2 texts are 3 ids, digest aa")
+        system.trainer.model_checks = (row, other)
+        assert "other ids than transformers" in system.problems()["tokenizers_differ"]
     finally:
         system.trainer.model_checks, system.server.more = (), {}
 

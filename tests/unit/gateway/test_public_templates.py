@@ -15,6 +15,7 @@ from gateway.language.render import ChatRenderer
 from tests.support.gateway.families_agent import TOOL, Agent, call, result, sampled, told, user
 from tests.support.gateway.families_models import CHATML, LLAMA, QWEN
 from tests.support.gateway.own_templates import COMMAND_R_TOOLS, PUBLIC, R1, OwnModel
+from trainer_service.model.self_check.tokenizer import transformers_check
 from weir.demo.tokenizer import THINKING_TEMPLATE
 
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -161,8 +162,13 @@ def test_a_models_own_template_wins_where_it_differs_from_its_familys(
     typed(model.make(tmp_path), model_type)
     with caplog.at_level("INFO"):
         renderer, theirs = ChatRenderer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    (line,) = (each for each in caplog.messages if each.startswith("chat template: "))
+    (line,) = (each for each in caplog.messages if ": chat template: " in each)
     assert (renderer.check.agrees, renderer.check.own_wins) == (not difference, bool(difference))
+    template, ends, tokenizer = renderer.model_checks
+    assert (template.check, template.outcome) == ("chat template", "differs" if difference else "right")
+    assert (ends.check, ends.outcome) == ("end tokens", "differs" if renderer.foreign_stops else "right")
+    # transformers gives a model of this type Qwen's rules for digits and accents, whatever its files say.
+    assert (tokenizer == transformers_check(tmp_path)) == (model_type != "qwen3")
     assert difference in line
     assert ("set gateway.renderer to" in line) == bool(difference)
     assert renderer.family.name == ("own-template" if difference else renderer.check.family)
@@ -183,12 +189,12 @@ def test_what_one_of_the_two_refuses_is_named_and_does_not_decide(tmp_path: Path
     check = ChatRenderer(tmp_path).check
     assert check.agrees
     assert "tools" in check.refused
-    assert "not compared: tools, " in str(check)
+    assert "not compared: tools, " in check.row.detail
     for source, words in (("{%- for", "is not valid"), ("{{- 'x' * 9999999999 }}", "does not work")):
         (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
         check = ChatRenderer(tmp_path).check
         assert (check.agrees, check.own_wins) == (None, False)
-        assert words in str(check), "a template that cannot be used is no template"
+        assert words in check.row.detail, "a template that cannot be used is no template"
 
 
 def typed(directory: Path, model_type: str) -> None:

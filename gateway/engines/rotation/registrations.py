@@ -102,9 +102,11 @@ class KnownRegistrations:
         drained = [server.id for server in servers if server.drained]
         if not drained or not await self._was_lost(redis, keys.HELD):
             return frozenset()
-        await set_held(redis, drained, drained=True)
-        said = f"{keys.HELD} was gone: a gateway has noted the drained servers again: {', '.join(drained)}"
-        await note_loss_async(redis, keys.HELD, said)
+        if await stored(redis.sadd(keys.HELD, MARK, *drained)):
+            said = (
+                f"{keys.HELD} was gone: a gateway has noted the drained servers again: {', '.join(drained)}"
+            )
+            await note_loss_async(redis, keys.HELD, said)
         return frozenset(drained)
 
     async def _write_plan_again(self, redis: Redis, plan: ServingPlan) -> bytes | None:

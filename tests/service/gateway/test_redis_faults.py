@@ -125,8 +125,7 @@ def test_the_fleet_serves_on_what_it_served_when_redis_is_emptied(deploy: Deploy
     assert set(seen.statuses) <= {200, 404, 409}, "a call in flight has lost its session"
     assert deployment.plan()["serving"] == 1
     listed = gateway.admin("GET", "/rollout_servers").json()["data"]
-    drained = {each["id"]: each["drained"] for each in listed}
-    assert drained == {"r0": False, "r1": True}
+    assert {each["id"]: each["state"] for each in listed} == {"r0": "ready", "r1": "draining"}
     deployment.announce(2)
     wait_until(lambda: deployment.plan()["serving"] == 2)
     assert gateway.chat().status_code == 200

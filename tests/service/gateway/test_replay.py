@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from rollout_queue.redis import keys
 from tests.support.gateway.exports import episode, export
-from tests.support.gateway.running import ADMIN_KEY, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, RunningGateway, emptied
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from weir.__main__ import app
@@ -47,12 +47,6 @@ def weir_import(gateway: RunningGateway, *arguments: str | Path) -> Any:
     return runner.invoke(app, ["import", *map(str, arguments), "--redis-url", url])
 
 
-def empty(gateway: RunningGateway) -> None:
-    secret: Any = gateway.redis.get(keys.SECRET)
-    gateway.redis.flushdb()
-    gateway.redis.set(keys.SECRET, secret)
-
-
 def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows without verdicts, and in one order for the sessions of a group, which have equal times."""
     for row in rows:
@@ -67,7 +61,7 @@ def test_what_comes_out_goes_in_and_comes_out_the_same(
     record(gateway)
     before, file = export(gateway, empty=True), save(gateway, tmp_path / "export", form)
     stream = gateway.redis.xlen(keys.STREAM)
-    empty(gateway)
+    emptied(gateway.redis)
     done = weir_import(gateway, file)
     assert done.exit_code == 0, done.output
     assert "6 sessions with 10 turns were imported" in done.output
@@ -86,7 +80,7 @@ def test_rows_that_say_nothing_of_a_turns_user_are_taken_too(gateway: RunningGat
     for row in rows:
         del row["turn_user"]
     (file := tmp_path / "old").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    empty(gateway)
+    emptied(gateway.redis)
     assert weir_import(gateway, file).exit_code == 0
     assert {row["turn_user"] for row in export(gateway)} == {None}
     assert len(export(gateway, empty=True)) == len(rows)
@@ -148,7 +142,7 @@ def test_an_expired_session_that_was_rewarded_late_counts_in_a_replay(
     wait_until(lambda: timed.get("/sessions/slow").json()["verdict"]["code"] == "expired")
     assert timed.post("/sessions/slow/reward", {"value": 1.0}).json()["late"] is True
     file = save(timed, tmp_path / "export")
-    empty(timed)
+    emptied(timed.redis)
     assert weir_import(timed, file).exit_code == 0
     view = timed.get(f"/sessions/{session['session_id']}").json()
     assert (view["verdict"]["code"], view["reward"], view["rewards"][0]["late"]) == ("ready", 1.0, False)
@@ -161,7 +155,7 @@ def lines(gateway: RunningGateway, tmp_path: Path) -> tuple[list[str], Path]:
     for name in ("a", "b", "c"):
         episode(gateway, session_id=name)
     file = save(gateway, tmp_path / "export.jsonl")
-    empty(gateway)
+    emptied(gateway.redis)
     return file.read_text().splitlines(), file
 
 
@@ -221,5 +215,5 @@ def test_a_group_with_missing_members_is_told(gateway: RunningGateway, tmp_path:
     gateway.post(f"/sessions/{members[1]['session_id']}/finish", {"status": "failed"})
     file = tmp_path / "export.jsonl"
     file.write_bytes(gateway.get("/admin/export", key=ADMIN_KEY).content)
-    empty(gateway)
+    emptied(gateway.redis)
     assert "1 groups are incomplete" in weir_import(gateway, file).output

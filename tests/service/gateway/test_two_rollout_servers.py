@@ -9,7 +9,7 @@ import pytest
 
 from rollout_queue.redis import keys
 from rollout_server.weights.claim import DirectoryTaken
-from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.gateway.running import Backends, RunningGateway, emptied
 from tests.support.rollout_server.in_process import ServerThread, server_thread
 from tests.support.rollout_server.weights import (
     float32_tensors,
@@ -34,7 +34,7 @@ def fleet(backends: Backends) -> Iterator[RunningGateway]:
 @pytest.fixture
 def start(fleet: RunningGateway, tmp_path: Path) -> Iterator[Start]:
     """Starts rollout servers of the gateway `fleet`; each stops when the test ends."""
-    fleet.redis.flushdb()
+    emptied(fleet.redis)
     wait_until(lambda: servers(fleet) == {})
     model = write_model(tmp_path / "model")
     with ExitStack() as started:

@@ -92,6 +92,16 @@ class RunningGateway:
         return openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
 
 
+def emptied(redis: Redis, secret: bytes | None = None) -> None:
+    """Empty Redis at once but for the secret: its own, unless one is given."""
+    kept: Any = secret or redis.get(keys.SECRET)
+    with redis.pipeline(transaction=True) as emptying:
+        emptying.flushdb()
+        if kept:
+            emptying.set(keys.SECRET, kept)
+        emptying.execute()
+
+
 @dataclass
 class Backends:
     """Servers that several tests share. Each test gets a fresh engine and an empty Redis."""
@@ -110,11 +120,10 @@ class Backends:
         self.pings += scope.get("path") == "/ping"
 
     def clear(self, secret: bytes | None) -> None:
-        """Empty Redis but keep the secret, which gateways read once, when they start."""
+        """Empty Redis but keep the secret, which gateways read once, when they start. Without a secret, a
+        gateway that still runs would write again what it knows."""
         self.engine = FakeEngine(self.tokenizer)
-        self.redis.flushdb()
-        if secret is not None:
-            self.redis.set(keys.SECRET, secret)
+        emptied(self.redis, secret)
 
     def secret(self) -> bytes:
         return bytes(self.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]

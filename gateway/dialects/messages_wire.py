@@ -177,6 +177,6 @@ def input_of(call: ToolCall) -> JsonObject:
     """The arguments of a call as an object for Anthropic's `input`."""
     with suppress(msgspec.DecodeError, RecursionError):
         arguments = msgspec.json.decode(call.arguments)
-        if isinstance(arguments, dict):
+        if isinstance(arguments, dict) and arguments.keys() != {RAW_ARGUMENTS}:
             return arguments
     return {RAW_ARGUMENTS: call.arguments}

@@ -2,6 +2,7 @@
 
 calls that can be read     ──▶ tool calls, with the arguments as they were sampled
 calls that cannot be read  ──▶ content, as they were sampled, marks included
+what the parser fails at   ──▶ content, with all that follows it
 """
 
 import json
@@ -15,6 +16,7 @@ import msgspec
 from renderers import ParsedResponse, ToolCallParseStatus
 
 from gateway.language.chat_messages import arguments_text, encodable
+from gateway.language.extension import UNREADABLE
 from gateway.language.tokenizer import BareTokenizer
 
 CLOSINGS = ("</think>", "</think:opensource>", "<channel|>", "<|end_message|>", "<|end|>")
@@ -26,6 +28,9 @@ PLACE = f"c{uuid4().hex}."
 """A text that no model writes. With a number, it stands for a call."""
 MOST_VALUES = 64
 """In so many places of a call its arguments are looked for."""
+MOST_LEVELS = 64
+"""Levels of lists and objects in the arguments of a call. Python's JSON reads about 900, fewer where more of
+its stack is in use: an answer would not be read twice in the same way."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -85,6 +90,26 @@ class AnswerReader:
         # Parsers differ in the outer whitespace that they keep, and streams do not send it: drop it.
         return ParsedAnswer(content.strip(), reasoning.strip() if reasoning else reasoning, tuple(calls))
 
+    def answer_in_part(self, sampled: SampledIds, turn_id: str) -> ParsedAnswer:
+        """The answer of ids that the library cannot read: what it can read of them, and the rest as text.
+
+        It fails where a mark ends a call, such as one with a number of 5000 digits.
+        """
+        ids, known, read = sampled.ids, ParsedAnswer(""), 0
+        marks = [at for at, token_id in enumerate(ids) if token_id in self._tokenizer.added_ids]
+        low, high = 0, len(marks)
+        while low < high:
+            middle = (low + high) // 2
+            part = sampled._replace(ids=ids[: marks[middle]])
+            try:
+                known = self.answer(sampled.parse(part.ids, sampled.prompt), part, turn_id, partial=False)
+                low, read = middle + 1, marks[middle]
+            except UNREADABLE:
+                high = middle
+        before = self._text(ids[:read])
+        content = known.content + before[len(before.rstrip()) :] + self._text(ids[read:])
+        return msgspec.structs.replace(known, content=content.strip())
+
     def _appended(self, parsed: ParsedResponse, ids: list[int], partial: bool) -> str:
         """The content, followed by the calls that cannot be read."""
         content, whole = parsed.content.strip(), self._text(ids)
@@ -140,7 +165,16 @@ class AnswerReader:
 
 
 def _readable(call: Any) -> bool:
-    return call.status is ToolCallParseStatus.OK and bool(call.name) and isinstance(call.name, str)
+    named = call.status is ToolCallParseStatus.OK and bool(call.name) and isinstance(call.name, str)
+    return named and within_levels(call.arguments)
+
+
+def within_levels(arguments: Any, levels: int = MOST_LEVELS) -> bool:
+    """Whether the lists and objects of the arguments have at most so many levels."""
+    inner = arguments.values() if isinstance(arguments, dict) else arguments
+    if not isinstance(arguments, dict | list):
+        return True
+    return levels > 0 and all(within_levels(each, levels - 1) for each in inner)
 
 
 def _unfinished(call: Any, ids: Sequence[int]) -> bool:

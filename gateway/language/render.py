@@ -273,10 +273,11 @@ class ChatRenderer:
         def parse(ids: list[int], prompt: list[int] | None) -> ParsedResponse:
             return self.template.parse_response(ids, tools=_listed(tools), prompt_ids=prompt)
 
+        sampled = SampledIds(said, prompt, parse)
         try:
-            return self._reader.answer(parse(ids, prompt), SampledIds(said, prompt, parse), turn_id, partial)
+            return self._reader.answer(parse(ids, prompt), sampled, turn_id, partial)
         except UNREADABLE:
-            return ParsedAnswer(self.text_of([each for each in ids if each not in self.stop_ids]))
+            return self._reader.answer_in_part(sampled, turn_id)
 
     def _ends_check(self) -> ModelCheck:
         """The row about the tokens that end an answer."""

@@ -11,6 +11,7 @@ from renderers import ToolCallParseStatus
 from renderers.base import ParsedToolCall
 
 from gateway.language.chat_messages import Message, Tool
+from gateway.language.parsed_answer import within_levels
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HEAD = (
@@ -74,9 +75,9 @@ def calls_in(text: str) -> tuple[str, list[ParsedToolCall]]:
         except (ValueError, RecursionError):
             call = None
         name = call.get("name") if isinstance(call, dict) else None
-        if not name or not isinstance(name, str):
+        arguments = call.get("arguments", {}) if isinstance(call, dict) else {}
+        if not name or not isinstance(name, str) or not within_levels(arguments):
             return block[0]
-        arguments = call.get("arguments", {})
         calls.append(
             ParsedToolCall(
                 raw=block[1].strip(), name=name, arguments=arguments, status=ToolCallParseStatus.OK

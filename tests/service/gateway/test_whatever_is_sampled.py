@@ -229,6 +229,8 @@ ARGUMENTS = (
     '{"n": 123456789012345678901234567890, "m": 1E5}',
     "{}",
     "[1]",
+    '{"__raw_arguments": "{}"}',
+    '{"key": ' * 64 + "1" + "}" * 64,
 )
 
 
@@ -247,11 +249,35 @@ def test_arguments_reach_the_agent_as_they_were_sampled(
             assert given == arguments
         elif given.keys() == {"__raw_arguments"}:
             assert given["__raw_arguments"] == arguments
-            assert arguments == "[1]" or any(odd in arguments for odd in ("NaN", "\\ud800"))
+            odd = ("NaN", "\\ud800", "__raw_arguments")
+            assert arguments == "[1]" or any(each in arguments for each in odd)
         else:
             assert given == json.loads(arguments)
         ask(model.gateway, session, client, stream)
         assert model.relations(session) == ["root", "extends"], arguments
+
+
+TOO_MUCH = (
+    '{"n": ' + "9" * 5000 + "}",
+    *("[" * depth + "]" * depth for depth in (65, 985, 2000)),
+)
+"""Arguments that Python's JSON does not read, or only where its stack is short."""
+
+
+@pytest.mark.parametrize(("api", "stream"), [(api, stream) for api in IN_WORDS for stream in (False, True)])
+def test_a_call_that_python_cannot_read_is_text_and_the_calls_before_it_stay_calls(
+    models: dict[str, Model], backends: Backends, api: str, stream: bool
+) -> None:
+    model = fresh(models, backends, "qwen3")
+    for arguments in TOO_MUCH:
+        bad = f'<tool_call>\n{{"name": "get", "arguments": {arguments}}}\n</tool_call> so'
+        client, session = client_of(api), model.session(model.ids_of(f"{THOUGHT}{JSON_CALL}\n{bad}".encode()))
+        room = {"max_tokens": 20_000} if api == "messages" else {}
+        heard = ask(model.gateway, session, client, stream, **room)
+        assert (heard.thought.strip(), heard.content.strip()) == (THOUGHT[8:-10].strip(), bad)
+        assert len(heard.calls) == 1
+        ask(model.gateway, session, client, stream)
+        assert model.relations(session) == ["root", "extends"], arguments[:20]
 
 
 @pytest.mark.parametrize("stream", [False, True])

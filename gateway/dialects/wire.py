@@ -8,8 +8,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Raw
 
-from gateway.dialects.fields.checks import check_unread
-from gateway.dialects.fields.others import OTHERS
+from gateway.dialects.fields.others import check_other
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation, tokens_of
 from gateway.language.chat_messages import Message, text_of
@@ -125,7 +124,7 @@ def _read_part(body: bytes | Raw, kind: type[msgspec.Struct], where: str = "") -
     kept: dict[str, Raw] = {}
     for name, value in read_json(bytes(body), dict[str, Raw]).items():
         if name not in kind.__struct_fields__:
-            check_unread(name, read_json(bytes(value)), OTHERS, where + name)
+            check_other(name, read_json(bytes(value)), where + name, kind.__struct_fields__)
         elif name in inner and bytes(value).startswith(b"{"):
             kept[name] = Raw(_read_part(value, inner[name], f"{where}{name}."))
         else:

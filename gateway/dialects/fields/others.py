@@ -2,10 +2,15 @@
 
 The table holds at every path, for fields which that path does not read. A field with a value that asks for
 nothing is accepted; with any other value the call is a 400, because its answer would not be the one that was
-asked for.
+asked for. It holds for other spellings of these names as well, such as `topP`.
 """
 
-from gateway.dialects.fields.checks import Refusals
+import re
+from collections.abc import Container
+from typing import Any
+
+from gateway.dialects.fields.checks import Refusals, check_unread
+from gateway.errors import InvalidRequest
 
 ONLY_TOKENS = "this path does not serve it; /inference/v1/generate does"
 NO_SAMPLER = "this gateway does not sample so"
@@ -16,6 +21,14 @@ TEMPLATE = "the deployment chooses the chat template"
 NOT_HERE = "this path does not serve it"
 TEXT_ONLY = "this path reads text only"
 CANDIDATES = "this path returns one answer, that of the policy"
+BESIDE = "put its fields beside the messages"
+USE_STOP = "use stop (stop_sequences in Messages)"
+SYSTEM = "put it into a system message"
+NO_BANS = "this gateway forbids no words; use logit_bias"
+NO_SEARCH = "this gateway does not search"
+NO_CUT = "this gateway shortens no prompts"
+
+WORD_BEGINS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 _SAMPLING: Refusals = {
     "temperature": ((), NOT_HERE),
@@ -39,6 +52,24 @@ _SAMPLING: Refusals = {
     "top_a": ((0,), NO_SAMPLER),
     "typical_p": ((1,), NO_SAMPLER),
     "tfs_z": ((1,), NO_SAMPLER),
+    "typical": ((1,), NO_SAMPLER),
+    "tfs": ((1,), NO_SAMPLER),
+    "top_n_sigma": ((0, -1), NO_SAMPLER),
+    "nsigma": ((0,), NO_SAMPLER),
+    "skew": ((0,), NO_SAMPLER),
+    "guidance_scale": ((1,), NO_SAMPLER),
+    "cfg_scale": ((1,), NO_SAMPLER),
+    "negative_prompt": (("",), NO_SAMPLER),
+    "penalty_alpha": ((0,), NO_SAMPLER),
+    "encoder_repetition_penalty": ((1,), NO_SAMPLER),
+    "diversity_penalty": ((0,), NO_SAMPLER),
+    "num_beam_groups": ((1,), NO_SAMPLER),
+    "dynamic_temperature": ((False,), NO_SAMPLER),
+    "temperature_last": ((False,), NO_SAMPLER),
+    "sampler_priority": (([],), NO_SAMPLER),
+    "sampler_order": (([],), NO_SAMPLER),
+    "watermark": ((False,), NO_SAMPLER),
+    "repetition_detection": (({},), NO_SAMPLER),
     "eta_cutoff": ((0,), NO_SAMPLER),
     "epsilon_cutoff": ((0,), NO_SAMPLER),
     "mirostat": ((0,), NO_SAMPLER),
@@ -53,8 +84,12 @@ _SAMPLING: Refusals = {
     "custom_logit_processor": ((), NO_SAMPLER),
     "custom_params": (({},), NO_SAMPLER),
     "sampling_params": (({},), NOT_HERE),
-    "options": (({},), "put sampling parameters beside the messages"),
-    "bad_words": (([],), "this gateway forbids no words; use logit_bias"),
+    **dict.fromkeys(("options", "parameters", "generation_config", "extra_body"), (({},), BESIDE)),
+    "bad_words": (([],), NO_BANS),
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens"), (([],), NO_BANS)),
+    **dict.fromkeys(("begin_suppress_tokens", "banned_tokens", "banned_strings"), (([], ""), NO_BANS)),
+    "custom_token_bans": (([], ""), NO_BANS),
+    "ban_eos_token": ((False,), ONLY_TOKENS),
     "allowed_token_ids": ((), "this gateway does not limit the vocabulary; use logit_bias"),
     "extra_args": (({},), "this gateway hands nothing to the engine unread"),
     "vllm_xargs": (({},), "this gateway hands nothing to the engine unread"),
@@ -69,11 +104,14 @@ _LENGTH: Refusals = {
     "max_tokens_to_sample": ((), NO_LIMIT_HERE),
     "n_predict": ((-1,), NO_LIMIT_HERE),
     "num_predict": ((-1,), NO_LIMIT_HERE),
+    "max_time": ((), NO_LIMIT_HERE),
+    "min_length": ((0,), ONLY_TOKENS),
     "min_tokens": ((0,), ONLY_TOKENS),
     "min_new_tokens": ((0,), ONLY_TOKENS),
     "ignore_eos": ((False,), ONLY_TOKENS),
     "stop": (([], ""), "this path does not serve it; Messages calls it stop_sequences"),
     "stop_sequences": (([],), "use stop"),
+    **dict.fromkeys(("stop_strings", "stop_words", "stopping_strings"), (([], ""), USE_STOP)),
     "stop_token_ids": (([],), ONLY_TOKENS),
     "stop_regex": (([], ""), "use stop"),
     "n": ((1,), CANDIDATES),
@@ -89,6 +127,8 @@ _GRAMMAR: Refusals = {
     "guided_whitespace_pattern": ((), GUIDED),
     "response_format": (({"type": "text"},), "this path does not serve it; use text.format in Responses"),
     "format": (("",), "use response_format"),
+    "response_schema": (({},), "use response_format"),
+    "response_mime_type": (("", "text/plain"), "use response_format"),
 }
 _PROMPT: Refusals = {
     "prompt": ((), "this path reads messages (input in Responses, token_ids in /inference/v1/generate)"),
@@ -96,8 +136,7 @@ _PROMPT: Refusals = {
     "contents": ((), "use messages"),
     "input": ((), "use messages"),
     "input_ids": ((), "use /inference/v1/generate, which calls it token_ids"),
-    "system": ((), "put it into a system message"),
-    "instructions": ((), "put it into a system message"),
+    **dict.fromkeys(("system", "instructions", "system_instruction", "system_prompt"), ((), SYSTEM)),
     "tools": (([],), NOT_HERE),
     "functions": (([],), NOT_HERE),
     "tool_choice": (("auto", "none"), NOT_HERE),
@@ -113,10 +152,14 @@ _PROMPT: Refusals = {
     "template": ((), TEMPLATE),
     "safe_prompt": ((False,), "this gateway adds nothing to a prompt"),
     "prompt_mode": ((), TEMPLATE),
-    "transforms": (([],), "this gateway shortens no prompts"),
-    "truncate_prompt_tokens": ((-1,), "this gateway shortens no prompts"),
+    "transforms": (([],), NO_CUT),
+    "truncate_prompt_tokens": ((-1,), NO_CUT),
+    "prompt_truncate_len": ((), NO_CUT),
+    "context_length_exceeded_behavior": (("error",), NO_CUT),
     "plugins": (([],), "this gateway runs none"),
-    "web_search_options": ((), "this gateway does not search"),
+    "web_search_options": ((), NO_SEARCH),
+    "enable_search": ((False,), NO_SEARCH),
+    "search_parameters": (({}, {"mode": "off"}), NO_SEARCH),
     "features": (({},), TEXT_ONLY),
     "content_parts": (([],), TEXT_ONLY),
     "prompt_embeds": (([],), TEXT_ONLY),
@@ -135,6 +178,8 @@ _THOUGHTS: Refusals = {
     "separate_reasoning": ((True,), "thoughts are always apart from the answer"),
     "stream_reasoning": ((True,), "thoughts are streamed as they come"),
     "include_reasoning": ((True,), "thoughts are always shown"),
+    "reasoning_format": (("parsed",), "thoughts are always apart from the answer"),
+    **dict.fromkeys(("reasoning_budget", "max_thinking_tokens"), ((), EFFORT)),
 }
 _ANSWER: Refusals = {
     "stream": ((False,), "this path answers with one body"),
@@ -156,3 +201,14 @@ _ANSWER: Refusals = {
     "kv_transfer_params": (({},), "this gateway moves no caches"),
 }
 OTHERS: Refusals = {**_SAMPLING, **_LENGTH, **_GRAMMAR, **_PROMPT, **_THOUGHTS, **_ANSWER}
+
+
+def check_other(name: str, value: Any, path: str, served: Container[str]) -> None:
+    """Note a field of a request that its path does not read, and refuse it if it is one of `OTHERS` in any
+    spelling. `served` are the fields that the path reads."""
+    plain = WORD_BEGINS.sub("_", name.strip()).replace("-", "_").lower()
+    if plain not in OTHERS:
+        plain = name
+    elif plain in served and value is not None and value not in OTHERS[plain][0]:
+        raise InvalidRequest(f"{path}: write it {plain}", param=path)
+    check_unread(plain, value, OTHERS, path)

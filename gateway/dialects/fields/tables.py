@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.dialects.fields.checks import Fields, Refusals, check_fields
+from gateway.dialects.fields.unknown import note_unknown
 
 CHAT: Refusals = {
     "audio": ((), "this model writes text only"),
@@ -50,9 +51,22 @@ def check_choice(choice: Any) -> None:
     """Note the unknown fields of `tool_choice`."""
     if isinstance(choice, Mapping):
         check_fields(choice, CHOICE, "tool_choice")
+        _check_allowed(choice.get("tools"), "tool_choice.tools")
         for name, fields in (("function", NAMED), ("allowed_tools", ALLOWED)):
             if isinstance(inner := choice.get(name), dict):
                 check_fields(inner, fields, f"tool_choice.{name}")
+                _check_allowed(inner.get("tools"), f"tool_choice.{name}.tools")
+
+
+def _check_allowed(tools: Any, where: str) -> None:
+    for at, tool in enumerate(tools if isinstance(tools, list) else ()):
+        place = f"{where}[{at}]"
+        if not isinstance(tool, dict):
+            note_unknown(place)
+        elif tool.get("type") == "function":
+            check_fields(tool, ALLOWED_TOOL, place)
+            if isinstance(function := tool.get("function"), dict):
+                check_fields(function, ALLOWED_TOOL, f"{place}.function")
 
 
 def _fields(names: str, refused: Refusals | None = None) -> Fields:
@@ -79,6 +93,8 @@ ELSEWHERE: Refusals = {
 
 FORMAT = _fields("type json_schema name description schema strict")
 ALLOWED = _fields("mode tools")
+ALLOWED_TOOL = _fields("type function name description parameters strict")
+"""Some clients name a tool by all of its definition."""
 ONLY_FUNCTIONS = ((), "this gateway serves functions only")
 CHOICE = _fields(
     "type function name disable_parallel_tool_use allowed_tools mode tools",

@@ -60,4 +60,4 @@ def ignored_header(paths: tuple[str, ...]) -> dict[str, str]:
         if len(told) + len(more) > MOST_HEADER_CHARS:
             break
         told += more
-    return {"x-weir-ignored-fields": told} if told else {}
+    return {"x-weir-ignored-fields": told} if paths else {}

@@ -21,6 +21,10 @@ BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"type": "function", "function": FUNCTION}],
         "response_format": {"type": "text"},
         "stream_options": {"include_usage": True},
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get"}}]},
+        },
     },
     TEXT: {"prompt": "hi", "stream_options": {}},
     RESPONSES: {
@@ -33,6 +37,11 @@ BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"type": "function", **FUNCTION}],
         "reasoning": {"summary": "auto"},
         "text": {"format": {"type": "text"}},
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "get"}],
+        },
     },
     MESSAGES: {
         "max_tokens": 9,
@@ -45,10 +54,12 @@ BODIES: dict[str, dict[str, Any]] = {
     TOKENS: {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3}},
 }
 PATHS: dict[str, str] = {
-    CHAT: "messages[0] messages[1].tool_calls[0].function tools[0].function response_format stream_options",
+    CHAT: "messages[0] messages[1].tool_calls[0].function tools[0].function response_format stream_options"
+    " tool_choice tool_choice.allowed_tools tool_choice.allowed_tools.tools[0]"
+    " tool_choice.allowed_tools.tools[0].function",
     TEXT: "stream_options",
     RESPONSES: "input[0] input[0].content[0] input[1] input[1].summary[0] input[2] input[3].output[0]"
-    " tools[0] reasoning text text.format",
+    " tools[0] reasoning text text.format tool_choice tool_choice.tools[0]",
     MESSAGES: "messages[0] messages[0].content[0] tools[0] thinking output_config",
     COUNT: "system[0] messages[0]",
     TOKENS: "sampling_params",
@@ -153,6 +164,9 @@ def test_whatever_a_field_is_called_the_header_can_hold_it(gateway: RunningGatew
         "\x00",
         '"',
     ]
+    alone = gateway.post(CHAT, {"messages": [HI], "": 1})
+    assert alone.headers["x-weir-ignored-fields"] == ""
+    assert gateway.turns_of(alone)[0]["ignored_fields"] == [""]
     reply = gateway.post(CHAT, {"messages": [HI], **dict.fromkeys(odd, 1)})
     told = reply.headers["x-weir-ignored-fields"]
     assert told.isascii()
@@ -193,6 +207,13 @@ ASKS_NOTHING: dict[str, Any] = {
     "top_k": -1,
     "frequency_penalty": 0,
     "kv_transfer_params": {},
+    "extra_body": {},
+    "generationConfig": {},
+    "reasoning_format": "parsed",
+    "watermark": False,
+    "banned_tokens": [],
+    "enable_search": False,
+    "minTokens": 0,
     "guided_json": None,
     "prompt_logprobs": None,
     "allowed_token_ids": None,
@@ -213,6 +234,20 @@ ASKS: dict[str, Any] = {
     "ebnf": "root ::= x",
     "max_new_tokens": 4,
     "transforms": ["middle-out"],
+    "extra_body": {"top_k": 5},
+    "generationConfig": {"topK": 5},
+    "reasoning_format": "hidden",
+    "watermark": True,
+    "banned_tokens": [7],
+    "system_instruction": "be brief",
+    "stop_words": ["x"],
+    "min_length": 5,
+    "prompt_truncate_len": 100,
+    "top_n_sigma": 1.5,
+    "minTokens": 5,
+    "min-tokens": 5,
+    "MIN_TOKENS": 5,
+    " stopTokenIds": [7],
 }
 """What would change the answer, and no path but that of token ids serves."""
 
@@ -237,6 +272,23 @@ def test_what_asks_for_nothing_is_accepted_everywhere_and_what_asks_is_named(
     for name, value in ASKS.items():
         error = gateway.post(path, body | {name: value}).json()["error"]
         assert error["param"] == name, (name, error)
+
+
+def test_a_sampling_field_that_is_served_is_not_read_in_another_spelling(gateway: RunningGateway) -> None:
+    for path, name in (
+        (CHAT, "topP"),
+        (TEXT, "max-tokens"),
+        (MESSAGES, "stopSequences"),
+        (RESPONSES, "Temperature"),
+    ):
+        error = gateway.post(path, BODIES[path] | {name: 0.5}).json()["error"]
+        assert error["param"] == name
+        assert gateway.post(path, BODIES[path] | {name: None}).status_code == 200
+    inner = gateway.post(TOKENS, {"token_ids": [5], "sampling_params": {"topK": 5}}).json()["error"]
+    assert (inner["param"], inner["message"]) == (
+        "sampling_params.topK",
+        "sampling_params.topK: write it top_k",
+    )
 
 
 def test_a_sampling_field_of_another_dialect_is_not_taken_for_an_unknown_one(gateway: RunningGateway) -> None:

@@ -31,8 +31,6 @@ OLDER = frozenset({"refusal", "function_call"})
 PLAIN = frozenset({"role", "content"})
 TEXTS = frozenset({"name", "tool_call_id", "reasoning_content", "reasoning", "refusal"})
 """Fields of a message that are text, or null."""
-ANSWER_FIELDS = ("function_call", "reasoning_content", "reasoning", "refusal")
-"""Fields of an earlier answer that may stand in place of its content."""
 
 
 def conversation(messages: Sequence[Message], sees: bool = False) -> list[Message]:
@@ -203,10 +201,8 @@ def _modern(message: Message) -> Message:
 
 
 def _lacks_content(message: Message) -> bool:
-    """Whether a message has nothing to read. An answer may be only a call, or (with null) nothing at all."""
-    if message["role"] != "assistant":
-        return message.get("content") is None or message["content"] == []
-    return "content" not in message and not any(map(message.get, ("tool_calls", *ANSWER_FIELDS)))
+    """Whether a message has nothing to read. An answer may be empty; some clients leave empty fields out."""
+    return message["role"] != "assistant" and message.get("content") in (None, [])
 
 
 def _with_images(message: Message, where: str) -> Message:

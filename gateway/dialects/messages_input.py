@@ -29,6 +29,8 @@ IN_QUESTION = frozenset({"text", "tool_result", "document"})
 IN_TEXT = frozenset({"text", "document"})
 IN_RESULT = IN_TEXT | {"tool_reference"}
 """The blocks of an answer, of a user's message, of a system prompt, and of a tool's result."""
+MOST_TOKENS = 2**31
+"""The greatest budget of a thought."""
 OMITTED = "omitted"
 """The `display` of a client that wants no text of thoughts. It sends back signatures that carry the text."""
 
@@ -60,8 +62,9 @@ def thinking_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
         raise InvalidRequest("thinking.type: enabled, disabled or adaptive", param="thinking.type")
     if given.get("display") not in (None, "summarized", OMITTED):
         raise InvalidRequest("thinking.display: summarized or omitted", param="thinking.display")
-    if not (isinstance(budget, int) and budget > 0) and (budget is not None or kind == "enabled"):
-        raise InvalidRequest("thinking.budget_tokens: a number above 0", param="thinking.budget_tokens")
+    if not (type(budget) is int and 0 < budget <= MOST_TOKENS) and (budget is not None or kind == "enabled"):
+        message = f"thinking.budget_tokens: a number from 1 to {MOST_TOKENS}"
+        raise InvalidRequest(message, param="thinking.budget_tokens")
     if kind == "adaptive":
         return wish, param
     if kind == "disabled":
@@ -141,6 +144,8 @@ def conversation(request: MessagesRequest, sees: bool = False) -> list[Message]:
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise _invalid(f"{where}.role", f"{role!r} is no role")
+        if content is None and role == "assistant":
+            content = []  # some clients leave empty fields out
         check_fields(message, MESSAGE, where)
         if content in (None, "", []) and message.get("output_config"):
             continue  # it only sets the effort
@@ -197,7 +202,7 @@ def _assistant_message(blocks: list[Any], where: str) -> Message:
             case "text":
                 texts.append(_text_of(block, f"{where}[{at}]"))
             case "thinking":
-                thoughts.append(str(block.get("thinking", "")))
+                thoughts.append(_thought(block, f"{where}[{at}].thinking"))
             case "tool_use":
                 calls.append(_call(block, f"{where}[{at}]"))
     message: Message = {"role": "assistant", "content": "".join(texts)}
@@ -206,6 +211,13 @@ def _assistant_message(blocks: list[Any], where: str) -> Message:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _thought(block: JsonObject, where: str) -> str:
+    thought = block.get("thinking")
+    if not isinstance(thought, str | None):
+        raise _invalid(where, "not text")
+    return thought or ""
 
 
 def _call(block: JsonObject, where: str) -> JsonObject:

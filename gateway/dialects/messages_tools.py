@@ -53,11 +53,14 @@ def tools_of(request: MessagesRequest) -> list[Tool] | None:
         if not isinstance(schema, dict):
             raise _invalid(f"{where}.input_schema", "not a JSON schema")
         check_fields(tool, MESSAGES_TOOL, where)
+        for name in ("strict", "defer_loading"):
+            if not isinstance(tool.get(name), bool | None):
+                raise _invalid(f"{where}.{name}", "neither true nor false")
         names.append((f"{where}.name", tool["name"]))
         if tool["name"] in deferred:
             continue
         function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
-        if isinstance(tool.get("strict"), bool):
+        if tool.get("strict") is not None:
             function["strict"] = tool["strict"]
         tools.append({"type": "function", "function": function})
     check_names(names)

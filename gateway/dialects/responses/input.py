@@ -47,7 +47,8 @@ def messages_of(items: Sequence[Item], sees: bool = False) -> list[Message]:
             case "message" if item.get("role") == "assistant":
                 if answer is None or "content" in answer:
                     messages.append(answer := {"role": "assistant"})
-                answer["content"] = _text(item.get("content"), f"{where}.content")
+                content = item.get("content")  # some clients leave empty fields out
+                answer["content"] = "" if content is None else _text(content, f"{where}.content")
             case "reasoning":
                 if not (reasoning := _reasoning(item, where)):
                     continue  # the client left the text out, or has it encrypted only

@@ -23,6 +23,7 @@ AT_THE_DOOR: dict[str, list[Message]] = {
     "a result without a call": [told("hm"), result("ok", "none")],
     "no calls": [told("hm", tool_calls=[]), user("b")],
     "an empty answer": [told(None), user("b")],
+    "an empty answer of a client that leaves empty fields out": [{"role": "assistant"}, user("b")],
     "an assistant last": [told("hm")],
     "assistants in a row": [told("a"), told("b"), user("c")],
     "users in a row": [user("b"), user("c")],

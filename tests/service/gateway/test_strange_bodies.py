@@ -294,6 +294,23 @@ UNREADABLE = [
         '{"url": "http://\\ud800", "engine_url": "http://127.0.0.1:1", "id": "x"}',
     ),
     ("/admin/policies", '{"location": "file:///\\ud800"}'),
+    *(
+        (MESSAGES_PATH, '{"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], ' + said + "}")
+        for said in (
+            '"thinking": {"type": "enabled", "budget_tokens": 18446744073709551616}',
+            '"thinking": {"type": "enabled", "budget_tokens": true}',
+            '"tools": [{"name": "get", "input_schema": {}, "defer_loading": "yes"}]',
+            '"tools": [{"name": "get", "input_schema": {}, "strict": "yes"}]',
+        )
+    ),
+    *(
+        (
+            MESSAGES_PATH,
+            '{"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", '
+            f'"content": [{{"type": "thinking", "thinking": {thought}}}]}}]}}',
+        )
+        for thought in ("5", '{"a": 1}')
+    ),
 ]
 
 

@@ -100,7 +100,7 @@ CHAT: list[Row] = [
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
-    ({"messages": [HI, {"role": "assistant"}]}, "messages[1].content"),
+    ({"messages": [HI, {"role": "user"}]}, "messages[1].content"),
     ({"messages": answered(content=None, function_call="get")}, "messages[1].function_call"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [tool(name=7)]}, "tools[0].function.name"),

@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.errors import InvalidRequest
 from gateway.operators.actions import READS, ActionLog, now_action
 from gateway.rest.shapes import ActionPage, ActionShape
 from gateway.rest.workers import CHANGED_PATH
@@ -21,6 +22,8 @@ router = APIRouter(prefix="/actions")
 LOGGED: Set[Role] = {"admin", "trainer"}
 """Rollout servers that have a key of their own register by themselves."""
 ENTRY_ID = r"^[0-9]{1,20}(-[0-9]{1,20})?$"
+MOST = 2**64
+"""No part of an id in Redis has this number."""
 
 
 class LogAdminActions:
@@ -66,6 +69,11 @@ async def list_actions(
     before: Annotated[str | None, Query(pattern=ENTRY_ID)] = None,
 ) -> ActionPage:
     """The last actions, newest first. `before` continues a list: it is the id of the oldest action so far."""
+    parts = [int(part) for part in (before or "").split("-") if part]
+    if any(part >= MOST for part in parts):
+        raise InvalidRequest(f"before: {before!r} is no id of an action", param="before")
+    if before is not None and not any(parts):
+        return ActionPage(data=[])  # nothing is older
     found = await parts_of(request).actions.newest(limit, before)
     return ActionPage(
         data=[

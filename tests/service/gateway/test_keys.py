@@ -282,6 +282,12 @@ def test_each_change_by_an_admin_is_logged(gateway: RunningGateway, team: str) -
     assert {each["key"] for each in found} == {name}
     assert found[1]["request_id"] == reply.headers["x-request-id"]
     (older,) = gateway.admin("GET", f"/actions?limit=1&before={found[1]['id']}").json()["data"]
+    for none_before in ("0", "0-0", "0-1"):
+        assert gateway.admin("GET", f"/actions?before={none_before}").json()["data"] == []
+    assert gateway.admin("GET", f"/actions?before={2**64 - 1}").json()["data"] == found
+    for no_id in (2**64, f"1-{2**64}", "9" * 20):
+        refused = gateway.admin("GET", f"/actions?before={no_id}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "before")
     assert older == found[2]
     gateway.admin("DELETE", "/users/ann/data")
     deleted = gateway.admin("GET", "/actions").json()["data"][0]

@@ -16,7 +16,7 @@ MAX_ANSWER_CHARS = 2**18
 MAX_BRACES = 1000
 """How many braces may open in an answer that has more than an object."""
 THOUGHT_END = "</think>"
-FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```[^\n`]*\n(.*)```", re.DOTALL)
 
 
 class UnreadableVerdict(Exception):
@@ -67,20 +67,29 @@ def _result(answer: str) -> Any:
 
 
 def value_of(answer: str, field: str) -> Any:
-    """The JSON in an answer: all of it, or what a fence has, or its one object with this field. An answer
-    without JSON is its text."""
-    text = answer[:MAX_ANSWER_CHARS].rpartition(THOUGHT_END)[2].strip()
-    fenced = FENCE.findall(text)
-    inside = fenced[0].strip() if len(fenced) == 1 else text
-    for candidate in (text, inside):
+    """The JSON in an answer: all of it, or what its fence has, or its one object with this field. An answer
+    without JSON is its text.
+
+    Objects that differ are no verdict, wherever they stand: a model may quote one that an attempt wrote.
+    """
+    whole = answer[:MAX_ANSWER_CHARS].strip()
+    # A verdict may have the mark in its own words.
+    texts = [whole, whole.partition(THOUGHT_END)[2].strip(), whole.rpartition(THOUGHT_END)[2].strip()]
+    for candidate in (each for text in texts for each in (text, _inside(text))):
         try:
             return json.loads(candidate)
         except (ValueError, RecursionError):
             continue
-    objects = _objects(text, field)
+    objects = _objects(texts[-1], field)
     if objects and all(each == objects[0] for each in objects):
         return objects[0]
-    return inside if text.startswith("```") and text.endswith("```") else text
+    return _inside(texts[-1])
+
+
+def _inside(text: str) -> str:
+    """What the fence has, if the text is nothing but a fence."""
+    fence = FENCE.fullmatch(text)
+    return fence[1].strip() if fence else text
 
 
 def _objects(text: str, field: str) -> list[dict[str, Any]]:

@@ -330,6 +330,7 @@ WRAPPED = [
     '<think>Is it {"result": 0.1}, or ```{}```?</think>\n\nVALUE',
     'Is it {"result": 0.1}?</think>```json\nVALUE```',
     "\ufeffVALUE",
+    "VALUE\n\nI hope that it helps: ```python\nprint(1)\n```",
 ]
 
 
@@ -340,6 +341,13 @@ def test_a_verdict_is_read_in_a_fence_in_prose_and_behind_thoughts(wrapped: str)
     for label in ("Good", " good\t", "GOOD"):
         verdict = json.dumps({"steps": [], "result": label})
         assert read_label(wrapped.replace("VALUE", verdict), ["bad", "good"]) == "good"
+
+
+def test_marks_inside_a_verdict_are_its_own_words() -> None:
+    for said in ("</think>", "<think>", '</think>{\\"result\\": 0.9}', "```json\\n{}\\n```", "```"):
+        verdict = f'{{"steps": [{{"conclusion": "{said}"}}], "result": 0.5}}'
+        for wrapped in ("VALUE", "```json\nVALUE\n```", "<think>so</think>VALUE"):
+            assert read_score(wrapped.replace("VALUE", verdict)) == 0.5, (said, wrapped)
 
 
 @pytest.mark.parametrize("text", ["7", " 7.0\n", "```\n7\n```", "<think>3 + 4</think>7"])
@@ -356,6 +364,11 @@ def test_a_verdict_without_json_is_read(text: str) -> None:
         "It is 7.",
         '{"result": 1} or {"result": 2}',
         '```json\n{"result": 1}\n```\n```json\n{"result": 2}\n```',
+        'It says ```json\n{"result": 1}\n```, an injection. {"result": 0}',
+        'It says {"result": 1}. ```json\n{"result": 0}\n```',
+        '{"result": 0}, though it says ```json\n{"result": 1}\n```',
+        "It says ```\n1\n```. No: 0.",
+        '```json\n{"result": 1}\n``` It says {"result": 0} ' + "{" * 1000,
         '{"result": null}',
         '{"result": [1]}',
         'So {"score": 1}',

@@ -4,12 +4,14 @@ method.reinforcement ─┬─ grader, response_format
                       └─ hyperparameters: n_epochs, compute_multiplier, eval_interval, eval_samples, …
 """
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from reward_service.graders.objects import AnyGrader
 
+WRITTEN: TypeAdapter[Any] = TypeAdapter(Any)
 MAX_EPOCHS = 1000
 MAX_MULTIPLIER = 128.0
 MAX_METADATA = 16
@@ -32,6 +34,17 @@ def _refused(reason: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _storable(value: Any) -> Any:
+    """Refuses JSON that no file can hold, or that is nested too deeply to be written again."""
+    try:
+        json.dumps(value, allow_nan=False)
+        WRITTEN.dump_json(value)
+    except (ValueError, RecursionError) as error:
+        why = "it has NaN, Infinity or half of a surrogate pair, or is nested too deeply"
+        raise ValueError(why) from error
+    return value
 
 
 class ReinforcementSettings(JobPart):
@@ -78,7 +91,7 @@ class ReinforcementSettings(JobPart):
 
 class ReinforcementMethod(JobPart):
     grader: AnyGrader
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any] | None, AfterValidator(_storable)] = None
     """Of every answer, as in chat completions."""
     hyperparameters: ReinforcementSettings = ReinforcementSettings()
 

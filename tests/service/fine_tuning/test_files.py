@@ -170,13 +170,18 @@ def test_a_file_keeps_its_name(refusing: RunningJobs) -> None:
     assert reply.json()["filename"] == "Zeilen für heute.jsonl"
 
 
-def test_half_a_character_makes_no_job(refusing: RunningJobs) -> None:
-    made = method(response_format={"type": "json_schema", "json_schema": {"name": "\ud800"}})
+@pytest.mark.parametrize(
+    "form",
+    [{"name": "\ud800"}, {"\ud800": 1}, {"name": float("nan")}, json.loads('{"a":' * 400 + "1" + "}" * 400)],
+)
+def test_a_format_that_cannot_be_stored_makes_no_job(refusing: RunningJobs, form: Any) -> None:
+    made = method(response_format={"type": "json_schema", "json_schema": form})
     body = {"model": "policy", "training_file": refusing.upload(sums(1)), "method": made}
     headers = {"content-type": "application/json"}
     url = f"{refusing.url}/v1/fine_tuning/jobs"
     reply = httpx.post(url, content=json.dumps(body).encode(), headers=headers, timeout=300)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "method")
+    named = "method.reinforcement.response_format"
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, named)
     assert list(refusing.openai.fine_tuning.jobs.list()) == []
 
 

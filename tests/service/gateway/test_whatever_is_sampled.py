@@ -194,7 +194,7 @@ def test_whatever_is_sampled_is_answered_and_sent_back(
 IN_WORDS = ("chat", "messages", "responses")
 
 
-def client_of(api: str) -> Client:
+def client_of(api: str) -> ChatClient | MessagesClient | ResponsesClient:
     if api == "chat":
         return ChatClient()
     return MessagesClient() if api == "messages" else ResponsesClient()
@@ -210,6 +210,10 @@ def test_an_answer_that_is_no_text_comes_back(
         client, session = client_of(api), model.session(model.ids_of(said.encode()))
         heard = ask(model.gateway, session, client, stream)
         assert heard.content.strip() == said.strip()
+        if not heard.content:  # some clients leave empty fields out
+            client.history[1] = {
+                name: value for name, value in client.history[1].items() if name != "content"
+            }
         ask(model.gateway, session, client, stream)
         assert model.relations(session) == ["root", "extends"], said
 

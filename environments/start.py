@@ -172,9 +172,7 @@ def source_of(settings: RunSettings, place: RunPlace) -> Source:
     """The environments that the settings name: those of an OpenEnv server, or of a library in hosts. Raises
     UnknownEnvironment."""
     if settings.library in PLAY_THEMSELVES:
-        options = {"max_turns": settings.max_turns, **settings.options}
-        if settings.library == "verifiers_v0":  # the other library makes no call again
-            options["wait_s"] = settings.wait_s
+        options = {"max_turns": settings.max_turns, **settings.options, "wait_s": settings.wait_s}
         return HostedLibrary(*_hosts(settings, place), options)
     if settings.library == "openenv":
         source: EnvironmentSource = OpenEnvServer(settings)

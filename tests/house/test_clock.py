@@ -7,6 +7,7 @@ import pytest
 from tests.support.packages import PACKAGES, sources
 
 EXCEPTIONS = {
+    "environments.hosts.programs.with_verifiers": "it runs in a Python environment without Weir",
     "environments.hosts.programs.with_verifiers_v0": "it runs in a Python environment without Weir",
     "environments.hosts.programs.tool_servers": "it runs in a Python environment without Weir",
     "rollout_queue.clock": "it is the clock",

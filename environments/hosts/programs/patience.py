@@ -1,14 +1,18 @@
-"""OpenAI's client for whoever plays episodes: it makes a call again that is refused for load, or lost.
+"""Clients for whoever plays episodes: they make a call again that is refused for load, or lost.
 
-The client itself makes the attempts, and marks them with the number that the gateway reads. Here is decided
-how long it goes on. This module needs the standard library and `openai` only.
+patient_client  OpenAI's: it makes the attempts itself, and here is decided how long it goes on
+PatientClient   httpx's, for a library whose client makes no attempts
+
+Attempts are marked with the number that the gateway reads. This module needs only `httpx`, `openai` and the
+standard library.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 FOR_LOAD = (429, 503)
@@ -17,6 +21,7 @@ SHOULD_RETRY = "x-should-retry"
 ATTEMPT = "x-stainless-retry-count"
 ATTEMPTS = 1_000_000
 """More than a wait can have."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 
 
 @dataclass
@@ -60,6 +65,47 @@ def patient_client(waits_s: float, now: Callable[[], float], answer_s: float, **
 
     http = DefaultAsyncHttpxClient(event_hooks={"request": [asks], "response": [hears]})
     return AsyncOpenAI(http_client=http, max_retries=ATTEMPTS, timeout=answer_s, **given)
+
+
+class PatientClient(httpx.AsyncClient):
+    """Waits as `patient_client` does."""
+
+    def __init__(
+        self,
+        waits_s: float,
+        now: Callable[[], float],
+        pause: Callable[[float], Awaitable[object]],
+        **given: Any,
+    ) -> None:
+        super().__init__(**given)
+        self._waits_s, self._now, self._pause = waits_s, now, pause
+
+    async def send(self, request: httpx.Request, **given: Any) -> httpx.Response:
+        until, pause_s = None, FIRST_PAUSE_S
+        while True:
+            began, response = self._now(), None
+            try:
+                response = await super().send(request, **given)
+                if not _again(response):
+                    return response
+                ended = began if response.status_code in FOR_LOAD else self._now()
+            except httpx.TransportError:
+                ended = self._now()
+                if until is not None and ended + pause_s > until:
+                    raise
+            until = until or ended + self._waits_s
+            wait_s = max(pause_s, 0.0 if response is None else wished_s(response))
+            if response is not None:
+                if self._now() + wait_s > until:
+                    return response
+                await response.aclose()
+            await self._pause(wait_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            request.headers[ATTEMPT] = str(int(request.headers.get(ATTEMPT, "0")) + 1)
+
+
+def _again(response: httpx.Response) -> bool:
+    return passes(response.status_code) and response.headers.get(SHOULD_RETRY) != "false"
 
 
 def wished_s(response: Any) -> float:

@@ -12,19 +12,24 @@ options  harness   the agent's program: its name, or its settings; `null` is the
          taskset   more settings of the taskset
          env       more settings of the environment, such as those of one agent
          max_turns the most answers of an agent for which `env` names no limit
+         wait_s    how long a model call is repeated; the runner sets it
 """
 
 import asyncio
 import itertools
 import os
+import time
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import said
 import verifiers.v1 as vf
+from patience import PatientClient
 from verifiers.v1.agent import Agents
-from verifiers.v1.clients import ModelContext
+from verifiers.v1.clients import ModelContext, base
+from verifiers.v1.clients import eval as relaying
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.client import EvalClientConfig, TrainClientConfig
 from verifiers.v1.runtimes import SubprocessConfig, make_runtime
@@ -44,6 +49,7 @@ class TracedEpisodes:
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._name, self._options = name, options
+        be_patient(options["wait_s"])
         self._environment = load_environment(config_of(name, options))
         self._names = [
             agent
@@ -147,6 +153,17 @@ class TracedEpisodes:
         if number >= len(self._drawn):
             self._drawn.extend(itertools.islice(self._tasks, number + 1 - len(self._drawn)))
         return self._drawn[number] if number < len(self._drawn) else None
+
+
+def be_patient(waits_s: float) -> None:
+    """Have the library make a model call again. It has no setting for that, and leaves it to the harness, of
+    which most give up after some seconds."""
+
+    def client(config: Any) -> httpx.AsyncClient:
+        limits = {"timeout": httpx.Timeout(**config.timeout.model_dump()), "limits": base.DEFAULT_LIMITS}
+        return PatientClient(waits_s, time.monotonic, asyncio.sleep, **limits)
+
+    base.build_async_httpx = relaying.build_async_httpx = client
 
 
 def config_of(name: str, options: dict[str, Any]) -> Any:

@@ -33,6 +33,7 @@ from tests.support.waiting import wait_until
 THOUGHT = "<think>\nlet me see: é 👩‍👩‍👧\n</think>\n\n"
 JSON_CALL = '<tool_call>\n{"name": "get", "arguments": {"key": "é", "n": [1, 2.50, 1e3]}}\n</tool_call>'
 XML_CALL = "<tool_call>\n<function=get>\n<parameter=key>\né\n</parameter>\n</function>\n</tool_call>"
+DEEP = "[" * 70 + "]" * 70
 FORMS = (
     "It is sunny. 日本語 👩‍👩‍👧\n",
     "  \n two \u2028 lines \x00 ",
@@ -43,6 +44,8 @@ FORMS = (
     '<tool_call>{"name":"get","arguments":[]}</tool_call> and',
     "<tool_call>\n<function=get>\n<parameter=key>\nInfinity\n</parameter>\n</function>\n</tool_call>",
     "<tool_call>\n{broken\n</tool_call>",
+    f'<tool_call>\n{{"name": "get", "arguments": {DEEP}}}\n</tool_call>',
+    f"<tool_call>\n<function=get>\n<parameter=n>\n{DEEP}\n</parameter>\n</function>\n</tool_call>",
     "<tool_call>\n",
     "</think>",
     "",

@@ -69,8 +69,10 @@ def tools_of(request: ChatRequest, family: Family) -> ChatTools:
         return _functions_of(request, family)
     check_choice(request.tool_choice)
     check_format(request.response_format, "response_format")
-    check_tools(request.tools or ())
-    tools = request.tools and [_tool(tool["function"]) for tool in request.tools]
+    tools = request.tools
+    if tools:
+        check_tools(tools)
+        tools = [_tool(tool["function"]) for tool in tools]
     return ChatTools(tools, request.tool_choice, request.parallel_tool_calls)
 
 
@@ -99,8 +101,9 @@ def _functions_of(request: ChatRequest, family: Family) -> ChatTools:
 
 def _tool(function: Tool) -> Tool:
     """The tool as the template reads it, without fields that are not known."""
-    known = {name: value for name, value in function.items() if name in FUNCTION.accepted}
-    return {"type": "function", "function": known}
+    if not function.keys() <= FUNCTION.accepted:
+        function = {name: value for name, value in function.items() if name in FUNCTION.accepted}
+    return {"type": "function", "function": function}
 
 
 def form_of(request: ChatRequest) -> tuple[JsonObject | AnswerForm | None, str]:

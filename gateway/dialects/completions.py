@@ -174,14 +174,6 @@ class CompletionsResponder:
         prompt = prompts_of(self.request)[index // (self.request.n or 1)]
         return prompt if isinstance(prompt, str) else self.renderer.text_of(generation.prompt.prompt_ids)
 
-    def logprobs(
-        self, generation: Generation, tokens: range, offsets: Sequence[int]
-    ) -> CompletionLogprobs | None:
-        """The logprobs of these output tokens, if the request asks for them."""
-        if self.request.logprobs is None:
-            return None
-        return completion_logprobs(self.renderer, generation, tokens, offsets)
-
     def prompt_ids(self, generation: Generation) -> list[int] | UnsetType:
         return generation.prompt.prompt_ids.tolist() if self.request.return_token_ids else UNSET
 
@@ -191,10 +183,11 @@ class CompletionsResponder:
     def _choice(self, index: int, recorded: RecordedAnswer) -> CompletionChoice:
         generation, turn, answer = recorded
         echo = self.echo(index, generation)
-        text, tokens = echo + answer.content, range(len(generation.ids))
-        begins = TextOffsets(self.renderer, generation, len(echo))
-        offsets = [min(begins.next(token), len(text)) for token in tokens]
-        logprobs = self.logprobs(generation, tokens, offsets)
+        text, logprobs = echo + answer.content, None
+        if self.request.logprobs is not None:
+            tokens, begins = range(len(generation.ids)), TextOffsets(self.renderer, generation, len(echo))
+            offsets = [min(begin, len(text)) for begin in begins.of(tokens)]
+            logprobs = completion_logprobs(self.renderer, generation, tokens, offsets)
         return CompletionChoice(
             index=index,
             text=text,
@@ -244,7 +237,8 @@ class CompletionsEvents:
         return self._chunk(choice, self._responder.prompt_ids(generation))
 
     def _logprobs(self, index: int, tokens: range, offsets: Sequence[int]) -> CompletionLogprobs | None:
-        return self._responder.logprobs(self._generations[index], tokens, offsets) if tokens else None
+        generation = self._generations[index]
+        return completion_logprobs(self._responder.renderer, generation, tokens, offsets) if tokens else None
 
     def ending(self) -> bytes:
         options, done = self._responder.request.stream_options, b"data: [DONE]\n\n"
@@ -275,7 +269,7 @@ class _StreamedTokens:
     def told(self, characters: int, tokens: range) -> tuple[range, list[int]]:
         """With so many more characters, and these tokens: the tokens whose text was sent, or comes next."""
         self._sent += characters
-        self._offsets += [self._begins.next(token) for token in tokens]
+        self._offsets += self._begins.of(tokens)
         return self._until(bisect_right(self._offsets, self._sent))
 
     def rest(self, characters: int) -> tuple[range, list[int]]:

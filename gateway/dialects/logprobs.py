@@ -46,7 +46,8 @@ class CompletionLogprobs(Struct, frozen=True):
 
 def logprobs_of(renderer: ChatRenderer, generation: Generation, tokens: range) -> list[Raw]:
     """The `TokenLogprob` of each of these output tokens, as JSON."""
-    return [Raw(encode(_token_logprob(renderer, generation, index))) for index in tokens]
+    end = generation.text_tokens
+    return [Raw(encode(_token_logprob(renderer, generation, index, end))) for index in tokens]
 
 
 class TextOffsets:
@@ -58,12 +59,14 @@ class TextOffsets:
         self._generation = generation
         self._at = start
 
-    def next(self, index: int) -> int:
-        """Where the next output token begins. A token inside a character begins with the character."""
-        at = self._at
-        if index < self._generation.text_tokens:
-            self._at += len(self._growing.add(self._generation.ids[index]))
-        return at
+    def of(self, tokens: range) -> list[int]:
+        """Where these tokens, the next ones, begin. A token inside a character begins with the character."""
+        offsets, ids, end = [], self._generation.ids, self._generation.text_tokens
+        for index in tokens:
+            offsets.append(self._at)
+            if index < end:
+                self._at += len(self._growing.add(ids[index]))
+        return offsets
 
 
 def completion_logprobs(
@@ -89,14 +92,15 @@ def _by_text(renderer: ChatRenderer, top: Sequence[tuple[float, int]]) -> dict[s
     return named
 
 
-def _token_logprob(renderer: ChatRenderer, generation: Generation, index: int) -> TokenLogprob:
+def _token_logprob(renderer: ChatRenderer, generation: Generation, index: int, end: int) -> TokenLogprob:
+    """The logprob of one token; the text has the tokens before `end`."""
     tops = generation.top_logprobs[index] if generation.top_logprobs else ()
     text, data = renderer.tokenizer.token_text(generation.ids[index])
     return TokenLogprob(
         text,
-        tuple(data) if index < generation.text_tokens else (),
+        tuple(data) if index < end else (),
         generation.logprobs[index],
-        [_top_logprob(renderer, token_id, logprob) for logprob, token_id in tops],
+        [_top_logprob(renderer, token_id, logprob) for logprob, token_id in tops] if tops else (),
     )
 
 

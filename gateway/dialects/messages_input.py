@@ -75,19 +75,19 @@ def thinking_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
 def _effort_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
     """The effort of the call, and the field that names it. A message may change it for the calls that have it
     in their history; the last such message counts."""
-    check_fields(request.output_config or {}, OUTPUT_CONFIG, "output_config")
-    configs = [("output_config", request.output_config)]
+    effort, param = None, "output_config.effort"
+    if (config := request.output_config) is not None:
+        check_fields(config, OUTPUT_CONFIG, "output_config")
+        effort = config.get("effort")
     for index, message in enumerate(request.messages):
-        if (config := message.get("output_config")) is not None:
+        if (own := message.get("output_config")) is not None:
             where = f"messages[{index}].output_config"
-            if not isinstance(config, dict):
+            if not isinstance(own, dict):
                 raise _invalid(where, "not an object")
-            check_fields(config, MESSAGE_CONFIG, where)
-            configs.append((where, config))
-    for where, config in reversed(configs):
-        if config and config.get("effort") is not None:
-            return effort_of(config["effort"], f"{where}.effort"), f"{where}.effort"
-    return ThinkingWish(), "output_config.effort"
+            check_fields(own, MESSAGE_CONFIG, where)
+            if own.get("effort") is not None:
+                effort, param = own["effort"], f"{where}.effort"
+    return effort_of(effort, param), param
 
 
 def omits_thoughts(request: MessagesRequest) -> bool:

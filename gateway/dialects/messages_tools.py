@@ -38,10 +38,12 @@ def tools_of(request: MessagesRequest) -> list[Tool] | None:
     until a tool's result refers to them. Raises InvalidRequest that names a malformed tool, one of another
     type, a name that occurs twice, or a server's tool where there is no other.
     """
+    if not request.tools:
+        return None
     tools: list[Tool] = []
     deferred = _deferred(request)
     names: list[tuple[str, str]] = []
-    for index, tool in enumerate(request.tools or ()):
+    for index, tool in enumerate(request.tools):
         where, kind = f"tools[{index}]", tool.get("type")
         if _hosted(tool) is not None:
             continue
@@ -64,7 +66,7 @@ def tools_of(request: MessagesRequest) -> list[Tool] | None:
             function["strict"] = tool["strict"]
         tools.append({"type": "function", "function": function})
     check_names(names)
-    if request.tools and not names:
+    if not names:
         raise _invalid(
             "tools[0].type", f"this gateway runs no {request.tools[0]['type']!r}; give other tools"
         )
@@ -88,7 +90,8 @@ def _deferred(request: MessagesRequest) -> frozenset[str]:
 
     If the request leaves the search to Anthropic's servers, nobody could find them here, so none is deferred.
     """
-    tools = request.tools or ()
+    if not (tools := request.tools):
+        return frozenset()
     waiting = {str(tool.get("name")) for tool in tools if tool.get("defer_loading") is True}
     if not waiting or any((_hosted(tool) or "").startswith("tool_search") for tool in tools):
         return frozenset()

@@ -171,9 +171,11 @@ def check_sampling(body: msgspec.Struct) -> None:
     """Raises InvalidRequest for a number outside its bounds."""
     for name, low, high in _bounded(type(body)):
         value = getattr(body, name)
+        if value is None:
+            continue
         if value == 0 and name in ABOVE_ZERO:
             raise InvalidRequest(f"{name}: not above 0", param=name)
-        if value is not None and not low <= value <= high:
+        if not low <= value <= high:
             raise InvalidRequest(f"{name}: {value} is not within {low} and {high}", param=name)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
-from gateway.dialects.fields.unknown import reading
+from gateway.dialects.fields.unknown import Reading
 from gateway.edge.background_answers import BackgroundAnswers, UnreadCall
 from gateway.edge.choices import for_each, sample_each
 from gateway.edge.errors import ANSWERABLE, api_error
@@ -69,7 +69,7 @@ class Exchange:
 
     async def _answer(self, caller: Caller, request: AgentRequest, reply: Reply, call: InFlightCall) -> None:
         gateway, figures, began = self.gateway, self.figures, clock.monotonic()
-        with reading(report=gateway.settings.unknown_fields == "report") as ignored:
+        with Reading(report=gateway.settings.unknown_fields == "report") as ignored:
             parsed = await self.dialect.read(caller, request.body, request.heavy)
         if ignored.paths:
             figures.ignoring += 1

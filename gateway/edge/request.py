@@ -170,7 +170,7 @@ async def read_body(
     has_body = announced not in ("", "0") or "transfer-encoding" in headers
     if has_body and (given := headers.get("content-type", media_type)) != media_type:
         _check_media_type(given, media_type)
-    codings = codings_of(headers.get(HEADER, "")) if has_body else ()
+    codings = codings_of(headers[HEADER]) if has_body and HEADER in headers else ()
     parts: list[bytes] = []
     more = True
     while more:

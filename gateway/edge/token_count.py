@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from gateway.dialects.fields.unknown import ignored_header, reading
+from gateway.dialects.fields.unknown import Reading, ignored_header
 from gateway.dialects.messages import Messages, request_of
 from gateway.dialects.messages_wire import InputTokens
 from gateway.dialects.wire import encode
@@ -25,7 +25,7 @@ class TokenCount:
 
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         gateway = self.gateway
-        with reading(report=gateway.settings.unknown_fields == "report") as ignored:
+        with Reading(report=gateway.settings.unknown_fields == "report") as ignored:
             prompt = self.messages.prompt_of(request_of(request.body))
         self.figures.ignoring += bool(ignored.paths)
         owner = await gateway.sessions.owner_of(request.caller)

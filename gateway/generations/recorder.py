@@ -150,7 +150,7 @@ class Recorder:
         call, tokenizer = generation.call, self._renderer.tokenizer
         # A parser may need the template's own end, which tells whether a call is complete.
         ids = generation.ids
-        if generation.end_id not in self._renderer.stop_ids:
+        if generation.end_id is not None and generation.end_id not in self._renderer.stop_ids:
             ids = ids[: generation.text_tokens]
         if generation.matched is not None:
             ids = before_stop(tokenizer, ids, generation.matched)

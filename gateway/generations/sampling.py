@@ -22,6 +22,8 @@ NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens")
 """Parameters that change logits. `min_tokens` forbids the tokens that end an answer, until it is so long."""
+COMPARED = frozenset((*DEFAULTED, *PENALTIES))
+"""Parameters of a call that may be used with another value, or not at all."""
 RENAMED = frozenset({"max_tokens", "min_tokens", "seed", "constraint", "thinking", "why"})
 """Parameters that have another name at the engine, or change the prompt and not the sampling, and words."""
 REASONS: Mapping[SamplingMode, str] = {
@@ -43,7 +45,7 @@ def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: in
     used: dict[str, Any] = {"temperature": policy.temperature, "top_p": policy.top_p, **NEUTRAL}
     if mode in ("default", "allow"):
         used |= {name: asked[name] for name in DEFAULTED if name in asked}
-    elif mode == "exact" and not is_greedy(asked.get("temperature", 0.0)):
+    elif mode == "exact" and "temperature" in asked and not is_greedy(asked["temperature"]):
         used["temperature"] = asked["temperature"]
     if mode == "allow":
         used |= {name: asked[name] for name in PENALTIES if asked.get(name)}
@@ -82,8 +84,8 @@ def _differences(
     """What the call asked for and did not get, and why."""
     unused = [
         name if name == "logit_bias" else f"{name} {asked[name]:g}"
-        for name in (*DEFAULTED, *PENALTIES)
-        if name in asked and used.get(name, WITHOUT_EFFECT.get(name)) != asked[name]
+        for name in asked
+        if name in COMPARED and used.get(name, WITHOUT_EFFECT.get(name)) != asked[name]
     ]
     if unused:
         yield f"{', '.join(unused)}: {REASONS[mode]}"

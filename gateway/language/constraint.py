@@ -70,8 +70,14 @@ class ToolChoice:
 
     def limits(self, renderer: ChatRenderer) -> bool:
         """Whether a grammar keeps such an answer to these tools; if not, the prompt has no others."""
+        if not self.some:
+            return False
         syntax = SYNTAX_OF_FAMILY.get(renderer.family.syntax or "")
-        return self.some and syntax is not None and syntax.marked(renderer)
+        return syntax is not None and syntax.marked(renderer)
+
+
+PLAIN_CHOICES = {word: ToolChoice(word or "auto") for word in (None, "auto", "none", "required")}
+"""The choices that a word makes."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +201,9 @@ def choice_form(choices: Sequence[str], param: str) -> AnswerForm:
 
 def read_choice(tool_choice: str | Mapping[str, Any] | None) -> ToolChoice:
     """A `tool_choice` as in Chat Completions or as in Responses. Raises InvalidRequest for an unknown one."""
-    if not isinstance(tool_choice, Mapping):
-        if tool_choice in (None, "auto", "none", "required"):
-            return ToolChoice(tool_choice or "auto")
+    if tool_choice is None or isinstance(tool_choice, str):
+        if (plain := PLAIN_CHOICES.get(tool_choice)) is not None:
+            return plain
     elif tool_choice.get("type") == "allowed_tools":
         allowed = tool_choice.get("allowed_tools", tool_choice)
         if isinstance(allowed, Mapping) and allowed.get("mode") in ("auto", "required"):
@@ -229,15 +235,15 @@ def _callable(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
     """The tools that may be called. Raises InvalidRequest for a choice of none, or of an unknown one."""
     if choice.mode == "none":
         return ()
-    if not tools and choice != ToolChoice():
-        raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
-    if choice.names is None:
+    if choice.names is None and (tools or choice.mode == "auto"):
         return tools
-    known = [tool["function"].get("name") for tool in tools]
-    for name in choice.names:
+    if not tools:
+        raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
+    names, known = choice.names or (), [tool["function"].get("name") for tool in tools]
+    for name in names:
         if name not in known:
             raise InvalidRequest(f"tool_choice: there is no function {name[:140]!r}", param="tool_choice")
-    return [tool for tool in tools if tool["function"].get("name") in choice.names]
+    return [tool for tool in tools if tool["function"].get("name") in names]
 
 
 def _form_of(response_format: Mapping[str, Any] | None, param: str) -> AnswerForm:

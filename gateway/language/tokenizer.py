@@ -169,9 +169,9 @@ class BareTokenizer:
         The begin token is not written twice, if the text has it already.
         """
         ids = self.encode(text.replace(CUT, CUT * 2))
-        if not add_special_tokens:
-            return ids
         begin, end = self._frame
+        if not add_special_tokens or not (begin or end):
+            return ids
         begin = [] if ids[: len(begin)] == begin else begin
         end = [] if end and ids[-len(end) :] == end else end
         if (budget := BUDGET.get()) is not None:

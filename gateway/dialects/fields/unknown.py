@@ -1,12 +1,11 @@
 """What becomes of a field that the gateway does not know: the call is served and names it, or is refused.
 
-with reading(report=True) as ignored ── decode_body, check_fields ──▶ note_unknown("messages[1].mood")
+with Reading(report=True) as ignored ── decode_body, check_fields ──▶ note_unknown("messages[1].mood")
 ignored.paths ──▶ the turn's `ignored_fields`, the header `x-weir-ignored-fields`, the metric
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
+from types import TracebackType
 from urllib.parse import quote
 
 from gateway.errors import InvalidRequest
@@ -17,11 +16,23 @@ MOST_HEADER_CHARS = 2048
 """aiohttp refuses a header over 8 KiB, Node headers over 16 KiB in total."""
 
 
-class IgnoredFields:
-    """The paths of the fields that one call has and the gateway ignores: the first MOST_PATHS."""
+class Reading:
+    """A block that reads one request, whose unknown fields it collects; without `report` they are refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, report: bool) -> None:
+        self._report = report
+        self._outside: Token[Reading | None]
         self.paths: list[str] = []
+        """The paths of the fields that the gateway ignores: the first MOST_PATHS."""
+
+    def __enter__(self) -> "Reading":
+        self._outside = _READING.set(self if self._report else None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _READING.reset(self._outside)
 
     def add(self, path: str) -> None:
         shown = path if len(path) <= MOST_PATH_CHARS else path[: MOST_PATH_CHARS - 1] + "…"
@@ -29,19 +40,8 @@ class IgnoredFields:
             self.paths.append(shown)
 
 
-_READING: ContextVar[IgnoredFields | None] = ContextVar("ignored fields", default=None)
+_READING: ContextVar[Reading | None] = ContextVar("reading", default=None)
 """Of the request that is being read. None: an unknown field is refused."""
-
-
-@contextmanager
-def reading(*, report: bool) -> Iterator[IgnoredFields]:
-    """A block that reads one request, whose unknown fields it collects; without `report` they are refused."""
-    ignored = IgnoredFields()
-    token = _READING.set(ignored if report else None)
-    try:
-        yield ignored
-    finally:
-        _READING.reset(token)
 
 
 def note_unknown(path: str) -> None:

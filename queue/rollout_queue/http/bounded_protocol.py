@@ -137,9 +137,11 @@ class BoundedProtocol(HttpToolsProtocol):
             version = self.scope["http_version"].encode()
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            known, self._head_bytes = len(self.headers), 0
             self._repeats_head = True
             self.parser.feed_data(b"POST / HTTP/%b\r\n%b\r\n" % (version, b"".join(framing)))
             self._repeats_head = False
+            del self.headers[known:]
 
     def _should_upgrade(self) -> bool:
         return False
@@ -152,14 +154,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._requests += 1
 
     def on_url(self, url: bytes) -> None:
-        if self._repeats_head:
-            return
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._repeats_head:
-            return
         self._count_head(len(name) + len(value))
         super().on_header(name, value)
 
@@ -169,7 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = ApiError(400, f"more than {MAX_PIPELINED} requests wait for their answers")
             raise self._refusal
-        if self.parser.get_http_version() == "1.0":
+        if self.expect_100_continue and self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False  # its clients know no 100
         super().on_headers_complete()
         self._phase, self._unparsed = "body", 0
@@ -237,8 +235,9 @@ class BoundedProtocol(HttpToolsProtocol):
     # Writing
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        old = cycle.scope["http_version"] == "1.0"
-        super()._start_asgi_task(cycle, cast(Any, without_chunks(app, cycle)) if old else app)
+        if cycle.scope["http_version"] == "1.0":
+            app = cast(Any, without_chunks(app, cycle))
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -1,13 +1,13 @@
 """SGLang's command line and environment, as functions of the settings and of the free memory."""
 
-import json
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from rollout_queue.base_model.model_files import CONFIG, json_object, text_config
 from rollout_server.settings import Device, RolloutServerSettings
 
 KEYED = Path(__file__).with_name("keyed.py")
@@ -100,7 +100,7 @@ def _lora(settings: RolloutServerSettings, device: Device) -> list[str]:
 
 def cpu_kv_tokens(settings: RolloutServerSettings, model_path: Path, free_bytes: int) -> int:
     """How many tokens the KV cache of an engine on CPU has. If the settings do not say it, those that fit
-    into `KV_SHARE` of the free memory, within the bounds. Raises OSError."""
+    into `KV_SHARE` of the free memory, within the bounds. Raises BrokenWeights."""
     if settings.max_total_tokens is not None:
         return settings.max_total_tokens
     of_token = kv_bytes_of_token(settings, model_path)
@@ -110,13 +110,17 @@ def cpu_kv_tokens(settings: RolloutServerSettings, model_path: Path, free_bytes:
 
 def kv_bytes_of_token(settings: RolloutServerSettings, model_path: Path) -> int:
     """The bytes of a token's keys and values in all layers, on CPU; 0 for a kind of model that names the
-    facts in another way. Raises OSError."""
-    config: dict[str, Any] = json.loads((model_path / "config.json").read_bytes())
-    of_text: dict[str, Any] = config.get("text_config", config)
-    heads, layers = of_text.get("num_attention_heads") or 0, of_text.get("num_hidden_layers") or 0
-    width: int = of_text.get("head_dim") or of_text.get("hidden_size", 0) // max(heads, 1)
+    facts in another way. Raises BrokenWeights."""
+    config = text_config(json_object(model_path / CONFIG))
+
+    def said(name: str) -> int:
+        value = config.get(name)
+        return value if isinstance(value, int) else 0
+
+    heads, layers = said("num_attention_heads"), said("num_hidden_layers")
+    width = said("head_dim") or said("hidden_size") // max(heads, 1)
     value_bytes = 4 if engine_dtype(settings, "cpu") == "float32" else 2
-    return 2 * layers * (of_text.get("num_key_value_heads") or heads) * width * value_bytes
+    return 2 * layers * (said("num_key_value_heads") or heads) * width * value_bytes
 
 
 def _cpu(settings: RolloutServerSettings, kv_tokens: int) -> list[str]:

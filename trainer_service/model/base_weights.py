@@ -21,7 +21,8 @@ from rollout_queue.base_model.model_files import Located, ModelFiles, named, sma
 from rollout_queue.base_model.output_head import KEY, output_head
 from rollout_queue.protocol.model_checks import ModelCheck
 from trainer_service.model.export import ExportTensor, export_tensors, tied_names
-from trainer_service.model.huggingface import SAFETENSORS_DTYPES, STORED_DTYPES, base_on_meta
+from trainer_service.model.huggingface import REFUSALS, SAFETENSORS_DTYPES, STORED_DTYPES, base_on_meta
+from trainer_service.model.self_check.outcome import first_words
 from trainer_service.model.self_check.tokenizer import transformers_check
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,10 @@ def _on_meta(path: Path) -> Any | None:
     """None if transformers cannot make the model without its weights: it is compared when it is loaded."""
     try:
         return base_on_meta(path)
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
-        logger.warning("the model cannot be compared with its files before it is loaded: %s", error)
+    except (RuntimeError, *REFUSALS) as error:
+        logger.warning(
+            "the model cannot be compared with its files before it is loaded: %s", first_words(error)
+        )
         return None
 
 

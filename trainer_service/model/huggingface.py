@@ -17,6 +17,7 @@ from trainer_service.model.attention.packed_attention import set_attention
 from trainer_service.model.head.logprob_head import set_head
 from trainer_service.model.images import reads_images
 from trainer_service.model.routers import recompute_contexts
+from trainer_service.model.self_check.outcome import first_words
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.sharding.partitioned import load_partitioned
 from trainer_service.model.sharding.zero import uses_cuda
@@ -35,6 +36,13 @@ STORED_DTYPES = SAFETENSORS_DTYPES | {
     "BOOL": "bool",
 }
 """Also those of tensors that nobody trains."""
+
+
+REFUSALS = (
+    *(ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError),
+    NotImplementedError,
+)
+"""What transformers raises for a directory that it cannot load. Other RuntimeErrors may be of the memory."""
 
 
 def load_base(settings: ModelSettings, engine_config: Mapping[str, object] | None = None) -> Any:
@@ -57,9 +65,9 @@ def load_model(
     # cuDNN would round the factors of convolutions in float32 to the 10 bits of TF32. Products have all bits.
     torch.backends.cudnn.allow_tf32 = False
     sees = reads_images(path)
-    with readable(path) as directory:
+    with readable(path) as directory, refused_in_words(path):
         if zero_config is None:
-            model = _kind_of(path).from_pretrained(directory, dtype=dtype)
+            model = _kind_of(path).from_pretrained(directory, dtype=dtype, trust_remote_code=False)
         else:
             model = load_partitioned(directory, dtype, zero_config)
     set_attention(model, flash=flash and dtype is torch.bfloat16 and not sees)
@@ -77,9 +85,20 @@ def base_on_meta(path: Path) -> Any:
     logging.set_verbosity_error()  # what does not fit is said in our own words
     try:
         with readable(path) as directory:
-            return _kind_of(path).from_pretrained(directory, device_map="meta", ignore_mismatched_sizes=True)
+            how = {"device_map": "meta", "ignore_mismatched_sizes": True, "trust_remote_code": False}
+            return _kind_of(path).from_pretrained(directory, **how)
     finally:
         logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def refused_in_words(path: Path) -> Iterator[None]:
+    """Inside the context, SystemExit is raised in place of what transformers raises for a model that it does
+    not know, or whose code is in its directory."""
+    try:
+        yield
+    except REFUSALS as error:
+        raise SystemExit(f"trainer.model_path: {path} cannot be loaded: {first_words(error)}") from error
 
 
 @contextmanager

@@ -1,17 +1,15 @@
 """Checks that run before any service starts; each failure is one sentence that says what to change."""
 
-import json
 import math
 import os
 import shutil
 import socket
 from collections.abc import Iterable
-from pathlib import Path
 
 import psutil
 
 from rollout_queue.base_model.headers import BrokenWeights
-from rollout_queue.base_model.model_files import weight_files
+from rollout_queue.base_model.model_files import ModelFiles
 from rollout_queue.machine_memory import machine_memory
 from rollout_queue.settings import MalformedSettings, read_settings
 from rollout_server.engine.command import cpu_kv_tokens, engine_dtype, find_device, kv_bytes_of_token
@@ -72,9 +70,12 @@ def _estimated(settings: StackSettings, free: int) -> tuple[int, str]:
     assert path is not None  # noqa: S101 - `check_machine` looked
     if find_device(server.engine_device) == "cuda":
         return 0, ""  # the engine and the trainer look at the memory of the GPU
-    parameters = count_parameters(path)
+    try:
+        parameters = sum(math.prod(each.shape) for _, each in ModelFiles.read(path).tensors.values())
+        cache = cpu_kv_tokens(server, path, free) * kv_bytes_of_token(server, path)
+    except (BrokenWeights, OSError) as error:
+        raise StackError(f"{path} is not a model that can be served: {error}") from error
     weights = parameters * (4 if engine_dtype(server, "cpu") == "float32" else 2)
-    cache = cpu_kv_tokens(server, path, free) * kv_bytes_of_token(server, path)
     others = SERVICES_BYTES + weights + cache
     adapted = others + parameters * ADAPTED_BYTES
     anyway = "take a smaller model, or set stack.free_memory_bytes to 0 to try it"
@@ -99,21 +100,6 @@ def _trains_adapters(settings: StackSettings) -> bool:
     return effective_sections(settings)["trainer"].get("lora") is not None or any(
         name == named or name.startswith(f"{named}__") for name in os.environ
     )
-
-
-def count_parameters(model_path: Path) -> int:
-    """The numbers in a model's weights, from the heads of their files. The services say what is wrong with
-    a directory that has none."""
-    count = 0
-    try:
-        files = weight_files(model_path)
-    except BrokenWeights:
-        return 0
-    for path in files:
-        with path.open("rb") as file:
-            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        count += sum(math.prod(each["shape"]) for name, each in head.items() if name != "__metadata__")
-    return count
 
 
 def check_ports(services: Iterable[Service]) -> None:

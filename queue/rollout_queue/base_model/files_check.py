@@ -3,9 +3,10 @@
 import hashlib
 
 from rollout_queue.base_model.headers import FLOATS, BrokenWeights, StoredTensor
-from rollout_queue.base_model.model_files import INDEX, SUFFIX, ModelFiles, named
+from rollout_queue.base_model.model_files import CONFIG, INDEX, SUFFIX, ModelFiles, named, text_config
 from rollout_queue.protocol.model_checks import ModelCheck
 
+QUANTIZATIONS = ("quantization_config", "compression_config")
 TENSORS = "tensors"
 """The row whose detail is the same for trainer and engines that have the same model."""
 
@@ -33,9 +34,14 @@ def tensors_check(model: ModelFiles) -> ModelCheck:
 
 def refuse_quantized(model: ModelFiles) -> None:
     """Raises BrokenWeights for quantized weights. Whole numbers in other models are buffers."""
+    config = text_config(model.config)
+    if (said := next(filter(config.get, QUANTIZATIONS), None)) is None:
+        return
     for path, tensor in model.tensors.values():
-        if tensor.dtype not in (*FLOATS, "F64") and model.config.get("quantization_config"):
+        if tensor.dtype not in (*FLOATS, "F64"):
             raise BrokenWeights(quantized(tensor), file=path.name, tensor=tensor.name)
+    reason = f"has {said}, and no weight is quantized: remove it, else engines quantize what is trained"
+    raise BrokenWeights(reason, file=CONFIG)
 
 
 def quantized(tensor: StoredTensor) -> str:

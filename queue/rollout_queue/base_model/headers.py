@@ -26,6 +26,8 @@ ITEM_BYTES = FLOATS | {
 }
 """Also those of the other tensors in a model's files, such as whole numbers in buffers."""
 MAX_HEADER_BYTES = 100_000_000
+POINTER = b"version "
+"""How a file begins that Git LFS would replace. No header is that long."""
 
 
 class BrokenWeights(Exception):
@@ -66,6 +68,8 @@ def header_bytes(beginning: bytes | bytearray, size: int, name: str) -> int:
     if size < 8:
         raise BrokenWeights(f"is truncated: {size} bytes do not hold the header", file=name)
     first = bytes(memoryview(beginning)[:8])
+    if first == POINTER:
+        raise BrokenWeights("is a pointer of Git LFS: fetch the file itself with `git lfs pull`", file=name)
     if len(first) < 8:
         return 8
     length = int.from_bytes(first, "little")

@@ -6,7 +6,7 @@ others    configuration, tokenizer, templates ─▶ copied     other weights, a
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +21,9 @@ INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 """The allowed names of published files: rollout servers and the trainer's HTTP server accept no others."""
+SHARD = re.compile(r"(.+-)(\d{5})-of-(\d{5})(\..+)")
+"""The names of the files among which the weights are divided."""
+OTHER_WEIGHTS = (SUFFIX, ".bin", ".gguf", ".pt", ".pth")
 COPIED = re.compile(r".*\.(json|jinja|model|model\.v\d+(m\d+)?|txt|tiktoken|bpe)")
 """Configuration, tokenizer, templates and processors, in all forms that readers of models know."""
 NOT_COPIED = re.compile(rf".*\.index\.json|{re.escape(ADAPTER_CONFIG)}|{re.escape(MANIFEST)}")
@@ -29,6 +32,8 @@ MOST_BYTES = 64 * 2**20
 """The largest file that is copied. The largest tokenizers have half of it."""
 TEMPLATES = "additional_chat_templates"
 """The only directory inside a model's that belongs to it. Versions lack it: engines get token ids."""
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Where the config.json of a model that also reads images has the fields of the part that reads text."""
 CHUNK_BYTES = 16 * 2**20
 Located = tuple[Path, StoredTensor]
 """A tensor, and the file that has it."""
@@ -67,7 +72,9 @@ class ModelFiles:
         others = {path.name for path in self.directory.glob(f"*{SUFFIX}")} - names
         if (self.directory / ADAPTER_CONFIG).exists():
             return True
-        return WEIGHTS in others if indexed else bool(others) or names != {WEIGHTS}
+        if indexed:  # transformers reads its metadata
+            return WEIGHTS in others or "metadata" not in json_object(self.directory / INDEX)
+        return bool(others) or names != {WEIGHTS}
 
     def linked(self, into: Path) -> Path:
         """Make `into` a directory of links to what is to be read, and to nothing that misleads a reader."""
@@ -76,13 +83,10 @@ class ModelFiles:
             old.unlink()
         names = {path.name for path in self.weights}
         for path in self.directory.absolute().iterdir():
-            foreign = path.name.endswith((SUFFIX, f"{SUFFIX}.index.json")) and path.name not in {
-                *names,
-                INDEX,
-            }
+            foreign = path.name.endswith((SUFFIX, f"{SUFFIX}.index.json")) and path.name not in names
             if not foreign and path.name != ADAPTER_CONFIG:
                 (into / path.name).symlink_to(path)
-        if not (into / INDEX).exists() and names != {WEIGHTS}:
+        if names != {WEIGHTS}:
             weight_map = {name: path.name for name, (path, _) in self.tensors.items()}
             (into / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), "utf-8")
         return into
@@ -98,14 +102,19 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
                 raise BrokenWeights(f"names {name!r}, which is no {SUFFIX} file beside it", file=INDEX)
             if not (directory / name).is_file():
                 raise BrokenWeights(f"is missing, and {INDEX} names it", file=name)
-        if names:
-            return tuple(directory / name for name in names)
+        if not names:
+            raise BrokenWeights("names no tensor: remove it if the weights are in one file", file=INDEX)
+        return tuple(directory / name for name in names)
     if (directory / WEIGHTS).is_file():
         return (directory / WEIGHTS,)
     others = [path for path in directory.glob(f"*{SUFFIX}") if path.name != ADAPTER_WEIGHTS]
     if not others:
-        raise BrokenWeights(f"no {SUFFIX} file in {directory}")
-    return tuple(sorted([path for path in others if path.name.startswith("model")] or others))
+        beside = sorted(path.name for path in directory.glob("*") if path.suffix in OTHER_WEIGHTS)
+        only = f", only {named(beside)}" if beside else ""
+        raise BrokenWeights(f"no {SUFFIX} file of a model in {directory}{only}")
+    found = sorted([path for path in others if path.name.startswith("model")] or others)
+    _refuse_lost_shards({path.name for path in found})
+    return tuple(found)
 
 
 def small_files(directory: Path) -> tuple[list[Path], list[Path]]:
@@ -127,6 +136,13 @@ def templates(directory: Path) -> list[Path]:
     return sorted(
         path for path in found if FILE_NAME.fullmatch(path.name) and path.stat().st_size <= MOST_BYTES
     )
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the part that reads and writes text, and those of the whole model beside them."""
+    parts = (config.get(name) for name in TEXT_CONFIGS)
+    text: dict[str, Any] = next((part for part in parts if isinstance(part, dict)), {})
+    return {**config, **{name: value for name, value in text.items() if value is not None}}
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -152,6 +168,16 @@ def named(names: Sequence[str], most: int = 3) -> str:
     """`a, b, c and 2 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def _refuse_lost_shards(names: Set[str]) -> None:
+    """Raises BrokenWeights if a file is missing that the numbers in the names of others count."""
+    for name in sorted(names):
+        if shard := SHARD.fullmatch(name):
+            before, _, count, after = shard.groups()
+            every = (f"{before}{number:05}-of-{count}{after}" for number in range(1, int(count) + 1))
+            if lost := next((each for each in every if each not in names), None):
+                raise BrokenWeights(f"is missing, and {name} is one of {int(count)} files", file=lost)
 
 
 def _weight_map(directory: Path) -> Mapping[str, str] | None:

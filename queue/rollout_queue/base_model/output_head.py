@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_queue.base_model.headers import BrokenWeights
-from rollout_queue.base_model.model_files import CONFIG, ModelFiles, same_bytes
+from rollout_queue.base_model.model_files import CONFIG, TEXT_CONFIGS, ModelFiles, same_bytes
 from rollout_queue.protocol.model_checks import ModelCheck
 
 EMBEDDING = re.compile(r"(?!mtp\.)(?:[a-z_]+\.)*(?:embed_tokens|wte|word_embeddings|embed_in)\.weight")
 HEAD = re.compile(r"(?!mtp\.)(?:[a-z_]+\.)*(?:lm_head|embed_out)\.weight")
 USUAL_HEAD = "lm_head.weight"
 KEY = "tie_word_embeddings"
-TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
 DefaultTied = Callable[[], bool | None]
 """Whether models of this type are tied if config.json does not say it; None if that is not known."""

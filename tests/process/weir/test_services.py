@@ -28,6 +28,7 @@ from weir.stack.stack import Stack
 def model_path(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensors
     return tmp_path / "model"
 
 
@@ -247,8 +248,11 @@ def test_a_model_that_does_not_fit_into_the_memory_is_refused_at_the_start(
 ) -> None:
     shape = {"num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    head = json.dumps({"w": {"dtype": "F32", "shape": [135, 1_000_000], "data_offsets": [0, 0]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    tensor = {"dtype": "F32", "shape": [135, 1_000_000], "data_offsets": [0, 540_000_000]}
+    head = json.dumps({"w": tensor}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + 540_000_000)  # a hole, which takes no space
     free = int(free_gb * 1e9)
     monkeypatch.setattr(preflight, "machine_memory", lambda: MachineMemory(free, free))
     for name, value in variables.items():
@@ -257,5 +261,27 @@ def test_a_model_that_does_not_fit_into_the_memory_is_refused_at_the_start(
     if not sentence:
         check_memory(mine)
         return
+    with pytest.raises(StackError, match=sentence):
+        check_memory(mine)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("config.json", b"version https://git-lfs", r"config\.json: cannot be read"),
+        ("config.json", b"[]", r"config\.json: is not a JSON object"),
+        ("model.safetensors", b"version https://git-lfs", r"model\.safetensors: is a pointer of Git LFS"),
+        ("model.safetensors", b"", r"model\.safetensors: is truncated"),
+        ("model-00002-of-00003.safetensors", b"", r"model-00001-of-00003\.safetensors: is missing"),
+    ],
+)
+def test_a_model_whose_files_cannot_be_read_is_refused_before_anything_starts(
+    settings: StackSettings, model_path: Path, name: str, content: bytes, sentence: str
+) -> None:
+    mine = settings.model_copy(update={"model_path": model_path})
+    check_memory(mine)
+    if name.startswith("model-"):
+        (model_path / "model.safetensors").unlink()
+    (model_path / name).write_bytes(content)
     with pytest.raises(StackError, match=sentence):
         check_memory(mine)

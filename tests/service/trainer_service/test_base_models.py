@@ -64,6 +64,7 @@ SHAPES: dict[str, list[Change]] = {
     "shards and consolidated shards": [sharded, with_weights("consolidated-00001-of-00001.safetensors")],
     "shards beside an older file": [partial(sharded, keeps=True)],
     "shards without an index": [partial(sharded, index=False), with_weights("other.safetensors")],
+    "an index without metadata": [sharded, lambda path: reindexed(path, "metadata")],
     "an adapter beside them": [
         with_weights(ADAPTER_WEIGHTS, ADAPTER),
         with_file(ADAPTER_CONFIG, b'{"peft_type": "LORA", "base_model_name_or_path": "/nowhere", "r": 2}'),
@@ -74,6 +75,11 @@ SHAPES: dict[str, list[Change]] = {
         with_file("original/consolidated.00.pth"),
     ],
 }
+
+
+def reindexed(directory: Path, without: str, **others: object) -> None:
+    index = json.loads((directory / INDEX).read_text()) | others
+    (directory / INDEX).write_text(json.dumps({key: value for key, value in index.items() if key != without}))
 
 
 def made(model: Path, tmp_path: Path, *changes: Change) -> Path:
@@ -298,6 +304,26 @@ FAULTS: dict[str, tuple[list[Change], str, bool]] = {
     "a shard is too short": ([sharded, cut], "model-00002-of-00002.safetensors: is truncated", BOTH),
     "the index names a tensor that is nowhere": ([sharded, misnamed], "tensor 'model.lost'", BOTH),
     "the index leads elsewhere": ([sharded, outside], "../model-00002", BOTH),
+    "the index names nothing": (
+        [sharded, lambda path: reindexed(path, "", weight_map={})],
+        f"{INDEX}: names no tensor",
+        BOTH,
+    ),
+    "a shard is missing, and there is no index": (
+        [partial(sharded, index=False), lambda path: (path / "model-00001-of-00002.safetensors").unlink()],
+        "model-00001-of-00002.safetensors: is missing",
+        BOTH,
+    ),
+    "a pointer of Git LFS": (
+        [with_file(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n")],
+        f"{WEIGHTS}: is a pointer of Git LFS",
+        BOTH,
+    ),
+    "another format": (
+        [lambda path: (path / WEIGHTS).rename(path / "pytorch_model.bin")],
+        "only pytorch_model.bin",
+        BOTH,
+    ),
     "the index is no JSON": ([with_file(INDEX, b"{")], INDEX, BOTH),
     "a tensor twice": ([partial(sharded, index=False), again], f"'{NORM}': is also in", BOTH),
     "no weights": ([lambda path: (path / WEIGHTS).unlink()], "no .safetensors file", BOTH),
@@ -310,6 +336,22 @@ FAULTS: dict[str, tuple[list[Change], str, bool]] = {
         QWEIGHT,
         BOTH,
     ),
+    "quantized, its text part says": (
+        [
+            adding({QWEIGHT: torch.ones(2, dtype=torch.int32)}),
+            configured(text_config={"quantization_config": {"bits": 4}}),
+        ],
+        QWEIGHT,
+        BOTH,
+    ),
+    **{
+        f"{method} is said, and nothing is quantized": (
+            [configured(quantization_config={"quant_method": method})],
+            "config.json: has quantization_config",
+            BOTH,
+        )
+        for method in ("bitsandbytes", "gptq", "fp8", "mxfp4")
+    },
     "a weight is missing": ([without(NORM)], f"no tensor {NORM}", not BOTH),
     "another shape": ([adding({NORM: torch.ones(7)})], f"'{NORM}': has shape [7], the model", not BOTH),
     "whole numbers": ([adding({NORM: torch.ones(32, dtype=torch.int64)})], f"'{NORM}': is I64", not BOTH),
@@ -333,6 +375,34 @@ def test_a_model_that_could_not_be_pushed_is_refused_in_one_sentence_before_it_i
     for said in [str(ended.value), *([refusal_of_server(model)] if both else [])]:
         assert why in said
         assert "\n" not in said
+
+
+LOADED: dict[str, tuple[list[Change], str]] = {
+    "an unknown type": ([configured(model_type="of-next-year")], "model type `of-next-year`"),
+    "no type": ([configured(model_type=None)], "Should have a `model_type` key"),
+    "a type that reads images": ([configured(model_type="llava")], "Unrecognized configuration class"),
+    "code beside it": (
+        [
+            configured(model_type="own", auto_map={"AutoConfig": "own.Config"}),
+            with_file("own.py", b"raise KeyboardInterrupt"),
+        ],
+        "contains custom code",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", LOADED)
+def test_a_model_that_transformers_does_not_load_is_refused_in_one_sentence(
+    make_harness: MakeHarness, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    changes, why = LOADED[fault]
+    model = made(model_path, tmp_path, *changes)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is there to answer"))
+    with pytest.raises(SystemExit) as ended:
+        make_harness(model_path=model)
+    assert str(ended.value).startswith(f"trainer.model_path: {model} cannot be loaded: ")
+    assert why in str(ended.value)
+    assert "\n" not in str(ended.value)
 
 
 # The table

@@ -56,6 +56,7 @@ def test_the_cpu_engine_uses_torch_native_attention_and_float32() -> None:
             8_192,
         ),
         ({"model_type": "of another kind"}, None, 1_000, 8_192),
+        ({"text_config": None, "num_hidden_layers": [1, 2], "hidden_size": None}, None, 1_000, 8_192),
     ],
 )
 def test_the_cpu_engines_cache_takes_a_twentieth_of_the_free_memory(

@@ -10,10 +10,11 @@ import torch
 
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
-from tests.support.trainer_service.model_kinds import CPU, Tried, kinds, table, try_kind
+from tests.support.trainer_service.model_kinds import CPU, VARIANTS, Tried, kinds, table, try_kind
 from trainer_service.model.attention.packed_attention import Packing, packing_of
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.self_check.checks import check_model
+from trainer_service.model.self_check.outcome import ModelUnfit
 from trainer_service.model.self_check.small_part import small_part
 
 ROUNDINGS = 240
@@ -55,6 +56,22 @@ def test_every_kind_is_right_or_refused_as_the_table_says(tmp_path: Path) -> Non
         assert_right_or_refused(tried[-1])
     page = Path(__file__).parents[3] / "docs/training.md"
     assert "\n".join(table(tried)) in page.read_text(encoding="utf-8")
+
+
+def test_a_scale_of_logits_that_is_a_formula_is_not_taken_for_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(VARIANTS, "formula", ("mpt", {"logit_scale": "inv_sqrt_d_model"}))
+    tried = try_kind("formula", tmp_path)
+    assert_right_or_refused(tried)
+    assert tried.checked is not None
+
+
+def test_a_model_that_gives_nan_is_refused_in_a_sentence_that_says_it(tmp_path: Path) -> None:
+    model = family_model("Llama", tmp_path)
+    torch.nn.init.constant_(model.model.norm.weight, torch.nan)
+    with pytest.raises(ModelUnfit, match=r"cannot be trained: .*it gives NaN, so its weights are not finite"):
+        check_model(model, CPU)
 
 
 def family_model(name: str, directory: Path) -> Any:

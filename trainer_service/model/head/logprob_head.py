@@ -118,7 +118,7 @@ def logit_transform_of(model: Any) -> tuple[LogitTransform, list[tuple[Any, str,
     config = model.config.get_text_config()
     scale = 1.0
     neutral_values: list[tuple[str, float | None]] = []
-    if (factor := getattr(config, "logit_scale", None)) is not None:
+    if isinstance(factor := getattr(config, "logit_scale", None), int | float):  # MPT names a formula
         scale = float(factor)
         neutral_values.append(("logit_scale", 1.0))
     if (divisor := getattr(config, "logits_scaling", None)) is not None:

@@ -18,8 +18,8 @@ from trainer_service.model.attention.packed_attention import (
     ways_to_pack,
 )
 from trainer_service.model.head.logprob_head import LogprobHead
-from trainer_service.model.self_check.outcome import CheckedModel, ModelUnfit
-from trainer_service.model.self_check.probe import ModelProbe, first_words, probe_of
+from trainer_service.model.self_check.outcome import CheckedModel, ModelUnfit, first_words
+from trainer_service.model.self_check.probe import ModelProbe, probe_of
 from trainer_service.model.self_check.small_part import small_part
 
 Agree = Callable[[bool], bool]

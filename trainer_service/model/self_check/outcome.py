@@ -35,3 +35,9 @@ class CheckedModel:
         if isinstance(head, LogprobHead):
             head.returns_logits = self.needs_all_logits
             head.cut(self.columns)
+
+
+def first_words(error: Exception) -> str:
+    """What an exception says, in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"

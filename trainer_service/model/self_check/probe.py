@@ -21,6 +21,7 @@ from trainer_service.model.self_check.measures import (
     own_scores,
     rounded_once_more,
 )
+from trainer_service.model.self_check.outcome import first_words
 from trainer_service.model.self_check.probe_rows import FAR_TOKENS, far_position, far_row, probe_rows
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 
@@ -108,6 +109,8 @@ def probe_of(model: Any, layers: Sequence[Any], device: torch.device) -> ModelPr
     rows = probe_rows(model)
     logits = [own_logits(model, row, device) for row in rows]
     truths = [own_scores(*pair) for pair in zip(logits, rows, strict=True)]
+    if any(truth_T2.isnan().any() for truth_T2 in truths):
+        raise ValueError("it gives NaN, so its weights are not finite, or too large for their type")
     with rounded_once_more(model, layers):
         noisy_T2 = own_scores(own_logits(model, rows[-1], device), rows[-1])
     allowed = allowed_difference(difference(noisy_T2, truths[-1]), torch.cat(truths))
@@ -119,8 +122,3 @@ def _tried(found: Callable[[], float]) -> Found:
         return Found(found())
     except Exception as error:  # whatever the model's code raises
         return Found(torch.inf, first_words(error))
-
-
-def first_words(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"

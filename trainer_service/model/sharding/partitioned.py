@@ -24,7 +24,7 @@ def load_partitioned(path: Path, dtype: torch.dtype, zero_config: Mapping[str, o
 
     partitioner = deepspeed.zero.Init(config_dict_or_path=dict(zero_config), dtype=dtype)
     with _partitioning_each_weight(partitioner, dtype):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     for parameter in model.parameters():
         _partition(partitioner, parameter, dtype)
     for buffer in model.buffers():  # DeepSpeed moves neither weights nor buffers of a partitioned model

@@ -145,7 +145,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Tokenizer:
-    from gateway.language.tokenizer import tokenizer_of
+    from gateway.language.tokenizer_files import tokenizer_of
 
     return tokenizer_of(tiny_model)
 

@@ -5,7 +5,6 @@ config.json, or the name in the settings ──▶ Family ──▶ configuratio
 """
 
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +12,20 @@ import msgspec
 from renderers import config_from_name
 from renderers.base import MODEL_RENDERER_MAP
 
-from rollout_queue.foreign_json import read_json
+from gateway.language.tokenizer_files import named_tokens, object_in, tokenizer_settings
+from rollout_queue.base_model.model_files import CONFIG, text_config
 
 Thinking = Literal["auto", "template", "all"]
 ToolPrompt = Literal["none", "hermes"]
+
+GENERATION, ENDS = "generation_config.json", "eos_token_id"
+CONTEXT_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
+    *("model_max_length", "n_ctx"),
+)
+"""How kinds of models name their longest context in config.json."""
+MOST_IDS = 2**31
+"""No vocabulary has as many tokens. Some files name -1 where a model has no such token."""
 
 FAMILY_OF_MODEL_TYPE = {
     "qwen3": "qwen3",
@@ -122,43 +131,65 @@ FAMILIES = {
 class ModelConfig(msgspec.Struct, frozen=True):
     """The few fields of a Hugging Face config.json that the gateway needs."""
 
-    model_type: str
-    vocab_size: int
-    max_position_embeddings: int
-    eos_token_id: int | list[int] | None = None
+    model_type: str = ""
+    vocab_size: int = 0
+    """0: config.json does not say it."""
+    context_length: int = 0
     num_experts_per_tok: int | None = None
 
+    def with_vocabulary(self, size: int) -> "ModelConfig":
+        """The config, with the size of the tokenizer's vocabulary if config.json does not say it."""
+        return msgspec.structs.replace(self, vocab_size=self.vocab_size or size)
 
-def config_of(model_path: Path) -> ModelConfig:
-    """The model's config. One that reads images has the fields of its text part in an object of their own."""
-    fields = msgspec.json.decode((model_path / "config.json").read_bytes(), type=dict[str, Any])
-    if isinstance(text := fields.get("text_config"), dict):
-        fields = (
-            text | fields | {name: text[name] for name in ModelConfig.__struct_fields__[1:] if name in text}
+
+def config_of(model_path: Path, context_length: int | None = None) -> ModelConfig:
+    """The model's config. One that reads images has the fields of its text part in an object of their own.
+
+    Raises SystemExit if it cannot be read, or if neither it nor the settings say the `context_length`.
+    """
+    file = model_path / CONFIG
+    if not file.is_file():
+        raise SystemExit(
+            f"{file} does not exist: gateway.model_path is no directory in Hugging Face's format"
         )
-    return msgspec.convert(fields, ModelConfig)
+    config = object_in(file)
+    fields = text_config(config) | {"model_type": config.get("model_type")}
+    named = next(filter(fields.get, CONTEXT_LENGTHS), CONTEXT_LENGTHS[0])
+    experts = fields.get("num_experts_per_tok")
+    for name in (named, "vocab_size"):
+        if not isinstance(fields.get(name), int | None):
+            raise SystemExit(f"{file}: {name} is {fields[name]!r}, and no whole number")
+    if not (context_length := context_length or fields.get(named)):
+        raise SystemExit(f"{file} names no {named}: set gateway.context_length")
+    return ModelConfig(
+        model_type=str(config.get("model_type") or ""),
+        vocab_size=fields.get("vocab_size") or 0,
+        context_length=context_length,
+        num_experts_per_tok=experts if isinstance(experts, int) else None,
+    )
 
 
 def end_ids(model_path: Path, config: ModelConfig) -> list[int]:
-    """The tokens at which an engine ends an answer: those of config.json and of generation_config.json."""
-    generation = _object_in(model_path / "generation_config.json").get("eos_token_id")
-    lists = [ids if isinstance(ids, list) else [ids] for ids in (config.eos_token_id, generation)]
-    return [each for each in dict.fromkeys(chain(*lists)) if isinstance(each, int)]
+    """The tokens at which an engine ends an answer: those of config.json and of generation_config.json.
+
+    Raises SystemExit if they cannot be read.
+    """
+    whole, generation = object_in(model_path / CONFIG), object_in(model_path / GENERATION)
+    said = [(CONFIG, part.get(ENDS)) for part in (text_config(whole), whole)]
+    found: dict[int, None] = {}
+    for name, ids in (*said, (GENERATION, generation.get(ENDS))):
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(each) is int for each in listed):
+            raise SystemExit(
+                f"{model_path / name}: {ENDS} is {ids!r}, and neither a token id nor a list of ids"
+            )
+        found |= dict.fromkeys(each for each in listed if 0 <= each < (config.vocab_size or MOST_IDS))
+    return list(found)
 
 
 def end_token(model_path: Path) -> str | None:
     """The tokenizer's own end, as text."""
-    end = _object_in(model_path / "tokenizer_config.json").get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
-    return end if isinstance(end, str) else None
-
-
-def _object_in(file: Path) -> dict[str, Any]:
-    """The object in a file of JSON; an empty one without the file. Raises SystemExit for another content."""
-    try:
-        return read_json(file.read_bytes(), dict[str, Any]) if file.is_file() else {}
-    except msgspec.DecodeError as error:
-        raise SystemExit(f"{file} cannot be read: {error}") from error
+    return named_tokens(tokenizer_settings(model_path)).get("eos_token")
 
 
 def family_of(name: str, model_path: Path, model_type: str) -> Family:

@@ -54,11 +54,11 @@ class ChatRenderer:
         context_length: int | None = None,
         tool_prompt: ToolPrompt = "none",
     ) -> None:
-        self.config = config_of(model_path)
-        self.context_length = context_length or self.config.max_position_embeddings
+        config = config_of(model_path, context_length)
+        self.context_length = config.context_length
         """Limit on tokens of prompt and answer together."""
-        ends = end_ids(model_path, self.config)
-        named = family_of(family, model_path, self.config.model_type)
+        ends = end_ids(model_path, config)
+        named = family_of(family, model_path, config.model_type)
         wanted = Wanted(family, thinking, tool_prompt)
         self._choice = choice = chosen(model_path, named, wanted, next(iter(ends), None), frozenset(ends))
         self._made_on = self.today()
@@ -67,6 +67,7 @@ class ChatRenderer:
         """The renderers for calls that set the template's options. Templates have few options."""
         self.check, self.family, self.vision = choice.check, choice.family, choice.vision
         self.stability, self.tokenizer, self.template = choice.stability, choice.tokenizer, choice.template
+        self.config = config.with_vocabulary(self.tokenizer.vocabulary_size)
         self._configuration = choice.configuration
         if self.stability is not None:
             logger.info("%s", self.description)

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.language.tokenizer import tokenizer_of
+from gateway.language.tokenizer_files import tokenizer_of
 from rollout_queue.redis import keys
 from tests.support.agents.acting_engine import FAMILY, ActingEngine
 from tests.support.agents.running import RunningAgents

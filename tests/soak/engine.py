@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
-from gateway.language.tokenizer import tokenizer_of
+from gateway.language.tokenizer_files import tokenizer_of
 from tests.support.gateway.fake_engine import FakeEngine
 
 LETTERS = [10 + number % 50 for number in range(60)]

@@ -14,7 +14,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.language.tokenizer import tokenizer_of
+from gateway.language.tokenizer_files import tokenizer_of
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, Backends

@@ -10,7 +10,8 @@ from jinja2.exceptions import SecurityError
 
 from gateway.language.families import FAMILIES
 from gateway.language.own.sandbox import BOUNDS, RENDER_S, Bounds, TemplateSandbox
-from gateway.language.tokenizer import BareTokenizer, named_tokens, object_in, tokenizer_settings
+from gateway.language.tokenizer import BareTokenizer
+from gateway.language.tokenizer_files import named_tokens, object_in, tokenizer_settings
 from rollout_queue import clock
 
 DEFAULT: Final = "default"
@@ -143,7 +144,10 @@ def _named(given: Any) -> dict[str, str]:
 def _content(file: Path, limit: int) -> str:
     if file.stat().st_size > limit:
         raise SystemExit(f"{file} has more than {limit} bytes")
-    return file.read_text(encoding="utf-8")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"{file} is not in UTF-8: {error}") from error
 
 
 def _words(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from redis import Redis
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gateway.language.tokenizer import tokenizer_of
+from gateway.language.tokenizer_files import tokenizer_of
 from rollout_queue.redis import keys
 from tests.support.images import asking, data_url, encoded, image_of, noise_url
 from tests.support.redis_clients import redis_at

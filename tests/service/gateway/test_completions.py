@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from gateway.language.tokenizer import tokenizer_of
+from gateway.language.tokenizer_files import tokenizer_of
 from tests.support.gateway.running import Backends, RunningGateway
 
 

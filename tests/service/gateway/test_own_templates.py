@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.language.own import template
-from gateway.language.tokenizer import tokenizer_of
+from gateway.language.tokenizer_files import tokenizer_of
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.own_templates import (
     BASE,

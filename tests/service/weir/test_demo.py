@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from gateway.app import create_app
 from gateway.language.render import ChatRenderer
-from gateway.language.tokenizer import tokenizer_of
+from gateway.language.tokenizer_files import tokenizer_of
 from gateway.settings.service import GatewaySettings
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.redis_clients import redis_at

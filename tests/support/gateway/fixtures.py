@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls
-from gateway.language.tokenizer import tokenizer_of
+from gateway.language.tokenizer_files import tokenizer_of
 from tests.support.gateway.deployment import Deploy, Deployment, ready
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import ANSWER, GatedEngine

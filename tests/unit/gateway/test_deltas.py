@@ -20,7 +20,8 @@ from gateway.language.own import choice
 from gateway.language.parsed_answer import ParsedAnswer
 from gateway.language.render import ChatRenderer
 from gateway.language.token_bytes import TokenBytes
-from gateway.language.tokenizer import BareTokenizer, tokenizer_of
+from gateway.language.tokenizer import BareTokenizer
+from gateway.language.tokenizer_files import tokenizer_of
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.examples import TEXTS
 from tests.support.gateway.families_agent import Agent, as_sent_back, renderer_of, result, user

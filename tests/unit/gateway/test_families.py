@@ -1,6 +1,7 @@
 """No drift in any family of chat templates: the next call continues from the sampled tokens themselves."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,110 @@ def test_a_model_that_never_thinks_serves_any_effort_and_refuses_the_switch(rend
         assert llama.thinking(wish, "thinking") == (llama, ()), wish
     with pytest.raises(InvalidRequest, match="this model does not think"):
         llama.thinking(ThinkingWish(on=True), "chat_template_kwargs.enable_thinking")
+
+
+# What the files say of the model
+
+SAID: dict[str, tuple[dict[str, Any], int]] = {
+    "n_positions": ({"max_position_embeddings": None, "n_positions": 512}, 512),
+    "seq_length": ({"max_position_embeddings": None, "seq_length": 512}, 512),
+    "a part for text": ({"text_config": {"vocab_size": 777, "max_position_embeddings": 512}}, 512),
+    "a part for text that says nothing": ({"text_config": {"vocab_size": None}}, 32768),
+    "another name of the part": (
+        {"max_position_embeddings": None, "llm_config": {"max_position_embeddings": 512}},
+        512,
+    ),
+    "no vocabulary": ({"vocab_size": None}, 32768),
+    "no type": ({"model_type": None}, 32768),
+    "experts by layer": ({"num_experts_per_tok": [2, 4]}, 32768),
+    "numbers that JSON does not have": ({"time_step_limit": [0.0, float("inf")]}, 32768),
+}
+UNSAID: dict[str, tuple[dict[str, Any], str]] = {
+    "no context": ({"max_position_embeddings": None}, "set gateway.context_length"),
+    "a context in words": ({"max_position_embeddings": "many"}, "max_position_embeddings is 'many'"),
+    "a vocabulary in words": ({"vocab_size": "many"}, "vocab_size is 'many'"),
+}
+
+
+def make_configured(directory: Path, changes: dict[str, Any]) -> Path:
+    file = make_model(directory, "qwen3") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    return directory
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_config_json_says_in_its_own_way_is_read(name: str, tmp_path: Path) -> None:
+    changes, context = SAID[name]
+    renderer = ChatRenderer(make_configured(tmp_path, changes), "qwen3")
+    assert renderer.context_length == context
+    said = changes.get("text_config", {}).get("vocab_size")
+    assert renderer.config.vocab_size == (said or renderer.tokenizer.vocabulary_size)
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_what_config_json_does_not_say_ends_the_start_in_a_sentence(name: str, tmp_path: Path) -> None:
+    changes, sentence = UNSAID[name]
+    with pytest.raises(SystemExit, match=sentence):
+        ChatRenderer(make_configured(tmp_path, changes), "qwen3")
+    if "gateway" in sentence:
+        assert ChatRenderer(tmp_path, "qwen3", context_length=99).context_length == 99
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b"\xff\xfe{}", b"version https://git-lfs"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_file_of_the_model_that_cannot_be_read_is_named(
+    name: str, content: bytes | None, tmp_path: Path
+) -> None:
+    file = make_model(tmp_path, "qwen3") / name
+    if content is not None:
+        file.write_bytes(content)
+    elif name == "config.json":
+        file.unlink()
+    else:
+        return
+    with pytest.raises(SystemExit, match=re.escape(name)) as ended:
+        ChatRenderer(tmp_path, "qwen3")
+    assert "\n" not in str(ended.value)
+
+
+ENDS: dict[str, tuple[Any, list[int] | None]] = {
+    "one": (5, [5]),
+    "several": ([5, 6, 5], [5, 6]),
+    "none": (None, []),
+    "an empty list": ([], []),
+    "no such token": ([-1, 10**6, 2**40], []),
+    "text": ("<|im_end|>", None),
+    "a fraction": (5.0, None),
+    "yes": (True, None),
+    "an object": ({"id": 5}, None),
+    "lists of lists": ([[5]], None),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("place", ["config.json", "text_config", "generation_config.json"])
+def test_end_tokens_are_those_that_all_files_name_or_are_refused(
+    name: str, place: str, tmp_path: Path
+) -> None:
+    said, expected = ENDS[name]
+    config = make_model(tmp_path, "qwen3") / "config.json"
+    own = [] if place == "config.json" else [json.loads(config.read_text(encoding="utf-8"))["eos_token_id"]]
+    given, file = {"eos_token_id": said}, tmp_path / place
+    if place == "text_config":
+        given, file = {place: given}, config
+    former = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    file.write_text(json.dumps(former | given), encoding="utf-8")
+    if expected is None:
+        with pytest.raises(SystemExit, match="eos_token_id is "):
+            ChatRenderer(tmp_path, "qwen3")
+        return
+    renderer = ChatRenderer(tmp_path, "qwen3")
+    template = set(renderer.template.get_stop_token_ids())
+    assert set(renderer.stop_ids) - template == {*expected, *own} - template
+
+
+def test_the_end_token_of_an_older_tokenizer_is_in_a_file_of_its_own(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3", ordinary=("<end>",))
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<end>"}}')
+    renderer = ChatRenderer(tmp_path, "qwen3")
+    assert renderer.tokenizer.convert_tokens_to_ids("<end>") in renderer.stop_ids

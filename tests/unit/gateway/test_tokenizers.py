@@ -191,3 +191,23 @@ def test_a_model_without_a_tokenizer_says_which_file_is_missing(tmp_path: Path) 
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"tokenizer\.json is not a tokenizer"):
         BareTokenizer(tmp_path, None)
+
+
+def test_tokens_that_only_older_files_name_are_those_of_auto_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    made = byte_level()
+    made.save(str(tmp_path / "tokenizer.json"))
+    size = made.get_vocab_size()
+    some = sorted(each for each in made.get_vocab() if len(each) > 2 and each.isascii())[:2]
+    files: dict[str, Any] = {
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+        "added_tokens.json": {"<|late|>": size, "<later>": size + 1},
+        "special_tokens_map.json": {"eos_token": "<|late|>", "additional_special_tokens": some},
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+    ours, theirs = BareTokenizer(tmp_path, None), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("a <|late|> b", "x<later>y", f"x{some[0]}y {some[1]}", f"<|late|><later>{some[0]}"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
+    assert ours.special_ids == {size, *map(made.token_to_id, some)}

@@ -4,11 +4,15 @@ tools, calls, results       ──▶ text in Hermes' form, if the template writ
 system prompt               ──▶ the beginning of the first user message, if the template has no system role
 neighbours of one role      ──▶ one message, if the template demands that roles alternate
 a user message after a result ──▶ preceded by an empty answer, if the template demands one
+texts of messages           ──▶ lists of one part, if the template reads no other content
+arguments of calls          ──▶ objects, or JSON if the template writes no others
 
 A conversation that grows is changed as before: only neighbours that no answer separates are joined.
 """
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.language.chat_messages import Message, Tool
@@ -28,6 +32,10 @@ class Adaptation:
     """Roles of which the template refuses neighbours."""
     answers_results: bool = False
     """The template refuses a user message that follows a tool's result."""
+    parts: bool = False
+    """The template reads contents that are lists of parts, and no texts."""
+    text_arguments: bool = False
+    """The template writes the arguments of calls that are JSON, and no objects."""
 
     def adapt(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[Message]:
         """The messages that the template gets."""
@@ -36,7 +44,29 @@ class Adaptation:
             adapted = _system_in_user(adapted)
         if self.joined_roles:
             adapted = _joined(adapted, self.joined_roles)
-        return _with_answers(adapted) if self.answers_results else adapted
+        if self.answers_results:
+            adapted = _with_answers(adapted)
+        if self.parts:
+            adapted = [_in_parts(message) for message in adapted]
+        return adapted if self.text_arguments else [with_objects(message) for message in adapted]
+
+
+def with_objects(message: Message) -> Message:
+    """The message with the arguments of its calls as objects, which most templates expect."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return message | {"tool_calls": calls}
+
+
+def _in_parts(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _system_in_user(messages: list[Message]) -> list[Message]:

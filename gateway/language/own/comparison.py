@@ -14,8 +14,9 @@ from renderers import config_from_name, create_renderer
 
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.families import OWN_TEMPLATE
+from gateway.language.own.adaptation import with_objects
 from gateway.language.own.example_conversation import EXAMPLE_TOOL
-from gateway.language.own.renderer import with_objects
+from gateway.language.own.renderer import with_thinking
 from gateway.language.own.template import OwnTemplate, TemplateRefusal, own_template
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue import clock
@@ -149,7 +150,9 @@ def _compared(family: Any, tokenizer: BareTokenizer, own: OwnTemplate) -> Iterat
         tools: list[Tool] | None = [EXAMPLE_TOOL] if with_tools else None
         try:
             text = own.text(
-                [with_objects(each) for each in messages], tools=tools, add_generation_prompt=True
+                [with_thinking(with_objects(each)) for each in messages],
+                tools=tools,
+                add_generation_prompt=True,
             )
             theirs = family.render_ids(
                 [dict(each) for each in messages], tools=tools, add_generation_prompt=True

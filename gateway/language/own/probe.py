@@ -1,7 +1,7 @@
 """Finds out what a model's own chat template accepts and writes, by rendering example conversations."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from renderers import DefaultRendererConfig
@@ -21,6 +21,7 @@ USER: Message = {"role": "user", "content": "usertext"}
 NEXT: Message = {"role": "user", "content": "nexttext"}
 SAID: Message = {"role": "assistant", "content": "saidtext"}
 THOUGHT: Message = {**SAID, "reasoning_content": "thoughttext"}
+TOOL_NAME: str = EXAMPLE_TOOL["function"]["name"]
 PLAIN, WITH_TOOLS = "chat", "tools"
 NINE, LONGER = "callnine9", "call_longer_than_nine"
 """Some templates refuse a call's id that does not have nine characters."""
@@ -70,12 +71,17 @@ class Probe:
         if "usertext" not in written:
             raise SystemExit("the model's chat template does not write a user's message")
 
+    def writes_user(self) -> bool:
+        return self._writes([USER], "usertext")
+
+    def writes_calls(self) -> bool:
+        return self._writes([USER, self._call(NINE), _result(NINE)], "arg", "seentext", tools=[EXAMPLE_TOOL])
+
     def family(self) -> Family:
         """What the template accepts."""
         system = self._system()
         nine = self._call(NINE)
-        tools = self._writes([USER, nine, _result(NINE)], "arg", "seentext", tools=[EXAMPLE_TOOL])
-        tools = tools and self._writes([USER], EXAMPLE_TOOL["function"]["name"], tools=[EXAMPLE_TOOL])
+        tools = self.writes_calls() and self._writes([USER], TOOL_NAME, tools=[EXAMPLE_TOOL])
         nine_only = tools and not self._renders([USER, self._call(LONGER), _result(LONGER)])
         both = {**self._call(NINE, "callnine8"), "content": "saidtext"}
         split = [{**both, "tool_calls": [call], "content": ""} for call in both["tool_calls"]]
@@ -108,7 +114,8 @@ class Probe:
         if not self._renders([USER, SAID, SAID, NEXT]) and self._renders([USER, SAID, NEXT]):
             joins.add("assistant")
         between = [*called, {"role": "assistant", "content": ""}, NEXT]
-        return Adaptation(
+        return replace(
+            self.renderer.adaptation,
             tool_prompt=tool_prompt,
             system_in_user=not self._system(),
             joined_roles=frozenset(joins),
@@ -236,9 +243,9 @@ def template_renderer(
     Raises SystemExit for a template that does not write a user's message.
     """
     plain, stop_ids = DefaultRendererConfig(), eos_ids
-    Probe(TemplateRenderer(tokenizer, plain, stop_ids)).refuse_unfit()
-    stop_ids |= Probe(TemplateRenderer(tokenizer, plain, stop_ids)).ends()
-    bare = Probe(TemplateRenderer(tokenizer, plain, stop_ids))
+    shape = _shape(tokenizer, plain, eos_ids)
+    stop_ids |= Probe(TemplateRenderer(tokenizer, plain, stop_ids, shape)).ends()
+    bare = Probe(TemplateRenderer(tokenizer, plain, stop_ids, shape))
     prompted = tool_prompt == "hermes" and not bare.family().tools
     adaptation = bare.adaptation(prompted)
     configurations = [DefaultRendererConfig(tool_parser=parser) for parser in TOOL_PARSERS]
@@ -251,6 +258,21 @@ def template_renderer(
     probe = Probe(next(able, TemplateRenderer(tokenizer, plain, stop_ids, adaptation)))
     family = probe.family()
     return probe.renderer, family, probe.stability(family)
+
+
+def _shape(
+    tokenizer: TemplateTokenizer, plain: DefaultRendererConfig, stop_ids: frozenset[int]
+) -> Adaptation:
+    """In which form the template reads contents and arguments. Raises SystemExit if it reads none."""
+
+    def probe(shape: Adaptation) -> Probe:
+        return Probe(TemplateRenderer(tokenizer, plain, stop_ids, shape))
+
+    parts = not probe(Adaptation()).writes_user() and probe(Adaptation(parts=True)).writes_user()
+    shape = Adaptation(parts=parts)
+    probe(shape).refuse_unfit()
+    texts = replace(shape, text_arguments=True)
+    return texts if not probe(shape).writes_calls() and probe(texts).writes_calls() else shape
 
 
 def kept_by(configuration: DefaultRendererConfig, thinking: Thinking) -> DefaultRendererConfig:

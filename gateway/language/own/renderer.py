@@ -4,10 +4,8 @@ messages ──adaptation──▶ messages ──the model's own template──
 before, before + new ──the same──▶ two texts; if one begins with the other ──▶ the ids of the new messages
 """
 
-import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -67,7 +65,7 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]  # the library ha
 
         Raises TemplateRefusal if the template does not render it.
         """
-        adapted = [with_objects(message) for message in self.adaptation.adapt(messages, tools)]
+        adapted = [with_thinking(message) for message in self.adaptation.adapt(messages, tools)]
         given = None if self.adaptation.tool_prompt else tools
         options = {**(self.config.model_extra or {}), "add_generation_prompt": ask}
         return self.tokenizer.template.text(adapted, tools=given, **options)
@@ -162,17 +160,7 @@ def refuse_tools(messages: Sequence[Message], tools: Sequence[Tool] | None) -> N
             raise InvalidRequest(f"{text}. {TOOL_PROMPT_EXISTS}", param=f"messages[{index}]")
 
 
-def with_objects(message: Message) -> Message:
-    """The message as templates expect it: the arguments of its calls as objects, a thought by both names."""
-    if thought := message.get("reasoning_content"):
-        message = {"thinking": thought, **message}
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
-        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
-    return message | {"tool_calls": calls}
+def with_thinking(message: Message) -> Message:
+    """The message with its thought by both names that templates know."""
+    thought = message.get("reasoning_content")
+    return {"thinking": thought, **message} if thought else message

@@ -119,6 +119,52 @@ def test_documents_are_written_as_by_transformers(tmp_path: Path) -> None:
         assert own.text(ORDINARY["turns"], **given) == expected
 
 
+# Templates that read messages in another form
+
+CHAT = (
+    "{%- for m in messages %}{{- '<|im_start|>' ~ m.role ~ '\n' }}CONTENT{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+BY_PARTS = {
+    "a loop": "{%- for c in m.content %}{%- if c.type == 'text' %}{{- c.text }}{%- endif %}{%- endfor %}",
+    "a filter": "{{- m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join }}",
+    "the first part": "{{- m.content[0]['text'] }}",
+    "an answer as text": "{{- m.content if m.content is string else m.content[0].text }}",
+}
+IN_TEXT = (
+    "{%- if loop.first and tools %}{{- tools | tojson ~ '\n' }}{%- endif %}{{- m.content }}"
+    '{%- for call in m.tool_calls or [] %}{{- \'<tool_call>\n{"name": "\' + call.function.name +'
+    " '\", \"arguments\": ' + call.function.arguments + '}\n</tool_call>' }}{%- endfor %}"
+)
+
+
+@pytest.mark.parametrize("way", BY_PARTS)
+def test_a_template_that_reads_parts_of_contents_gets_parts(way: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    template = CHAT.replace("CONTENT", BY_PARTS[way])
+    OwnModel(template, CHATML, "<|im_end|>", tools=False).make(tmp_path)
+    renderer, theirs = ChatRenderer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for messages in (ORDINARY["user"], ORDINARY["turns"], ODD["neighbours"][0], ODD["late system"][0]):
+        parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+        given: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
+        assert renderer.render(messages, None).tolist() == theirs.apply_chat_template(parts, **given)
+    agent = Agent(renderer, None, [SYSTEM])
+    for relation in ("root", "extends"):
+        prompt = agent.ask(user("hi"))
+        assert prompt.relation == relation
+        _, read = agent.answer(prompt, sampled(renderer, prompt.prompt_ids, told("It is 7.")))
+        agent.messages.append(told(read.content))
+
+
+def test_a_template_that_writes_the_text_of_arguments_gets_text(tmp_path: Path) -> None:
+    model = replace(PUBLIC["hermes"], template=CHAT.replace("CONTENT", IN_TEXT))
+    renderer = ChatRenderer(model.make(tmp_path))
+    assert (renderer.family.tools, renderer.family.calls) == (True, "qwen3")
+    prompt = renderer.tokenizer.decode(renderer.render(ORDINARY["call"], [TOOL]).tolist())
+    assert f'"arguments": {CALLED["tool_calls"][0]["function"]["arguments"]}' in prompt
+
+
 # A family's code, or the model's own template
 
 MARCH = PUBLIC["llama3"].template.replace("December", "March")
@@ -183,16 +229,25 @@ def test_a_models_own_template_wins_where_it_differs_from_its_familys(
     assert ChatRenderer(tmp_path, renderer.check.family).check.own_wins is False, "the setting decides"
 
 
-def test_what_one_of_the_two_refuses_is_named_and_does_not_decide(tmp_path: Path) -> None:
+def test_what_one_of_the_two_refuses_is_named_and_does_not_decide(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     refusing = "{%- if tools %}{{- raise_exception('no tools') }}{%- endif %}" + THINKING_TEMPLATE
     typed(replace(PUBLIC["qwen3"], template=refusing).make(tmp_path), "qwen3")
     check = ChatRenderer(tmp_path).check
     assert check.agrees
     assert "tools" in check.refused
     assert "not compared: tools, " in check.row.detail
-    for source, words in (("{%- for", "is not valid"), ("{{- 'x' * 9999999999 }}", "does not work")):
-        (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
+    for source, words in (
+        (b"{%- for", "is not valid"),
+        (b"{{- 'x' * 9999999999 }}", "does not work"),
+        (b"{{- messages | rarefilter }}", "No filter named 'rarefilter'"),
+        (b"{{- '\xe9' }}", "is not in UTF-8"),
+    ):
+        (tmp_path / "chat_template.jinja").write_bytes(source)
+        caplog.clear()
         check = ChatRenderer(tmp_path).check
+        assert [each.levelname for each in caplog.records if words in each.getMessage()] == ["WARNING"]
         assert (check.agrees, check.own_wins) == (None, False)
         assert words in check.row.detail, "a template that cannot be used is no template"
 

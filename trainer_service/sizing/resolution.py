@@ -7,6 +7,7 @@ settings ─▶ device ─┬─ CPU ─▶ float32, no checkpointing, 1024 toke
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from rollout_queue.base_model.headers import BrokenWeights
 from rollout_queue.base_model.model_files import ModelFiles
+from trainer_service.model.huggingface import refused_in_words
 from trainer_service.model.settings import LORA_LEARNING_RATE, LoraSettings
 from trainer_service.model.sharding.zero import wants_cuda
 from trainer_service.settings import TrainerSettings
@@ -24,6 +26,8 @@ from trainer_service.sizing.memory import DoesNotFit, ModelShape, Partition, fit
 logger = logging.getLogger(__name__)
 
 SLOW_LORA_RATE = 1e-5
+LAYER = re.compile(r"\.\d+\.")
+"""In the names of tensors that belong to a layer."""
 
 
 @dataclass(frozen=True)
@@ -142,22 +146,39 @@ def shape_of(path: Path, lora: LoraSettings | None = None) -> ModelShape:
     """Read the shape of a model from its configuration and the headers of its weights."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path).get_text_config()
     shapes = _tensor_shapes(path)
-    heads = config.num_attention_heads
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    experts = getattr(config, "num_experts_per_tok", None) or 1
-    of_expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    with refused_in_words(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+
+    def said(name: str) -> int:
+        """What the configuration says; of a number that differs between layers the largest; 0 if nothing."""
+        try:
+            values = [getattr(config, name, None)]
+        except RuntimeError:
+            layers = (config.per_layer_config[layer] for layer in range(config.num_hidden_layers))
+            values = [getattr(layer, name, None) for layer in layers]
+        return max((value for value in values if isinstance(value, int)), default=0)
+
+    hidden, heads = said("hidden_size"), said("num_attention_heads") or 1
+    head_width = said("head_dim") or hidden // heads
+    dense = said("intermediate_size") or _widest(shapes)
+    of_experts = said("moe_intermediate_size") * (said("num_experts_per_tok") or 1)
     return ModelShape(
         parameters=sum(map(math.prod, shapes.values())),
         adapters=_adapter_parameters(shapes, lora) if lora else 0,
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
+        layers=said("num_hidden_layers"),
+        hidden=hidden,
         queries=heads * head_width,
-        keys=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
-        intermediate=max(config.intermediate_size, of_expert * experts),
-        vocabulary=config.vocab_size,
+        keys=(said("num_key_value_heads") or heads) * head_width,
+        intermediate=max(dense, of_experts),
+        vocabulary=said("vocab_size"),
     )
+
+
+def _widest(shapes: Mapping[str, Sequence[int]]) -> int:
+    """The widest layer of a model that does not say it: one that is fused with others counts with them."""
+    of_layers = (max(shape) for name, shape in shapes.items() if LAYER.search(name) and len(shape) == 2)
+    return max(of_layers, default=0)
 
 
 def _adapter_parameters(shapes: Mapping[str, Sequence[int]], lora: LoraSettings) -> int:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
+from tests.support.trainer_service.base_models import WEIGHTS
 from tests.support.trainer_service.model_families import Family, made
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.__main__ import main
@@ -205,6 +207,35 @@ def test_the_shape_is_read_from_the_files(model_path: Path, tmp_path: Path) -> N
     made(Family("Llama", {"tie_word_embeddings": False}), tmp_path)
     of_head = settings_of(tmp_path, lora={"rank": 3, "target_modules": ["lm_head"]}).lora
     assert shape_of(tmp_path, of_head).adapters == 3 * (64 + 32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "queries", "keys", "intermediate"),
+    [
+        ("gpt2", 768, 768, 111),
+        ("opt", 768, 768, 111),
+        ("bloom", 64, 64, 111),
+        ("falcon", 4544, 4544, 111),
+        ("gpt_neo", 2048, 2048, 111),
+        ("mpt", 2048, 2048, 111),
+        ("mamba", 768, 768, 1536),
+        ("qwen3_5_moe", 4096, 512, 4096),
+        ("gemma4", 4096, 2048, 9216),
+    ],
+)
+def test_the_shape_of_a_kind_that_names_its_layers_in_another_way_is_an_estimate(
+    tmp_path: Path, kind: str, queries: int, keys: int, intermediate: int
+) -> None:
+    transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    save_file({"h.0.mlp.weight": torch.ones(111, 5), "wte.weight": torch.ones(222, 5)}, tmp_path / WEIGHTS)
+    shape = shape_of(tmp_path)
+    assert (shape.queries, shape.keys, shape.intermediate) == (queries, keys, intermediate)
+    assert (
+        min(
+            shape.layers, shape.hidden, shape.vocabulary, token_bytes(shape, Partition(1, 2, half=True), True)
+        )
+        > 0
+    )
 
 
 def kept_for_backward(model: Any, tokens: int) -> int:

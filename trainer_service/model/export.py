@@ -83,7 +83,7 @@ def export_tensors(model: Any, merge_seed: int | None = None) -> Iterator[Export
             continue
         layer, is_base, leaf = name.partition(".base_layer.")
         if is_base and leaf == "weight":
-            yield _merged(f"{layer}.weight", tensor, adapted[layer], merge_seed)
+            yield _merged(_stored_name(model, f"{layer}.weight"), tensor, adapted[layer], merge_seed)
         elif tensor.requires_grad:  # neither a buffer nor a weight that is frozen
             yield from _stored(model, f"{layer}.{leaf}" if is_base else name, tensor)
 
@@ -126,6 +126,12 @@ def _unfused(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
     found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
     return found
+
+
+def _stored_name(model: Any, name: str) -> str:
+    """The name in files of a weight that is no part of another one there."""
+    names = list(_unfused(model, name, torch.empty(0, device="meta")))
+    return names[0] if len(names) == 1 else name
 
 
 def _merged(name: str, base: Tensor, layer: Any, merge_seed: int | None) -> ExportTensor:

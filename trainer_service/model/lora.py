@@ -59,6 +59,7 @@ class Adapters:
         self._config._register_custom_module({LogprobHead: AdaptedHead})
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+            warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match")  # no experts
             warnings.filterwarnings("ignore", "Unsupported layer type")  # it has all that PEFT looks for
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # see `export_tensors`
             inject_adapter_in_model(self._config, model, name)

@@ -15,19 +15,25 @@ from torch import Tensor
 
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest
 from rollout_server.settings import EngineLoraSettings
+from rollout_server.weights.safetensors_file import tensors_of
 from rollout_server.weights.verify import ExpectedModel, verify_directory
 from tests.support.long_cases import cases, in_turn
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.model_families import Family, made
+from tests.support.trainer_service.model_kinds import make_kind
 from tests.support.trainer_service.peft_models import peft_model
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.same_training import (
     differs_by,
 )
 from trainer_service.model import policy
-from trainer_service.model.export import stochastically_rounded
+from trainer_service.model.base_weights import BaseWeights
+from trainer_service.model.export import check_tensor_names, stochastically_rounded
+from trainer_service.model.huggingface import load_model
+from trainer_service.model.lora import Adapters
+from trainer_service.model.settings import LoraSettings
 from trainer_service.model.sharding.zero import deepspeed_config
 from trainer_service.rows.rows import MicroBatch, micro_batches
 from trainer_service.settings import TrainerSettings
@@ -346,3 +352,13 @@ def test_adapters_go_on_after_a_push_that_failed(
     assert manifest_of(harness.store.path_of(2)).is_adapter
     assert "no server took version 1" in caplog.text
     assert "version 1 is served" not in caplog.text
+
+
+def test_a_weight_with_an_adapter_has_the_name_of_the_base_models_file(tmp_path: Path) -> None:
+    """Mixtral's routers have another name there than in memory."""
+    make_kind("mixtral", tmp_path)
+    base, model = BaseWeights.checked(tmp_path), load_model(tmp_path, torch.float32)
+    Adapters(model, LoraSettings(rank=2), tmp_path)
+    published = {tensor.name: tensor.shape for tensor in base.published(model)}
+    assert published == {name: stored.shape for name, (_, stored) in tensors_of(tmp_path).items()}
+    check_tensor_names(model, base.dtypes, tmp_path)

@@ -30,9 +30,7 @@ from gateway.language.parsed_answer import AnswerReader, ParsedAnswer, SampledId
 from gateway.language.thinking import Options, ThinkingWish, options_of
 from gateway.language.token_budget import at_most, text_chars, too_long
 from rollout_queue import clock
-from rollout_queue.base_model.tokenizer_check import tokenizer_check
 from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.protocol.model_checks import ModelCheck
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +77,8 @@ class ChatRenderer:
         """The tokens that end an answer."""
         self.foreign_stops = frozenset(self.stop_ids).difference(stop_ids)
         """Those that the model's files name, and the template does not."""
-        self.model_checks = (choice.check.row, self._ends_check(), self._tokenizer_check())
+        ends_row = self.tokenizer.ends_check(self.stop_ids, self.foreign_stops)
+        self.model_checks = (choice.check.row, ends_row, self.tokenizer.check())
         """What was found out about the model."""
         for check in self.model_checks:
             logger.log(logging.INFO if check.outcome == "right" else logging.WARNING, "%s", check.line)
@@ -279,19 +278,6 @@ class ChatRenderer:
             return self._reader.answer(parse(ids, prompt), sampled, turn_id, partial)
         except UNREADABLE:
             return self._reader.answer_in_part(sampled, turn_id)
-
-    def _ends_check(self) -> ModelCheck:
-        """The row about the tokens that end an answer."""
-        detail = ", ".join(self.tokenizer.token_text(each)[0] for each in self.stop_ids)
-        if not self.foreign_stops:
-            return ModelCheck(check="end tokens", outcome="right", detail=detail)
-        named = ", ".join(self.tokenizer.token_text(each)[0] for each in sorted(self.foreign_stops))
-        detail += f"; the model's files name {named}, and the chat template does not"
-        return ModelCheck(check="end tokens", outcome="differs", detail=detail)
-
-    def _tokenizer_check(self) -> ModelCheck:
-        added = [token.content for token in self.tokenizer.backend.get_added_tokens_decoder().values()]
-        return tokenizer_check(self.tokenizer.encode_alone, added)
 
     def text_of(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids))

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,8 @@ from gateway.language.tokenizer_files import named_tokens, tokenizer_of, tokeniz
 from gateway.metrics.counted_cache import CountedCache
 from gateway.metrics.prompt_time import ThreadSeconds
 from rollout_queue import clock
+from rollout_queue.base_model.tokenizer_check import tokenizer_check
+from rollout_queue.protocol.model_checks import ModelCheck
 
 REASONING_TAGS = ("<think>", "</think>")
 """The tokenizer treats these as control tokens, even if the template uses neither."""
@@ -91,6 +93,19 @@ class BareTokenizer:
         if (budget := BUDGET.get()) is not None:
             budget.spend(len(begin) + len(end))
         return [*begin, *ids, *end]
+
+    def check(self) -> ModelCheck:
+        """The row of the model's table about the ids of texts."""
+        return tokenizer_check(self.encode_alone, [token.content for token in self._added.values()])
+
+    def ends_check(self, stop_ids: Sequence[int], foreign: Set[int]) -> ModelCheck:
+        """The row about the tokens that end an answer. The `foreign` ones are not the template's."""
+        detail = ", ".join(self.token_text(each)[0] for each in stop_ids)
+        if not foreign:
+            return ModelCheck(check="end tokens", outcome="right", detail=detail)
+        named = ", ".join(self.token_text(each)[0] for each in sorted(foreign))
+        detail += f"; the model's files name {named}, and the chat template does not"
+        return ModelCheck(check="end tokens", outcome="differs", detail=detail)
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)

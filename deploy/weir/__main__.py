@@ -100,7 +100,7 @@ def show_status(config: Config = None, run_dir: RunDir = None) -> None:
 
 @app.command("config")
 def show_config(config: Config = None) -> None:
-    """Print the complete effective configuration of all services, with keys masked."""
+    """Print the complete effective configuration of all services, without keys and passwords."""
     use(config)
     typer.echo(effective_configuration(), nl=False)
 

@@ -16,6 +16,7 @@ import yaml
 
 from gateway.keys.api_key import NAME, ApiKey, KeyLimits, Limit, Secret
 from rollout_queue.http.keys import Role, digest
+from rollout_queue.settings import is_secret
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -61,8 +62,8 @@ def _check(path: Path, entry: _Entry) -> None:
         raise WrongKeyFile(f"{path}: a key's name has 1 to 63 letters, digits, dots, dashes, underscores")
     if not entry.secrets and not entry.secrets_sha256:
         raise WrongKeyFile(f"{path}: the key {entry.name} has no secret")
-    if not all(entry.secrets):
-        raise WrongKeyFile(f"{path}: a secret of the key {entry.name} is empty")
+    if not all(map(is_secret, entry.secrets)):
+        raise WrongKeyFile(f"{path}: a secret of the key {entry.name} is empty, or asterisks alone")
     if not all(DIGEST.fullmatch(each) for each in entry.secrets_sha256):
         raise WrongKeyFile(f"{path}: secrets_sha256 of the key {entry.name} are not SHA-256 in hex")
 

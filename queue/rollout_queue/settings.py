@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
@@ -128,6 +128,23 @@ class ServiceSettings(BaseSettings):
         for name in sorted(cls.retired & given.keys() | variables):
             logger.warning("%s.%s has no effect any more: remove it", cls.section, name)
         return {name: value for name, value in given.items() if name not in cls.retired}
+
+    @model_validator(mode="after")
+    def _keys_are_secrets(self) -> Self:
+        for name in sorted(SECRETS & type(self).model_fields.keys()):
+            given: str | list[str] | None = getattr(self, name)
+            for key in [given] if isinstance(given, str) else given or []:
+                if not is_secret(key):
+                    raise ValueError(
+                        f"{self.section}.{name}: {key!r} is what is shown in place of a key, and no key: "
+                        "write the key itself"
+                    )
+        return self
+
+
+def is_secret(key: str) -> bool:
+    """Whether the text can be a secret. Asterisks stand for one in logs, so they let nobody in."""
+    return bool(key.strip("* \t"))
 
 
 S = TypeVar("S", bound=ServiceSettings)

@@ -1,5 +1,6 @@
 """The command line: an error is one sentence, and `weir config` prints all settings."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,8 +24,10 @@ def own_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     file = tmp_path / "weir.yaml"
     file.write_text(
-        "gateway: {port: 8351, admin_keys: [hush], redis_url: 'redis://:hush@host/0'}\ngate: {}\n"
-        "rewards: {judge: {base_url: 'http://u:hush@host/v1', api_key: hush}}\n"
+        "gateway: {port: 8351, admin_keys: [hush], redis_url: 'redis://:hush@hush@host/0'}\ngate: {}\n"
+        "rewards: {judge: {base_url: 'http://u:hush@host/v1', api_key: hush}, rules: ["
+        "{name: far, kind: http, url: 'http://host/?a=1&password=hush', api_key: hush}]}\n"
+        "trainer: {redis_url: 'redis://host/0?password=hush', otel: {headers: {key: hush}}}\n"
     )
     shown = runner.invoke(app, ["config", "--config", str(file)], env={"WEIR_CONFIG": None})
     assert shown.exit_code == 0, shown.output
@@ -33,7 +36,17 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     document = yaml.safe_load(shown.output)
     assert list(document) == ["gateway", "rollout_server", "trainer", "rewards", "fine_tuning", "stack"]
     assert document["gateway"]["port"] == document["stack"]["gateway_port"] == 8351
-    assert document["gateway"]["redis_url"] == "redis://***@host/0"
+    assert document["gateway"]["redis_url"] == document["trainer"]["redis_url"] == "redis://host/0"
+    assert document["rewards"]["rules"][0]["url"] == "http://host/?a=1"
+    left_out = re.search("# left out, because secret: (.*)", shown.output)
+    assert left_out
+    assert left_out[1].split(", ") == [
+        *("gateway.redis_url", "gateway.admin_keys", "trainer.redis_url", "trainer.otel.headers"),
+        *("rewards.judge.base_url", "rewards.judge.api_key"),
+        *("rewards.rules.0.url", "rewards.rules.0.api_key"),
+    ]
+    assert "admin_keys" not in document["gateway"], "asterisks in its place would be a key that all know"
+    assert "***" not in shown.output
 
 
 def test_what_config_writes_configures_the_same(tmp_path: Path) -> None:

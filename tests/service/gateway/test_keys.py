@@ -355,6 +355,7 @@ def test_a_key_that_gets_a_name_keeps_the_sessions_of_its_secret(
         ("keys: [{name: a, secrets: [hunter2]", "no YAML"),
         ("keys: [{name: a, secrets_sha256: [hunter2]}]", "SHA-256"),
         ("keys: [{name: a, secrets: ['']}]", "empty"),
+        ("keys: [{name: a, secrets: [hunter2, '***']}]", "asterisks"),
         (None, "cannot be read"),
     ],
 )

@@ -10,6 +10,7 @@ from rollout_queue.http.starting import start
 from rollout_queue.redis.client.address import read_address
 from rollout_queue.settings import MOST_SECRET_BYTES, MalformedSettings, ServiceSettings, read_settings
 from rollout_server.settings import RolloutServerSettings
+from weir.configuration import service_settings
 
 
 @pytest.fixture
@@ -81,6 +82,19 @@ def test_a_fault_in_the_settings_is_one_sentence(section: str, value: object, se
     with pytest.raises(MalformedSettings) as fault:
         read_settings(RolloutServerSettings, **given)
     assert str(fault.value) == sentence
+
+
+@pytest.mark.parametrize("kind", service_settings(), ids=lambda kind: kind.section)
+@pytest.mark.parametrize("key", ["***", "*", " ****\t"])
+def test_what_stands_for_a_key_in_logs_is_no_key(kind: type[ServiceSettings], key: str) -> None:
+    lists = {"client_keys", "admin_keys"} & kind.model_fields.keys()
+    texts = {"rollout_server_key", "trainer_key", "engine_key"} & kind.model_fields.keys()
+    assert lists
+    for field in lists | texts:
+        required = {"model_path": "m"} if "model_path" in kind.model_fields else {}
+        with pytest.raises(MalformedSettings) as refused:
+            read_settings(kind, **required, **{field: ["good", key] if field in lists else key})
+        assert str(refused.value).startswith(f"{kind.section}.{field}: ")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from fine_tuning.files.store import FileStore
 from fine_tuning.job_queue import JobQueue
 from fine_tuning.jobs.job import FineTuningJob
 from fine_tuning.jobs.store import JobStore
-from fine_tuning.rest.admins_only import AdminsOnly
 from fine_tuning.rest.files import UPLOADS, file_routes
 from fine_tuning.rest.jobs import JobRoutes
 from fine_tuning.settings import FineTuningSettings
@@ -26,7 +25,9 @@ from fine_tuning.training.versions import PolicyWatch
 from reward_service.grading.runner import GraderRunner
 from reward_service.judging.models import GatewayModel, OpenAiModel
 from reward_service.sandbox.process import PythonProcesses
+from rollout_queue.http.api_page import api_page
 from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.callers import CallerCheck
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring, bearer
 from rollout_queue.http.probes import probes, text_of
@@ -69,17 +70,19 @@ def create_app(settings: FineTuningSettings) -> FastAPI:
     async def readiness() -> str | None:
         return queue.fault
 
-    app = FastAPI(title="Weir fine-tuning jobs", lifespan=lifespan)
+    app = FastAPI(title="Weir fine-tuning jobs", lifespan=lifespan, docs_url=None, redoc_url=None)
     keyring = Keyring(settings.client_keys, settings.admin_keys)
     uploads = {UPLOADS: settings.limits.file_bytes + FORM_BYTES}
     app.add_middleware(BodyLimit, most_bytes=BODY_BYTES, of_paths=uploads)
-    app.add_middleware(AdminsOnly, keyring=keyring)
+    app.add_middleware(CallerCheck, keyring=keyring, callers={"admin"})
     app.add_middleware(RequestIds)
     install_error_handlers(app)
     app.add_exception_handler(BadInput, _answer)
     app.include_router(probes(readiness, text_of(_registry(jobs, queue))))
-    app.include_router(file_routes(files, keyring))
-    app.include_router(JobRoutes(jobs, files, queue, policy, settings.limits).router(keyring))
+    app.include_router(file_routes(files))
+    routes = JobRoutes(jobs, files, queue, policy, settings.limits, python=not keyring.open)
+    app.include_router(routes.router())
+    app.include_router(api_page(app))
     return app
 
 

@@ -26,7 +26,6 @@ from gateway.dialects.responses.dialect import Responses
 from gateway.dialects.token_ids import TokenIdsDialect
 from gateway.edge.asgi import EdgeApp, Endpoint
 from gateway.edge.background_answers import BackgroundAnswers
-from gateway.edge.browsers import public_hosts
 from gateway.edge.errors import install_gateway_errors
 from gateway.edge.exchange import Exchange
 from gateway.edge.joins import JoinableCalls, Joins
@@ -53,6 +52,8 @@ from gateway.rest.workers import metrics_text, private_app
 from gateway.settings.service import GatewaySettings
 from gateway.wiring.background import background_tasks, reload_on_hangup
 from gateway.wiring.parts import GatewayParts, opened
+from rollout_queue.http.api_page import api_page
+from rollout_queue.http.browsers import public_hosts
 from rollout_queue.http.errors import RequestIds, install_error_handlers
 from rollout_queue.http.probes import probes
 from rollout_queue.http.workers.private_server import private_server
@@ -95,7 +96,7 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
                 await answers.close(settings.drain_timeout_s)
         await siblings.close()
 
-    app = FastAPI(title="Weir gateway", version="1", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="Weir gateway", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.siblings = siblings
     install_error_handlers(app)
     install_gateway_errors(app)
@@ -113,6 +114,7 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     app.include_router(
         probes(lambda: _why_not_ready(app, edge), lambda: metrics_text(metrics.registry, worker, siblings))
     )
+    app.include_router(api_page(app))
     vars(app)["openapi"] = lambda: openapi_document(app)
     wrong_keys, hosts = WrongKeys(settings.wrong_keys), public_hosts(settings.public_url)
     edge = EdgeApp(app, bodies, calls, answers, settings.leave_s, metrics.of("rest"), wrong_keys, hosts)

@@ -5,7 +5,6 @@ GatewayError
 │  └─ RequestRefused   an engine refused the request
 ├─ UnknownCaller       the request has no API key, or an unknown one
 ├─ NotPermitted        the request's key does not allow this
-│  └─ OtherSite        another web site had a browser send the request
 ├─ ObjectNotFound      the named session, policy or server does not exist, or belongs to another key
 ├─ StateConflict       the request contradicts the stored state; the same request fails again
 ├─ LimitReached        a limit is used up; the request may succeed after `retry_s` seconds

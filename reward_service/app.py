@@ -30,15 +30,16 @@ from reward_service.dispatch.single import SessionHandler
 from reward_service.grading.runner import GraderRunner
 from reward_service.judging.models import GatewayModel, JudgeModelClient, OpenAiModel
 from reward_service.metrics import RewardMetrics
-from reward_service.rest.access import Access
 from reward_service.rest.dispatch import dispatch_routes
 from reward_service.rest.graders import GraderRoutes
 from reward_service.rest.slots import Slots
 from reward_service.sandbox.process import PythonProcesses
 from reward_service.settings import RewardSettings
+from rollout_queue.http.api_page import api_page
 from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.callers import CallerCheck
 from rollout_queue.http.errors import RequestIds, install_error_handlers
-from rollout_queue.http.keys import Keyring
+from rollout_queue.http.keys import Keyring, Role
 from rollout_queue.http.probes import probes, text_of
 
 
@@ -121,16 +122,19 @@ def create_app(settings: RewardSettings) -> FastAPI:
     async def readiness() -> str | None:
         return dispatcher.gateway_fault
 
-    app = FastAPI(title="Weir reward service", lifespan=lifespan)
+    keyring = Keyring(settings.client_keys, settings.admin_keys)
+    app = FastAPI(title="Weir reward service", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, most_bytes=settings.limits.body_bytes)
+    app.add_middleware(CallerCheck, keyring=keyring, callers={"client", "admin"})
     app.add_middleware(RequestIds)
     install_error_handlers(app)
     app.include_router(probes(readiness, text_of(parts.metrics.registry)))
-    keyring = Keyring(settings.client_keys, settings.admin_keys)
-    limits, from_clients = settings.limits, settings.python.from_clients
-    routes = GraderRoutes(parts.runner, slots, parts.metrics, limits.run_timeout_s, python=from_clients)
-    app.include_router(routes.router(Access(keyring)))
-    app.include_router(dispatch_routes(dispatcher, keyring))
+    python: set[Role] = {"client", "admin"} if settings.python.from_clients else {"admin"}
+    run_timeout_s = settings.limits.run_timeout_s
+    bring_python = set() if keyring.open else python
+    app.include_router(GraderRoutes(parts.runner, slots, parts.metrics, run_timeout_s, bring_python).router())
+    app.include_router(dispatch_routes(dispatcher))
+    app.include_router(api_page(app))
     return app
 
 

@@ -4,10 +4,12 @@ the engine's memory away. Also those by which prime-rl's orchestrator controls a
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from rollout_queue.http.api_page import api_page
 from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.callers import CallerCheck
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.files import LargeFile
 from rollout_queue.http.keys import Keyring
@@ -33,16 +35,19 @@ def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:
         yield
         await server.close()
 
-    app = FastAPI(title="Weir rollout server", lifespan=lifespan)
+    app = FastAPI(title="Weir rollout server", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit)
+    app.add_middleware(
+        CallerCheck, keyring=keyring, callers={"admin", "rollout_server"}, public_url=server.public_url
+    )
     app.add_middleware(RequestIds)
     install_error_handlers(app)
     app.add_exception_handler(ReloadError, _refused)
     app.include_router(probes(server.unready_because, text_of(server.metrics.registry)))
     app.include_router(_health(server))
-    guarded = (_reloading, _adapters, _memory, _rotation, _orchestrated)
-    for router in [of(server) for of in guarded]:
-        app.include_router(router, dependencies=[Depends(keyring.require_server)], tags=["rollout server"])
+    for routes in (_reloading, _adapters, _memory, _rotation, _orchestrated):
+        app.include_router(routes(server), tags=["rollout server"])
+    app.include_router(api_page(app))
     return app
 
 

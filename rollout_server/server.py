@@ -142,6 +142,11 @@ class RolloutServer:
         return self._registration.addresses.engine_url
 
     @property
+    def public_url(self) -> str | None:
+        """Where others reach this server, if the settings say so."""
+        return self._settings.public_url
+
+    @property
     def name(self) -> str:
         """The id in the fleet."""
         return self._settings.name

@@ -117,7 +117,8 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
     # Ranks on other hosts may have another working directory.
     checkpoints = Checkpoints(settings.checkpoint_dir.absolute(), settings.keep_checkpoints)
     store, sender = _policy_store(settings), _tensor_sender(settings)
-    app = create_app(shared_state, checkpoints.ledger, store, keyring, registry, sender, _curves(settings))
+    parts_of_app = (shared_state, checkpoints.ledger, store, keyring, registry, sender, _curves(settings))
+    app = create_app(*parts_of_app, settings.public_url)
     logger.info("algorithm %s", settings.algorithm.model_dump_json())
     redis = connect(settings)
     # The lease has its own connection: when a call on it times out, the lease is still valid for a retry.

@@ -17,6 +17,7 @@ from rollout_queue import clock
 from rollout_queue.base_model.model_files import FILE_NAME
 from rollout_queue.contract.policies.policy import MANIFEST
 from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.callers import CallerCheck, admins_only
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.files import LargeFile
 from rollout_queue.http.keys import Keyring
@@ -56,12 +57,16 @@ def create_app(
     registry: CollectorRegistry,
     sender: TensorSender | None = None,
     curves: Curves | None = None,
+    public_url: str | None = None,
 ) -> FastAPI:
     """With a `sender`, rollout servers may ask it for the tensors of the newest version. Without `curves`,
-    the run has none."""
+    the run has none. At the host of `public_url`, the trainer answers also without keys."""
     app = FastAPI(title="Weir trainer", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     app.add_middleware(BodyLimit)
+    app.add_middleware(
+        CallerCheck, keyring=keyring, callers={"admin", "rollout_server"}, public_url=public_url
+    )
     app.add_middleware(RequestIds)
 
     async def readiness() -> str | None:
@@ -69,15 +74,14 @@ def create_app(
 
     app.include_router(probes(readiness, text_of(registry)))
     _show_disk(store, registry)
-    guarded = [Depends(keyring.require_admin)]
+    guarded = [Depends(admins_only)]
     app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)
     app.include_router(_tasks(shared_state), dependencies=guarded)
     app.include_router(_learning(curves or Curves(None)), dependencies=guarded)
-    for_servers = [Depends(keyring.require_server)]
-    app.include_router(_weights(store), dependencies=for_servers)
+    app.include_router(_weights(store))
     if sender is not None:
-        app.include_router(_collective(sender), dependencies=for_servers)
+        app.include_router(_collective(sender))
     return app
 
 

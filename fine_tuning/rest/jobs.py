@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
 from fine_tuning.errors import BadInput, BadRow
@@ -20,10 +20,10 @@ from fine_tuning.jobs.store import JobStore
 from fine_tuning.rest.pages import page_of
 from fine_tuning.settings import FineTuningLimits
 from fine_tuning.training.versions import GatewaySilent, PolicyWatch
+from reward_service.graders.objects import brings_python
 from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.keys import Keyring
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
@@ -38,16 +38,18 @@ class JobRoutes:
         queue: JobQueue,
         policy: PolicyWatch,
         limits: FineTuningLimits,
+        *,
+        python: bool,
     ) -> None:
+        """`python`: jobs may bring Python graders. Without keys they may not: every program of the machine is
+        an admin."""
         self._jobs, self._files, self._queue, self._policy = jobs, files, queue, policy
-        self._limits = limits
+        self._limits, self._python = limits, python
         self._making = asyncio.Lock()
         """One file is checked at a time."""
 
-    def router(self, keyring: Keyring) -> APIRouter:
-        router = APIRouter(
-            prefix="/v1/fine_tuning/jobs", tags=["jobs"], dependencies=[Depends(keyring.require_admin)]
-        )
+    def router(self) -> APIRouter:
+        router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"])
         self._add_changes(router)
         self._add_readings(router)
         return router
@@ -95,6 +97,9 @@ class JobRoutes:
             return JSONResponse(page_of(found, _shown, lambda each: each.id, after, limit))
 
     async def _make(self, body: JobRequest) -> FineTuningJob:
+        if brings_python(body.method.reinforcement.grader) and not self._python:
+            message = "a python grader needs keys: set fine_tuning.admin_keys (WEIR_ADMIN_KEYS)"
+            raise ApiError(403, message, param="method.reinforcement.grader")
         self._jobs.check_room()
         try:
             model = await self._policy.model_name()

@@ -13,17 +13,17 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.edge.background_answers import BackgroundAnswers
-from gateway.edge.browsers import check_keyless
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest, BodyBudget, ClientDisconnected, headers_of, read_body
 from gateway.edge.retries import InFlightCalls
 from gateway.edge.wrong_keys import WrongKeys
-from gateway.errors import GatewayError, UnknownCaller
+from gateway.errors import UnknownCaller
 from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from gateway.sessions.identity import Identities
 from rollout_queue import clock
+from rollout_queue.http.browsers import check_keyless
 from rollout_queue.http.errors import ApiError, request_id_of
 from rollout_queue.http.keys import presented_key
 from rollout_queue.signals.access_log import path_template
@@ -118,9 +118,9 @@ class EdgeApp:
         """Why a gateway without keys does not answer: another web site sent the request."""
         page = scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
         try:
-            check_keyless(headers_of(scope), self._hosts, page=page)
-        except GatewayError as error:
-            return api_error(error)
+            check_keyless(scope, self._hosts, linked=page)
+        except ApiError as error:
+            return error
         return None
 
     async def _serve_rest(self, scope: Scope, receive: Receive, send: Send, traced: TraceSpan) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.edge.browsers import check_site
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.request import headers_of
 from gateway.errors import NotPermitted
@@ -20,6 +19,7 @@ from gateway.page.cookies import page_token
 from gateway.page.page_sessions import PageSession, PageSessions
 from gateway.rest.access import SIGNED_IN
 from gateway.sessions.identity import Caller, Identities
+from rollout_queue.http.browsers import check_site
 from rollout_queue.http.keys import presented_key
 
 CSRF_HEADER = "x-weir-csrf"
@@ -61,7 +61,7 @@ class PageDoor:
         return SignedIn(token, session, caller)
 
     def check(self, scope: Scope, session: PageSession) -> None:
-        """Raises NotPermitted if another site may have had the browser send the request."""
+        """Raises OtherSite or NotPermitted if another site may have had the browser send the request."""
         headers, changes = headers_of(scope), scope["method"] not in READS
         check_site(headers, self.hosts, changes=changes)
         given = headers.get(CSRF_HEADER, "").encode()

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from gateway.edge.browsers import public_hosts
 from gateway.edge.one_line import one_line
 from gateway.edge.request import BodyBudget
 from gateway.page.files import page_files
@@ -16,6 +15,7 @@ from gateway.page.page_sessions import PageSessions
 from gateway.rest.admin.deployment import system_status
 from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.http.browsers import public_hosts
 from rollout_queue.http.workers.siblings import Siblings
 
 SIGN_IN_BYTES = 4096

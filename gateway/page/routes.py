@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.edge.browsers import check_site
 from gateway.edge.request import HeldBody, headers_of, read_body
 from gateway.errors import InvalidRequest, NotPermitted, ObjectNotFound, UnknownCaller
 from gateway.operators.actions import now_action
@@ -26,6 +25,8 @@ from gateway.sessions.identity import PREFIX
 from gateway.wiring.parts import parts_of
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.foreign_json import read_json
+from rollout_queue.http.api_page import HTML
+from rollout_queue.http.browsers import check_site
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def page_of(request: Request) -> PageParts:
 async def page(request: Request) -> Response:
     """The page. It has no data, so it needs no key."""
     page_of(request)
-    return Response(page_files().html, headers=headers.HTML, media_type="text/html")
+    return Response(page_files().html, headers=HTML, media_type="text/html")
 
 
 @router.api_route("/page/assets/{version}/{name:path}", methods=["GET", "HEAD"])

@@ -205,3 +205,8 @@ def every_grader(grader: AnyGrader) -> Iterator[AnyGrader]:
     yield grader
     if isinstance(grader, MultiGrader):
         yield from grader.graders.values()
+
+
+def brings_python(grader: AnyGrader) -> bool:
+    """Whether the grader, or one in it, is a program."""
+    return any(isinstance(each, PythonGrader) for each in every_grader(grader))

@@ -6,11 +6,11 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 
 from reward_service.dispatch.dispatcher import Dispatcher
-from rollout_queue.http.keys import Keyring
+from rollout_queue.http.callers import admins_only
 
 
-def dispatch_routes(dispatcher: Dispatcher, keyring: Keyring) -> APIRouter:
-    router = APIRouter(tags=["dispatch"], dependencies=[Depends(keyring.require_admin)])
+def dispatch_routes(dispatcher: Dispatcher) -> APIRouter:
+    router = APIRouter(tags=["dispatch"], dependencies=[Depends(admins_only)])
 
     @router.get("/status")
     async def status() -> JSONResponse:

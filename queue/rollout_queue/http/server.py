@@ -67,8 +67,6 @@ def serve(
         host=host,
         port=port,
         loop=loop,
-        server_header=False,
-        proxy_headers=False,
         timeout_graceful_shutdown=None,  # `_Server` ends what is left
         **_of_connections(bounds or ConnectionBounds()),
     )
@@ -108,6 +106,8 @@ def _of_connections(bounds: ConnectionBounds) -> dict[str, Any]:
     return {
         "http": partial(BoundedProtocol, ConnectionCount(allow_files(bounds))),
         "ws": "none",
+        "server_header": False,
+        "proxy_headers": False,
         "log_config": None,
         "access_log": False,
         "timeout_keep_alive": KEEP_ALIVE_S,

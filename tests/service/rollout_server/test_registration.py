@@ -234,7 +234,7 @@ async def test_a_server_that_is_told_to_end_while_it_loads_lets_the_held_calls_g
         await wait_until_async(lambda: "/update_weights_from_disk" in harness.engine.calls)
         harness.engine.running = 0
         leaving = asyncio.create_task(harness.server.leave())
-        await asyncio.sleep(0)  # the server begins to end
+        await wait_until_async(lambda: harness.server.engine.state == "draining")
         assert (await harness.status())["state"] == "draining"
         for _ in range(20):
             turned.turn(0.2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+from fastapi import FastAPI
 
 from rollout_queue.http.keys import Keyring
 from rollout_server.app import create_app
@@ -56,6 +57,7 @@ class Harness:
     network: FakeNetwork
     http: httpx.AsyncClient
     directory: Path
+    app: FastAPI
 
     def policy(self, version: int, fill: float | None = None) -> Path:
         """A valid published version with every weight equal to `fill`."""
@@ -144,5 +146,5 @@ def make_harness(directory: Path, **settings: Any) -> Harness:
     )
     own_key = configured.rollout_server_key
     app = create_app(server, Keyring(admin_keys=configured.admin_keys, rollout_server_key=own_key))
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
-    return Harness(server, engine, network, http, directory)
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
+    return Harness(server, engine, network, http, directory, app)

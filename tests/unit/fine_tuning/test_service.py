@@ -70,7 +70,8 @@ class Call:
         ("/v1/files", "stranger", 401, 0),
         ("/v1/files", "guest", 403, 0),
         ("/v1/fine_tuning/jobs", "boss", 413, 5),
-        ("/live", "stranger", 413, 5),
+        ("/live", "stranger", 401, 0),
+        ("/live", "boss", 413, 5),
         ("/v1/files", "boss", 400, 5),  # read to the end, and no upload
     ],
 )

@@ -14,6 +14,7 @@ from gateway.dialects.completions_wire import CompletionRequest
 from gateway.dialects.messages_wire import MessagesRequest
 from gateway.dialects.responses.wire import ResponsesRequest
 from gateway.dialects.token_ids_wire import TokenIdsRequest
+from rollout_queue.http.api_page import REFUSED
 
 JsonSchema = dict[str, Any]
 """A part of an OpenAPI document."""
@@ -112,4 +113,4 @@ def _agents_path(path: str) -> JsonSchema:
 
 def _errors() -> JsonSchema:
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {str(status): {"description": "refused", "content": content} for status in STATUSES}
+    return {str(status): {"description": REFUSED, "content": content} for status in STATUSES}

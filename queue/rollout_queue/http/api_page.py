@@ -4,6 +4,7 @@ Its headers are those of every page of ours: a browser runs and loads nothing bu
 """
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from html import escape
@@ -41,6 +42,9 @@ HTML: Final = {
     "permissions-policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
     "cache-control": "no-store",
 }
+REFUSED = "refused"
+"""The description of all answers that are an error."""
+REFERENCE, LINK = re.compile(r"#/components/schemas/([\w.-]+)"), r'<a href="#\1">\1</a>'
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 details { border-top: 1px solid #ccc; padding: .3rem 0 }
@@ -79,8 +83,9 @@ def _page(document: dict[str, Any]) -> Iterator[str]:
             yield from _operation(method, path, operation)
     yield "<h2>Schemas</h2>"
     for name, schema in document.get("components", {}).get("schemas", {}).items():
-        yield f'<details id="{escape(name)}"><summary><code>{escape(name)}</code></summary>'
-        yield f"{_json(schema)}</details>"
+        yield f"<details><summary><code>{escape(name)}</code></summary>"
+        # A link to what is inside opens it.
+        yield f'<div id="{escape(name)}">{_json(schema)}</div></details>'
     yield "</body></html>"
 
 
@@ -88,11 +93,17 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> Iterator[st
     summary = f"<b>{escape(method.upper())}</b> <code>{escape(path)}</code>"
     yield f"<details><summary>{summary} {escape(operation.get('summary', ''))}</summary>"
     yield f"<p>{escape(operation.get('description', ''))}</p>"
-    for part in ("parameters", "requestBody", "responses"):
-        if part in operation:
-            yield f"<h4>{part}</h4>{_json(operation[part])}"
+    refused = {status for status, each in operation["responses"].items() if each["description"] == REFUSED}
+    answers = {status: each for status, each in operation["responses"].items() if status not in refused}
+    for name in ("parameters", "requestBody"):
+        if name in operation:
+            yield f"<h4>{name}</h4>{_json(operation[name])}"
+    yield f"<h4>responses</h4>{_json(answers)}"
+    if refused:
+        yield f"<p>Refused with: {escape(', '.join(sorted(refused)))}</p>"
     yield "</details>"
 
 
 def _json(value: Any) -> str:
-    return f"<pre>{escape(json.dumps(value, indent=2, ensure_ascii=False))}</pre>"
+    text = escape(json.dumps(value, indent=2, ensure_ascii=False))
+    return f"<pre>{REFERENCE.sub(LINK, text)}</pre>"

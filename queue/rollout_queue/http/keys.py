@@ -62,15 +62,11 @@ class Keyring:
 
     def role_of(self, key: str | None) -> Role | None:
         """The role of `key`; None for an unknown key. Every caller is admin when no key is set."""
-        return self.known(None if key is None else digest(key))
-
-    def known(self, presented: str | None) -> Role | None:
-        """The role of the key with this digest; None for an unknown key."""
         if self.open:
             return "admin"
-        if presented is None:
+        if key is None:
             return None
-        found = None
+        found, presented = None, digest(key)
         for known, role in self._roles.items():  # all keys, so that the time does not depend on the match
             if hmac.compare_digest(known, presented):
                 found = role

@@ -9,6 +9,7 @@ from contextvars import copy_context
 from pathlib import Path
 from threading import Event, Thread, Timer
 
+import httpx
 import msgspec
 import pytest
 from fastapi.testclient import TestClient
@@ -18,10 +19,12 @@ from redis import Redis
 from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.contract.policies.policy import STABLE
 from rollout_queue.http.keys import Keyring
+from rollout_queue.http.server import HttpThread
 from rollout_queue.redis import keys
 from rollout_queue.redis.lease.holder import Holder
 from rollout_queue.redis.lease.lease import Lease
 from tests.support.redis_clients import redis_at
+from tests.support.serving import free_port
 from tests.support.trainer_service.harness import MakeHarness
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
@@ -142,6 +145,14 @@ def test_the_ledger_is_read_in_pages(client: TestClient) -> None:
     assert rest["data"][0] == {
         "step": 3, "version": 3, "durable": True, "turns": ["t3"], "sessions": ["s"], "tokens": 3
     }  # fmt: skip
+
+
+def test_heads_are_bounded(client: TestClient) -> None:
+    """Bodies are bounded by the application, all else by the server."""
+    port = free_port()
+    head = {"host": "trainer:8200", "x": "y" * 70_000}
+    with HttpThread(client.app, "127.0.0.1", port):
+        assert httpx.get(f"http://127.0.0.1:{port}/live", headers=head).status_code == 431
 
 
 RETRY_S = 0.01

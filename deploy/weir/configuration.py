@@ -1,7 +1,6 @@
 """`weir config`: the complete effective configuration of every service, with defaults, without secrets."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -11,12 +10,17 @@ from rollout_queue.settings import ServiceSettings, file_document
 from weir.stack.settings import StackSettings
 
 SECRET_FIELDS = frozenset(
-    {"client_keys", "admin_keys", "api_key", "rollout_server_key", "trainer_key", "engine_key", "headers"}
+    {
+        *("client_keys", "admin_keys", "rollout_server_key", "trainer_key", "engine_key"),
+        *("api_key", "redis_password", "headers"),
+    }
 )
 CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 """The part of a URL that may hold Redis' password."""
 SECRET_OPTION = re.compile(r"(?<=[?&])\w*password=[^&\s]*&?")
 """An option of a URL that holds one."""
+SECRET_WORD = re.compile(r"--[\w-]*(?:key|password|token)(=.*)?", re.DOTALL)
+"""An option of an engine's command line that holds one."""
 
 
 def service_settings() -> list[type[ServiceSettings]]:
@@ -39,12 +43,13 @@ def service_settings() -> list[type[ServiceSettings]]:
 
 def effective_configuration() -> str:
     """The configuration as YAML that is valid as a weir.yaml. It begins with the names of what it lacks."""
-    whole = {kind.section: _section(kind) for kind in service_settings()}
-    unknown = set(file_document()) - set(whole)
+    left_out = list[str]()
+    document = {kind.section: _public(_section(kind), kind.section, left_out) for kind in service_settings()}
+    unknown = set(file_document()) - set(document)
     notes = [f"no service reads the section {name!r}" for name in sorted(unknown)]
-    if secrets := list(_secrets(whole, "")):
-        notes.append(f"left out, because secret: {', '.join(secrets)}")
-    text = yaml.safe_dump(_without_secrets(whole), sort_keys=False, allow_unicode=True)
+    if left_out:
+        notes.append(f"left out, because secret: {', '.join(left_out)}")
+    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     return "".join(f"# {note}\n" for note in notes) + text
 
 
@@ -61,28 +66,27 @@ def _section(kind: type[ServiceSettings]) -> dict[str, Any]:
         return kind(**placeholder).model_dump(mode="json") | {"model_path": None}
 
 
-def _is_secret(name: Any, value: Any) -> bool:
-    return name in SECRET_FIELDS and bool(value)
-
-
-def _secrets(value: Any, place: str) -> Iterator[str]:
-    """The places of all secrets in the value, such as `gateway.admin_keys`."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, each in items:
-        below = f"{place}.{name}".lstrip(".")
-        if _is_secret(name, each) or (isinstance(each, str) and _without_password(each) != each):
-            yield below
-        else:
-            yield from _secrets(each, below)
-
-
-def _without_secrets(value: Any) -> Any:
-    """The value without keys and passwords, at any depth."""
+def _public(value: Any, place: str, left_out: list[str]) -> Any:
+    """The value without keys and passwords, at any depth. Their places are added to `left_out`."""
     if isinstance(value, dict):
-        return {name: _without_secrets(each) for name, each in value.items() if not _is_secret(name, each)}
+        lacks = [name for name, each in value.items() if name in SECRET_FIELDS and each]
+        left_out += [f"{place}.{name}" for name in lacks]
+        kept = {name: each for name, each in value.items() if name not in lacks}
+        return {name: _public(each, f"{place}.{name}", left_out) for name, each in kept.items()}
     if isinstance(value, list):
-        return [_without_secrets(each) for each in value]
-    return _without_password(value) if isinstance(value, str) else value
+        secret = [at for at in range(len(value)) if _of_secret_option(value, at)]
+        left_out += [f"{place}.{at}" for at in secret]
+        return [_public(each, f"{place}.{at}", left_out) for at, each in enumerate(value) if at not in secret]
+    if isinstance(value, str) and (shown := _without_password(value)) != value:
+        left_out.append(place)
+        return shown
+    return value
+
+
+def _of_secret_option(words: list[Any], at: int) -> bool:
+    """Whether this word of a command line is an option with a secret, or its value."""
+    own, former = (SECRET_WORD.fullmatch(str(words[each])) if each >= 0 else None for each in (at, at - 1))
+    return bool(own or (former and former[1] is None))
 
 
 def _without_password(text: str) -> str:

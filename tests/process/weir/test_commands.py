@@ -27,6 +27,7 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
         "gateway: {port: 8351, admin_keys: [hush], redis_url: 'redis://:hush@hush@host/0'}\ngate: {}\n"
         "rewards: {judge: {base_url: 'http://u:hush@host/v1', api_key: hush}, rules: ["
         "{name: far, kind: http, url: 'http://host/?a=1&password=hush', api_key: hush}]}\n"
+        "rollout_server: {model_path: m, engine_args: [--api-key, hush, --admin-api-key=hush, --tp, '2']}\n"
         "trainer: {redis_url: 'redis://host/0?password=hush', otel: {headers: {key: hush}}}\n"
     )
     shown = runner.invoke(app, ["config", "--config", str(file)], env={"WEIR_CONFIG": None})
@@ -40,11 +41,13 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     assert document["rewards"]["rules"][0]["url"] == "http://host/?a=1"
     left_out = re.search("# left out, because secret: (.*)", shown.output)
     assert left_out
-    assert left_out[1].split(", ") == [
-        *("gateway.redis_url", "gateway.admin_keys", "trainer.redis_url", "trainer.otel.headers"),
-        *("rewards.judge.base_url", "rewards.judge.api_key"),
-        *("rewards.rules.0.url", "rewards.rules.0.api_key"),
-    ]
+    assert set(left_out[1].split(", ")) == {
+        *("gateway.admin_keys", "gateway.redis_url"),
+        *(f"rollout_server.engine_args.{number}" for number in range(3)),
+        *("trainer.otel.headers", "trainer.redis_url", "rewards.judge.api_key", "rewards.judge.base_url"),
+        *("rewards.rules.0.api_key", "rewards.rules.0.url"),
+    }
+    assert document["rollout_server"]["engine_args"] == ["--tp", "2"]
     assert "admin_keys" not in document["gateway"], "asterisks in its place would be a key that all know"
     assert "***" not in shown.output
 

@@ -1,9 +1,12 @@
 """Opens a session, makes one call with an OpenAI client, and ends the session with a reward."""
 
+from pathlib import Path
+
 import httpx
 from openai import OpenAI
 
-gateway = httpx.Client(base_url="http://127.0.0.1:8000")
+key = Path("run/keys/client_keys").read_text().split()[0]  # `make up` made it
+gateway = httpx.Client(base_url="http://127.0.0.1:8000", headers={"x-api-key": key})
 session = gateway.post("/sessions", json={"task_id": "greeting"}).json()
 
 client = OpenAI(base_url=session["base_url"], api_key=session["api_key"])

@@ -6,6 +6,7 @@ python examples/tinker_bridge.py MODEL
 
 import os
 import sys
+from pathlib import Path
 
 import tinker
 from tinker import types
@@ -13,11 +14,12 @@ from tinker import types
 from weir.tinker import datums, recorded
 
 GATEWAY = os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000")
-ADMIN_KEY = os.environ.get("WEIR_ADMIN_KEY", "")
+CLIENT_KEY, ADMIN_KEY = (Path(f"run/keys/{role}_keys").read_text().split()[0] for role in ("client", "admin"))
+"""`weir up` writes them."""
 
 
 def main() -> None:
-    service = tinker.ServiceClient(base_url=GATEWAY)
+    service = tinker.ServiceClient(base_url=GATEWAY, api_key=f"tml-{CLIENT_KEY}")
     model = service.create_lora_training_client(base_model=sys.argv[1], rank=4, seed=1)
     made = datums(recorded(GATEWAY, ADMIN_KEY))
     print(f"{len(made)} rows of {len({row.session_id for _, row in made})} sessions")

@@ -1,12 +1,15 @@
 """Samples one task eight times: a group of sessions, each with a tool loop and a reward."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 from openai import OpenAI
 
 GATEWAY = "http://127.0.0.1:8000"
+KEYS = Path("run/keys/client_keys")
+"""`make up` writes them."""
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -35,7 +38,7 @@ def solve(client: OpenAI, question: str) -> str:
 
 
 def main() -> None:
-    gateway = httpx.Client(base_url=GATEWAY)
+    gateway = httpx.Client(base_url=GATEWAY, headers={"x-api-key": KEYS.read_text().split()[0]})
     group = gateway.post("/groups", json={"size": 8, "task_id": "value-of-c"}).json()
     for session in group["sessions"]:
         answer = solve(OpenAI(base_url=session["base_url"], api_key=session["api_key"]), "value of c?")

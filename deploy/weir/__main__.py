@@ -11,15 +11,17 @@ from pydantic_settings import SettingsError
 from rich.console import Console
 
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.redis.client.address import without_password
 from rollout_queue.settings import MalformedSettings
 from weir import status
 from weir.configuration import effective_configuration
 from weir.env.commands import app as env_commands
 from weir.errors import StackError
 from weir.operations import add_commands
-from weir.options import Config, RunDir, settings_from, use
+from weir.options import Config, RunDir, settings_from, settings_of_run, use
 from weir.stack import down as stopping
 from weir.stack import state, supervisor
+from weir.stack.keys import directory_of, of_run, variables, with_keys
 from weir.stack.settings import PYTHON, StackSettings, redis_access, service_field
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
@@ -43,6 +45,7 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
     running = state.read(settings.run_dir)
     if running and running.parent.process():
         console.print(f"already up, pid {running.parent.pid}: see `weir status`")
+        _say_keys(settings)
         return
     if running and running.running():
         _say(stopping.stop(settings.run_dir, settings.stop_timeout_s))
@@ -51,6 +54,7 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
 
         console.print("WEIR_MODEL_PATH is not set: using the demo's model", highlight=False)
         settings, _ = with_demo_model(settings, 0, console.print)
+    settings = with_keys(settings)
     child = supervisor.start_detached(settings)
     console.print(f"starting, for some minutes; logs: {settings.logs_dir}", highlight=False)
     try:
@@ -62,7 +66,8 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
         child.wait()
         raise typer.Exit(130) from None
     for name, service in found.services.items():
-        console.print(f"{name:16} {service.url}", highlight=False)
+        console.print(f"{name:16} {without_password(service.url)}", highlight=False)
+    _say_keys(settings)
 
 
 @app.command()
@@ -78,7 +83,7 @@ def show_status(config: Config = None, run_dir: RunDir = None) -> None:
 
     If `weir up` has started nothing, this shows the services that the gateway at WEIR_GATEWAY_URL reports.
     """
-    settings = settings_from(config, run_dir=run_dir)
+    settings = settings_of_run(config, run_dir)
     found = state.read(settings.run_dir)
     admin_key = next(iter(settings.admin_keys or settings.client_keys), None)
     gateway_url = service_field("trainer", "gateway_url")
@@ -161,7 +166,7 @@ def show_audit(
     from weir.audit.sources import sources_of
 
     try:
-        sources = sources_of(settings_from(config, run_dir=run_dir), redis_url, trainer_url, checkpoint_dir)
+        sources = sources_of(settings_of_run(config, run_dir), redis_url, trainer_url, checkpoint_dir)
         report = audit(sources, read_answers(answers) if answers else [])
     except (StackError, ValidationError, MalformedSettings, SettingsError) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
@@ -191,7 +196,7 @@ def import_sessions(
     from weir.audit.sources import sources_of
     from weir.importing.run import import_files
 
-    sources = sources_of(settings_from(config, run_dir=run_dir), redis_url)
+    sources = sources_of(settings_of_run(config, run_dir), redis_url)
     with open_redis(sources.redis, IMPORT_TIMEOUT_S) as redis:
         account = import_files(redis, files, as_new, strict, lambda why: errors.print(why, markup=False))
     _say(list(account.sentences()))
@@ -209,10 +214,26 @@ def main() -> None:
 
 
 def _run_here(module: str, section: str, settings: StackSettings) -> None:
-    """Become the service, at the gateway of `up` if its settings name no other."""
-    if service_field(section, "gateway_url") is None:
+    """Become the service, at the gateway of `up` and with its keys if its settings name no other."""
+    url = service_field(section, "gateway_url")
+    if url is None:
         os.environ["WEIR_GATEWAY_URL"] = f"http://127.0.0.1:{settings.gateway_port}"
+    for name, value in variables(with_keys(settings) if url is None else of_run(settings, url)).items():
+        os.environ[name] = value
+        os.environ.pop(f"{name}_FILE", None)
+    os.umask(0o077)
     os.execv(PYTHON, [PYTHON, "-m", module])  # noqa: S606 - our own command
+
+
+def _say_keys(settings: StackSettings) -> None:
+    """How agents and people reach what asks for keys."""
+    gateway, directory = f"http://127.0.0.1:{settings.gateway_port}", directory_of(settings.run_dir)
+    _say(
+        [
+            f"agents:  base_url {gateway}/v1, with the key in {directory}/client_keys",
+            f"people:  open {gateway}/, and sign in with the key in {directory}/admin_keys",
+        ]
+    )
 
 
 def _say(sentences: list[str]) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from rollout_queue import clock
-from weir.options import AsJson, Config, RunDir, settings_from
+from weir.options import AsJson, Config, RunDir, settings_from, settings_of_run
 from weir.stack.settings import service_field
 
 console = Console(soft_wrap=True)
@@ -50,7 +50,8 @@ def doctor(
     from weir.doctor.doctor import examine, show
     from weir.doctor.targets import targets_of
 
-    found = examine(targets_of(settings_from(config, run_dir=run_dir), gateway_url, redis_url, patience_s))
+    settings = settings_of_run(config, run_dir, gateway_url)
+    found = examine(targets_of(settings, gateway_url, redis_url, patience_s))
     if as_json:
         typer.echo(msgspec.json.encode(found))
     else:
@@ -71,7 +72,7 @@ def top(
     from weir.doctor.targets import targets_of
     from weir.top.loop import show_live, show_once
 
-    targets = targets_of(settings_from(config, run_dir=run_dir), gateway_url)
+    targets = targets_of(settings_of_run(config, run_dir, gateway_url), gateway_url)
     if once or not (console.is_terminal and sys.stdin.isatty()):
         raise typer.Exit(0 if show_once(targets.gateway_url, targets.admin_key, console) else 1)
     try:
@@ -104,7 +105,7 @@ def backup(
     from weir.backup.backup import BackupPlan, back_up
     from weir.stack.services import effective_sections
 
-    settings = settings_from(config, run_dir=run_dir)
+    settings = settings_of_run(config, run_dir)
     sources = sources_of(settings, redis_url, checkpoint_dir=checkpoint_dir)
     own = service_field("trainer", "policies_dir") or effective_sections(settings)["trainer"]["policies_dir"]
     plan = BackupPlan(

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rollout_queue.settings import CONFIG_VARIABLE
+from rollout_queue.settings import CONFIG_VARIABLE, read_settings
+from weir.stack.keys import of_run
 from weir.stack.settings import StackSettings
 
 Config = Annotated[
@@ -23,7 +24,14 @@ def use(config: Path | None) -> None:
 
 
 def settings_from(config: Path | None, **flags: Path | None) -> StackSettings:
-    """The settings of the stack; what the flags give wins."""
+    """The settings of the stack; what the flags give wins. Raises MalformedSettings."""
     use(config)
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
-    return StackSettings(**given)
+    return read_settings(StackSettings, **given)
+
+
+def settings_of_run(
+    config: Path | None, run_dir: Path | None, gateway_url: str | None = None
+) -> StackSettings:
+    """The same with the keys of the services that run in the run directory."""
+    return of_run(settings_from(config, run_dir=run_dir), gateway_url)

@@ -93,13 +93,14 @@ def table_of(rows: list[ServiceStatus]) -> Table:
 
 def _row(name: str, service: ProcessState, detail: str) -> ServiceStatus:
     if service.process() is None:
-        return ServiceStatus(name, service.pid, "down", service.url, f"log: {service.log}")
+        return ServiceStatus(name, service.pid, "down", without_password(service.url), f"log: {service.log}")
     is_redis = service.url.startswith("redis:")
     ready = redis_ready(RedisSettings(redis_url=service.url)) if is_redis else http_ready(service.url)
     reason = ready()
     restarts = f"restarts: {service.restarts}" if service.restarts else ""
     text = "; ".join(part for part in (reason or detail, restarts) if part)
-    return ServiceStatus(name, service.pid, "not ready" if reason else "ready", service.url, text)
+    address = without_password(service.url)
+    return ServiceStatus(name, service.pid, "not ready" if reason else "ready", address, text)
 
 
 def _details(found: StackState, admin_key: str | None) -> dict[str, str]:

@@ -28,6 +28,7 @@ from weir.backup.records import StoredValues
 from weir.backup.redis_copy import known_prefix
 from weir.backup.redis_restore import check_index, clear, has_keys, move_locations, postpone, write_keys
 from weir.errors import StackError
+from weir.stack.keys import with_keys
 from weir.stack.probes import redis_ready
 from weir.stack.redis_server import redis_service
 from weir.stack.settings import StackSettings
@@ -153,9 +154,12 @@ def _root(path: Path) -> str:
 def redis_of_run(settings: StackSettings, url: str | None) -> Iterator[str]:
     """The URL of the Redis to write to. If none is named, and none answers, that of `weir up` runs during the
     block."""
-    given = url or settings.redis_url
-    if url is not None or redis_ready(known_prefix(given))() is None:
-        yield given
+    if url is not None:
+        yield url
+        return
+    settings = with_keys(settings)
+    if redis_ready(known_prefix(settings.redis_url))() is None:
+        yield settings.redis_url
         return
     with Stack(settings, [redis_service(settings)]) as stack:
         stack.wait_ready(timeout_s=REDIS_START_S)

@@ -4,13 +4,11 @@ model (cached) ──▶ stack up ──▶ episodes ◀──▶ versions ─�
 """
 
 import asyncio
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,6 +19,7 @@ from weir.demo.observer import Observation, Observer
 from weir.demo.report import TARGET, VERSIONS, account, criterion, draw, served_versions, write_summary
 from weir.demo.settings import with_demo_model
 from weir.demo.watched import watched
+from weir.stack.keys import with_keys
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 from weir.stack.state import refuse_in_use
@@ -54,7 +53,7 @@ def run(settings: StackSettings, seed: int) -> int:
     refuse_in_use(settings.run_dir)
     with _progress() as say:
         settings, made = with_demo_model(settings, seed, say)
-    settings = settings.model_copy(update=_new_keys())
+    settings = with_keys(settings)
     phases.end("model")
     _clear(settings.run_dir)
     with Stack(settings) as stack:
@@ -131,12 +130,6 @@ def _clear(run_dir: Path) -> None:
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in ("metrics.jsonl", "metrics.eval.jsonl", "summary.json", "reward.png"):
         (run_dir / name).unlink(missing_ok=True)
-
-
-def _new_keys() -> dict[str, Any]:
-    several = {name: [secrets.token_urlsafe(16)] for name in ("client_keys", "admin_keys")}
-    single = ("rollout_server_key", "trainer_key", "engine_key")
-    return several | {name: secrets.token_urlsafe(16) for name in single}
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from weir.audit.sources import redis_of
 from weir.configuration import service_settings
 from weir.doctor.facts import Settings
 from weir.stack import state
+from weir.stack.keys import NAMES
 from weir.stack.settings import StackSettings, service_field
 from weir.stack.state import StackState
 
@@ -61,9 +62,19 @@ def targets_of(
         server_key=settings.rollout_server_key,
         run_dir=settings.run_dir if found is not None else None,
         stack=found,
-        settings=settings_known(settings.run_dir / "weir.yaml" if found is not None else None),
+        settings=settings_known(None) if found is None else settings_of_up(settings),
         patience_s=patience_s,
     )
+
+
+def settings_of_up(settings: StackSettings) -> Settings:
+    """What `weir up` gives the services: the settings that it wrote, and the keys in their environment."""
+    known = settings_known(settings.run_dir / "weir.yaml")
+    given = {name: value for name in NAMES if (value := getattr(settings, name))}
+    return {
+        section: {**fields, **{name: value for name, value in given.items() if name in fields}}
+        for section, fields in known.items()
+    }
 
 
 def settings_known(written: Path | None) -> Settings:

@@ -18,8 +18,10 @@ from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
 from environments.results.summary import judged
 from environments.settings import Mode, RunSettings
 from rollout_queue import clock
-from rollout_queue.settings import secret
 from weir.errors import StackError
+from weir.stack import state
+from weir.stack.keys import of_run
+from weir.stack.settings import StackSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 console = Console(soft_wrap=True)
@@ -134,7 +136,6 @@ def run_demo(seed: Seed = 0) -> None:
     """Train a tiny model on sums of reasoning-gym, on this machine, and judge it before and after."""
     from weir.demo.settings import on_own_ports
     from weir.env.demo import run
-    from weir.stack.settings import StackSettings
 
     settings = on_own_ports(StackSettings(run_dir=DEMO_RUN_DIR))
     if not run(settings, seed, lambda line: console.print(line, highlight=False)):
@@ -152,12 +153,11 @@ def _play(
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", settings.environment)
     began = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock.now()))
     run_dir = run_dir or RUNS_DIR / f"{name}-{settings.mode}-{began}"
-    url = gateway or os.environ.get("WEIR_GATEWAY_URL") or "http://127.0.0.1:8000"
-    key = secret("WEIR_CLIENT_KEYS").partition(",")[0] or None
+    url, key = _gateway(gateway or os.environ.get("WEIR_GATEWAY_URL"))
     try:
         if resume:
             settings = _resumed(read_run(run_dir), settings)
-        place = RunPlace(run_dir, url.rstrip("/"), key)
+        place = RunPlace(run_dir, url, key)
         summary = asyncio.run(
             play_run(settings, place, lambda line: console.print(line, highlight=False), loop, resume)
         )
@@ -168,6 +168,15 @@ def _play(
         raise typer.Exit(130) from None
     _show(summary)
     console.print(f"{run_dir / 'summary.json'}\n{run_dir / 'reward.png'}", highlight=False)
+
+
+def _gateway(named: str | None) -> tuple[str, str | None]:
+    """The gateway's address, and the client key for it: those of `weir up`, unless others are named."""
+    settings = StackSettings()
+    found = state.read(settings.run_dir)
+    own = None if found is None else found.gateway_url
+    url = (named or own or f"http://127.0.0.1:{settings.gateway_port}").rstrip("/")
+    return url, next(iter(of_run(settings, url).client_keys), None)
 
 
 def _resumed(document: dict[str, Any], now: RunSettings) -> RunSettings:

@@ -14,6 +14,7 @@ from environments.start import RunPlace, play_run, source_of
 from weir.demo.make_model import model_for
 from weir.demo.settings import services_of_demo
 from weir.env.question_plan import Question, write_question_plan
+from weir.stack.keys import with_keys
 from weir.stack.services import merged
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
@@ -35,7 +36,9 @@ Say = Callable[[str], None]
 def run(settings: StackSettings, seed: int, say: Say) -> bool:
     """Run the demo. Returns whether the evaluations show that the model has learned."""
     refuse_in_use(settings.run_dir)
-    place = RunPlace(settings.run_dir, f"http://127.0.0.1:{settings.gateway_port}", None)
+    settings = with_keys(settings)
+    gateway_url = f"http://127.0.0.1:{settings.gateway_port}"
+    place = RunPlace(settings.run_dir, gateway_url, settings.client_keys[0])
     given = RunSettings(environment=ENVIRONMENT, options=OPTIONS, seed=seed, sampling={"max_tokens": 8})
     questions = asyncio.run(_questions(given, place))
     model, _ = model_for(

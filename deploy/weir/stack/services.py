@@ -21,6 +21,7 @@ from rollout_queue.settings import (
     read_settings,
 )
 from weir.errors import StackError
+from weir.stack.keys import variables
 from weir.stack.probes import http_ready
 from weir.stack.process import Service
 from weir.stack.redis_server import redis_service
@@ -125,26 +126,27 @@ def environment_of(
     """The parent's environment, without variables that would override what the stack determines."""
     owned = {variable(section, name) for name in fields}
     owned |= {f"WEIR_{name}".upper() for name in fields if name in SHORT_NAMES}
+    keys = variables(settings)
+    owned |= {f"{name}_FILE" for name in keys}
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in owned and not any(name.startswith(f"{prefix}__") for prefix in owned)
     }
-    keys = {"WEIR_CLIENT_KEYS": settings.client_keys, "WEIR_ADMIN_KEYS": settings.admin_keys}
-    environment |= {name: ",".join(values) for name, values in keys.items() if values}
-    for name in ("rollout_server_key", "trainer_key", "engine_key"):
-        if (key := getattr(settings, name)) is not None:
-            environment[f"WEIR_{name.upper()}"] = key
     # DeepSpeed looks for ninja on PATH; it is beside the interpreter, even when no venv is activated.
     path = os.pathsep.join([str(Path(PYTHON).parent), os.environ.get("PATH", os.defpath)])
-    return environment | {
-        CONFIG_VARIABLE: str(config_path),
-        "PATH": path,
-        # Idle threads sleep instead of spinning, because they share a few cores with the engine.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONSAFEPATH": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+    return (
+        environment
+        | keys
+        | {
+            CONFIG_VARIABLE: str(config_path),
+            "PATH": path,
+            # Idle threads sleep instead of spinning, because they share a few cores with the engine.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "PYTHONSAFEPATH": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
 
 
 def setting_of(section: str, name: str) -> str:

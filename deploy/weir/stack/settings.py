@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import quote
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -67,6 +68,8 @@ class StackSettings(ServiceSettings):
     rollout_server_key: ServiceKey = None
     trainer_key: ServiceKey = None
     engine_key: ServiceKey = None
+    redis_password: str | None = None
+    """The password that Redis asks for. `weir up` makes it, and all keys above that nobody has set."""
     services: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Fields of the services' sections, by section; they win over weir.yaml and the environment."""
     start_timeout_s: float = 600.0
@@ -88,7 +91,8 @@ class StackSettings(ServiceSettings):
 
     @property
     def redis_url(self) -> str:
-        return f"redis://127.0.0.1:{self.redis_port}/0"
+        user_info = "" if self.redis_password is None else f":{quote(self.redis_password, safe='')}@"
+        return f"redis://{user_info}127.0.0.1:{self.redis_port}/0"
 
     @property
     def logs_dir(self) -> Path:

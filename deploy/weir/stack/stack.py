@@ -82,6 +82,7 @@ class Stack:
     def start(self) -> None:
         """Check the machine, then start all services at once; they wait for each other."""
         state.refuse_in_use(self.settings.run_dir)
+        state.own_run_dir(self.settings.run_dir)
         if self._given is None:
             check_machine(self.settings)
         services = self._given if self._given is not None else services_of(self.settings)

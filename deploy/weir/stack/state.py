@@ -6,7 +6,7 @@ from typing import Literal, Self
 import psutil
 from pydantic import BaseModel
 
-from rollout_queue.private_file import write_private
+from rollout_queue.private_file import make_private_directory, write_private
 from weir.errors import StackError
 
 Phase = Literal["starting", "up", "failed"]
@@ -49,6 +49,12 @@ class StackState(BaseModel):
     """While starting: which services are not ready, and why. After a failure: the reason."""
     services: dict[str, ProcessState] = {}
 
+    @property
+    def gateway_url(self) -> str | None:
+        """None if no gateway was started."""
+        service = self.services.get("gateway")
+        return None if service is None else service.url
+
     def running(self) -> list[str]:
         """The names of the services that still run, even if their parent has ended."""
         return [name for name, service in self.services.items() if service.process()]
@@ -67,6 +73,17 @@ def read(run_dir: Path) -> StackState | None:
         return StackState.model_validate_json(path_in(run_dir).read_bytes())
     except FileNotFoundError:
         return None
+
+
+def own_run_dir(run_dir: Path) -> None:
+    """Make the directory; it has conversations and keys, so only its owner may read it. Raises StackError."""
+    try:
+        make_private_directory(run_dir)
+    except OSError as error:
+        raise StackError(
+            f"{run_dir} cannot be a run directory, which only you may read: {error.strerror or error}; "
+            "set another one (--run-dir, WEIR_STACK__RUN_DIR)"
+        ) from error
 
 
 def refuse_in_use(run_dir: Path) -> None:

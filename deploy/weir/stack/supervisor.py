@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from rollout_queue import clock
+from rollout_queue.private_file import append_private
 from weir.errors import ServiceDied, StackError
 from weir.stack import state
 from weir.stack.settings import PYTHON, StackSettings
@@ -110,7 +111,7 @@ def start_detached(settings: StackSettings) -> subprocess.Popen[bytes]:
     """Start the supervisor in a Unix session of its own, so that it outlives the terminal."""
     settings.logs_dir.mkdir(parents=True, exist_ok=True)
     state.path_in(settings.run_dir).unlink(missing_ok=True)
-    with (settings.logs_dir / "supervisor.log").open("ab") as log:
+    with append_private(settings.logs_dir / "supervisor.log") as log:
         child = subprocess.Popen(
             [PYTHON, "-m", "weir.stack.supervisor"],
             stdin=subprocess.PIPE,

@@ -1,15 +1,21 @@
 """The command line: an error is one sentence, and `weir config` prints all settings."""
 
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from gateway.settings.service import GatewaySettings
+from rollout_queue.settings import MalformedSettings, read_settings
 from weir.__main__ import app, main
 from weir.stack import supervisor
+from weir.stack.services import services_of
+from weir.stack.settings import StackSettings
 from weir.stack.state import ProcessState, StackState
 
 runner = CliRunner()
@@ -25,6 +31,7 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     file = tmp_path / "weir.yaml"
     file.write_text(
         "gateway: {port: 8351, admin_keys: [hush], redis_url: 'redis://:hush@hush@host/0'}\ngate: {}\n"
+        "stack: {admin_keys: [hush], redis_password: hush}\n"
         "rewards: {judge: {base_url: 'http://u:hush@host/v1', api_key: hush}, rules: ["
         "{name: far, kind: http, url: 'http://host/?a=1&password=hush', api_key: hush}]}\n"
         "rollout_server: {model_path: m, engine_args: [--api-key, hush, --admin-api-key=hush, --tp, '2']}\n"
@@ -42,7 +49,7 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     left_out = re.search("# left out, because secret: (.*)", shown.output)
     assert left_out
     assert set(left_out[1].split(", ")) == {
-        *("gateway.admin_keys", "gateway.redis_url"),
+        *("gateway.admin_keys", "gateway.redis_url", "stack.admin_keys", "stack.redis_password"),
         *(f"rollout_server.engine_args.{number}" for number in range(3)),
         *("trainer.otel.headers", "trainer.redis_url", "rewards.judge.api_key", "rewards.judge.base_url"),
         *("rewards.rules.0.api_key", "rewards.rules.0.url"),
@@ -86,6 +93,128 @@ def test_up_says_what_it_waits_for_also_without_a_terminal(
         "waiting for rollout_server: no engine is ready",
     ]
     assert str(tmp_path / "run" / "logs") in shown
+
+
+class StartedStacks:
+    """`weir up`, whose services are not started."""
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run_dir = run_dir
+        self.started: list[StackSettings] = []
+        up = StackState(parent=ProcessState.of(0), phase="up")
+        monkeypatch.setattr(supervisor, "start_detached", self.started.append)
+        monkeypatch.setattr(supervisor, "wait_up", lambda *_: up)
+
+    def up(self, *options: str) -> tuple[StackSettings, str]:
+        shown = runner.invoke(app, ["up", "--model-path", str(self.run_dir.parent), *options])
+        assert shown.exit_code == 0, shown.output
+        return self.started[-1], shown.output
+
+    def variables(self, given: StackSettings) -> dict[str, str]:
+        """What the gateway gets."""
+        return dict(next(each for each in services_of(given) if each.name == "gateway").environment)
+
+
+@pytest.fixture
+def stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StartedStacks:
+    return StartedStacks(tmp_path / "run", monkeypatch)
+
+
+def test_up_makes_all_keys_says_where_they_are_and_takes_them_again(stacks: StartedStacks) -> None:
+    stacks.run_dir.mkdir(0o755)
+    (stacks.run_dir / "redis").mkdir(0o755)
+    first, said = stacks.up()
+    keys = [*first.client_keys, *first.admin_keys, first.rollout_server_key, first.trainer_key]
+    keys += [first.engine_key, first.redis_password]
+    assert None not in keys
+    assert len({*keys}) == 6
+    assert min(len(str(key)) for key in keys) >= 32
+    assert not [key for key in keys if str(key) in said], "a terminal's log may be read by others"
+    directory = stacks.run_dir / "keys"
+    assert f"base_url http://127.0.0.1:8000/v1, with the key in {directory}/client_keys" in said
+    assert f"open http://127.0.0.1:8000/, and sign in with the key in {directory}/admin_keys" in said
+    assert (directory / "admin_keys").read_text() == f"{first.admin_keys[0]}\n"
+    assert stat.S_IMODE(stacks.run_dir.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(each.stat().st_mode) for each in directory.iterdir()} == {0o600}
+    given = stacks.variables(first)
+    assert given["WEIR_ENGINE_KEY"] == first.engine_key
+    assert (given["WEIR_CLIENT_KEYS"], given["WEIR_TRAINER_KEY"]) == (first.client_keys[0], first.trainer_key)
+    assert f":{first.redis_password}@" in first.redis_url
+    assert stacks.up()[0] == first
+    (directory / "client_keys").unlink()
+    renewed, _ = stacks.up()
+    assert renewed.client_keys != first.client_keys
+    assert renewed.model_copy(update={"client_keys": first.client_keys}) == first
+
+
+@pytest.mark.parametrize(
+    ("environment", "written", "wins"),
+    [
+        ({"WEIR_CLIENT_KEYS": "mine,too"}, "", {"client_keys": ["mine", "too"]}),
+        ({"WEIR_GATEWAY__ADMIN_KEYS": "mine,too"}, "", {"admin_keys": ["mine", "too"]}),
+        ({}, "stack: {engine_key: mine}", {"engine_key": "mine"}),
+        (
+            {},
+            "gateway: {admin_keys: [mine], trainer_key: its}",
+            {"admin_keys": ["mine"], "trainer_key": "its"},
+        ),
+        ({}, "rewards: {admin_keys: [mine]}", {"admin_keys": ["mine"]}),
+        ({}, "rollout_server: {engine_key: mine}", {"engine_key": "mine"}),
+        ({}, "stack: {services: {gateway: {client_keys: [mine]}}}", {"client_keys": ["mine"]}),
+        ({"WEIR_ADMIN_KEYS_FILE": "KEYS"}, "", {"admin_keys": ["from", "file"]}),
+        ({"WEIR_REDIS_PASSWORD_FILE": "PASSWORD"}, "", {"redis_password": "from file"}),
+    ],
+)
+def test_keys_of_an_operator_win_in_every_place_and_stay_after_a_restart(
+    stacks: StartedStacks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    written: str,
+    wins: dict[str, Any],
+) -> None:
+    made, _ = stacks.up()
+    (tmp_path / "KEYS").write_text("from\nfile\n")
+    (tmp_path / "PASSWORD").write_text("from file\n")
+    (tmp_path / "weir.yaml").write_text(written)
+    with monkeypatch.context() as here:
+        here.setenv("WEIR_CONFIG", str(tmp_path / "weir.yaml"))
+        for name, value in environment.items():
+            here.setenv(name, str(tmp_path / value) if name.endswith("_FILE") else value)
+        given, _ = stacks.up()
+        variables = stacks.variables(given)
+    # Services elsewhere may know only the operator's first admin key, and so it is the key of services, too.
+    unset = {"rollout_server_key": None, "trainer_key": None} if "admin_keys" in wins else {}
+    expected = made.model_copy(update=unset | wins)
+    names = ("client_keys", "admin_keys", "rollout_server_key", "trainer_key", "engine_key", "redis_password")
+    assert {name: getattr(given, name) for name in names} == {name: getattr(expected, name) for name in names}
+    assert not [name for name in variables if name.endswith("_KEYS_FILE")], "a key is given once"
+    for name in ("client_keys", "admin_keys"):
+        assert variables[f"WEIR_{name.upper()}"] == ",".join(getattr(expected, name))
+        assert (stacks.run_dir / "keys" / name).read_text().split() == getattr(expected, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WEIR_ADMIN_KEYS", "good,***"), ("WEIR_GATEWAY__CLIENT_KEYS", "***"), ("WEIR_TRAINER_KEY", "*****")],
+)
+def test_asterisks_in_place_of_a_key_open_nothing(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(MalformedSettings, match="asterisks are no key: write the key"):
+        read_settings(GatewaySettings, model_path="unset")
+
+
+def test_a_directory_that_all_users_write_to_is_no_run_directory(
+    stacks: StartedStacks, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    shown = runner.invoke(app, ["up", "--model-path", str(tmp_path), "--run-dir", str(shared)])
+    assert "shared cannot be a run directory, which only you may read" in str(shown.exception)
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
 
 
 @pytest.mark.parametrize("written", ["rewards: [1]", "[gateway]", "gateway: {"])

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from redis.exceptions import AuthenticationError
 
 from rollout_queue.machine_memory import MachineMemory
 from rollout_queue.settings import MalformedSettings
@@ -17,6 +18,7 @@ from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from weir.errors import StackError
 from weir.stack import preflight
+from weir.stack.keys import with_keys
 from weir.stack.preflight import check_machine, check_memory
 from weir.stack.redis_server import START, redis_service
 from weir.stack.services import services_of
@@ -32,8 +34,12 @@ def model_path(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_redis_keeps_what_the_queue_promises(settings: StackSettings) -> None:
-    mine = settings.model_copy(update={"redis_port": free_port()})
+@pytest.mark.parametrize("password", [None, 'a "b" \\c: @d/%é'])
+def test_redis_keeps_what_the_queue_promises(settings: StackSettings, password: str | None) -> None:
+    given = settings.model_copy(update={"redis_port": free_port(), "redis_password": password})
+    mine = with_keys(given)
+    # As the supervisor reads them.
+    mine = StackSettings.model_validate_json(mine.model_dump_json())
     with Stack(mine, [redis_service(mine)]) as stack:
         stack.wait_ready()
         with redis_at(stack.redis_url, decode_responses=True) as client:
@@ -49,6 +55,14 @@ def test_redis_keeps_what_the_queue_promises(settings: StackSettings) -> None:
             assert 0 < int(client.config_get("maxmemory")["maxmemory"]) <= machine * 2 // 3
             assert client.config_get("bind")["bind"].startswith("127.0.0.1")
             client.set("kept", "yes")
+        with pytest.raises(AuthenticationError):
+            redis_at(f"redis://127.0.0.1:{mine.redis_port}/0").ping()
+        process = psutil.Process(stack.processes["redis"].pid)
+        assert str(mine.redis_password) not in " ".join(process.cmdline()), "every user reads this"
+        for path in (mine.run_dir, *mine.run_dir.rglob("*")):
+            reached = stat.S_IMODE(path.stat().st_mode) & 0o077
+            assert not (path.is_file() and reached), f"others read {path}"
+        assert stat.S_IMODE(mine.run_dir.stat().st_mode) == 0o700
     with Stack(mine, [redis_service(mine)]) as stack:
         stack.wait_ready()
         with redis_at(stack.redis_url, decode_responses=True) as client:

@@ -4,6 +4,7 @@ import asyncio
 import http.server
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -19,16 +20,20 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
+from environments.errors import RunStopped
+from environments.start import RunPlace
 from gateway.settings.service import GatewaySettings
 from rollout_queue.protocol.model_checks import ModelCheck
 from rollout_queue.redis import keys
-from tests.support.gateway.running import ADMIN_KEY
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
 from tests.support.serving import free_port, serving
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from tests.support.weir.examined import ExaminedSystem, examined_system
 from weir.__main__ import app
 from weir.doctor.asking import DATE_AGES_S
+from weir.stack.keys import with_keys
+from weir.stack.settings import StackSettings
 from weir.stack.state import ProcessState, StackState
 
 NOBODY = f"http://127.0.0.1:{free_port()}"
@@ -71,6 +76,61 @@ def test_the_command_prints_sentences_or_json_and_exits_with_1_if_something_is_w
     found = json.loads(told.output)
     assert (found["ok"], found["gateway"]) == (False, system.gateway_url)
     assert "redis_syncs_late" in {problem["check"] for problem in found["problems"]}
+
+
+@pytest.fixture
+def run_dir(system: ExaminedSystem, tmp_path: Path) -> Path:
+    """The run directory of these services, as if `weir up` had started them."""
+    run_dir = tmp_path / "run"
+    with_keys(StackSettings(run_dir=run_dir, client_keys=[CLIENT_KEY], admin_keys=[ADMIN_KEY]))
+    urls = {"redis": system.redis.url, "gateway": system.gateway_url, "trainer_service": system.trainer_url}
+    services = {name: ProcessState.of(os.getpid(), url) for name, url in urls.items()}
+    StackState(parent=ProcessState.of(os.getpid()), phase="up", services=services).write(run_dir)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["status"], "serving 0"),
+        (["top", "--once"], "v0"),
+        (["doctor", "--json"], '"problems"'),
+        (["audit", "--json"], '"ledger": "http://'),
+    ],
+)
+def test_commands_find_the_keys_by_the_run_directory(run_dir: Path, command: list[str], says: str) -> None:
+    said = CliRunner().invoke(app, [*command, "--run-dir", str(run_dir)]).output
+    assert says in said
+    assert not re.search("no answer from|keys_differ|API key|401", said), said
+
+
+def test_the_keys_of_a_run_go_to_no_other_gateway(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, system: ExaminedSystem
+) -> None:
+    told: list[dict[str, str]] = []
+
+    def asked(request: Request) -> JSONResponse:
+        told.append(dict(request.headers))
+        return JSONResponse({})
+
+    async def played(_: object, place: RunPlace, *__: object) -> None:
+        places.append(place)
+        raise RunStopped("enough")
+
+    places: list[RunPlace] = []
+    monkeypatch.setattr("environments.start.play_run", played)
+    monkeypatch.setenv("WEIR_STACK__RUN_DIR", str(run_dir))
+    with serving(Starlette(routes=[Route("/{path:path}", asked)])) as elsewhere:
+        CliRunner().invoke(app, ["top", "--once", "--gateway-url", elsewhere])
+    assert told
+    assert not any("authorization" in headers for headers in told)
+    out = ["--run-dir", str(run_dir / "episodes")]
+    for gateway in ([], ["--gateway", system.gateway_url], ["--gateway", "http://127.0.0.2:1"]):
+        CliRunner().invoke(app, ["env", "eval", "python:module:Class", *out, *gateway])
+    assert [(each.gateway_url, each.client_key) for each in places] == [
+        *[(system.gateway_url, CLIENT_KEY)] * 2,
+        ("http://127.0.0.2:1", None),
+    ]
 
 
 def test_what_services_found_out_about_the_model_is_one_table_and_two_models_are_an_error(

@@ -26,7 +26,7 @@ from weir.doctor.doctor import examine
 from weir.doctor.problem import Problem
 from weir.doctor.targets import Targets
 
-DEPENDS_ON_THE_MACHINE = {"memory_short"}
+DEPENDS_ON_THE_MACHINE = {"memory_short", "redis_lacks_fixes"}
 """What a busy test machine may have, whatever the test."""
 
 

@@ -24,6 +24,7 @@ from reward_service.graders.objects import brings_python
 from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import JsonRoute
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
@@ -49,7 +50,7 @@ class JobRoutes:
         """One file is checked at a time."""
 
     def router(self) -> APIRouter:
-        router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"])
+        router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], route_class=JsonRoute)
         self._add_changes(router)
         self._add_readings(router)
         return router

@@ -21,12 +21,12 @@ from gateway.dialects.chat_wire import (
     tool_call_of,
 )
 from gateway.dialects.fields.checks import check_metadata, refuse_unserved, verbosity_of
+from gateway.dialects.fields.decoding import decode_body, worked
 from gateway.dialects.fields.tables import CHAT
 from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.wire import (
     HEARTBEAT,
     check_sampling,
-    decode_body,
     encode,
     event,
     refuse_constrained,
@@ -55,7 +55,10 @@ class Chat:
         self._model_name = model_name
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
-        request = decode_body(body, ChatRequest)
+        return await worked(body, self._read, body)
+
+    def _read(self, body: bytes) -> ParsedRequest:
+        request = decode_body(body, ChatRequest, self._renderer.context_length)
         check(request)
         return ParsedRequest(
             calls=[call_of(self._renderer, request)],

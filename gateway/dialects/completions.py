@@ -14,12 +14,12 @@ from gateway.dialects.completions_wire import (
     TextCompletion,
 )
 from gateway.dialects.fields.checks import check_metadata
+from gateway.dialects.fields.decoding import decode_body, worked
 from gateway.dialects.logprobs import CompletionLogprobs, TextOffsets, completion_logprobs
 from gateway.dialects.wire import (
     HEARTBEAT,
     Usage,
     check_sampling,
-    decode_body,
     encode,
     event,
     guided_form,
@@ -51,7 +51,8 @@ class Completions:
         self._model_name = model_name
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
-        request = decode_body(body, CompletionRequest)
+        context_length = self._renderer.context_length
+        request = await worked(body, decode_body, body, CompletionRequest, context_length)
         check(request)
         asked = sampling_of(request, self._renderer.config.vocab_size)
         if request.max_tokens is not None:

@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.checks import check_metadata, refuse_unserved
+from gateway.dialects.fields.decoding import decode_body, worked
 from gateway.dialects.fields.tables import MESSAGES
 from gateway.dialects.messages_input import (
     carrying,
@@ -43,7 +44,6 @@ from gateway.dialects.messages_wire import (
 )
 from gateway.dialects.wire import (
     check_sampling,
-    decode_body,
     encode,
     event,
     given_fields,
@@ -95,16 +95,17 @@ class Messages:
         )
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
-        request = request_of(body)
+        return await worked(body, self._read, body)
+
+    def _read(self, body: bytes) -> ParsedRequest:
+        request = request_of(body, self._renderer.context_length)
         if request.max_tokens is None:
             raise InvalidRequest("max_tokens: give a limit for the answer", param="max_tokens")
         check_sampling(request)
-        model = request.model or self._model_name
+        model, shows_ids = request.model or self._model_name, bool(request.return_token_ids)
         return ParsedRequest(
             calls=[call_of(self._renderer, request, self.prompt_of(request))],
-            responder=MessagesResponder(
-                model, bool(request.return_token_ids), self._sign, omits_thoughts(request)
-            ),
+            responder=MessagesResponder(model, shows_ids, self._sign, omits_thoughts(request)),
             stream=bool(request.stream),
             model=request.model,
             metadata=request.metadata,
@@ -117,9 +118,9 @@ class Messages:
         return encode({"type": "error", **body})
 
 
-def request_of(body: bytes) -> MessagesRequest:
+def request_of(body: bytes, context_length: int = 0) -> MessagesRequest:
     """Decode a body. Raises InvalidRequest for a malformed body, or a `thread` in place of all messages."""
-    request = decode_body(body, MessagesRequest)
+    request = decode_body(body, MessagesRequest, context_length)
     if request.thread is not None:
         raise InvalidRequest("thread: this gateway keeps no threads; send all messages", param="thread")
     refuse_unserved(request, MESSAGES)

@@ -11,6 +11,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from gateway.dialects.base import Events, ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.checks import refuse_unserved
+from gateway.dialects.fields.decoding import decode_body, worked
 from gateway.dialects.token_call import TokenParameters, token_call
 from gateway.dialects.token_ids_wire import (
     SAMPLING,
@@ -24,7 +25,6 @@ from gateway.dialects.token_ids_wire import (
 )
 from gateway.dialects.wire import (
     check_sampling,
-    decode_body,
     encode,
     given_fields,
     sampling_of,
@@ -50,7 +50,10 @@ class TokenIdsDialect:
         self._router_replay = router_replay
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
-        request = decode_body(body, TokenIdsRequest)
+        return await worked(body, self._read, body)
+
+    def _read(self, body: bytes) -> ParsedRequest:
+        request = decode_body(body, TokenIdsRequest, self._renderer.context_length)
         with _named_in_full():
             parameters = parameters_of(request, self._renderer.config.vocab_size, self._router_replay)
             call = token_call(self._renderer, request.token_ids, parameters)

@@ -1,14 +1,11 @@
 """Functions that the dialects share: they decode and check requests, and write usage and events."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Raw
 
-from gateway.dialects.fields.others import check_other
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation, tokens_of
 from gateway.language.chat_messages import Message, text_of
@@ -22,6 +19,7 @@ from gateway.language.constraint import (
 from rollout_queue.foreign_json import read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 
 JsonObject = dict[str, Any]
 """A JSON object of a client's request, without a struct that describes its fields."""
@@ -32,8 +30,6 @@ MAX_STOPS = 32
 """SGLang's limit on the number of stop strings."""
 HEARTBEAT = b": still here\n\n"
 """A comment in the format of server-sent events. It keeps the connection open; clients skip it."""
-
-UNKNOWN_FIELD = re.compile("Object contains unknown field `")
 
 GUIDED = ("guided_json", "guided_regex", "regex", "guided_choice")
 encode = msgspec.json.Encoder().encode
@@ -94,53 +90,6 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 # Requests
-
-
-def decode_body(body: bytes, kind: type[T]) -> T:
-    """The body as the struct `kind`. Raises InvalidRequest that names a wrong field, or an unread one whose
-    value asks for something (`fields.others`)."""
-    try:
-        return _decode(body, kind)
-    except msgspec.ValidationError as error:
-        message, _, where = str(error).partition(" - at `$")
-        param = where.strip("`.") or None
-        raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
-
-
-def _decode(body: bytes, kind: type[T]) -> T:
-    try:
-        return read_json(body, kind)
-    except msgspec.ValidationError as error:
-        if UNKNOWN_FIELD.match(str(error)) is None:
-            raise
-    return read_json(_read_part(body, kind), kind)
-
-
-def _read_part(body: bytes | Raw, kind: type[msgspec.Struct], where: str = "") -> bytes:
-    """The body without the fields that the struct `kind` does not have. These are noted, or refused."""
-    inner = _structs_in(kind)
-    kept: dict[str, Raw] = {}
-    for name, value in read_json(bytes(body), dict[str, Raw]).items():
-        if name not in kind.__struct_fields__:
-            check_other(name, read_json(bytes(value)), where + name, kind.__struct_fields__)
-        elif name in inner and bytes(value).startswith(b"{"):
-            kept[name] = Raw(_read_part(value, inner[name], f"{where}{name}."))
-        else:
-            kept[name] = value
-    return encode(kept)
-
-
-@cache
-def _structs_in(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """The fields of a struct that are structs themselves."""
-    found = {}
-    for name, hint in get_type_hints(kind).items():
-        for each in (hint, *get_args(hint)):
-            if isinstance(each, type) and issubclass(each, msgspec.Struct):
-                found[name] = each
-    return found
 
 
 BOUNDS: dict[str, tuple[float, float]] = {

@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
+from gateway.dialects.fields.decoding import worked
 from gateway.dialects.fields.unknown import Reading
 from gateway.edge.background_answers import BackgroundAnswers, UnreadCall
 from gateway.edge.choices import for_each, sample_each
@@ -56,7 +57,7 @@ class Exchange:
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         caller = request.caller
         attempt = attempt_of(request.headers)
-        digest = request_digest(self.dialect.prefix, request.body)
+        digest = await worked(request.body, request_digest, self.dialect.prefix, request.body)
         key = CallKey(caller, request.session_id, tuple(map(request.headers.get, HEADERS)), digest)
         if (joined := self.calls.join(key, attempt)) is not None:
             request.release()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+from gateway.dialects.fields.decoding import worked
 from gateway.dialects.fields.unknown import Reading, ignored_header
 from gateway.dialects.messages import Messages, request_of
 from gateway.dialects.messages_wire import InputTokens
@@ -26,13 +27,15 @@ class TokenCount:
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         gateway = self.gateway
         with Reading(report=gateway.settings.unknown_fields == "report") as ignored:
-            prompt = self.messages.prompt_of(request_of(request.body))
+            body, context_length = request.body, gateway.renderer.context_length
+            asked = await worked(body, request_of, body, context_length)
+            prompt = await worked(body, self.messages.prompt_of, asked)
         self.figures.ignoring += bool(ignored.paths)
         owner = await gateway.sessions.owner_of(request.caller)
         reply.more_headers = partial(gateway.admission.rate_headers, owner)
         gateway.admission.check_call(owner)
         call = await with_images(gateway.images, prompt, request.held)
-        count = await gateway.generator.count(call, self.figures)
+        count = await gateway.generator.count(call, self.figures, owner)
         await reply.send_json(200, encode(InputTokens(count)), ignored_header(tuple(ignored.paths)))
 
     def error(self, error: ApiError) -> bytes:

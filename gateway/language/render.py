@@ -138,9 +138,9 @@ class ChatRenderer:
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, ask: bool) -> TokenIds:
         if not self.family.tools:
             refuse_tools(messages, tools)
-        normalized = self.normalizer.conversation(messages, tools)
         try:
             with self.bounded():
+                normalized = self.normalizer.conversation(messages, tools)
                 ids = self.template.render_ids(normalized, tools=_listed(tools), add_generation_prompt=ask)
                 return self._with_pads(ids, messages)
         except TemplateRefusal as error:
@@ -182,9 +182,10 @@ class ChatRenderer:
         if self.vision is not None and not self.vision.pads.isdisjoint(output_ids):
             return None  # an engine would take a sampled pad for an image
         prompt, output = prompt_ids[-PROMPT_TAIL:].tolist(), output_ids.tolist()
-        new, listed = self.normalizer.continuation(new_messages, before), _listed(tools)
+        listed = _listed(tools)
         keeping = self._keeping()
         with self.bounded():
+            new = self.normalizer.continuation(new_messages, before)
             ids = extension(self.template, prompt, output, new, listed)
             if ids is None and (keeping is self.template or not thoughtful()):
                 # Nothing is there that the template would drop: the sampled tokens stay.
@@ -231,11 +232,11 @@ class ChatRenderer:
         keeps = self._configuration.thinking_retention == "all" or not self.family.thinks
         if not keeps and stability.may_drop(new) and thoughtful():
             return None
-        earlier = self.normalizer.conversation(before, tools)
-        later = self.normalizer.continuation(new, before)
         last_id = output_ids[-1] if len(output_ids) else None
         try:
             with self.bounded():
+                earlier = self.normalizer.conversation(before, tools)
+                later = self.normalizer.continuation(new, before)
                 added = self.template.added(earlier, last_id, later, tools)
         except (TemplateRefusal, *UNREADABLE):
             return None

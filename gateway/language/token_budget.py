@@ -25,6 +25,14 @@ class TokenBudget:
     context: int
     param: str
     spent: int = 0
+    cuts: int = 0
+    """Where texts are cut: each cut ends a token."""
+
+    def cut(self) -> None:
+        """Count a cut. Raises InvalidRequest if the prompt has more of them than it may have tokens."""
+        self.cuts += 1
+        if self.cuts > self.limit:
+            raise too_long(self.limit, self.context, self.param)
 
     def check(self, more: int) -> None:
         """Raises InvalidRequest if the prompt and `more` tokens exceed the limit."""

@@ -19,11 +19,19 @@ from reward_service.grading.runner import GraderRunner
 from reward_service.metrics import RewardMetrics
 from reward_service.rest.slots import Slots
 from rollout_queue import clock
+from rollout_queue.foreign_json import MOST_VALUES
 from rollout_queue.http.callers import role_in
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.http.keys import Role
 
 MAX_SAMPLE_CHARS = 2**20
+
+
+class GraderRoute(JsonRoute):
+    """A route whose body has a model's text, and any item of a dataset."""
+
+    most_values = MOST_VALUES
 
 
 def _json(value: Any) -> Any:
@@ -66,7 +74,7 @@ class GraderRoutes:
         """Who may bring Python graders. Without keys nobody may: every program of the machine is an admin."""
 
     def router(self) -> APIRouter:
-        router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"])
+        router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], route_class=GraderRoute)
 
         @router.post("/validate")
         async def validate(body: GraderBody) -> JSONResponse:

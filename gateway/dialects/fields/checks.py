@@ -40,10 +40,10 @@ def refuse_unserved(body: msgspec.Struct, refusals: Refusals) -> None:
             raise InvalidRequest(f"{name}: {reason}", param=name)
 
 
-def check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """Raises InvalidRequest for `metadata` over the limit."""
+def check_metadata(metadata: Mapping[str, Any] | None, param: str = "metadata") -> None:
+    """Raises InvalidRequest for metadata over the limit, in the field `param`."""
     if metadata and len(msgspec.json.encode(metadata)) > MAX_METADATA_BYTES:
-        raise InvalidRequest(f"metadata: more than {MAX_METADATA_BYTES} bytes of JSON", param="metadata")
+        raise InvalidRequest(f"{param}: more than {MAX_METADATA_BYTES} bytes of JSON", param=param)
 
 
 class Fields(msgspec.Struct, frozen=True):

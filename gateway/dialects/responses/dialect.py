@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.checks import check_fields, check_metadata, refuse_unserved, verbosity_of
+from gateway.dialects.fields.decoding import decode_body, worked
 from gateway.dialects.fields.tables import ITEMS, REASONING, RESPONSES, TEXT, check_choice, check_format
 from gateway.dialects.fields.unknown import note_unknown
 from gateway.dialects.logprobs import logprobs_of
@@ -18,7 +19,13 @@ from gateway.dialects.responses.stored.background import BackgroundResponse
 from gateway.dialects.responses.stored.record import StoredResponse
 from gateway.dialects.responses.stored.store import ResponseStore, StoredConversation
 from gateway.dialects.responses.wire import LOGPROBS, PREFIX, Item, ResponsesRequest
-from gateway.dialects.wire import JsonObject, check_sampling, decode_body, encode, given_fields, left_out
+from gateway.dialects.wire import (
+    JsonObject,
+    check_sampling,
+    encode,
+    given_fields,
+    left_out,
+)
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order
@@ -57,13 +64,14 @@ class Responses:
         self._redis = redis
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
-        request = decode_body(body, ResponsesRequest)
+        context_length = self._renderer.context_length
+        request = await worked(body, decode_body, body, ResponsesRequest, context_length)
         check(request)
         model = request.model or self._model_name
         store, previous_id = ResponseStore(self._redis, caller), request.previous_response_id
         past = await store.conversation(previous_id) if previous_id else StoredConversation()
         items = await _resolved(store, _given_items(request.input))
-        added = messages_of(items, self._renderer.vision is not None)
+        added = await worked(body, messages_of, items, self._renderer.vision is not None)
         instructions: list[Message] = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
         )
@@ -81,8 +89,9 @@ class Responses:
         async def keep_only(recorded: Sequence[RecordedAnswer]) -> None:
             await keep(recorded[0])
 
+        messages = [*instructions, *past.messages, *added]
         return ParsedRequest(
-            calls=[call_of(self._renderer, request, [*instructions, *past.messages, *added], items)],
+            calls=[await worked(body, call_of, self._renderer, request, messages, items)],
             responder=ResponsesResponder(self._renderer, request, model),
             stream=bool(request.stream),
             model=request.model,

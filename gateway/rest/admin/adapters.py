@@ -6,6 +6,7 @@ from fastapi.responses import JSONResponse
 from gateway.generations.pinning import Pinned
 from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue.contract.policies.adapter import PublishedAdapter
+from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.protocol.adapters import (
     AdapterBody,
     AdapterPage,
@@ -14,7 +15,7 @@ from rollout_queue.protocol.adapters import (
     AdapterRow,
 )
 
-router = APIRouter(prefix="/adapters")
+router = APIRouter(prefix="/adapters", route_class=JsonRoute)
 
 
 @router.get("")

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request
 
 from gateway.wiring.parts import parts_of
 from rollout_queue.contract.policies.canary import Canary, GateReading, Pin
+from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.protocol.canaries import (
     CanaryBody,
     CanaryPage,
@@ -14,7 +15,7 @@ from rollout_queue.protocol.canaries import (
     PinShape,
 )
 
-router = APIRouter(prefix="/policies")
+router = APIRouter(prefix="/policies", route_class=JsonRoute)
 
 
 @router.get("/canaries")

@@ -25,6 +25,7 @@ from gateway.rest.exports import export
 from gateway.rest.shapes import Removed
 from gateway.rest.workers import parts_of_all, placement_of_all, traffic_of_all
 from gateway.wiring.parts import GatewayParts, parts_of
+from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.http.keys import default_keys_sentence
 from rollout_queue.http.release import release
 from rollout_queue.http.workers.siblings import Siblings
@@ -45,7 +46,9 @@ SLOWEST_PARTS = 5
 """How many parts of the calls the status names."""
 
 
-router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admins_only)])
+router = APIRouter(
+    prefix="/admin", tags=["admin"], dependencies=[Depends(admins_only)], route_class=JsonRoute
+)
 router.include_router(export.router)
 router.include_router(pipeline.router)
 router.include_router(canaries.router)  # before the routes of a version, which these paths resemble

@@ -11,9 +11,10 @@ from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import KeyPage, KeySecret, KeyShape, NewKeySecret
 from gateway.wiring.parts import parts_of
 from rollout_queue import clock
+from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.http.keys import Role
 
-router = APIRouter(prefix="/keys")
+router = APIRouter(prefix="/keys", route_class=JsonRoute)
 KeyName = Annotated[str, Field(pattern=f"^{NAME.pattern}$", max_length=63)]
 Limit = Annotated[int | None, Field(ge=1, le=2**53)]
 UNUSED = KeyUse()

@@ -13,6 +13,7 @@ from gateway.rest.admin.canaries import canary_shape, pin_shape
 from gateway.wiring.parts import parts_of
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan
+from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.protocol.policies import (
     HoldBody,
     HoldShape,
@@ -33,7 +34,7 @@ PUSHED: dict[int | str, dict[str, type[Pushed]]] = {202: {"model": Pushed}, 207:
 """202: the push goes on. 207: at least one server did not load the version."""
 Wait = Annotated[bool, Query(description="Whether the answer comes once the push has ended.")]
 
-router = APIRouter(prefix="/policies")
+router = APIRouter(prefix="/policies", route_class=JsonRoute)
 
 
 @router.get("")

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue import clock
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.trainer import RestoreBody, TrainerReport
 from rollout_queue.redis import keys
@@ -27,7 +28,7 @@ LEDGER_LIMIT = TASKS_LIMIT = 1000
 Answer = Awaitable[tuple[int, bytes]]
 """The status and the body of the trainer's answer."""
 
-router = APIRouter(prefix="/trainer")
+router = APIRouter(prefix="/trainer", route_class=JsonRoute)
 
 
 @router.post("/pause")

@@ -14,9 +14,10 @@ from gateway.rest.tinker_api.wire.bodies import CancelBody, FutureBody
 from rollout_queue.commands.command import request_id
 from rollout_queue.commands.result import Answer
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.redis.commands.submission import Gone, Waiting
 
-router = APIRouter(tags=["tinker"])
+router = APIRouter(tags=["tinker"], route_class=JsonRoute)
 
 LARGE_BYTES = 2**20
 """The size of a larger result is told first, if the client asks for that."""

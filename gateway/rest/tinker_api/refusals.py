@@ -1,13 +1,9 @@
 """Commands that are refused when they arrive. Their numbers are used up, so the log gets them too."""
 
 import hashlib
-import json
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,12 +11,13 @@ from gateway.errors import GatewayError, InvalidRequest, ObjectNotFound
 from gateway.rest.tinker_api.door import door_of
 from rollout_queue.commands.command import Refused
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.foreign_json import read_json
+from rollout_queue.http.json_routes import Handler, JsonRoute
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 LARGEST = 2**31
 
 
-class CommandRoute(APIRoute):
+class CommandRoute(JsonRoute):
     """A route whose body has a model and the number of a command."""
 
     def get_route_handler(self) -> Handler:
@@ -40,7 +37,7 @@ class CommandRoute(APIRoute):
 async def _book(request: Request, why: str) -> None:
     """Put a refused command into the log, if the body has a model of the caller and a number."""
     body = await request.body()
-    given = json.loads(body)
+    given = read_json(body)
     model_id, number = given["model_id"], given["seq_id"]
     if not isinstance(model_id, str) or type(number) is not int or not 0 <= number < LARGEST:
         return

@@ -13,7 +13,7 @@ from gateway.dialects.token_call import TokenParameters, token_call
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.generations.generation import Call
 from gateway.generations.pinning import Pinned
-from gateway.rest.bodies import RestBody
+from gateway.rest.bodies import PromptRoute, RestBody
 from gateway.rest.tinker_api.door import TinkerDoor, door_of, now
 from gateway.rest.tinker_api.paths import PromiseId, sampler_of, weights_path
 from gateway.rest.tinker_api.records import SamplingTarget
@@ -25,7 +25,7 @@ from gateway.sessions.identity import Caller
 from rollout_queue.commands.result import Published
 from rollout_queue.contract.policies.adapter import PublishedAdapter
 
-router = APIRouter(tags=["tinker"])
+router = APIRouter(tags=["tinker"], route_class=PromptRoute)
 
 BASE_VERSION = 0
 """The version that engines start with: the base model."""
@@ -35,17 +35,22 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 class SampledChunk(RestBody):
     type: Literal["encoded_text"]
-    tokens: list[Token]
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
 class SampledPrompt(RestBody):
-    chunks: list[SampledChunk]
+    chunks: Annotated[list[SampledChunk], Field(fail_fast=True)]
 
 
 class SampledParameters(RestBody):
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: str | list[str] | list[Token] | None = None
+    stop: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[Token], Field(fail_fast=True)]
+        | None
+    ) = None
     temperature: FiniteFloat = Field(1.0, ge=0, le=100)
     top_k: int = Field(-1, ge=-1, lt=2**31)
     top_p: FiniteFloat = Field(1.0, gt=0, le=1)

@@ -1,7 +1,10 @@
 """The gateway's ids of a text are those of `AutoTokenizer`, for every kind of tokenizer, and any text."""
 
 import json
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,9 @@ from tokenizers import (
     trainers,
 )
 
+from gateway.errors import InvalidRequest
+from gateway.language.control_tokens import CUT, WINDOW, ControlTokenEscaper, split_at_cuts
+from gateway.language.token_budget import at_most
 from gateway.language.tokenizer import BareTokenizer
 from tests.support.hypothesis_profiles import examples
 
@@ -211,3 +217,28 @@ def test_tokens_that_only_older_files_name_are_those_of_auto_tokenizer(tmp_path:
     for text in ("a <|late|> b", "x<later>y", f"x{some[0]}y {some[1]}", f"<|late|><later>{some[0]}"):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
     assert ours.special_ids == {size, *map(made.token_to_id, some)}
+
+
+SOME_TOKENS = ("<|im_start|>", "<|im_end|>", "<|im_", "<s>", "</s>", "aa", "a<", "[INST]", ".*", "x" * 400)
+PIECES = st.sampled_from([*SOME_TOKENS, "<|im", "|>", "<", "a", "x" * 399, CUT, "z" * WINDOW, "."])
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.sets(st.sampled_from(SOME_TOKENS)), st.lists(PIECES, max_size=12).map("".join))
+def test_each_control_token_is_cut_wherever_it_begins(tokens: set[str], text: str) -> None:
+    said = text.replace(CUT, CUT * 2)
+    begins = [at for at in range(len(said)) if any(said.startswith(token, at) for token in tokens)]
+    ends = [0, *(at + 1 for at in begins), len(said)]
+    parts = [said[start:end] for start, end in pairwise(ends)]
+    assert ControlTokenEscaper(tokens).cut(text) == CUT.join(parts)
+    assert "".join(split_at_cuts(CUT.join(parts))) == text
+
+
+@pytest.mark.parametrize("piece", ["<|im_", "<|im_end|>", "<|im_start|", "<", CUT, "<|im_end|> <|im_"])
+def test_what_looks_like_control_tokens_costs_two_seconds_at_most(piece: str) -> None:
+    """In 31 MB, of the time of this thread. It is cut only as far as the prompt may have tokens."""
+    escaper = ControlTokenEscaper(["<|im_start|>", "<|im_end|>", *(f"<|reserved_{n}|>" for n in range(250))])
+    text, began = piece * (31 * 2**20 // len(piece.encode())), time.thread_time()
+    with suppress(InvalidRequest), at_most(2**18, 2**17, "messages"):
+        escaper.cut(text)
+    assert time.thread_time() - began < 2

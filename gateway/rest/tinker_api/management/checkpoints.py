@@ -14,9 +14,14 @@ from gateway.rest.tinker_api.weights import KeptWeights
 from gateway.rest.tinker_api.wire.bodies import TtlBody
 from gateway.sessions.identity import Caller
 from rollout_queue import clock
+from rollout_queue.http.json_routes import JsonRoute
 
 logger = logging.getLogger(__name__)
-router = APIRouter(tags=["tinker"], prefix="/training_runs/{training_run_id}/checkpoints/{kind}/{name}")
+router = APIRouter(
+    tags=["tinker"],
+    prefix="/training_runs/{training_run_id}/checkpoints/{kind}/{name}",
+    route_class=JsonRoute,
+)
 
 
 @router.delete("", status_code=204)

@@ -17,9 +17,10 @@ from gateway.sessions.identity import Caller
 from rollout_queue.commands.command import Command, LoadWeights, SaveWeights
 from rollout_queue.commands.result import Answer, CommandFailed
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.redis.commands.submission import Gone
 
-router = APIRouter(tags=["tinker"])
+router = APIRouter(tags=["tinker"], route_class=JsonRoute)
 
 TOKEN = "x-tinker-weights-access-token"  # noqa: S105 - the name of a header
 

@@ -13,8 +13,9 @@ from gateway.rest.tinker_api.management.listing import time_of
 from gateway.rest.tinker_api.store import FoundSession, SessionPlace
 from gateway.rest.tinker_api.wire.searches import ClientFinishedQuery, SessionSearchBody
 from gateway.sessions.identity import Caller
+from rollout_queue.http.json_routes import JsonRoute
 
-router = APIRouter(tags=["tinker"])
+router = APIRouter(tags=["tinker"], route_class=JsonRoute)
 
 LOOKED_AT = 5000
 """How many sessions one page looks at. A page that has found fewer than it may then names the next one."""

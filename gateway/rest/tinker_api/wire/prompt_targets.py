@@ -23,17 +23,17 @@ MOST_SCORES = 2**19
 """The engine scores each wanted id in every place from the first row on. So many scores are read, and so many
 cells are answered."""
 TOKEN_LIMIT = 2**31
-Index = Annotated[int, Field(ge=0, lt=2**31)]
+Indices = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 class TargetsBody(RestBody):
     """An int64 tensor as the SDK sends it: dense, or CSR with both lists of indices."""
 
-    data: list[Annotated[int, Field(ge=NOTHING, lt=TOKEN_LIMIT)]]
+    data: Annotated[list[Annotated[int, Field(ge=NOTHING, lt=TOKEN_LIMIT)]], Field(fail_fast=True)]
     dtype: Literal["int64"]
-    shape: list[Index] | None = None
-    sparse_crow_indices: list[Index] | None = None
-    sparse_col_indices: list[Index] | None = None
+    shape: Indices | None = None
+    sparse_crow_indices: Indices | None = None
+    sparse_col_indices: Indices | None = None
 
     @model_validator(mode="after")
     def _has_a_layout(self) -> Self:

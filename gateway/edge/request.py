@@ -16,6 +16,8 @@ from rollout_queue.http.errors import ApiError
 JSON = "application/json"
 HEAVY_BYTES = 32 * 2**10
 """A body up to this size is tokenized on the event loop, since a thread would cost more time."""
+KEPT_FREE = 8
+"""One part in so many of the memory for bodies is free for keys that hold little."""
 
 
 class ClientDisconnected(Exception):
@@ -24,38 +26,48 @@ class ClientDisconnected(Exception):
 
 @dataclass
 class BodyBudget:
-    """Bounds the bytes of all bodies that the gateway holds at once, in all and per caller."""
+    """Bounds the bytes of all bodies that the gateway holds at once, in all and per key.
+
+    The bodies of a key's sessions count for the key. An eighth of all bytes is free for keys that hold
+    little, so no key can keep another one's calls out.
+    """
 
     max_bytes: int
     in_all: int
-    per_caller: int
+    per_key: int
     _held: int = 0
     _held_by: dict[Hashable, int] = field(default_factory=dict)
 
     @property
+    def _kept_free(self) -> int:
+        return self.in_all // KEPT_FREE
+
+    @property
     def most_of_one(self) -> int:
         """How many bytes one call may have, if no other call has any."""
-        return min(self.in_all, self.per_caller)
+        return min(self.in_all - self._kept_free, self.per_key)
 
     def hold(self, caller: Caller) -> "HeldBody":
         """A body of the caller; its bytes count until the end of a `with` block, or until `release`."""
-        return HeldBody(self, (caller.session_id, caller.owner, caller.key))
+        return HeldBody(self, caller.payer)
 
-    def add(self, caller: Hashable, size: int) -> None:
+    def add(self, payer: Hashable, size: int) -> None:
         """Raises LimitReached if the bytes do not fit."""
-        own = self._held_by.get(caller, 0)
-        for held, limit in ((self._held, self.in_all), (own, self.per_caller)):
+        own = self._held_by.get(payer, 0)
+        holds_little = own + size <= self._kept_free // 2
+        in_all = self.in_all if holds_little else self.in_all - self._kept_free
+        for held, limit in ((self._held, in_all), (own, self.per_key)):
             if held + size > limit:
                 message = f"the bodies of calls that wait have {held} bytes, of {limit} allowed; try again"
                 raise LimitReached(message, code="bodies_limit", retry_s=1)
         self._held += size
-        self._held_by[caller] = own + size
+        self._held_by[payer] = own + size
 
-    def remove(self, caller: Hashable, size: int) -> None:
+    def remove(self, payer: Hashable, size: int) -> None:
         self._held -= size
-        self._held_by[caller] -= size
-        if not self._held_by[caller]:
-            del self._held_by[caller]
+        self._held_by[payer] -= size
+        if not self._held_by[payer]:
+            del self._held_by[payer]
 
 
 @dataclass
@@ -63,7 +75,8 @@ class HeldBody:
     """One body that is being read or turned into tokens. `with held:` releases it at the end."""
 
     budget: BodyBudget
-    caller: Hashable
+    payer: Hashable
+    """For whom the bytes count (`Caller.payer`)."""
     size: int = 0
     kept: int = 0
     """Bytes of images, which are needed until the answer is recorded."""
@@ -111,18 +124,18 @@ class HeldBody:
 
     def moved(self) -> "HeldBody":
         """The bytes that are kept, for work that goes on when the `with` block has ended."""
-        moved, self.kept = HeldBody(self.budget, self.caller, kept=self.kept), 0
+        moved, self.kept = HeldBody(self.budget, self.payer, kept=self.kept), 0
         return moved
 
     def _add(self, size: int) -> None:
         most, whole = self.budget.most_of_one, self.size + self.kept + size
         if whole > most:  # it would not fit when all other calls are done, either
             raise ApiError(413, f"the body and its images have {whole} bytes or more, of {most} allowed")
-        self.budget.add(self.caller, size)
+        self.budget.add(self.payer, size)
 
     def _remove(self, size: int) -> None:
         if size:
-            self.budget.remove(self.caller, size)
+            self.budget.remove(self.payer, size)
 
 
 class AgentRequest(msgspec.Struct):

@@ -110,7 +110,8 @@ class Sampler:
         answer = PartialAnswer(wanted, self.text_of, self.vocab_size)
         retries, avoid, wait_s = RetryState(), "", self.engine_wait_s
         while not answer.finished:
-            asked = WantedServer(wanted.session_id, wanted.wish, avoid, wanted.prefix, wanted.prefix_version)
+            prefix = (wanted.prefix, wanted.prefix_version)
+            asked = WantedServer(wanted.session_id, wanted.wish, avoid, *prefix, wanted.owner)
             server = await self.fleet.acquire(asked, max(wait_s, 0.0))
             try:
                 await self._attempt(answer, server, retries, on_chunk, on_engine)

@@ -94,6 +94,8 @@ class SampleRequest(msgspec.Struct, frozen=True):
     """How many tokens the engine must make of a prompt with images; None without images."""
     image_pads: frozenset[int] = frozenset()
     """Ids that an engine takes for images where they are in a prompt."""
+    owner: str = ""
+    """The client key for which the call counts."""
 
 
 def _written(image: Any) -> str:

@@ -70,7 +70,7 @@ class PromptScorer:
         self._sampler = sampler
 
     async def score(
-        self, rid: str, session_id: str, wish: Wish, ids: Sequence[int], query: PromptQuery
+        self, rid: str, session_id: str, owner: str, wish: Wish, ids: Sequence[int], query: PromptQuery
     ) -> PromptScores:
         """The scores of the prompt `ids`.
 
@@ -88,7 +88,8 @@ class PromptScorer:
             token_ids_logprob=list(query.candidates) or UNSET,
         )
         while True:
-            server = await sampler.fleet.acquire(WantedServer(session_id, wish, avoid), sampler.engine_wait_s)
+            asked = WantedServer(session_id, wish, avoid, owner=owner)
+            server = await sampler.fleet.acquire(asked, sampler.engine_wait_s)
             try:
                 return await self._attempt(server, body, wish)
             except EngineFault as fault:

@@ -19,6 +19,7 @@ from gateway.engines.failover import OnChunk, Sampler
 from gateway.engines.generate_request import PromptImage, SampleRequest
 from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
+from gateway.generations.fair_turns import FairTurns
 from gateway.generations.generation import Call, ClientCall, Generation
 from gateway.generations.generation_trace import asked_attributes, operation_of, sampled_attributes
 from gateway.generations.pinning import Pinned
@@ -73,7 +74,7 @@ class Generator:
         self._reasoning_effort = settings.reasoning_effort
         self._context_length = renderer.context_length
         self._model_name = settings.model_name
-        self._encoders = ThreadPoolExecutor(ENCODERS, "encoder")
+        self._encoders, self._turns = ThreadPoolExecutor(ENCODERS, "encoder"), FairTurns(ENCODERS)
 
     async def begin(
         self,
@@ -95,7 +96,8 @@ class Generator:
         trial = await self._canary.trial(head) if pinned.version is None else None
         for asked in calls:
             call = self._settled(asked, head.spec.reasoning_effort, head.spec.thinking)
-            prompt = await self._rendered(partial(self._locate, head, call), heavy, client.figures)
+            work = partial(self._locate, head, call)
+            prompt = await self._rendered(work, heavy, client.figures, head.spec.owner)
             room = self._context_length - len(prompt.prompt_ids)
             side_call = side_call_of(call.messages, call.tools, call.asked.get("max_tokens"))
             train = head.spec.train and (self._train_constrained or call.structural_tag is None)
@@ -139,8 +141,8 @@ class Generator:
         tag = call.constrain and call.constrain(self._renderer.variant(settled)).structural_tag
         return msgspec.structs.replace(call, thinking=settled, structural_tag=tag)
 
-    async def count(self, call: Call, figures: CallFigures) -> int:
-        """How many tokens the prompt of a call has, outside of any session.
+    async def count(self, call: Call, figures: CallFigures, owner: str) -> int:
+        """How many tokens the prompt of a call of this client key has, outside of any session.
 
         Raises InvalidRequest if it cannot be rendered, or has more tokens than twice the context.
         """
@@ -148,16 +150,16 @@ class Generator:
         call = self._settled(call, self._reasoning_effort, None)
         renderer, (messages, tools) = self._renderer.variant(call.thinking), (call.messages, call.tools)
         try:
-            ids = await self._rendered(partial(renderer.render, messages, tools), True, figures)
+            ids = await self._rendered(partial(renderer.render, messages, tools), True, figures, owner)
             if not call.begun:
                 return len(ids)
             work = partial(beginning, renderer, messages, tools, call.begun)
-            begun = await self._rendered(work, True, figures)
+            begun = await self._rendered(work, True, figures, owner)
             return len(ids) + len(begun)
         except UNREADABLE as error:
             raise _unreadable(error) from error
 
-    async def _rendered(self, work: Callable[[], T], heavy: bool, figures: CallFigures) -> T:
+    async def _rendered(self, work: Callable[[], T], heavy: bool, figures: CallFigures, owner: str) -> T:
         """Render a prompt, and count the time.
 
         Prompts of `heavy` requests are rendered in a few threads, so that few take memory at the same time.
@@ -166,8 +168,9 @@ class Generator:
         time_of = PromptTime(self._renderer.tokenizer.spent)
         try:
             if heavy or self._renderer.stability is not None:
-                run = partial(time_of.run, work)
-                return await asyncio.get_running_loop().run_in_executor(self._encoders, run)
+                async with self._turns.of(owner):
+                    run = partial(time_of.run, work)
+                    return await asyncio.get_running_loop().run_in_executor(self._encoders, run)
             return time_of.run(work)
         finally:
             figures.rendered(time_of.seconds, time_of.tokenizer_s)
@@ -221,6 +224,7 @@ class Generator:
         return SampleRequest(
             rid=generation.turn_id,
             session_id=generation.head.spec.session_id,
+            owner=generation.head.spec.owner,
             wish=generation.wish,
             input_ids=collapsed(prompt.prompt_ids.tolist(), prompt.images),
             prompt_tokens=len(prompt.prompt_ids) if prompt.images else None,

@@ -46,7 +46,8 @@ class LimitSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     requests_per_minute: int | None = Field(None, ge=1)
-    """Model calls per client key; calls with a session key count for the key that made the session."""
+    """Model calls per client key; calls with a session key count for the key that made the session. A key may
+    make as many writes beside them: sessions, rewards, ends, and what the Tinker SDK stores."""
     tokens_per_minute: int | None = Field(None, ge=1)
     """Tokens per client key, prompts and answers as `usage` counts them. A call is admitted while any tokens
     are left. It may use more tokens than are left; later calls are then refused for longer."""
@@ -186,9 +187,10 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     max_body_bytes: int = 32 * 2**20
     """Largest request body; a larger one gets a 413."""
     max_bodies_bytes: int = Field(512 * 2**20, ge=1)
-    """Bytes of bodies that the gateway reads, or turns into tokens, at once. Beyond it, calls get a 429."""
+    """Bytes of bodies that the gateway reads, or turns into tokens, at once. Beyond it, calls get a 429. The
+    last eighth is only for keys that hold little."""
     max_bodies_bytes_per_key: int = Field(256 * 2**20, ge=1)
-    """The same for one key."""
+    """The same for one key, its sessions included."""
     max_background_answers: int = Field(256, ge=1)
     """Answers that are made in the background at once (`background: true` in Responses). Beyond it, such
     calls get a 429."""
@@ -276,7 +278,8 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
         return self.model_copy(
             update={
                 "session_cache_bytes": part(self.session_cache_bytes),
-                "max_bodies_bytes": max(part(self.max_bodies_bytes), self.max_body_bytes),
+                # A part of it is free for other keys (`edge/request.py`): one whole body fits into the rest.
+                "max_bodies_bytes": max(part(self.max_bodies_bytes), -(-8 * self.max_body_bytes // 7)),
                 "max_bodies_bytes_per_key": max(part(self.max_bodies_bytes_per_key), self.max_body_bytes),
                 "max_background_answers": part(self.max_background_answers),
                 "max_background_answers_per_key": part(self.max_background_answers_per_key),

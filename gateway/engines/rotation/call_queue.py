@@ -1,14 +1,15 @@
 """The calls that wait for a server, because none can take them or each is at its limit of calls.
 
-Calls with the same wish take their turns in the order of their arrival. A server that has room again is given
-to the one that waited longest. So a server is looked for once, however many calls wait. A call of a session
-whose last wait ended without a server has its former place.
+Client keys take turns, whatever their calls wish: a key with many calls holds no other key's call up. The
+calls of one key with the same wish go in the order of their arrival. A server that has room again is given to
+the first that it can take. So a server is looked for once, however many calls wait. A call of a session whose
+last wait ended without a server has its former place among its key's calls.
 """
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gateway.engines.fleet_server import FleetServer
@@ -33,16 +34,21 @@ class CallQueue:
 
     def __init__(self, place: Callable[[WantedServer], FleetServer | None]) -> None:
         self._place = place
-        self._waiting: dict[Wish, deque[_Waiting]] = {}
+        self._lines: dict[str, dict[Wish, deque[_Waiting]]] = {}
+        """By owner, the next one first, and by wish."""
+        self._last_owner = ""
+        """Whose call got the last server."""
+        self._wishes: Counter[Wish] = Counter()
+        """How many calls wait with each wish."""
         self._kept = KeptPlaces()
         self._fruitless_at = -math.inf
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return self._wishes.total()
 
     def waits_for(self, wish: Wish) -> bool:
         """Whether calls with the same wish wait."""
-        return wish in self._waiting
+        return wish in self._wishes
 
     @property
     def kept_places(self) -> int:
@@ -55,18 +61,14 @@ class CallQueue:
         """
         loop = asyncio.get_running_loop()
         waiting = _Waiting(wanted, self._kept.take(wanted.session_id), loop.create_future())
-        queue = self._waiting.setdefault(wanted.wish, deque())
-        place = len(queue)
-        while place and queue[place - 1].since > waiting.since:
-            place -= 1
-        queue.insert(place, waiting)
-        if len(queue) > 1 and clock.monotonic() - self._fruitless_at >= AGAIN_S:
+        self._join(waiting)
+        if self._wishes[wanted.wish] > 1 and clock.monotonic() - self._fruitless_at >= AGAIN_S:
             self.serve()  # a server may have become able without a sign, as when its breaker's time is over
         try:
             async with clock.timeout(timeout_s):
                 server = await waiting.given
         except BaseException as error:
-            self._leave(waiting)
+            self._give_up(waiting)
             last = self._place(wanted) if isinstance(error, TimeoutError) else None
             if last is None:
                 self._kept.keep(wanted.session_id, waiting.since)
@@ -77,39 +79,69 @@ class CallQueue:
 
     def serve(self) -> None:
         """Give servers to as many calls as possible."""
-        for wish in list(self._waiting):
-            queue = self._waiting[wish]
-            while queue and (server := self._place(queue[0].wanted)) is not None:
-                self._give(queue.popleft(), server)
-            if queue:
-                self._fruitless_at = clock.monotonic()
-            self._forget_empty(wish)
+        hopeless: set[Wish] = set()
+        while (found := self._next(hopeless)) is not None:
+            self._give(*found)
+        if self._lines:
+            self._fruitless_at = clock.monotonic()
 
     def freed(self, server: FleetServer, takes: Callable[[FleetServer, WantedServer], bool]) -> None:
         """A call has left the server: the first that the server can take gets its place."""
-        if not self._waiting:
-            return
-        able = [queue[0] for queue in self._waiting.values() if takes(server, queue[0].wanted)]
-        if able:
-            first = min(able, key=lambda waiting: waiting.since)
-            self._waiting[first.wanted.wish].popleft()
-            self._forget_empty(first.wanted.wish)
-            self._give(first, server)
+        for lines in self._in_turn():
+            able = [line[0] for line in lines.values() if takes(server, line[0].wanted)]
+            if able:
+                self._give(min(able, key=lambda waiting: waiting.since), server)
+                return
+
+    def _in_turn(self) -> Iterable[dict[Wish, deque[_Waiting]]]:
+        """The lines of each owner, the next one first. Who came last, or had the last turn, is at the end."""
+        if self._last_owner in self._lines:
+            self._lines[self._last_owner] = self._lines.pop(self._last_owner)
+        return self._lines.values()
+
+    def _next(self, hopeless: set[Wish]) -> tuple[_Waiting, FleetServer] | None:
+        """The next call that a server can take. Adds the wishes for which there is none to `hopeless`."""
+        for lines in self._in_turn():
+            for wish, line in lines.items():
+                if wish in hopeless:
+                    continue
+                if (server := self._place(line[0].wanted)) is not None:
+                    return line[0], server
+                if not line[0].wanted.avoid:  # else another call may go where this one may not
+                    hopeless.add(wish)
+        return None
 
     def _give(self, waiting: _Waiting, server: FleetServer) -> None:
+        self._leave(waiting)
+        self._last_owner = waiting.wanted.owner
         server.promised += 1
         waiting.given.set_result(server)
 
-    def _leave(self, waiting: _Waiting) -> None:
+    def _join(self, waiting: _Waiting) -> None:
+        wanted = waiting.wanted
+        line = self._lines.setdefault(wanted.owner, {}).setdefault(wanted.wish, deque())
+        place = len(line)
+        while place and line[place - 1].since > waiting.since:
+            place -= 1
+        line.insert(place, waiting)
+        self._wishes[wanted.wish] += 1
+
+    def _give_up(self, waiting: _Waiting) -> None:
         """The call waits no more: its time is over, or its caller has left."""
-        wish = waiting.wanted.wish
         if waiting.given.done() and not waiting.given.cancelled():
             waiting.given.result().promised -= 1
             self.serve()
-        elif wish in self._waiting and waiting in self._waiting[wish]:
-            self._waiting[wish].remove(waiting)
-            self._forget_empty(wish)
+        else:
+            self._leave(waiting)
 
-    def _forget_empty(self, wish: Wish) -> None:
-        if not self._waiting[wish]:
-            del self._waiting[wish]
+    def _leave(self, waiting: _Waiting) -> None:
+        owner, wish = waiting.wanted.owner, waiting.wanted.wish
+        lines = self._lines[owner]
+        lines[wish].remove(waiting)
+        if not lines[wish]:
+            del lines[wish]
+        if not lines:
+            del self._lines[owner]
+        self._wishes[wish] -= 1
+        if not self._wishes[wish]:
+            del self._wishes[wish]

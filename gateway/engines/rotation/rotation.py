@@ -41,6 +41,8 @@ class WantedServer(NamedTuple):
     """The id of the server that sampled the turn which the call continues."""
     prefix_version: int | None = None
     """The version with which it ended that turn."""
+    owner: str = ""
+    """The client key for which the call counts."""
 
     def cached_by(self, server: FleetServer) -> bool:
         """Whether the server may have the prefix in its cache: a load empties it, and an adapter's prefixes

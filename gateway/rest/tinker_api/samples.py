@@ -204,7 +204,8 @@ class SampleMaker:
             return None
         ids: Sequence[int] = wanted.call.prompt_ids or ()
         rid = f"scores.{generation.turn_id}"
-        return await self._scorer.score(rid, wanted.session_id, generation.wish, ids, query)
+        owner = generation.head.spec.owner
+        return await self._scorer.score(rid, wanted.session_id, owner, generation.wish, ids, query)
 
     async def _finish(self, generations: Sequence[Generation]) -> None:
         """End the session of the sample: nothing more comes."""

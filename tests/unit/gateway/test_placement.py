@@ -3,22 +3,27 @@
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, cast
 
 import aiohttp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.engines.client import EngineClient
 from gateway.engines.fleet import DESCRIBED, Fleet
 from gateway.engines.fleet_server import FleetServer, Registration
 from gateway.engines.identities import distinct
-from gateway.engines.placement.choice import Wish
+from gateway.engines.placement.choice import ANY, Wish
 from gateway.engines.placement.ring import Ring
 from gateway.engines.rotation.call_queue import CallQueue
 from gateway.engines.rotation.rotation import SHORTLIST, Rotation, WantedServer
 from gateway.engines.rotation.status_schedule import STATUS_PER_S, StatusSchedule
 from gateway.errors import StateConflict
+from gateway.generations.fair_turns import FairTurns
 from rollout_queue.contract.policies.serving import plan_of
+from tests.support.hypothesis_profiles import examples
 from tests.support.turned_clock import TurnedClock
 
 LARGE = 200
@@ -190,15 +195,15 @@ class Line:
         self.server.freed = lambda freed: self.queue.freed(freed, self.rotation.takes)
         self.order: list[str] = []
 
-    async def call(self, name: str, waits_s: float = 600.0) -> None:
-        server = await self.queue.wait(WantedServer(name), waits_s)
+    async def call(self, name: str, waits_s: float = 600.0, **wanted: Any) -> None:
+        server = await self.queue.wait(WantedServer(name, **wanted), waits_s)
         entered = server.enter()
         self.order.append(name)
         await asyncio.sleep(0)  # the answer
         server.leave(entered)
 
-    async def arrive(self, name: str, waits_s: float = 600.0) -> asyncio.Task[None]:
-        waiting = asyncio.create_task(self.call(name, waits_s))
+    async def arrive(self, name: str, waits_s: float = 600.0, **wanted: Any) -> asyncio.Task[None]:
+        waiting = asyncio.create_task(self.call(name, waits_s, **wanted))
         await asyncio.sleep(0)  # it begins to wait
         return waiting
 
@@ -228,6 +233,84 @@ async def test_a_call_that_comes_again_has_its_former_place(turned: TurnedClock,
     back = ["first", "left"] if away_s * 1.5 < 30 else ["first"] if away_s < 30 else []
     rest = [name for name in ("new", "left", "first") if name not in back]
     assert line.order == [*back, "later-0", "later-1", "later-2", *rest]
+
+
+@pytest.mark.parametrize("wish", [ANY, Wish(1)], ids=["one wish", "wishes differ"])
+async def test_owners_take_turns_whatever_their_calls_wish(wish: Wish) -> None:
+    line = Line()
+    trial = line.server.enter()
+    calls = [await line.arrive(f"a{number}", owner="a") for number in range(80)]
+    calls += [await line.arrive(f"b{number}", owner="b", wish=wish) for number in range(3)]
+    calls.append(await line.arrive("c0", owner="c"))
+    line.server.leave(trial)
+    await asyncio.gather(*calls)
+    assert line.order[:7] == ["a0", "b0", "c0", "a1", "b1", "a2", "b2"]
+    assert line.order[7:] == [f"a{number}" for number in range(3, 80)]
+
+
+async def test_an_owner_whose_calls_come_one_by_one_takes_no_more_than_its_turn() -> None:
+    line = Line()
+    trial = line.server.enter()
+    many = [await line.arrive(f"a{number}", owner="a") for number in range(6)]
+
+    async def one_by_one() -> None:
+        for number in range(3):
+            await line.call(f"b{number}", owner="b")
+
+    calls = asyncio.create_task(one_by_one())
+    await asyncio.sleep(0)  # it begins to wait
+    line.server.leave(trial)
+    await asyncio.gather(calls, *many)
+    assert line.order == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "a4", "a5"]
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.booleans()), max_size=30))
+async def test_every_call_that_waits_gets_one_place_in_its_owners_turn(
+    arrivals: list[tuple[str, bool, bool]],
+) -> None:
+    """Also if some name a version, and some leave the line."""
+    line = Line()
+    trial = line.server.enter()
+    calls: dict[str, asyncio.Task[None]] = {}
+    for number, (owner, prefers, _) in enumerate(arrivals):
+        wish = Wish(1) if prefers else ANY
+        calls[f"{owner}{number}"] = await line.arrive(f"{owner}{number}", owner=owner, wish=wish)
+    left = {name for name, (_, _, leaves) in zip(calls, arrivals, strict=True) if leaves}
+    for name in left:
+        calls[name].cancel()
+    await asyncio.gather(*(calls[name] for name in left), return_exceptions=True)
+    line.server.leave(trial)
+    await asyncio.gather(*(call for name, call in calls.items() if name not in left))
+    owners = dict.fromkeys(owner for owner, _, _ in arrivals)
+    lines = [[name for name in calls if name[0] == owner and name not in left] for owner in owners]
+    assert line.order == [name for turn in zip_longest(*lines) for name in turn if name is not None]
+    assert (len(line.queue), line.server.load, line.server.promised) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_owners_take_turns_at_long_prompts(leaves: bool) -> None:
+    turns, order, ends = FairTurns(1), list[str](), asyncio.Event()
+
+    async def work(name: str) -> None:
+        async with turns.of(name[0]):
+            order.append(name)
+            await ends.wait()
+
+    names = ["a0", "a1", "a2", "a3", "b0", "c0"]
+    calls = {name: asyncio.create_task(work(name)) for name in names}
+    await asyncio.sleep(0)  # they begin to wait
+    gone = ["a0", "a1"] if leaves else []
+    for name in gone:
+        calls[name].cancel()
+    ends.set()
+    await asyncio.gather(*calls.values(), return_exceptions=True)
+    expected = ["a0", "b0", "c0", "a2", "a3"] if leaves else ["a0", "a1", "b0", "c0", "a2", "a3"]
+    assert sorted(order) == sorted(expected)
+    assert order.index("b0") <= 2
+    assert order.index("c0") <= 3
+    async with turns.of("d"):
+        pass
 
 
 async def test_a_call_that_was_served_leaves_no_place_to_the_next_of_its_session() -> None:

@@ -1,7 +1,7 @@
 """Applies every limit of a deployment to calls and new sessions; a refusal says when to retry.
 
 call    ──▶ requests and tokens per minute of its client key, and its token budget
-                                                                counted in this process, shared at every poll
+write   ──▶ as many a minute as calls: sessions, rewards, ends  counted in this process, shared at every poll
 session ──▶ open sessions · staleness budget · queue            counted in Redis; queue read at every poll
 
 A poll runs every `poll_every_s`. Full queues and used-up budgets refuse new sessions only. A call of an open
@@ -53,6 +53,7 @@ class Admission:
         self._fleet, self._metrics = fleet, metrics
         self._rated = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
         self._requests, self._tokens = RateLimiter(redis, "requests"), RateLimiter(redis, "tokens")
+        self._writes = RateLimiter(redis, "writes")
         self._quotas = Quotas(redis, poll_every_s)
         self._downstream = Backpressure()
         self.redis_answers: bool | None = None
@@ -94,13 +95,22 @@ class Admission:
             )
             self._refuse(limit_reached("token_budget", message, wait_s))
         if requests is not None:
-            if wait_s := self._requests.wait_s(owner, requests):
-                message = (
-                    f"this key may make {requests.per_minute} calls a minute "
-                    "(requests_per_minute of the key, or of gateway.limits), and has made that many"
-                )
-                self._refuse(limit_reached("rate_limited", message, wait_s))
-            self._requests.use(owner, 1, requests)
+            self._count(self._requests, owner, requests, "calls")
+
+    def check_write(self, owner: str) -> None:
+        """Count one request of a client key that stores something. Raises LimitReached if it makes more of
+        them than it may make calls."""
+        if (rate := self._rate(owner, "requests_per_minute")) is not None:
+            self._count(self._writes, owner, rate, "writes")
+
+    def _count(self, limiter: RateLimiter, owner: str, rate: Rate, what: str) -> None:
+        if wait_s := limiter.wait_s(owner, rate):
+            message = (
+                f"this key may make {rate.per_minute} {what} a minute "
+                "(requests_per_minute of the key, or of gateway.limits), and has made that many"
+            )
+            self._refuse(limit_reached("rate_limited", message, wait_s))
+        limiter.use(owner, 1, rate)
 
     def spend(self, owner: str, tokens: int) -> None:
         """Charge a client key for the tokens of a call that has ended."""
@@ -242,7 +252,7 @@ class Admission:
         try:
             self._downstream = await read_backpressure(self._redis)
             self.redis_answers = True
-            for limiter in (self._requests, self._tokens):
+            for limiter in (self._requests, self._tokens, self._writes):
                 await limiter.share()
         except StorageUnavailable as error:
             self.redis_answers = False

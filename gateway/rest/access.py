@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.types import Scope
 
+from gateway.admission.admission import Admission
 from gateway.edge.request import headers_of
 from gateway.errors import NotPermitted
 from gateway.sessions.identity import Caller, Identities, names, no_session_key
@@ -34,6 +35,12 @@ def caller_in(scope: Scope) -> Caller:
         return signed_in
     identities: Identities = scope["app"].state.parts.identities
     return identities.caller(headers_of(scope))
+
+
+def admission_in(scope: Scope) -> Admission:
+    """The limits of the gateway that got a request."""
+    parts: GatewayParts = scope["app"].state.parts
+    return parts.admission
 
 
 def operator_in(scope: Scope) -> Caller:

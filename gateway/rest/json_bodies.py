@@ -3,6 +3,7 @@
 The body must be JSON, except on a few paths, and within the limits.
 """
 
+import re
 from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -10,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.edge.errors import api_error
 from gateway.edge.request import JSON, BodyBudget, ClientDisconnected, headers_of, read_body
 from gateway.errors import GatewayError
-from gateway.rest.access import caller_in, operator_in
+from gateway.rest.access import admission_in, caller_in, operator_in
 from rollout_queue.http.errors import ApiError
 
 WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -20,13 +21,18 @@ WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 PROTOBUF = "application/x-protobuf"
 OWN_BODIES = frozenset({"/page/session"})
 """Paths whose routes read their bodies themselves: whoever signs in has no key in a header."""
+UNCOUNTED = re.compile(
+    r"/api/v1/(asample|retrieve_future|cancel_future|telemetry|session_heartbeat|client/\w+|weights_info|get_info"
+    r"|sessions/search)|/sessions/[^/]+/heartbeat|(/sessions/[^/]+)?/v1/.*"
+)
+"""Requests with a body that store nothing, or that count as calls. All others of a client key are writes."""
 MEDIA_TYPES = {"/api/v1/forward_backward": PROTOBUF}
 """The paths whose bodies are not JSON."""
 
 
 class JsonBodies:
-    """ASGI middleware that reads the whole body: 401 without a key, 413 if it is too large, 415 if it is not
-    JSON, or what the path takes instead."""
+    """ASGI middleware that reads the whole body: 401 without a key, 429 for too many writes, 413 if it is too
+    large, 415 if it is not JSON, or what the path takes instead."""
 
     def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
         self._app = app
@@ -43,6 +49,8 @@ class JsonBodies:
         headers = headers_of(scope)
         try:
             caller = operator_in(scope) if scope["path"].startswith("/admin/") else caller_in(scope)
+            if caller.owner and not UNCOUNTED.fullmatch(scope["path"]):
+                admission_in(scope).check_write(caller.owner)
         except GatewayError as error:
             await api_error(error).response()(scope, receive, send)
             return

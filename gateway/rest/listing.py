@@ -25,6 +25,8 @@ from rollout_queue.contract.head import SessionHead, SessionState
 from rollout_queue.contract.listing import ListedSession, ListPosition, ListScope
 from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
 from rollout_queue.contract.tombstone import Tombstone
+from rollout_queue.redis import keys
+from rollout_queue.redis.availability import stored
 
 router = APIRouter(tags=["sessions"])
 
@@ -52,7 +54,8 @@ class SessionFilter(NamedTuple):
 
     def may_match(self, spec: SessionSpec, caller: Caller) -> bool:
         """Whether the session may be in the list; only such sessions are read."""
-        named = ((self.group_id, spec.group_id), (self.user, spec.user), (self.task_id, spec.task_id))
+        group = caller.shown_group(spec)
+        named = ((self.group_id, group), (self.user, spec.user), (self.task_id, spec.task_id))
         return (
             caller.owns(spec)
             and all(asked is None or asked == has for asked, has in named)
@@ -117,7 +120,8 @@ async def list_sessions(
     gateway, caller = client_of(request)
     named = (state, group_id, user, verdict, task_id, id_part)
     wanted = SessionFilter(*named, min_reward, max_reward, version, trained_version)
-    scope = ListScope(order == "newest", group_id, user, trained_version, turns=False)
+    stored_group = await _stored_group(gateway, caller, group_id)
+    scope = ListScope(order == "newest", stored_group, user, trained_version, turns=False)
     search = _Search(gateway, caller, wanted, limit)
     position, done, count = _position(cursor, scope), False, min(limit, LOOKED_AT_ONCE)
     while not (done or search.full):
@@ -133,6 +137,14 @@ async def list_sessions(
             "looked_until": position.created_at if math.isfinite(position.created_at) else None,
         }
     )
+
+
+async def _stored_group(gateway: GatewayParts, caller: Caller, group_id: str | None) -> str | None:
+    """The stored id of the group that the caller knows by this one."""
+    if group_id is None or not caller.owner:
+        return group_id
+    scoped = gateway.identities.scoped(group_id, caller.owner)
+    return scoped if await stored(gateway.redis.exists(keys.group(scoped))) else group_id
 
 
 class _Search:

@@ -19,34 +19,39 @@ from gateway.rest.shapes import Finished, Rewarded
 from gateway.rest.views import reward_view
 from gateway.sessions.service import no_session
 from rollout_queue import clock
-from rollout_queue.contract.errors import RewardsTooLarge, SessionUnknown
+from rollout_queue.contract.errors import RewardsTooLarge, SessionUnknown, TooManyRewards
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Status, Verdict
+from rollout_queue.http.json_routes import JsonRoute
 
 FINISH_KEY = "finish"
 """The key of the reward that POST …/finish stores."""
 
 
+REWARDS_SHOWN = 10
+"""The reply to a reward has so many rewards, the newest. `GET /sessions/{id}` has all of them."""
+
+
 class RewardBody(RestBody):
     value: FiniteFloat
-    turn_id: str | None = None
+    turn_id: str | None = Field(None, max_length=200)
     key: str | None = Field(None, min_length=1, max_length=200)
-    source: str | None = None
+    source: str | None = Field(None, max_length=200)
 
 
 class FinishBody(RestBody):
     status: Literal["completed", "truncated", "failed", "abandoned"]
     reward: FiniteFloat | None = None
-    reason: str | None = None
+    reason: str | None = Field(None, max_length=2000)
 
 
-router = APIRouter(tags=["rewards"])
+router = APIRouter(tags=["rewards"], route_class=JsonRoute)
 
 
 @router.post("/sessions/{session_id}/reward", responses={200: {"model": Rewarded}})
 async def reward_session(session_id: str, body: RewardBody, request: Request) -> Response:
-    """Add a reward to a session, or to the one call that `turn_id` names."""
+    """Add a reward to a session, or to the one call that `turn_id` names. The reply has the newest ones."""
     gateway, caller = client_of(request)
     head = await gateway.sessions.head(session_id, caller, turns=body.turn_id is not None)
     reward = Reward(
@@ -62,7 +67,7 @@ async def reward_session(session_id: str, body: RewardBody, request: Request) ->
     if (stored.value, stored.turn_id) != (reward.value, reward.turn_id):
         raise StateConflict(f"reward {reward.key!r} exists with another value or turn", param="key")
     head = await gateway.sessions.head(session_id, caller, turns=False)
-    rewards = [reward_view(each) for each in head.rewards]
+    rewards = [reward_view(each) for each in head.rewards[-REWARDS_SHOWN:]]
     return JSONResponse(
         {"session_id": session_id, "reward": head.reward, "rewards": rewards, "late": stored.late}
     )
@@ -105,13 +110,15 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
 @contextmanager
 def _stored(session_id: str, param: str) -> Iterator[None]:
     """Raises ObjectNotFound when the session was removed after the route had read it, and InvalidRequest when
-    the sum of its rewards, with the one in the field `param`, could become infinite."""
+    it has too many rewards, or when their sum, with the one in the field `param`, could become infinite."""
     try:
         yield
     except SessionUnknown as error:
         raise no_session(session_id) from error
     except RewardsTooLarge as error:
         raise InvalidRequest(str(error), param=param) from error
+    except TooManyRewards as error:
+        raise InvalidRequest(str(error), param=param, code="rewards_limit") from error
 
 
 def _outcome(spec: SessionSpec, status: Status, reason: str | None) -> Outcome:

@@ -6,19 +6,19 @@ DELETE …                ──▶ every copy is removed; a tombstone (id, time
 """
 
 import asyncio
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import AfterValidator, Field, FiniteFloat
+from pydantic import Field, FiniteFloat
 
-from gateway.dialects.fields.checks import check_metadata
 from gateway.errors import InvalidRequest
 from gateway.generations.pinning import policy_name
 from gateway.language.thinking import effort_of
 from gateway.rest.access import client_of
-from gateway.rest.bodies import RestBody
+from gateway.rest.bodies import RestBody, StoredMetadata
 from gateway.rest.shapes import DeletedSession, NewGroup, NewSession, SessionShape
 from gateway.rest.turns.shown import Shown, TokenWindow
 from gateway.rest.views import session_view
@@ -31,18 +31,13 @@ from rollout_queue.contract.records import (
     SessionSpec,
 )
 from rollout_queue.contract.sampling import SamplingMode, SamplingPolicy
+from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.protocol.ids import Id
 
-router = APIRouter(tags=["sessions"])
+router = APIRouter(tags=["sessions"], route_class=JsonRoute)
 
-
-def _storable(value: dict[str, Any]) -> dict[str, Any]:
-    try:
-        msgspec.msgpack.encode(value)
-    except (ValueError, OverflowError, RecursionError) as error:  # 2**64, half a surrogate pair, deep nesting
-        raise ValueError("it contains a value that cannot be stored") from error
-    check_metadata(value)
-    return value
+LONGEST_S = 30 * 86400.0
+"""The longest `ttl_s` of a session."""
 
 
 class SamplingBody(RestBody):
@@ -61,8 +56,8 @@ class SessionBody(RestBody):
     user: Id | None = None
     train: bool = True
     train_side_calls: bool | None = None
-    ttl_s: FiniteFloat | None = Field(None, gt=0)
-    metadata: Annotated[dict[str, Any], AfterValidator(_storable)] = {}
+    ttl_s: FiniteFloat | None = Field(None, gt=0, le=LONGEST_S)
+    metadata: StoredMetadata = {}
     lineage: str | None = Field(None, max_length=200)
     sampling: SamplingBody = SamplingBody()
     reasoning_effort: ReasoningEffort | None = None
@@ -100,8 +95,8 @@ async def create_group(body: GroupBody, request: Request) -> Response:
         raise InvalidRequest("group_size and size differ", param="group_size")
     group_id = body.group_id or f"g-{new_id()}"
     named = body.model_copy(update={"group_id": group_id, "group_size": body.size})
-    members = [_spec_of(named, gateway, caller) for _ in range(body.size)]
-    await gateway.sessions.open_group(members)
+    members: Sequence[SessionSpec] = [_spec_of(named, gateway, caller) for _ in range(body.size)]
+    members = await gateway.sessions.open_group(members)
     new_sessions = [_new_session(gateway, spec, request) for spec in members]
     return JSONResponse({"group_id": group_id, "sessions": new_sessions}, 201)
 
@@ -182,9 +177,9 @@ def _new_session(gateway: GatewayParts, spec: SessionSpec, request: Request) -> 
     base_url = gateway.settings.public_url or str(request.base_url).rstrip("/")
     return {
         "session_id": spec.shown_id,
-        "api_key": gateway.identities.session_key(spec.session_id),
+        "api_key": gateway.identities.session_key(spec.session_id, spec.owner),
         "base_url": f"{base_url}/sessions/{spec.shown_id}/v1",
-        "group_id": spec.group_id,
+        "group_id": spec.shown_group,
         "task_id": spec.task_id,
         "policy": spec.policy or gateway.settings.model_name,
         "state": "open",

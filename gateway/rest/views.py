@@ -81,7 +81,7 @@ def _session(head: SessionHead, caller: Caller, verdict: Verdict, model_name: st
         "state": head.state,
         "status": head.outcome.status if head.outcome else None,
         "inferred": spec.inferred,
-        "group_id": spec.group_id,
+        "group_id": caller.shown_group(spec),
         "group_size": spec.group_size,
         "task_id": spec.task_id,
         "policy": spec.policy or model_name,

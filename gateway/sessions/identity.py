@@ -1,6 +1,8 @@
 """Identifies callers by their keys. A caller is an admin or a client; a session key permits one session.
 
-A session key is `sess-{session id, base64}.{signature}`. It is computed from the id, and never stored.
+A session key is `sess-{session id, base64}.{mark of the key that opened the session}.{signature}`. It is
+computed from the session, and never stored. The mark is missing where an admin has opened the session, and in
+keys that older releases made.
 """
 
 import base64
@@ -59,6 +61,15 @@ class Caller(msgspec.Struct, frozen=True):
     """The name of the client or admin key, for operators."""
     former: str | None = None
     """The digest of the caller's secret: the owner of sessions that it opened before it had a name."""
+    mark: str = ""
+    """Of a session key: the mark of the owner of its session (`mark_of`)."""
+
+    @property
+    def payer(self) -> tuple[str, str]:
+        """For whom the caller's memory and work count: all sessions of a key count for the key."""
+        if self.session_id is not None:
+            return ("client", self.mark) if self.mark else ("session", self.session_id)
+        return ("client", mark_of(self.owner)) if self.owner else (self.role, self.key)
 
     def owns(self, thing: Owned) -> bool:
         """Whether the caller may use the session, tombstone or response."""
@@ -69,6 +80,15 @@ class Caller(msgspec.Struct, frozen=True):
     def shown_id(self, thing: Named) -> str:
         """The id by which the caller knows the session. Admins know all sessions by their stored ids."""
         return thing.session_id if self.role == "admin" else thing.name or thing.session_id
+
+    def shown_group(self, spec: SessionSpec) -> str | None:
+        """The id by which the caller knows the session's group. Admins know all by their stored ids."""
+        return spec.group_id if self.role == "admin" else spec.shown_group
+
+
+def mark_of(owner: str) -> str:
+    """What a session key says of its session's owner: the same for all sessions of one client key."""
+    return hashlib.sha256(owner.encode()).hexdigest()[:SCOPE]
 
 
 def no_session_key(caller: Caller) -> Caller:
@@ -90,16 +110,18 @@ class Identities:
         return secret is not None and hmac.compare_digest(secret, self._secret)
 
     def scoped(self, name: str, owner: str) -> str:
-        """The stored id of a session that `owner` calls `name`, where that is another key's session.
+        """The stored id of a session or group that `owner` calls `name`, where that is another key's one.
 
         No client can make such an id, because it is signed.
         """
         signed = hmac.new(self._secret, b"owner\0" + owner.encode(), hashlib.sha256)
         return f"{name}~{signed.hexdigest()[:SCOPE]}"
 
-    def session_key(self, session_id: str) -> str:
+    def session_key(self, session_id: str, owner: str) -> str:
+        """The key of a session that this client key has opened; `owner` is empty for an admin's session."""
         name = base64.urlsafe_b64encode(session_id.encode()).decode().rstrip("=")
-        return f"{PREFIX}{name}.{self._signature(session_id)}"
+        marks = [mark_of(owner)] if owner else []
+        return PREFIX + ".".join([name, *marks, self._signature(session_id, *marks)])
 
     def thought_signature(self, thought: str) -> str:
         """The signature that proves that the model wrote the thought; no client can make one."""
@@ -117,11 +139,11 @@ class Identities:
         for the key of a service."""
         key = presented_key(headers)
         if key is not None and key.startswith(PREFIX):
-            session_id = self._session_of(key)
-            if session_id is None:
+            found = self._session_of(key)
+            if found is None:
                 raise UnknownCaller("the session key is not valid")
             log_ids().key = "session"
-            return Caller("client", "", session_id)
+            return found
         if self.keys.open:
             return Caller("admin", "")
         presented = None if key is None else self.accepted_digest(key)
@@ -172,14 +194,17 @@ class Identities:
         """A caller who may open sessions and reward them. Raises NotPermitted for a session key."""
         return no_session_key(self.caller(headers))
 
-    def _session_of(self, key: str) -> str | None:
-        name, _, signature = key.removeprefix(PREFIX).partition(".")
+    def _session_of(self, key: str) -> Caller | None:
+        """The caller that a session key names; None for a key that this deployment has not made."""
+        name, _, rest = key.removeprefix(PREFIX).partition(".")
+        *marks, signature = rest.split(".", 1)
         try:
             session_id = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
         except ValueError:  # not base64, or not UTF-8
             return None
-        genuine = hmac.compare_digest(signature.encode(), self._signature(session_id).encode())
-        return session_id if genuine else None
+        genuine = hmac.compare_digest(signature.encode(), self._signature(session_id, *marks).encode())
+        return Caller("client", "", session_id, mark="".join(marks)) if genuine else None
 
-    def _signature(self, session_id: str) -> str:
-        return hmac.new(self._secret, session_id.encode(), hashlib.sha256).hexdigest()[:40]
+    def _signature(self, session_id: str, *marks: str) -> str:
+        signed = "\0".join([session_id, *marks])
+        return hmac.new(self._secret, signed.encode(), hashlib.sha256).hexdigest()[:40]

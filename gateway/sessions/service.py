@@ -16,6 +16,7 @@ from rollout_queue import clock
 from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.errors import (
     Conflict,
+    GroupTaken,
     InvalidRecord,
     SessionDeleted,
     SessionForgotten,
@@ -104,6 +105,10 @@ class SessionService:
             return await self.open(self._scoped(spec), caller)
         except SessionForgotten as error:
             raise StateConflict(str(error), param="session_id", code="session_finished") from error
+        except GroupTaken as error:
+            if not _may_have_own_group(spec):
+                raise StateConflict(str(error), param="group_id") from error
+            return await self.open(self._in_own_group(spec), caller)
         except Conflict as error:
             raise StateConflict(str(error), param="group_id") from error
         if not created and not caller.owns(stored) and self._may_scope(spec):
@@ -140,16 +145,26 @@ class SessionService:
     def _may_scope(self, spec: SessionSpec) -> bool:
         return bool(spec.owner) and spec.name is None
 
-    async def open_group(self, specs: Sequence[SessionSpec]) -> None:
-        """Store the sessions of one new group, all or none.
+    def _in_own_group(self, spec: SessionSpec) -> SessionSpec:
+        """The session in a group whose id belongs to its owner, because another key's group has its id."""
+        scoped = self._identities.scoped(str(spec.group_id), spec.owner)
+        return msgspec.structs.replace(spec, group_id=scoped, group_name=spec.group_id)
+
+    async def open_group(self, specs: Sequence[SessionSpec]) -> Sequence[SessionSpec]:
+        """Store the sessions of one new group, all or none. Returns them as they are stored.
 
         Raises StateConflict if the group exists, LimitReached.
         """
         await self._admission.check_session(specs)
         try:
             await self._writer.open_group(specs)
+        except GroupTaken as error:
+            if not _may_have_own_group(specs[0]):
+                raise StateConflict(str(error), param="group_id") from error
+            return await self.open_group([self._in_own_group(spec) for spec in specs])
         except Conflict as error:
             raise StateConflict(str(error), param="group_id") from error
+        return specs
 
     # Finding
 
@@ -256,6 +271,10 @@ class SessionService:
         )
         members = [each.found for each in page if isinstance(each.found, SessionHead)]
         return [member.reward for member in members if member.reward is not None]
+
+
+def _may_have_own_group(spec: SessionSpec) -> bool:
+    return bool(spec.owner) and spec.group_name is None
 
 
 def no_session(session_id: str) -> ObjectNotFound:

@@ -31,7 +31,7 @@ def session_verdict(head: SessionHead, group: GroupProgress | None) -> Verdict:
         )
         return Verdict(code="waiting_reward", detail=detail)
     if group is not None and group.waiting_for:
-        detail = f"{group.ended} of {group.size} sessions of group {head.spec.group_id} have ended"
+        detail = f"{group.ended} of {group.size} sessions of group {head.spec.shown_group} have ended"
         return Verdict(code="group_incomplete", detail=f"{detail}; {group.waiting_for}")
     whole = "" if group is None else f", and so are all {group.size} of its group"
     return Verdict(code="ready", detail=f"finished and rewarded{whole}: waits for a step of the trainer")

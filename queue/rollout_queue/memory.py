@@ -8,11 +8,18 @@ import msgspec
 from rollout_queue import clock
 from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
-from rollout_queue.contract.errors import Conflict, LeaseLost, SessionClosed, SessionDeleted, UserDeleted
+from rollout_queue.contract.errors import (
+    Conflict,
+    GroupTaken,
+    LeaseLost,
+    SessionClosed,
+    SessionDeleted,
+    UserDeleted,
+)
 from rollout_queue.contract.head import SessionHead, late_join_of, tombstone_of, with_terms
 from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.contract.rewards import check_magnitudes
+from rollout_queue.contract.rewards import check_rewards
 from rollout_queue.contract.stream import NO_IMAGES, Entry, GroupMembers, Verdicts
 from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, total
 from rollout_queue.contract.verdicts import DELETED, expiry
@@ -71,8 +78,11 @@ class MemoryStream(MemorySessionList, MemoryImages, MemorySteps):
         return spec
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
-        if specs[0].group_id in self.groups:
-            raise Conflict(f"group {specs[0].group_id} exists already")
+        if (known := self.groups.get(str(specs[0].group_id))) is not None:
+            _, owner, _ = known
+            if owner != specs[0].owner:
+                raise GroupTaken(specs[0].shown_group)
+            raise Conflict(f"group {specs[0].shown_group} exists already")
         if specs[0].user in self.deleted_users:
             raise UserDeleted
         for spec in specs:
@@ -123,7 +133,7 @@ class MemoryStream(MemorySessionList, MemoryImages, MemorySteps):
         for stored in head.rewards:
             if stored.key == reward.key:
                 return stored
-        check_magnitudes((*head.rewards, reward))
+        check_rewards((*head.rewards, reward))
         if head.verdict is not None:
             reward = msgspec.structs.replace(reward, late=True)
         else:
@@ -141,7 +151,7 @@ class MemoryStream(MemorySessionList, MemoryImages, MemorySteps):
         if outcome.session_id in self.described:
             outcome = with_terms(outcome, head.spec)
         if reward is not None and all(stored.key != reward.key for stored in head.rewards):
-            check_magnitudes((*head.rewards, reward))
+            check_rewards((*head.rewards, reward))
             self.append(reward)
             self._change(outcome.session_id, rewards=(*head.rewards, reward))
         self.append(outcome)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, MutableMapping
 
-from rollout_queue.contract.errors import Conflict
+from rollout_queue.contract.errors import Conflict, GroupTaken
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.progress import GroupProgress, group_progress, stage_of
 from rollout_queue.contract.records import SessionSpec
@@ -19,12 +19,12 @@ def join_group(groups: Groups, spec: SessionSpec) -> None:
         return
     size, owner, members = groups.get(group_id, (spec.group_size, spec.owner, set()))
     if owner != spec.owner:
-        raise Conflict(f"group {group_id} belongs to another client key")
+        raise GroupTaken(spec.shown_group)
     if size is not None and spec.group_size not in (None, size):
-        raise Conflict(f"group {group_id} has size {size}")
+        raise Conflict(f"group {spec.shown_group} has size {size}")
     size = spec.group_size if size is None else size
     if size is not None and len(members) >= size:
-        raise Conflict(f"group {group_id} has its {size} sessions already")
+        raise Conflict(f"group {spec.shown_group} has its {size} sessions already")
     groups[group_id] = (size, owner, members | {spec.session_id})
 
 

@@ -4,6 +4,7 @@ QueueError
 ├─ InvalidRecord          a record that contradicts itself, when it is made or decoded
 ├─ UnknownSchema          bytes written by a newer build
 ├─ RewardsTooLarge        with this reward, the session's rewards could add up to infinity
+├─ TooManyRewards         the session has as many rewards as it may have
 ├─ StorageUnavailable     Redis cannot be reached or refuses to store
 ├─ SessionClosed          the session ended; nothing can be added to it
 │  └─ SessionUnknown      no such session exists: none was opened, or it was forgotten
@@ -12,8 +13,12 @@ QueueError
 │  └─ UserDeleted         the user's data was deleted, and no more data is accepted for that name
 ├─ LeaseLost              another trainer has claimed the lease, which admits one trainer at a time
 └─ Conflict               the id exists with other content, or the group is full
+   ├─ GroupTaken          the id is that of another owner's group
    └─ SessionForgotten    the id belonged to a forgotten session, and cannot be used again yet
 """
+
+MOST_REWARDS = 1000
+"""How many rewards a session may have."""
 
 
 class QueueError(Exception):
@@ -33,6 +38,13 @@ class RewardsTooLarge(QueueError):
 
     def __init__(self, session_id: str) -> None:
         super().__init__(f"the rewards of session {session_id} would add up to infinity")
+
+
+class TooManyRewards(QueueError):
+    """The session has as many rewards as it may have."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"session {session_id} has {MOST_REWARDS} rewards, and takes no more: add them up")
 
 
 class StorageUnavailable(QueueError):
@@ -74,6 +86,13 @@ class LeaseLost(QueueError):
 
 class Conflict(QueueError):
     """The id exists with other content, or the group is full."""
+
+
+class GroupTaken(Conflict):
+    """Another owner has, or had, a group with this id."""
+
+    def __init__(self, group_id: str | None) -> None:
+        super().__init__(f"group {group_id} belongs to another client key")
 
 
 class SessionForgotten(Conflict):

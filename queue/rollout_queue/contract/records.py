@@ -221,6 +221,9 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The client key that opened it: its name, or the digest of a key without one; empty for an admin."""
     task_id: str | None = None
     group_id: str | None = None
+    """Unique in the deployment."""
+    group_name: str | None = None
+    """The id by which its owner knows the group, if that is not `group_id`, as for `name`."""
     group_size: int | None = None
     policy: str | None = None
     user: str | None = None
@@ -245,11 +248,16 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The id by which the owner knows the session."""
         return self.name or self.session_id
 
+    @property
+    def shown_group(self) -> str | None:
+        """The id by which the owner knows the group."""
+        return self.group_name or self.group_id
+
     def terms(self) -> Mapping[str, Any]:
         """What a repeated creation must agree on: all but how and when it was opened."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
-        del fields["created_at"], fields["inferred"], fields["implicit"]
-        return fields
+        del fields["created_at"], fields["inferred"], fields["implicit"], fields["group_name"]
+        return fields | {"group_id": self.shown_group}
 
 
 VerdictCode = Literal[

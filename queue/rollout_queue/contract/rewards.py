@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from rollout_queue.contract.errors import RewardsTooLarge
+from rollout_queue.contract.errors import MOST_REWARDS, RewardsTooLarge, TooManyRewards
 from rollout_queue.contract.records import Reward
 
 LARGEST_SUM = 1.7e308
@@ -20,8 +20,11 @@ def total(rewards: Iterable[Reward]) -> float | None:
     return max(-LARGEST_SUM, min(LARGEST_SUM, sum(values))) if values else None
 
 
-def check_magnitudes(rewards: Iterable[Reward]) -> None:
-    """Raises RewardsTooLarge if the magnitudes of one session's rewards add up to more than LARGEST_SUM."""
+def check_rewards(rewards: Iterable[Reward]) -> None:
+    """Raises TooManyRewards for more than a session may have, and RewardsTooLarge if their magnitudes add up
+    to more than LARGEST_SUM."""
     rewards = list(rewards)
+    if len(rewards) > MOST_REWARDS:
+        raise TooManyRewards(rewards[0].session_id)
     if rewards and sum(abs(reward.value) for reward in rewards) > LARGEST_SUM:
         raise RewardsTooLarge(rewards[0].session_id)

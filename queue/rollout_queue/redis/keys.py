@@ -69,7 +69,7 @@ FORGOTTEN = Hash("weir:forgotten")
 """Hash: how many of the sessions and turns that VERDICTS counts were removed by retention ("session:trained",
 "turn:stale", …); and how many trained tokens they had ("tokens:trained")."""
 FORGOTTEN_IDS = SortedSet("weir:forgotten_ids")
-"""Sorted set: the last sessions ("s:…") and groups ("g:…") that retention has removed, by time."""
+"""Sorted set: the last sessions ("s:…") and groups ("g:…", "o:owner:…") that retention removed, by time."""
 TRAINER = Hash("weir:trainer")
 """Hash: the trainer's last status report."""
 LEASE = String("weir:trainer_lease")

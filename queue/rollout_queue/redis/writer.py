@@ -13,7 +13,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
-from rollout_queue.contract.errors import Conflict, SessionClosed, StorageUnavailable, UserDeleted
+from rollout_queue.contract.errors import Conflict, GroupTaken, SessionClosed, StorageUnavailable, UserDeleted
 from rollout_queue.contract.head import SessionHead, with_terms
 from rollout_queue.contract.listing import ALL_SESSIONS, ListedSession, ListPosition, ListScope
 from rollout_queue.contract.progress import GroupProgress, group_progress
@@ -101,8 +101,10 @@ class RedisWriter:
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
         match await self._confirmed(self._open_group, *group_arguments(specs)):
             case b"exists":
-                raise Conflict(f"group {specs[0].group_id} exists already")
-            case b"forgotten":
+                raise Conflict(f"group {specs[0].shown_group} exists already")
+            case b"owner":
+                raise GroupTaken(specs[0].shown_group)
+            case b"group forgotten":
                 raise group_forgotten(specs[0])
             case b"user deleted":
                 raise UserDeleted

@@ -133,6 +133,8 @@ def test_an_id_that_is_forgotten_is_not_given_again(backends: Backends, trainer:
             gateway.post("/sessions", {"group_id": "g"}),
         ):
             assert reply.status_code == 409
+        theirs = gateway.post("/groups", {"size": 1, "group_id": "g"}, key=OTHER_KEY)
+        assert (theirs.status_code, theirs.json()["group_id"]) == (201, "g"), "another key is not told of it"
         assert len(gateway.engine.requests) == 1
 
 

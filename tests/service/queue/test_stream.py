@@ -8,7 +8,15 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import encode
-from rollout_queue.contract.errors import Conflict, RewardsTooLarge, SessionClosed, StorageUnavailable
+from rollout_queue.contract.errors import (
+    MOST_REWARDS,
+    Conflict,
+    GroupTaken,
+    RewardsTooLarge,
+    SessionClosed,
+    StorageUnavailable,
+    TooManyRewards,
+)
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import LIST_START
 from rollout_queue.contract.progress import GroupProgress
@@ -70,6 +78,8 @@ async def test_a_group_is_created_once(ends: Ends) -> None:
     await ends.writer.open_group(members)
     with pytest.raises(Conflict, match="exists"):
         await ends.writer.open_group(members)
+    with pytest.raises(GroupTaken):
+        await ends.writer.open_group([spec("c", group_id="g", group_size=1, owner="x")])
     assert await ends.writer.group_progress("g") == GroupProgress(2, ended=0, open=2)
     await ends.writer.append_outcome(outcome("a"), None, None)
     assert await ends.writer.group_progress("g") == GroupProgress(2, ended=0, open=1, unrewarded=1)
@@ -113,6 +123,20 @@ async def test_rewards_that_could_add_up_to_infinity_are_refused(ends: Ends) -> 
             await ends.writer.append_outcome(outcome(), reward("finish", value=value), None)
     await ends.writer.append_outcome(outcome(), reward("finish", value=0.5), None)
     assert ends.read() == [reward("a", value=1e308), reward("finish", value=0.5), outcome()]
+
+
+async def test_a_session_takes_a_thousand_rewards(ends: Ends) -> None:
+    await ends.writer.open_session(spec())
+    for number in range(MOST_REWARDS):
+        await ends.writer.append_reward(reward(str(number), value=0.5))
+    for _ in range(2):
+        with pytest.raises(TooManyRewards):
+            await ends.writer.append_reward(reward("more"))
+    with pytest.raises(TooManyRewards):
+        await ends.writer.append_outcome(outcome(), reward("finish"), None)
+    assert await ends.writer.append_reward(reward("7", value=9.0)) == reward("7", value=0.5)
+    assert await ends.writer.append_outcome(outcome(), None, None) == outcome()
+    assert len((await ends.head()).rewards) == MOST_REWARDS
 
 
 async def test_what_is_appended_again_is_there_once(ends: Ends) -> None:

@@ -1,22 +1,24 @@
 """The JSON bodies of the Tinker SDK's requests. An unknown field is refused by its name."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, FiniteFloat
 
-from gateway.rest.bodies import RestBody
+from gateway.rest.bodies import RestBody, StoredMetadata
 
 SessionName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")]
 ModelName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^\S+$")]
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 Ttl = Annotated[int, Field(ge=3600, le=315_360_000)]
-Metadata = dict[str, Any] | None
+Metadata = StoredMetadata | None
+LONGEST_TEXT = 1000
+"""Characters of a text that has no narrower bound."""
 
 
 class TinkerBody(RestBody):
     """Every body may say its verb in `type`; the path says it too."""
 
-    model_config = ConfigDict(protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=(), str_max_length=LONGEST_TEXT)
 
     type: str | None = None
 
@@ -110,7 +112,7 @@ class SaveForSamplerBody(CommandBody):
 class SaveExternalBody(CommandBody):
     path: str
     ttl_seconds: Ttl | None = None
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: list[str] | None = Field(None, max_length=100)
 
 
 class LoadWeightsBody(TinkerBody):

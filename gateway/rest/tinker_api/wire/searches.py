@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field
 
 from gateway.rest.bodies import RestBody
-from gateway.rest.tinker_api.wire.bodies import TinkerBody
+from gateway.rest.tinker_api.wire.bodies import LONGEST_TEXT, TinkerBody
 
 
 class OwnQuery(RestBody):
@@ -14,7 +14,7 @@ class OwnQuery(RestBody):
 
 class UserQuery(RestBody):
     type: Literal["user"]
-    owner_urns: list[str] = Field(min_length=1, max_length=10)
+    owner_urns: list[Annotated[str, Field(max_length=LONGEST_TEXT)]] = Field(min_length=1, max_length=10)
 
 
 class StateQuery(RestBody):
@@ -33,7 +33,7 @@ class SearchCursor(RestBody):
 
 class SessionSearchBody(TinkerBody):
     session_id: str | None = Field(None, max_length=150)
-    project_ids: list[str] | None = None
+    project_ids: list[str] | None = Field(None, max_length=100)
     user_metadata: dict[str, str] = Field({}, max_length=100)
     display_name: str | None = Field(None, min_length=1, max_length=1000)
     owner: Annotated[OwnQuery | UserQuery, Field(discriminator="type")] = OwnQuery()

@@ -3,6 +3,7 @@
 A caller that has received no answer may repeat any of them.
 """
 
+from rollout_queue.contract.errors import MOST_REWARDS
 from rollout_queue.contract.rewards import LARGEST_SUM
 from rollout_queue.redis.scripts.functions import SETTLE
 
@@ -94,13 +95,15 @@ return 'retracted'
 
 WITHIN = f"""
 local function within(session, value)
-    -- Returns the sum of the magnitudes of the session's rewards and of `value`, as text; false if it is too
-    -- large. A session of an older build has no field `magnitude`, so its rewards are added up here.
-    local sum = tonumber(redis.call('HGET', session, 'magnitude') or '')
+    -- Returns the sum of the magnitudes of the session's rewards and of `value`, and how many these are, as
+    -- text; or nothing, and a word that says why it takes no further reward. A session of an older build has
+    -- no field `magnitude`, or one without the number, so its rewards are added up here.
+    local sum, count = string.match(redis.call('HGET', session, 'magnitude') or '', '^(%S+) (%d+)$')
     if not sum then
-        sum = 0
+        sum, count = 0, 0
         for _, field in ipairs(redis.call('HKEYS', session)) do
             if string.sub(field, 1, 2) == 'r:' then
+                count = count + 1
                 local packed = redis.call('HGET', session, field)
                 local readable, reward = pcall(cmsgpack.unpack, string.sub(packed, 2))
                 if readable and type(reward) == 'table' then
@@ -109,9 +112,10 @@ local function within(session, value)
             end
         end
     end
-    sum = sum + math.abs(tonumber(value))
-    if not (sum <= {LARGEST_SUM!r}) then return false end
-    return string.format('%.17g', sum)
+    sum, count = sum + math.abs(tonumber(value)), count + 1
+    if count > {MOST_REWARDS} then return nil, 'too many' end
+    if not (sum <= {LARGEST_SUM!r}) then return nil, 'too large' end
+    return string.format('%.17g %d', sum, count)
 end
 """
 
@@ -123,8 +127,8 @@ APPEND_REWARD = (
 local stored, verdict, spec = unpack(redis.call('HMGET', KEYS[1], ARGV[2], 'verdict', 'spec'))
 if not spec then return {redis.call('HEXISTS', KEYS[3], ARGV[1]) == 1 and 'deleted' or 'unknown'} end
 if stored then return stored end
-local sum = within(KEYS[1], ARGV[5])
-if not sum then return {'too large'} end
+local sum, refusal = within(KEYS[1], ARGV[5])
+if not sum then return {refusal} end
 local reward = ARGV[3]
 if verdict then reward = ARGV[4]
 else redis.call('XADD', KEYS[2], '*', 'r', reward) end
@@ -146,8 +150,8 @@ if not spec then return {redis.call('HEXISTS', KEYS[5], ARGV[1]) == 1 and 'delet
 if stored then return stored end
 if terms and terms ~= ARGV[8] then return {'described', spec} end
 if ARGV[3] ~= '' and redis.call('HEXISTS', KEYS[1], ARGV[3]) == 0 then
-    local sum = within(KEYS[1], ARGV[7])
-    if not sum then return {'too large'} end
+    local sum, refusal = within(KEYS[1], ARGV[7])
+    if not sum then return {refusal} end
     redis.call('XADD', KEYS[2], '*', 'r', ARGV[4])
     redis.call('HSET', KEYS[1], ARGV[3], ARGV[4], 'magnitude', sum)
 end

@@ -74,8 +74,10 @@ if size == '' then -- a group of no fixed size loses its member
 elseif size and any_left() then -- a group of fixed size keeps the id, so that no session takes its place
     redis.call('HINCRBY', KEYS[6], 'forgotten', 1)
 elseif size then
+    local owner = redis.call('HGET', KEYS[6], 'owner') or ''
     redis.call('DEL', KEYS[6], KEYS[7])
     redis.call('ZADD', KEYS[5], now, 'g:' .. ARGV[5])
+    if owner ~= '' then redis.call('ZADD', KEYS[5], now, 'o:' .. owner .. ':' .. ARGV[5]) end
 end
 redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[6])
 remove_references(8, ARGV[7], ARGV[8], ARGV[9], ARGV[10])

@@ -2,13 +2,25 @@
 
 from rollout_queue.redis.scripts.functions import SETTLE
 
-JOIN_GROUP = """
+WHY_NO_GROUP = """
+local function why_no_group(first, forgotten, owner, name)
+    -- Why this owner cannot have the group, whose owner is `first`; nothing if it can.
+    if first and first ~= owner then return 'owner' end
+    if first or not redis.call('ZSCORE', forgotten, 'g:' .. name) then return nil end
+    local own = owner == '' or redis.call('ZSCORE', forgotten, 'o:' .. owner .. ':' .. name)
+    return own and 'group forgotten' or 'owner'
+end
+"""
+
+JOIN_GROUP = (
+    WHY_NO_GROUP
+    + """
 local function join_group(group, members, forgotten, id, now, owner, size, name)
     -- Adds the session to the group, unless it is in it. Returns why it cannot, or nothing.
     if redis.call('SISMEMBER', members, id) == 1 then return end
     local known, first = unpack(redis.call('HMGET', group, 'size', 'owner'))
-    if not first and redis.call('ZSCORE', forgotten, 'g:' .. name) then return {'group forgotten'} end
-    if first and first ~= owner then return {'owner'} end
+    local refusal = why_no_group(first, forgotten, owner, name)
+    if refusal then return {refusal} end
     if not known or known == '' then known = size end
     if size ~= '' and known ~= size then return {'size', known} end
     if known ~= '' and redis.call('SCARD', members) >= tonumber(known) then return {'full', known} end
@@ -17,6 +29,7 @@ local function join_group(group, members, forgotten, id, now, owner, size, name)
     redis.call('SADD', members, id)
 end
 """
+)
 
 OPEN = (
     JOIN_GROUP
@@ -75,11 +88,15 @@ return {'described'}
 """
 )
 
-OPEN_GROUP = """
+OPEN_GROUP = (
+    WHY_NO_GROUP
+    + """
 -- KEYS: group, members, sessions, deadlines, deleted users, user, forgotten ids, session…
 -- ARGV: size, owner, created, expires, digest of the user, group, (id, spec)…
-if redis.call('EXISTS', KEYS[1]) == 1 then return 'exists' end
-if redis.call('ZSCORE', KEYS[7], 'g:' .. ARGV[6]) then return 'forgotten' end
+local first = redis.call('HGET', KEYS[1], 'owner')
+local refusal = why_no_group(first, KEYS[7], ARGV[2], ARGV[6])
+if refusal then return refusal end
+if first then return 'exists' end
 local user = ARGV[5] ~= ''
 if user and redis.call('SISMEMBER', KEYS[5], ARGV[5]) == 1 then return 'user deleted' end
 redis.call('HSET', KEYS[1], 'size', ARGV[1], 'owner', ARGV[2], 'opened_at', ARGV[3])
@@ -93,6 +110,7 @@ for member = 8, #KEYS do
 end
 return 'created'
 """
+)
 
 EXPIRE = (
     SETTLE

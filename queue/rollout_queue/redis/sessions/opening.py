@@ -6,11 +6,13 @@ from rollout_queue.contract.codec import decode_spec, encode
 from rollout_queue.contract.errors import (
     Conflict,
     Deleted,
+    GroupTaken,
     RewardsTooLarge,
     SessionClosed,
     SessionDeleted,
     SessionForgotten,
     SessionUnknown,
+    TooManyRewards,
     UserDeleted,
 )
 from rollout_queue.contract.records import SessionSpec
@@ -60,11 +62,11 @@ def opening_refusal(spec: SessionSpec, reply: list[bytes]) -> Conflict | Deleted
         case b"group forgotten":
             return group_forgotten(spec)
         case b"size":
-            return Conflict(f"group {spec.group_id} has size {reply[1].decode()}")
+            return Conflict(f"group {spec.shown_group} has size {reply[1].decode()}")
         case b"full":
-            return Conflict(f"group {spec.group_id} has its {reply[1].decode()} sessions already")
+            return Conflict(f"group {spec.shown_group} has its {reply[1].decode()} sessions already")
         case _:
-            return Conflict(f"group {spec.group_id} belongs to another client key")
+            return GroupTaken(spec.shown_group)
 
 
 def group_arguments(specs: Sequence[SessionSpec]) -> tuple[list[str], list[Argument]]:
@@ -89,10 +91,10 @@ def group_arguments(specs: Sequence[SessionSpec]) -> tuple[list[str], list[Argum
 
 
 def group_forgotten(spec: SessionSpec) -> Conflict:
-    return Conflict(f"group {spec.group_id} ended and was forgotten; its id cannot be used again yet")
+    return Conflict(f"group {spec.shown_group} ended and was forgotten; its id cannot be used again yet")
 
 
-def refusal(session_id: str, reason: bytes) -> SessionClosed | Deleted | RewardsTooLarge:
+def refusal(session_id: str, reason: bytes) -> SessionClosed | Deleted | RewardsTooLarge | TooManyRewards:
     """The error for the `reason` with which a script refused to append."""
     match reason:
         case b"deleted":
@@ -103,5 +105,7 @@ def refusal(session_id: str, reason: bytes) -> SessionClosed | Deleted | Rewards
             return SessionUnknown(session_id)
         case b"too large":
             return RewardsTooLarge(session_id)
+        case b"too many":
+            return TooManyRewards(session_id)
         case _:
             return SessionClosed(f"session {session_id} is {reason.decode()}")

@@ -9,7 +9,8 @@ from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 
 from gateway.language.families import FAMILIES
-from gateway.language.own.sandbox import BOUNDS, RENDER_S, Bounds, TemplateSandbox
+from gateway.language.own.bounds import BOUNDS, RENDER_S, Bounds
+from gateway.language.own.sandbox import TemplateSandbox
 from gateway.language.tokenizer import BareTokenizer
 from gateway.language.tokenizer_files import named_tokens, object_in, tokenizer_settings
 from rollout_queue import clock

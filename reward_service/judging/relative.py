@@ -5,9 +5,9 @@ transcripts ── shuffled by a seed ─▶ messages ─▶ a model ─▶ {"sc
 What all attempts begin with is in the prompt once. Models favour places in a list, so the order is shuffled.
 """
 
-import hashlib
 import math
 import random
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,11 +78,11 @@ class RelativePrompt:
 
 
 def compare(transcripts_N: Sequence[str], rubric: str, seed: str) -> RelativePrompt:
-    """The same seed gives the same order."""
+    """The same seed gives the same order. The tag around an attempt is another one each time: no attempt can
+    know it, and so none can end its own part of the prompt."""
     order = list(range(len(transcripts_N)))
     random.Random(seed).shuffle(order)
-    # No attempt can know the tag, and so none can end its own part of the prompt.
-    tag = f"attempt-{hashlib.sha256(seed.encode()).hexdigest()[:8]}"
+    tag = f"attempt-{secrets.token_hex(8)}"
     common = _common_lines(transcripts_N)
     parts = [f"All attempts begin with:\n{common}\n"] if common else []
     parts += [

@@ -1,6 +1,8 @@
 """A judge compares the sessions of a group in one prompt, and each gets its own score."""
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,13 +41,27 @@ def test_the_order_follows_the_seed_and_scores_return_to_their_attempts() -> Non
     assert len(orders) == 6
     for seed in range(10):
         comparison = compare(TRANSCRIPTS, "", str(seed))
-        assert comparison == compare(TRANSCRIPTS, "", str(seed))
+        assert comparison.order_N == compare(TRANSCRIPTS, "", str(seed)).order_N
         places = comparison.positions()
         prompt = comparison.messages[1]["content"]
         ends = [prompt.index(text.splitlines()[1]) for text in TRANSCRIPTS]
         assert sorted(range(3), key=lambda attempt: ends[attempt]) == list(comparison.order_N)
         answer = scores(*((str(place), place / 10) for place in places))
         assert comparison.read(answer) == [place / 10 for place in places]
+
+
+def test_no_attempt_knows_the_tag_that_ends_its_part_of_the_prompt() -> None:
+    """Neither from the seed, which is in a reward's source, nor from a former comparison."""
+
+    def tag() -> str:
+        prompt = compare(TRANSCRIPTS, "", "0/group/g-1/1").messages[1]["content"]
+        found, *others = set(map(str, re.findall(r"<(attempt-[^ ]+) id=", prompt)))
+        assert not others
+        assert prompt.count(f"</{found}>") == len(TRANSCRIPTS)
+        return found
+
+    guessed = f"attempt-{hashlib.sha256(b'0/group/g-1/1').hexdigest()[:8]}"
+    assert len({guessed, *(tag() for _ in range(20))}) == 21
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ It is bare ASGI, because FastAPI would cost time for every streamed token.
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +20,7 @@ from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest, BodyBudget, ClientDisconnected, headers_of, read_body
 from gateway.edge.retries import InFlightCalls
 from gateway.edge.wrong_keys import WrongKeys
-from gateway.errors import UnknownCaller
+from gateway.errors import NotPermitted, UnknownCaller
 from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from gateway.sessions.identity import Identities
 from rollout_queue import clock
@@ -102,17 +103,28 @@ class EdgeApp:
                 await refusal.response()(scope, receive, send)
                 return
             session_id, path = _split(scope["path"])
+            known = partial(self._known, scope)
             if (endpoint := self.endpoints.get(path)) is not None:
                 prefix = "" if session_id is None else "/sessions/{session_id}"
                 scope.setdefault("state", {})["path_template"] = prefix + path
-                with request_span(scope, prefix + path) as traced:
+                with request_span(scope, prefix + path, known) as traced:
                     await self._serve(endpoint, session_id, scope, receive, send, traced)
             else:
                 scope.setdefault("state", {})["session_id"] = session_id
-                with request_span(scope, None) as traced:
+                with request_span(scope, None, known) as traced:
                     await self._serve_rest(scope, receive, send, traced)
             return
         await self._app(scope, receive, send)
+
+    def _known(self, scope: Scope) -> bool:
+        """Whether the request has a key that this gateway knows, be it a service's, or needs none."""
+        try:
+            self.identities.caller(headers_of(scope))
+        except NotPermitted:
+            return True
+        except UnknownCaller:
+            return False
+        return True
 
     def _foreign(self, scope: Scope) -> ApiError | None:
         """Why a gateway without keys does not answer: another web site sent the request."""

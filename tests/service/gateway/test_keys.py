@@ -1,10 +1,11 @@
 """API keys: operators make, rotate, limit and revoke them over REST, or write them into a file."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from redis.asyncio import Redis
@@ -15,8 +16,9 @@ from gateway.keys.key_file import WrongKeyFile, keys_of_file
 from gateway.keys.key_store import KeyStore, KeyUse
 from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.ids import new_id
-from rollout_queue.http.keys import digest
+from rollout_queue.http.keys import bearer, digest
 from rollout_queue.redis import keys
+from rollout_queue.signals.tracing.spans import Begun, Kind, use_tracer
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.redis_clients import async_redis_at
@@ -381,3 +383,35 @@ def test_wrong_keys_change_nothing_when_they_are_read_again(tmp_path: Path, tiny
     accepted.reload(lambda: configured_keys(settings))
     assert accepted.find(digest("first-secret")) is None
     assert accepted.find(digest("second-secret")) is not None
+
+
+class Noted:
+    """A tracer that notes the parents of spans, and samples nothing."""
+
+    def __init__(self) -> None:
+        self.parents: list[str | None] = []
+
+    def begin(self, name: str, kind: Kind, parent: str | None, links: Iterable[str]) -> Begun | None:
+        self.parents.append(parent)
+        return None
+
+
+def test_only_a_known_key_decides_that_a_request_is_traced(gateway: RunningGateway) -> None:
+    noted, parent = Noted(), f"00-{'8' * 32}-{'9' * 16}-01"
+    opened = gateway.session()
+    use_tracer(noted)
+    try:
+        for key, known in (
+            (None, False),
+            ("not-a-key", False),
+            ("sess-bm9uZQ.00", False),
+            (CLIENT_KEY, True),
+            (opened["api_key"], True),
+        ):
+            for path in ("/v1/chat/completions", "/sessions"):
+                noted.parents.clear()
+                headers = {"traceparent": parent} | bearer(key)
+                httpx.post(gateway.url + path, json={}, headers=headers, timeout=300)
+                assert (parent in noted.parents) is known, (key, path)
+    finally:
+        use_tracer(None)

@@ -14,8 +14,8 @@ class OtelSettings(BaseModel):
     """The collector's address for OTLP over HTTP: http://host:4318, or a whole URL with its path. Null: what
     OTEL_EXPORTER_OTLP_ENDPOINT says."""
     sample_ratio: float = Field(0.01, ge=0, le=1)
-    """The share of the agents' calls that begin a trace. A call with a `traceparent` follows that instead,
-    and the trainer's steps are always traced. OTEL_TRACES_SAMPLER counts first."""
+    """The share of the agents' calls that begin a trace. A call with a `traceparent` and a known key
+    follows that instead, and the trainer's steps are always traced. OTEL_TRACES_SAMPLER counts first."""
     headers: dict[str, str] = {}
     """Headers for the collector, such as a key."""
     timeout_s: float = Field(5.0, gt=0, le=60)

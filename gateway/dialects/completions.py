@@ -54,11 +54,12 @@ class Completions:
         context_length = self._renderer.context_length
         request = await worked(body, decode_body, body, CompletionRequest, context_length)
         check(request)
-        asked = sampling_of(request, self._renderer.config.vocab_size)
+        vocab_size = self._renderer.config.vocab_size
+        asked = sampling_of(request, vocab_size)
         if request.max_tokens is not None:
             asked["max_tokens"] = request.max_tokens
         form, param = guided_form(request)
-        constraint = Constraint() if form is None else constraint_of_text(form, param)
+        constraint = Constraint() if form is None else constraint_of_text(form, param, vocab_size)
         prompts, special = prompts_of(request), request.add_special_tokens is not False
         if heavy:
             ids = await asyncio.to_thread(_ids_of, self._renderer, prompts, special)

@@ -91,6 +91,8 @@ def _differences(
         yield f"{', '.join(unused)}: {REASONS[mode]}"
     if "seed" in asked and "seed" not in used:
         yield "seed: a group would sample one answer"
+    if left_out := asked.get("constraint_left_out"):
+        yield f"{', '.join(left_out)}: the engine would take too long to compile them into its grammar"
     if (most := asked.get("max_tokens", 0)) > (limit := used["max_tokens"]):
         of_session = limit == policy.max_tokens
         yield f"max_tokens {most}: the {'session allows' if of_session else 'context has room for'} {limit}"

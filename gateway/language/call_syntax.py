@@ -15,11 +15,11 @@ from typing import Any
 
 from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Tool
-from gateway.language.render import ChatRenderer
-from gateway.language.structural_tag import (
+from gateway.language.grammars.structural_tag import (
     AnyTokens,
     FixedText,
     Format,
+    FormatOrigin,
     JsonFormat,
     JsonStyle,
     OptionalFormat,
@@ -29,6 +29,7 @@ from gateway.language.structural_tag import (
     either,
     sequence,
 )
+from gateway.language.render import ChatRenderer
 
 MARKER = re.compile(r"(<[^<>\s]+>)")
 
@@ -89,7 +90,8 @@ class CallSyntax:
         elements = list(literal(renderer, numbered[0]))
         if numbered[1]:
             elements += [Pattern(pattern=r"\d+"), *literal(renderer, numbered[2])]
-        arguments = JsonFormat(json_schema=arguments_of(tool), style=self.style)
+        origin = FormatOrigin(param="tools", strict=tool["function"].get("strict") is True)
+        arguments = JsonFormat(json_schema=arguments_of(tool), style=self.style, origin=origin)
         return sequence([*elements, arguments, *literal(renderer, self.end)])
 
 

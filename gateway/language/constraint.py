@@ -12,25 +12,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-import msgspec
-
 from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY, CallSyntax, id_of
 from gateway.language.chat_messages import Tool
-from gateway.language.render import ChatRenderer
-from gateway.language.schema import check_pattern, check_patterns, check_schema, check_size, check_tool
-from gateway.language.structural_tag import (
+from gateway.language.grammars.cost import fitted_tag
+from gateway.language.grammars.structural_tag import (
     AnyTokens,
     FixedText,
     Format,
+    FormatOrigin,
     JsonFormat,
     OptionalFormat,
     Pattern,
-    StructuralTag,
     TokenFormat,
     either,
     sequence,
 )
+from gateway.language.render import ChatRenderer
+from gateway.language.schema import check_pattern, check_schema, check_tool
 
 GAP = Pattern(pattern=r"\n{0,3}")
 """Templates differ in the blank lines around reasoning."""
@@ -87,11 +86,14 @@ class Constraint:
     kind: ConstraintKind = ""
     structural_tag: str | None = None
     """The grammar, as JSON; None if the answer is not constrained."""
+    left_out: tuple[str, ...] = ()
+    """Keywords of a schema that the grammar does not enforce, because they cost too much."""
 
     @property
-    def asked(self) -> dict[str, str]:
-        """The entry in the turn's sampling parameters; empty if the answer is not constrained."""
-        return {"constraint": self.kind} if self.kind else {}
+    def asked(self) -> dict[str, Any]:
+        """The entries in the turn's sampling parameters; empty if the answer is not constrained."""
+        without = {"constraint_left_out": list(self.left_out)} if self.left_out else {}
+        return {"constraint": self.kind, **without} if self.kind else {}
 
 
 Constrain = Callable[[ChatRenderer], Constraint]
@@ -132,20 +134,22 @@ def constraint_of(
     if not kind or (kind == "parallel_tool_calls" and renderer.family.syntax not in SYNTAX_OF_FAMILY):
         return Constraint()  # one call at a time is best effort: no error where no grammar is known
     param = kind if content is None else format_param
-    syntax = _syntax_of(renderer, param)
+    syntax, vocab_size = _syntax_of(renderer, param), renderer.config.vocab_size
     for tool in callable_tools:
         check_tool(tool["function"])
     if kind == "parallel_tool_calls":
         if not syntax.parallel or renderer.family.text_calls:
             return Constraint()
-        return _constrained_to(kind, param, syntax.at_most_one(renderer, callable_tools))
+        return _constrained_to(kind, param, syntax.at_most_one(renderer, callable_tools), vocab_size)
     single = single or choice.single
     if kind == "tool_choice" and choice.some:
-        return _constrained_to(kind, param, syntax.only_of(renderer, callable_tools, parallel=not single))
+        only = syntax.only_of(renderer, callable_tools, parallel=not single)
+        return _constrained_to(kind, param, only, vocab_size)
     answers = [syntax.calls(renderer, callable_tools, parallel=not single)] if callable_tools else []
     if content is not None:
         answers.append(content)
-    return _constrained_to(kind, param, sequence([*_reasoning(renderer), GAP, either(answers)]))
+    whole = sequence([*_reasoning(renderer), GAP, either(answers)])
+    return _constrained_to(kind, param, whole, vocab_size)
 
 
 def shown_tools(
@@ -171,9 +175,11 @@ def constrainer(
     )
 
 
-def constraint_of_text(form: AnswerForm, param: str) -> Constraint:
+def constraint_of_text(form: AnswerForm, param: str, vocab_size: int) -> Constraint:
     """The constraint of an answer without a chat template: all of its text."""
-    return Constraint() if form.content is None else _constrained_to(form.kind, param, form.content)
+    if form.content is None:
+        return Constraint()
+    return _constrained_to(form.kind, param, form.content, vocab_size)
 
 
 def schema_form(schema: Any, param: str, *, strict: bool = False) -> AnswerForm:
@@ -181,7 +187,7 @@ def schema_form(schema: Any, param: str, *, strict: bool = False) -> AnswerForm:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param}: not a JSON schema", param=param)
     check_schema(schema, param, strict=strict)
-    return AnswerForm("json_schema", JsonFormat(json_schema=schema))
+    return AnswerForm("json_schema", JsonFormat(json_schema=schema, origin=FormatOrigin(param, strict)))
 
 
 def pattern_form(pattern: str, param: str) -> AnswerForm:
@@ -189,7 +195,7 @@ def pattern_form(pattern: str, param: str) -> AnswerForm:
     if not pattern:
         raise InvalidRequest(f"{param}: an empty pattern", param=param)
     check_pattern(pattern, param)
-    return AnswerForm("regex", Pattern(pattern=pattern))
+    return AnswerForm("regex", Pattern(pattern=pattern, origin=FormatOrigin(param, strict=True)))
 
 
 def choice_form(choices: Sequence[str], param: str) -> AnswerForm:
@@ -292,8 +298,5 @@ def _reasoning_state(renderer: ChatRenderer) -> ReasoningState:
     return "over" if prompt.rstrip().endswith("</think>") else "possible"
 
 
-def _constrained_to(kind: ConstraintKind, param: str, form: Format) -> Constraint:
-    tag = msgspec.json.encode(StructuralTag(format=form))
-    check_size(tag, param)
-    check_patterns(tag, param)
-    return Constraint(kind, tag.decode())
+def _constrained_to(kind: ConstraintKind, param: str, form: Format, vocab_size: int) -> Constraint:
+    return Constraint(kind, *fitted_tag(form, param, vocab_size))

@@ -14,11 +14,14 @@ JsonSchema = dict[str, Any]
 NAME = re.compile(r"[\w.:/-]{1,128}")
 """The names of functions that a grammar can have."""
 MAX_BYTES = 64 * 1024
-"""An engine compiles a schema of this size in about a second; the time grows with the square of the size."""
+"""An engine compiles a schema of this size in three seconds at most, without what
+`grammars/cost.py` counts."""
 MAX_DEPTH = 64
 """Levels of the schema's own JSON. xgrammar compiles 60 nested objects quickly, but 480 in forty seconds."""
 MAX_PARTS = 1000
 """The most schemas inside one schema; each property counts as one."""
+MAX_NAME = 64
+"""Characters of a name in a path of an error."""
 MAX_PATTERN = 512
 MAX_QUANTIFIERS = 64
 MAX_STATES = 10_000
@@ -26,8 +29,8 @@ MAX_STATES = 10_000
 unrolled; the last one also limits all patterns of a grammar together. A compiler that unrolls
 `(.{0,1000}){0,1000}` cannot be stopped: it occupies a core until the engine restarts."""
 PATTERN_PART = re.compile(
-    r"(?P<quantifier>[*+?]|\{(?P<low>\d*)(?:,(?P<high>\d*))?\})|(?P<begin>\()|(?P<end>\))"
-    r"|(?P<empty>[|^$])|\\.|\[(?:\\.|[^\]\\])*\]|.",
+    r"(?P<quantifier>[*+?]|\{(?P<low>\d*)(?P<comma>,)?(?P<high>\d*)\})|(?P<begin>\()|(?P<end>\))"
+    r"|(?P<or>\|)|(?P<empty>\?:|[\^$])|\\.|\[(?:\\.|[^\]\\])*\]|.",
     re.DOTALL,
 )
 """Matches one element of a pattern: a quantifier, a bracket, a sign that matches no character (such as `^`),
@@ -57,11 +60,11 @@ def check_schema(schema: JsonSchema, param: str, *, strict: bool) -> None:
             f"{param}: a JSON schema may not nest deeper than {MAX_DEPTH} levels", param=param
         )
     check_size(msgspec.json.encode(schema), param)
-    parts = list(_parts(schema))
+    parts = [part for _, part in parts_of(schema)]
     if len(parts) > MAX_PARTS:
         raise InvalidRequest(f"{param}: a JSON schema may not have more than {MAX_PARTS} parts", param=param)
     for part in parts:
-        for pattern in _patterns(part):
+        for pattern in patterns_of(part):
             check_pattern(pattern, param)
         if strict and (ignored := _unenforced(part)):
             raise InvalidRequest(
@@ -96,7 +99,7 @@ def check_size(encoded: bytes, param: str) -> None:
 
 def check_patterns(grammar: bytes, param: str) -> None:
     """Raises InvalidRequest if the patterns of a grammar, which is JSON, have too many states together."""
-    patterns = (each for part in _parts(msgspec.json.decode(grammar)) for each in _patterns(part))
+    patterns = (each for _, part in parts_of(msgspec.json.decode(grammar)) for each in patterns_of(part))
     if sum(map(_states, patterns)) > MAX_STATES:
         raise InvalidRequest(f"{param}: together, the patterns are too complex to compile", param=param)
 
@@ -115,22 +118,23 @@ def _deeper_than(value: Any, levels: int) -> bool:
     return True
 
 
-def _parts(schema: Any) -> Iterator[JsonSchema]:
-    """The schema and every schema in it."""
+def parts_of(schema: Any, path: str = "$") -> Iterator[tuple[str, JsonSchema]]:
+    """The schema and every schema in it, each with its path."""
     if isinstance(schema, list):
-        for each in schema:
-            yield from _parts(each)
+        for index, each in enumerate(schema):
+            yield from parts_of(each, f"{path}[{index}]")
     elif isinstance(schema, dict):
-        yield schema
+        yield path, schema
         for key, inner in schema.items():
             if key in NAMED_SCHEMAS and isinstance(inner, dict):
-                for each in inner.values():
-                    yield from _parts(each)
+                for name, each in inner.items():
+                    yield from parts_of(each, f"{path}.{key}.{name[:MAX_NAME]}")
             elif key not in VALUES:
-                yield from _parts(inner)
+                yield from parts_of(inner, f"{path}.{key[:MAX_NAME]}")
 
 
-def _patterns(part: JsonSchema) -> Iterator[str]:
+def patterns_of(part: JsonSchema) -> Iterator[str]:
+    """The regular expressions of a schema itself."""
     if isinstance(pattern := part.get("pattern"), str):
         yield pattern
     if isinstance(named := part.get("patternProperties"), dict):
@@ -160,7 +164,7 @@ def _states(pattern: str) -> int:
             last = groups.pop()
             groups[-1] += last
         else:
-            last = 0 if part["empty"] or part["end"] else 1
+            last = 0 if part["empty"] or part["or"] or part["end"] else 1
             groups[-1] += last
     return sum(groups)
 
@@ -173,7 +177,7 @@ def _unenforced(part: JsonSchema) -> list[str]:
 def _has_circular_reference(root: JsonSchema) -> bool:
     """Whether some part requires itself before its first token: the engine would find no token to permit."""
     required_first: dict[int, list[int]] = {}
-    for part in _parts(root):
+    for _, part in parts_of(root):
         targets = [each for key in BRANCHES if isinstance(part.get(key), list) for each in part[key]]
         if "$ref" in part:
             targets.append(_resolved(root, part["$ref"]))

@@ -3,19 +3,25 @@
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
+from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.constraint import constraint_of
+from gateway.language.grammars.cost import MOST_S, fitted
+from gateway.language.grammars.structural_tag import FormatOrigin, JsonFormat, StructuralTag
+from gateway.language.schema import check_schema
 from tests.support.gateway.families_agent import TOOL, call, renderer_of, sampled, told
 from tests.support.system.real_system import ENGINE_PYTHON, System
 from tests.support.system.turns import scored
 
+ROOT = Path(__file__).parents[3]
 GET: Any = {
     "type": "function",
     "function": {
@@ -183,6 +189,55 @@ def test_the_grammar_lets_through_what_each_template_writes(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     refused = json.loads(done.stdout.splitlines()[-1])
     assert set(refused) == {each["family"] for each in cases if "'put'" in each["family"]}
+
+
+def several(count: int, **bound: Any) -> Any:
+    """Strings with this bound; a number grows with each of them, so that no two are the same."""
+    grown = [
+        {name: value + index if isinstance(value, int) else value for name, value in bound.items()}
+        for index in range(count)
+    ]
+    properties = {f"f{index}": {"type": "string", **each} for index, each in enumerate(grown)}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+COSTLY: dict[str, Callable[[int], Any]] = {
+    "one length": lambda n: several(1, maxLength=n),
+    "many lengths": lambda n: several(n, maxLength=9),
+    "many long lengths": lambda n: several(n, minLength=3, maxLength=1_000_000),
+    "shortest lengths": lambda n: several(n, minLength=40),
+    "templates": lambda n: several(n, format="uri-template"),
+    "a pattern": lambda n: {"type": "string", "pattern": f"^([^-]{{9}}-){{{min(n, 128)}}}$"},
+    "an ambiguous pattern": lambda n: {"type": "string", "pattern": f"([a-z]{{1,{n}}}|x){{1,{n}}}"},
+    "counted properties": lambda n: several(4 * n) | {"required": [], "minProperties": n},
+}
+"""Strict schemas that cost more, the larger the number is."""
+
+
+def largest(make: Callable[[int], Any], vocab_size: int) -> str:
+    """The grammar of the largest schema of this kind that is taken."""
+    taken, number = "", 1
+    while number < 100_000:
+        form = JsonFormat(json_schema=make(number), origin=FormatOrigin("response_format", strict=True))
+        try:
+            check_schema(form.json_schema, "response_format", strict=True)
+            kept = fitted(form, vocab_size).form
+        except InvalidRequest:
+            break
+        taken = msgspec.json.encode(StructuralTag(format=kept)).decode()
+        number += 1 + number // 8
+    return taken
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("vocab_size", [4000, 150_000])
+def test_the_costliest_grammars_that_are_taken_compile_in_seconds(vocab_size: int) -> None:
+    """The estimate of patterns is not exact, and processors differ."""
+    tags = [largest(make, vocab_size) for make in COSTLY.values()]
+    command = [str(ENGINE_PYTHON), "-P", str(ROOT / "bench" / "grammars.py"), str(vocab_size)]
+    done = subprocess.run(command, input=json.dumps(tags), capture_output=True, text=True, check=True)
+    took_s = dict(zip(COSTLY, (each for (each,) in json.loads(done.stdout)), strict=True))
+    assert max(took_s.values()) < 4 * MOST_S, took_s
 
 
 ACCEPT = """

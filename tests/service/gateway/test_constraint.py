@@ -102,6 +102,26 @@ def test_guided_json_is_a_response_format_with_that_schema(gateway: RunningGatew
     assert held(gateway.engine.requests[-1]["sampling_params"]["structural_tag"]) == [SCHEMA]
 
 
+def test_lengths_that_cost_too_much_are_left_out_and_the_record_says_so(gateway: RunningGateway) -> None:
+    """As far as the schema is not strict; its other bounds are in the grammar."""
+    properties: Any = {f"f{n}": {"type": "string", "maxLength": n} for n in range(1000, 1900)}
+    properties["day"] = {"type": "string", "format": "date"}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    session = gateway.session()
+    reply = gateway.chat(session=session, guided_json=schema)
+    assert reply.status_code == 200, reply.text
+    (kept,) = held(gateway.engine.requests[0]["sampling_params"]["structural_tag"])
+    assert kept["properties"].pop("day") == properties["day"]
+    assert set(map(str, kept["properties"].values())) == {"{'type': 'string'}"}
+    (turn,) = gateway.turns(session)
+    assert turn["sampling"]["asked"]["constraint_left_out"] == ["maxLength"]
+    assert turn["sampling"]["used"]["why"].startswith("maxLength: ")
+    strict = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+    refused = gateway.chat(response_format=strict)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+    assert len(gateway.engine.requests) == 1
+
+
 def test_a_free_answer_stays_free(gateway: RunningGateway) -> None:
     free: list[Any] = [
         {"tools": [TOOL]},

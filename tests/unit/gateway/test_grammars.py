@@ -1,14 +1,22 @@
 """Whether the format of calls of each family follows the grammar that the engine gets."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.errors import InvalidRequest
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.constraint import constraint_of, shown_tools
+from gateway.language.grammars.cost import fitted
+from gateway.language.grammars.pattern_cost import steps_of
+from gateway.language.grammars.structural_tag import FormatOrigin, JsonFormat, Pattern
 from gateway.language.render import ChatRenderer
+from gateway.language.schema import check_pattern
 from tests.support.gateway.families_agent import TOOL, RendererOf
 
 OTHER: Any = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
@@ -120,3 +128,65 @@ def test_a_thought_stays_possible_where_the_template_has_one(renderer: RendererO
 
 def grammar_of(renderer: ChatRenderer) -> str:
     return constraint_of(renderer, None, None, JSON).structural_tag or ""
+
+
+HONEST: Any = {
+    "type": "object",
+    "properties": {
+        **{f"text_{n}": {"type": "string", "maxLength": n} for n in (20, 60, 120, 500, 2000)},
+        "email": {"type": "string", "format": "email"},
+        "from": {"type": "string", "format": "date"},
+        "until": {"type": "string", "format": "date-time"},
+        "slug": {"type": "string", "pattern": "^[a-z0-9]+(-[a-z0-9]+)*$"},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 50},
+        "format": {"type": "object", "properties": {"maxLength": {"type": "integer"}}},
+    },
+    "required": ["text_20", "email"],
+}
+
+
+def fitted_schema(schema: Any, vocab_size: int, *, strict: bool) -> tuple[Any, tuple[str, ...]]:
+    """The schema of the grammar, and what it does without."""
+    kept = fitted(JsonFormat(json_schema=schema, origin=FormatOrigin("response_format", strict)), vocab_size)
+    return json.loads(msgspec.json.encode(kept.form))["json_schema"], kept.left_out
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_honest_schema_is_enforced_whole_by_a_small_vocabulary(strict: bool) -> None:
+    assert fitted_schema(HONEST, 4000, strict=strict) == (HONEST, ())
+
+
+@pytest.mark.parametrize("vocab_size", [32_000, 150_000, 260_000])
+def test_a_large_vocabulary_does_without_lengths_that_are_not_strict(vocab_size: int) -> None:
+    kept, left_out = fitted_schema(HONEST, vocab_size, strict=False)
+    assert left_out == ("maxLength",)
+    plain = {f"text_{n}": {"type": "string"} for n in (20, 60, 120, 500, 2000)}
+    assert kept == HONEST | {"properties": HONEST["properties"] | plain}
+    with pytest.raises(InvalidRequest, match=r"maxLength of \$\.properties\.text_.*leave out strict"):
+        fitted_schema(HONEST, vocab_size, strict=True)
+    mild = {"type": "object", "properties": {"code": {"type": "string", "minLength": 3, "maxLength": 8}}}
+    assert fitted_schema(mild, vocab_size, strict=True) == (mild, ())
+
+
+PATTERNS = st.recursive(
+    st.sampled_from(["a", ".", "[a-z]", r"\\d", "-", "é", "", "^", "(", ")", "|", "[^x]"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{9}", "{0,99}", "{,7}", "{3,}", "{}"])).map(
+            "".join
+        ),
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("|".join),
+        inner.map("({})".format),
+    ),
+    max_leaves=12,
+)
+
+
+@given(PATTERNS)
+def test_every_pattern_has_a_cost_and_longer_vocabularies_cost_no_less(pattern: str) -> None:
+    with suppress(InvalidRequest):
+        check_pattern(pattern, "regex")
+        assert steps_of(pattern) >= 0
+        form = Pattern(pattern=pattern, origin=FormatOrigin("regex", strict=True))
+        fitted(form, 150_000)
+        fitted(form, 4000)  # does not raise: what a large vocabulary takes, a small one takes, too

@@ -2,6 +2,7 @@
 tests/service/gateway/test_refusals.py."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -472,6 +473,12 @@ def holding(schema: Any, **more: Any) -> bytes:
     return json.dumps(SOUND["chat"] | {"response_format": form}).encode()
 
 
+def of_lengths(lengths: Iterable[int], name: str = "maxLength") -> Any:
+    """An object of strings, each with another length."""
+    return {"type": "object", "properties": {f"f{n}": {"type": "string", name: n} for n in lengths}}
+
+
+MANY_LENGTHS: Any = of_lengths(range(1000, 1900))
 MANY_STATES = "([a-z]{1,60}|x){1,60}"
 TOO_COMPLEX = "too complex to compile"
 TO_ITSELF = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
@@ -493,6 +500,15 @@ TO_ITSELF = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
         ({"type": "string", "pattern": "a{" + "9" * 5000 + "}"}, TOO_COMPLEX),
         ({"items": [{"pattern": "a?" * 70}]}, TOO_COMPLEX),
         ({"properties": {key: {"pattern": f"{key}{MANY_STATES}"} for key in "abcd"}}, TOO_COMPLEX),
+        (of_lengths(range(1000, 1900), "maxLength"), r"maxLength of \$\.properties\.f1\d\d\d"),
+        (of_lengths(range(100, 1000), "minLength"), r"minLength of \$\.properties\.f"),
+        ({"type": "array", "items": of_lengths(range(1000, 1900))}, r"\$\.items\.properties"),
+        ({"anyOf": [{"type": "string", "maxLength": n} for n in range(900)]}, r"\$\.anyOf\["),
+        ({"$defs": of_lengths(range(200, 1000))["properties"], "$ref": "#/$defs/f200"}, r"\$\.\$defs\.f"),
+        ({"propertyNames": {"maxLength": 99}, "properties": MANY_LENGTHS["properties"]}, "maxLength"),
+        ({"type": "string", "pattern": "(.{0,20}){0,99}"}, TOO_COMPLEX),
+        ({"patternProperties": {"([a-z]?){999}": {}}}, TOO_COMPLEX),
+        ({"properties": {f"f{n}": {} for n in range(300)}, "minProperties": 150}, "number of properties"),
         ({"properties": {"a": {"type": "integer", "multipleOf": 3}}}, "multipleOf"),
         ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, "allOf"),
     ],
@@ -527,3 +543,41 @@ async def test_a_schema_that_only_looks_like_one_of_those_is_taken(
     read: Read, schema: Any, strict: bool
 ) -> None:
     await read("chat", holding(schema, strict=strict))
+
+
+COSTLY: Any = {"type": "string", "pattern": "(.{0,20}){0,99}"}
+OF_MANY: Any = {"name": "get", "parameters": of_lengths(range(1000, 1300))}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "param"),
+    [
+        ("chat", {"tools": [tool(**OF_MANY, strict=True)], "tool_choice": "required"}, "tools"),
+        (
+            "chat",
+            {"tools": [tool(**OF_MANY, strict=True)], "response_format": {"type": "json_object"}},
+            "tools",
+        ),
+        ("chat", {"guided_regex": "(.{0,20}){0,99}"}, "guided_regex"),
+        ("chat", {"guided_json": COSTLY}, "guided_json"),
+        ("completions", {"regex": "([a-z]?){999}"}, "regex"),
+        ("completions", {"guided_json": COSTLY}, "guided_json"),
+        (
+            "responses",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": COSTLY, "strict": True}}},
+            "text.format",
+        ),
+        ("responses", {"tools": [TOOL | OF_MANY | {"strict": True}], "tool_choice": "required"}, "tools"),
+        (
+            "messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": COSTLY}}},
+            "output_config.format",
+        ),
+    ],
+)
+async def test_a_grammar_that_costs_too_much_is_a_400_at_each_door(
+    read: Read, name: str, fields: Any, param: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=TOO_COMPLEX) as refused:
+        await read(name, json.dumps(SOUND[name] | fields).encode())
+    assert read.shape(name, refused.value)[1]["error"]["param"] == param

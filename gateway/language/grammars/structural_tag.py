@@ -34,8 +34,18 @@ class AnyTokens(_Format, frozen=True, kw_only=True, tag="any_tokens"):
     exclude_tokens: list[int]
 
 
+class FormatOrigin(msgspec.Struct, frozen=True):
+    """Where a request asks for a format."""
+
+    param: str
+    strict: bool = False
+    """Whether the engine has to enforce all of it."""
+
+
 class Pattern(_Format, frozen=True, kw_only=True, tag="regex"):
     pattern: str
+    origin: FormatOrigin | msgspec.UnsetType = msgspec.UNSET
+    """Set until the grammar is sent, if a request has the pattern."""
 
 
 class JsonFormat(_Format, frozen=True, kw_only=True, tag="json_schema"):
@@ -44,6 +54,8 @@ class JsonFormat(_Format, frozen=True, kw_only=True, tag="json_schema"):
     json_schema: Any
     style: JsonStyle = "json"
     max_whitespace_cnt: int = MAX_WHITESPACE
+    origin: FormatOrigin | msgspec.UnsetType = msgspec.UNSET
+    """Set until the grammar is sent, if a request has the schema."""
 
 
 class SequenceFormat(_Format, frozen=True, kw_only=True, tag="sequence"):

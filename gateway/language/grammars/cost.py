@@ -1,0 +1,247 @@
+"""Holds what the grammar of an answer costs the engine's compiler within a budget.
+
+The compiler reads the vocabulary from each state of the grammar. Names, types and enums have few states, or
+such as few tokens begin in; `MAX_BYTES` and `MAX_PARTS` of `schema` bound them. What unrolls into many states
+is estimated here, by figures that `bench/grammars.py` measures with the engine's own library.
+
+forms of an answer ──▶ costs ─┬─ within the budget ──▶ as they are
+                              ├─ without what only `strict` needs ──▶ schemas with fewer bounds
+                              └─ else ──▶ 400 that names the costliest part
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from gateway.errors import InvalidRequest
+from gateway.language.grammars.pattern_cost import steps_of
+from gateway.language.grammars.structural_tag import (
+    Alternatives,
+    Format,
+    FormatOrigin,
+    JsonFormat,
+    OptionalFormat,
+    Pattern,
+    Repeated,
+    SequenceFormat,
+    StructuralTag,
+)
+from gateway.language.schema import (
+    NAMED_SCHEMAS,
+    VALUES,
+    JsonSchema,
+    check_patterns,
+    check_size,
+    parts_of,
+    patterns_of,
+)
+
+MOST_S: Final = 4.0
+"""CPU seconds for all parts of a grammar together, beside what its bytes cost, which is about as much."""
+LENGTH_S: Final = 4.5e-7
+"""For each state of a string of bounded length, and each token of the vocabulary."""
+STEP_S: Final = 3.1e-8
+"""For each step of a pattern, and each token of the vocabulary."""
+WHOLE_ANSWER: Final = 2
+"""A pattern of the whole answer costs this many times what it costs in a schema."""
+EDGE_S: Final = 8e-7
+"""For each two optional properties of an object, and each number of properties that it counts."""
+UNROLLED: Final = 128
+"""Of a longer string, only so many characters become states of their own, at its end and at its beginning."""
+FORMAT_STATES: Final = {"email": 2.0, "uri": 1.5, "uri-reference": 1.5, "hostname": 1.0, "uri-template": 5.0}
+"""What formats of strings cost, in states of a string of bounded length. Others cost half a state."""
+LEFT_OUT: Final = (frozenset({"minLength", "maxLength"}), frozenset({"format"}))
+"""What a schema that is not strict does without, if it costs too much: first these, then those as well."""
+
+
+CostKey = tuple[Any, ...]
+"""The kind of a cost, and what makes it the same as another one of this kind."""
+
+
+@dataclass(frozen=True)
+class FormatCost:
+    """What one part of a grammar costs."""
+
+    seconds: float
+    origin: FormatOrigin
+    what: str
+    """The part, for the caller."""
+
+
+@dataclass(frozen=True)
+class FittedForm:
+    """A form that can be compiled in bounded time."""
+
+    form: Format
+    left_out: tuple[str, ...] = ()
+    """The bounds that the grammar does without."""
+
+
+def fitted_tag(form: Format, param: str, vocab_size: int) -> tuple[str, tuple[str, ...]]:
+    """The form as JSON for the engine, and the bounds that it does without.
+
+    Raises InvalidRequest as `fitted`, and for too many bytes or patterns; then the error names `param`.
+    """
+    tag = _encoded(_without_origins(form))
+    check_size(tag, param)
+    check_patterns(tag, param)
+    kept = fitted(form, vocab_size)
+    return _encoded(kept.form).decode(), kept.left_out
+
+
+def fitted(form: Format, vocab_size: int) -> FittedForm:
+    """The form, as far as an engine with this vocabulary can compile it in bounded time.
+
+    Raises InvalidRequest if it cannot.
+    """
+    if _seconds(form, vocab_size) <= MOST_S:
+        return FittedForm(_without_origins(form))
+    left_out: set[str] = set()
+    for names in LEFT_OUT:
+        form = _each(form, lambda each: _without_bounds(each, names, left_out))  # noqa: B023 - called at once
+        if _seconds(form, vocab_size) <= MOST_S:
+            return FittedForm(_without_origins(form), tuple(sorted(left_out)))
+    raise _refusal(_costs(form, vocab_size), vocab_size)
+
+
+def _encoded(form: Format) -> bytes:
+    return msgspec.json.encode(StructuralTag(format=form))
+
+
+def _without_origins(form: Format) -> Format:
+    """The form as it is sent."""
+    return _each(form, _without_origin)
+
+
+def _refusal(costs: Mapping[CostKey, FormatCost], vocab_size: int) -> InvalidRequest:
+    """The error for a grammar that costs too much. It names the costliest part of the costliest kind."""
+    kinds = dict.fromkeys((kind for kind, *_ in costs), 0.0)
+    for (kind, *_), cost in costs.items():
+        kinds[kind] += cost.seconds
+    costliest = max(kinds, key=kinds.__getitem__)
+    worst = max((cost for key, cost in costs.items() if key[0] == costliest), key=lambda cost: cost.seconds)
+    param, advice = worst.origin.param, "make it smaller"
+    if worst.origin.strict and worst.what.startswith(("minLength", "maxLength", "format")):
+        advice = "make it smaller, or leave out strict"
+    message = (
+        f"{param}: {worst.what} makes the grammar too complex to compile for a vocabulary of {vocab_size} "
+        f"tokens: {advice}"
+    )
+    return InvalidRequest(message, param=param)
+
+
+def _seconds(form: Format, vocab_size: int) -> float:
+    return sum(cost.seconds for cost in _costs(form, vocab_size).values())
+
+
+def _costs(form: Format, vocab_size: int) -> dict[CostKey, FormatCost]:
+    """The costs of the parts that differ: the compiler keeps what it has made."""
+    found: dict[CostKey, FormatCost] = {}
+    for each in _leaves(form):
+        if isinstance(each, Pattern) and isinstance(each.origin, FormatOrigin):
+            seconds = WHOLE_ANSWER * STEP_S * vocab_size * steps_of(each.pattern)
+            found["whole", each.pattern] = FormatCost(seconds, each.origin, _named("pattern", each.pattern))
+        elif isinstance(each, JsonFormat) and isinstance(each.origin, FormatOrigin):
+            for key, seconds, what in _schema_costs(each.json_schema, vocab_size):
+                found[key] = FormatCost(seconds, each.origin, what)
+    return found
+
+
+def _schema_costs(schema: JsonSchema, vocab_size: int) -> Iterator[tuple[CostKey, float, str]]:
+    """What makes a cost the same as another one, its CPU seconds, and what it is of."""
+    state_s = LENGTH_S * vocab_size
+    for path, part in parts_of(schema):
+        shortest, longest = _count(part.get("minLength")), _count(part.get("maxLength"))
+        if shortest or longest is not None:
+            name = "minLength" if longest is None else "maxLength"
+            states = _states_of_length(shortest or 0, longest)
+            yield ("length", shortest, longest), state_s * states, f"{name} of {path}"
+        if isinstance(kind := part.get("format"), str):
+            key = ("format", kind, path if kind == "uri-template" else "")
+            yield key, state_s * FORMAT_STATES.get(kind, 0.5), f"format {kind[:32]!r} of {path}"
+        for pattern in patterns_of(part):
+            yield (
+                ("pattern", pattern),
+                STEP_S * vocab_size * steps_of(pattern),
+                _named("pattern", pattern, path),
+            )
+        if pairs := _pairs_of_properties(part):
+            yield ("properties", path, id(part)), EDGE_S * pairs, f"the number of properties of {path}"
+
+
+def _states_of_length(shortest: int, longest: int | None) -> int:
+    if longest is None:
+        return min(shortest, UNROLLED)
+    return longest if longest <= UNROLLED else UNROLLED + max(0, UNROLLED - shortest)
+
+
+def _pairs_of_properties(part: JsonSchema) -> int:
+    """The optional properties of an object, two by two, for each number of them that it tells apart."""
+    properties, required = part.get("properties"), part.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    optional = len(properties) - (len(required) if isinstance(required, list) else 0)
+    told_apart = max(_count(part.get("minProperties")) or 1, _count(part.get("maxProperties")) or 1)
+    return max(0, optional) ** 2 * min(told_apart, len(properties))
+
+
+def _count(value: Any) -> int | None:
+    """A bound as a number; None if there is none. The engine refuses what is no whole number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        return None
+    return max(0, int(value))
+
+
+def _named(what: str, text: str, path: str = "") -> str:
+    return f"{what} {text[:80]!r}" + (f" of {path}" if path else "")
+
+
+def _leaves(form: Format) -> Iterator[Format]:
+    if isinstance(form, SequenceFormat | Alternatives):
+        for each in form.elements:
+            yield from _leaves(each)
+    elif isinstance(form, OptionalFormat | Repeated):
+        yield from _leaves(form.content)
+    else:
+        yield form
+
+
+def _each(form: Format, changed: Callable[[Format], Format]) -> Format:
+    """The form with each of its leaves changed."""
+    if isinstance(form, SequenceFormat | Alternatives):
+        return msgspec.structs.replace(form, elements=[_each(each, changed) for each in form.elements])
+    if isinstance(form, OptionalFormat | Repeated):
+        return msgspec.structs.replace(form, content=_each(form.content, changed))
+    return changed(form)
+
+
+def _without_origin(form: Format) -> Format:
+    if isinstance(form, JsonFormat | Pattern):
+        return msgspec.structs.replace(form, origin=msgspec.UNSET)
+    return form
+
+
+def _without_bounds(form: Format, names: Set[str], left_out: set[str]) -> Format:
+    """A schema that is not strict, without these bounds. `left_out` gets those that it had."""
+    if not isinstance(form, JsonFormat) or not isinstance(form.origin, FormatOrigin) or form.origin.strict:
+        return form
+    return msgspec.structs.replace(form, json_schema=_without(form.json_schema, names, left_out))
+
+
+def _without(schema: Any, names: Set[str], left_out: set[str]) -> Any:
+    if isinstance(schema, list):
+        return [_without(each, names, left_out) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    left_out |= names & schema.keys()
+    return {
+        key: {name: _without(each, names, left_out) for name, each in inner.items()}
+        if key in NAMED_SCHEMAS and isinstance(inner, dict)
+        else inner
+        if key in VALUES
+        else _without(inner, names, left_out)
+        for key, inner in schema.items()
+        if key not in names
+    }

@@ -3,6 +3,7 @@
 from fine_tuning.app import create_app
 from fine_tuning.errors import DirectoryInUse
 from fine_tuning.settings import FineTuningSettings
+from reward_service.sandbox.isolation import isolates
 from reward_service.sandbox.secrets import hide_from_children
 from rollout_queue.http.connections import ConnectionBounds
 from rollout_queue.http.keys import Keyring, refuse_open_binding
@@ -20,6 +21,7 @@ def main() -> None:
     refuse_open_binding(settings.host, Keyring(settings.client_keys, settings.admin_keys))
     if settings.client_keys and not settings.admin_keys:
         raise SystemExit("fine_tuning.admin_keys: set one: every route needs an admin key")
+    isolates(settings.python, "fine_tuning")
     hide_from_children()
     bounds = ConnectionBounds(in_all=CONNECTIONS, per_address=CONNECTIONS)
     try:

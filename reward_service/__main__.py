@@ -1,6 +1,7 @@
 """Runs the reward service until SIGTERM: python -m reward_service [--config weir.yaml]."""
 
 from reward_service.app import create_app
+from reward_service.sandbox.isolation import isolates
 from reward_service.sandbox.secrets import hide_from_children
 from reward_service.settings import RewardSettings
 from rollout_queue.http.connections import ConnectionBounds
@@ -17,10 +18,11 @@ CONNECTIONS = 256
 def main() -> None:
     settings = start("reward_service", "Rewards sessions that have ended.", RewardSettings)
     refuse_open_binding(settings.host, Keyring(settings.client_keys, settings.admin_keys))
+    isolated = isolates(settings.python, "rewards")
     hide_from_children()
     bounds = ConnectionBounds(in_all=CONNECTIONS, per_address=CONNECTIONS)
     try:
-        app = create_app(settings)
+        app = create_app(settings, isolated=isolated)
     except (OSError, ValueError) as error:
         raise SystemExit(f"rewards.rules: {error}") from error
     serve(

@@ -28,6 +28,7 @@ from reward_service.dispatch.rules import (
 )
 from reward_service.dispatch.single import SessionHandler
 from reward_service.grading.runner import GraderRunner
+from reward_service.judging.allowance import Allowances
 from reward_service.judging.models import GatewayModel, JudgeModelClient, OpenAiModel
 from reward_service.metrics import RewardMetrics
 from reward_service.rest.dispatch import dispatch_routes
@@ -100,8 +101,11 @@ class RewardParts:
                 return ObjectSessionGrader(self.runner, judge_of(rule))
 
 
-def create_app(settings: RewardSettings) -> FastAPI:
-    """Raises OSError or ValueError for a rule that cannot work."""
+def create_app(settings: RewardSettings, *, isolated: bool | None = None) -> FastAPI:
+    """`isolated`: whether Python graders are; None if nobody has tried.
+
+    Raises OSError or ValueError for a rule that cannot work.
+    """
     parts = RewardParts.of(settings)
     gateway = SessionGateway(parts.gateway, settings.dispatch)
     dispatcher = Dispatcher(gateway, parts.rules(gateway), settings.dispatch, parts.metrics)
@@ -130,10 +134,12 @@ def create_app(settings: RewardSettings) -> FastAPI:
     install_error_handlers(app)
     app.include_router(probes(readiness, text_of(parts.metrics.registry)))
     python: set[Role] = {"client", "admin"} if settings.python.from_clients else {"admin"}
-    run_timeout_s = settings.limits.run_timeout_s
-    bring_python = set() if keyring.open else python
-    app.include_router(GraderRoutes(parts.runner, slots, parts.metrics, run_timeout_s, bring_python).router())
-    app.include_router(dispatch_routes(dispatcher))
+    run_timeout_s, allowances = settings.limits.run_timeout_s, Allowances(parts.judge, settings.judge)
+    routes = GraderRoutes(
+        parts.runner, allowances, slots, parts.metrics, run_timeout_s, set() if keyring.open else python
+    )
+    app.include_router(routes.router())
+    app.include_router(dispatch_routes(dispatcher, isolated))
     app.include_router(api_page(app))
     return app
 

@@ -122,7 +122,9 @@ def _reward_details(found: StackState, admin_key: str | None) -> dict[str, str]:
         report = reward_status(service.url, admin_key)
     except (OSError, msgspec.DecodeError) as error:
         return {"reward_service": f"no answer from /status: {error}"}
-    return {"reward_service": _facts(in_work=report.in_work, dead_letters=len(report.dead_letters))}
+    facts = _facts(in_work=report.in_work, dead_letters=len(report.dead_letters))
+    alone = "" if report.python_isolated is not False else "; Python graders are not isolated"
+    return {"reward_service": facts + alone}
 
 
 def details_from(status: SystemStatus) -> dict[str, str]:

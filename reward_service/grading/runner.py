@@ -56,6 +56,10 @@ class GraderRunner:
     def __init__(self, python: PythonProcesses, judge: JudgeModelClient) -> None:
         self._python, self._judge = python, judge
 
+    def asking(self, judge: JudgeModelClient) -> "GraderRunner":
+        """A runner that asks models otherwise."""
+        return GraderRunner(self._python, judge)
+
     async def run(self, grader: AnyGrader, variables: Variables) -> Grade:
         """`variables`: the namespaces `sample` and `item`."""
         try:

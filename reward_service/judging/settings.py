@@ -17,6 +17,11 @@ class JudgeSettings(BaseModel):
     """How long one call may take."""
     ttl_s: float = Field(3600.0, gt=0)
     """The life of a session that a judge's call opens at the gateway."""
+    client_models: list[str] = []
+    """The models that graders of requests with a client key may ask. An admin's graders may ask any."""
+    client_tokens_per_hour: int = Field(1_000_000, ge=0)
+    """How many tokens, of prompts and answers together, each client key may spend on these models. A call
+    that begins before is finished."""
 
     @field_validator("base_url")
     @classmethod

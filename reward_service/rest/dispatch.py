@@ -9,12 +9,13 @@ from reward_service.dispatch.dispatcher import Dispatcher
 from rollout_queue.http.callers import admins_only
 
 
-def dispatch_routes(dispatcher: Dispatcher) -> APIRouter:
+def dispatch_routes(dispatcher: Dispatcher, isolated: bool | None) -> APIRouter:
+    """`isolated`: whether Python graders are; None if nobody has tried."""
     router = APIRouter(tags=["dispatch"], dependencies=[Depends(admins_only)])
 
     @router.get("/status")
     async def status() -> JSONResponse:
-        """How many sessions wait for each rule, and the last dead letters."""
+        """How many sessions wait for each rule, the last dead letters, and if Python graders are isolated."""
         memory = dispatcher.memory
         return JSONResponse(
             {
@@ -22,6 +23,7 @@ def dispatch_routes(dispatcher: Dispatcher) -> APIRouter:
                 "waiting": dict(dispatcher.waiting),
                 "in_work": memory.in_work,
                 "remembered": memory.remembered,
+                "python_isolated": isolated,
                 "dead_letters": [dataclasses.asdict(each) for each in memory.letters],
             }
         )

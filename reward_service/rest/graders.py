@@ -16,6 +16,7 @@ from reward_service.graders.grade import Grade
 from reward_service.graders.objects import AnyGrader, brings_python
 from reward_service.graders.samples import sample_of
 from reward_service.grading.runner import GraderRunner
+from reward_service.judging.allowance import Allowances
 from reward_service.metrics import RewardMetrics
 from reward_service.rest.slots import Slots
 from rollout_queue import clock
@@ -23,7 +24,7 @@ from rollout_queue.foreign_json import MOST_VALUES
 from rollout_queue.http.callers import role_in
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.json_routes import JsonRoute
-from rollout_queue.http.keys import Role
+from rollout_queue.http.keys import Role, digest, presented_key
 
 MAX_SAMPLE_CHARS = 2**20
 
@@ -63,12 +64,14 @@ class GraderRoutes:
     def __init__(
         self,
         runner: GraderRunner,
+        allowances: Allowances,
         slots: Slots,
         metrics: RewardMetrics,
         timeout_s: float,
         bring_python: Set[Role],
     ) -> None:
         self._runner, self._slots, self._metrics = runner, slots, metrics
+        self._allowances = allowances
         self._timeout_s = timeout_s
         self._bring_python = bring_python
         """Who may bring Python graders. Without keys nobody may: every program of the machine is an admin."""
@@ -84,28 +87,33 @@ class GraderRoutes:
         @router.post("/run")
         async def run(body: GraderRunBody, request: Request) -> JSONResponse:
             """Run a grader on an answer of a model and an item of a dataset."""
-            self._refuse_foreign_python(body.grader, role_in(request))
+            runner = self._runner_for(request, body.grader)
             async with self._slots.one():
                 started = clock.monotonic()
-                grade = await self._graded(body)
+                grade = await self._graded(runner, body)
                 seconds = clock.monotonic() - started
             self._metrics.ran(body.grader.type, seconds, failed=grade.errors.any)
             return JSONResponse(answer_of(body.grader, grade, seconds))
 
         return router
 
-    def _refuse_foreign_python(self, grader: AnyGrader, role: Role) -> None:
+    def _runner_for(self, request: Request, grader: AnyGrader) -> GraderRunner:
+        """What runs the caller's grader. Raises ApiError for a grader that the caller may not bring."""
+        role = role_in(request)
         if brings_python(grader) and role not in self._bring_python:
             needed = "an admin key, or rewards.python.from_clients"
             if not self._bring_python:
                 needed = "keys: set rewards.admin_keys (WEIR_ADMIN_KEYS)"
             raise ApiError(403, f"a python grader needs {needed}", param="grader.type")
+        if role == "admin":
+            return self._runner
+        return self._runner.asking(self._allowances.of(digest(presented_key(request.headers) or ""), grader))
 
-    async def _graded(self, body: GraderRunBody) -> Grade:
+    async def _graded(self, runner: GraderRunner, body: GraderRunBody) -> Grade:
         variables = {"sample": sample_of(body.model_sample), "item": body.item or {}}
         try:
             async with clock.timeout(self._timeout_s):
-                return await self._runner.run(body.grader, variables)
+                return await runner.run(body.grader, variables)
         except TimeoutError:
             return Grade.failed(unresponsive_reward_error=True)
 

@@ -104,7 +104,7 @@ class PythonProcesses:
             "cpu_s": math.ceil(limit_s) + 1,
             "memory_bytes": self._settings.memory_bytes,
             "file_bytes": self._settings.file_bytes,
-            "isolation": self._settings.isolation,
+            "isolation": "required" if self._settings.required else "auto",
         }
         return await asyncio.create_subprocess_exec(
             self._settings.interpreter or sys.executable,

@@ -22,4 +22,10 @@ class PythonSettings(BaseModel):
     """auto: graders have no network, and see no process of the machine, where the system grants namespaces.
     required: where it does not, a Python grader fails."""
     from_clients: bool = False
-    """Whether requests with a client key may bring Python graders. An admin's requests may."""
+    """Whether requests with a client key may bring Python graders. An admin's requests may. Then isolation is
+    required, and the service does not start without it."""
+
+    @property
+    def required(self) -> bool:
+        """Whether a grader that cannot be isolated fails."""
+        return self.isolation == "required" or self.from_clients

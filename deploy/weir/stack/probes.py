@@ -27,6 +27,8 @@ class RewardStatus(msgspec.Struct, frozen=True):
     in_work: int
     """Sessions that are graded, or wait for it."""
     dead_letters: list[Any]
+    python_isolated: bool | None = None
+    """Whether Python graders are isolated; None if it is not known."""
 
 
 def http_ready(url: str) -> Readiness:

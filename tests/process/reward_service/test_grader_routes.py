@@ -205,6 +205,39 @@ def test_keys_decide_who_grades_and_who_brings_python(rewards: RunningRewards) -
         assert permissive.run(PYTHON, "x", key=CLIENT_KEY, item=item).json()["reward"] == 1.0
 
 
+@pytest.mark.parametrize("asks", [SCORE, LABEL], ids=["score", "label"])
+def test_a_clients_grader_asks_only_models_that_the_operator_lends_and_only_so_much(asks: Any) -> None:
+    nested = MULTI | {"graders": {"equal": CHECK, "similar": asks}}
+    model = ScriptedOpenAi(lambda _: ScriptedReply('{"steps": [], "result": "good"}'))
+    item = {"answer": "x"}
+    with serving(model) as url:
+        with reward_service(judge={"base_url": url}) as rewards:
+            for grader in (asks, nested, asks | {"model": "other"}):
+                reply = rewards.run(grader, "x", key=CLIENT_KEY, item=item)
+                assert (reply.status_code, reply.json()["error"]["param"]) == (403, "grader.model")
+            assert model.bodies == []
+            assert rewards.run(asks, "x", item=item).status_code == 200, "an admin asks any model"
+        lent = {"base_url": url, "client_models": ["judge"], "client_tokens_per_hour": 40}
+        with reward_service(judge=lent, client_keys=[CLIENT_KEY, "another"]) as rewards:
+            other = rewards.run(asks | {"model": "other"}, "x", key=CLIENT_KEY, item=item)
+            assert other.status_code == 403
+            asked = [rewards.run(nested, "x", key=CLIENT_KEY, item=item) for _ in range(5)]
+            assert [reply.status_code for reply in asked] == [200, 200, 200, 429, 429], "15 tokens each"
+            assert 3000 < int(asked[-1].headers["retry-after"]) <= 3601
+            assert rewards.run(CHECK, "x", key=CLIENT_KEY, item=item).status_code == 200
+            assert rewards.run(asks, "x", key="another", item=item).status_code == 200
+            assert rewards.run(asks, "x", item=item).status_code == 200
+
+
+def test_a_multi_grader_ends_where_the_tokens_of_its_key_do() -> None:
+    model = ScriptedOpenAi(lambda _: ScriptedReply('{"steps": [], "result": 0.5}'))
+    many = {"graders": {f"g{n}": SCORE for n in range(9)}, "calculate_output": "g0"}
+    lent = {"client_models": ["judge"], "client_tokens_per_hour": 40}
+    with serving(model) as url, reward_service(judge=lent | {"base_url": url}) as rewards:
+        reply = rewards.run(MULTI | many, "x", key=CLIENT_KEY, item={"answer": "x"})
+    assert (reply.status_code, len(model.bodies)) == (429, 3)
+
+
 def test_a_run_ends_in_time() -> None:
     endless = {"type": "python", "source": "while True: pass"}
     with reward_service(limits={"run_timeout_s": 1}) as rewards:

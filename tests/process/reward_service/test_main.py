@@ -9,10 +9,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import yaml
 
 from tests.support.gateway.running import ADMIN_KEY, RunningGateway
 from tests.support.own_processes import environment, live, started
-from tests.support.reward_service.running import reward_service
+from tests.support.reward_service.running import reward_service, without_namespaces
 from tests.support.reward_service.scripted_grader import ScriptedGrader
 from tests.support.reward_service.sessions import finished, reward_of, values_of
 from tests.support.serving import free_port, serving
@@ -119,3 +120,18 @@ def test_in_a_stack_it_rewards_is_told_and_comes_back_after_a_kill(
 
         wait_until(restarted, 60)
         assert reward_of(gateway, finished(gateway))["value"] == 0.5
+
+
+@pytest.mark.parametrize("section", ["rewards", "fine_tuning"])
+def test_graders_of_clients_that_cannot_be_isolated_keep_the_service_from_starting(
+    tmp_path: Path, section: str
+) -> None:
+    python = {"interpreter": without_namespaces(tmp_path), "from_clients": True}
+    settings = {section: {"port": free_port(), "admin_keys": ["a"], "python": python}}
+    (tmp_path / "weir.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    module = "reward_service" if section == "rewards" else section
+    command = [sys.executable, "-m", module, "--config", str(tmp_path / "weir.yaml")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, timeout=300)
+    assert done.returncode == 1
+    last = done.stderr.decode().splitlines()[-1]
+    assert last.startswith(f"{section}.python.from_clients: the system grants no namespaces")

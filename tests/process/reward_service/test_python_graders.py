@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from reward_service.sandbox.isolation import isolates
 from reward_service.sandbox.process import PythonProcesses, PythonResult
 from reward_service.sandbox.settings import PythonSettings
+from tests.support.reward_service.running import without_namespaces
 from tests.support.waiting import wait_until_async
 
 SAMPLE = {"output_text": "42", "output_tools": []}
@@ -146,6 +148,23 @@ async def test_an_isolated_grader_has_no_network() -> None:
         )
     assert "OSError" in (found.error or "") or "Error" in (found.error or "")
     assert found.value is None
+
+
+async def test_a_system_without_namespaces_is_named_once_and_isolates_no_grader_of_clients(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interpreter = without_namespaces(tmp_path)
+    assert isolates(PythonSettings(interpreter=interpreter), "rewards") is False
+    (said,) = caplog.messages
+    assert said.startswith("rewards.python.isolation: the system grants no namespaces")
+    with pytest.raises(SystemExit, match=r"rewards\.python\.from_clients"):
+        isolates(PythonSettings(interpreter=interpreter, from_clients=True), "rewards")
+    found = await graded(returning("1.0"), interpreter=interpreter, from_clients=True)
+    assert found.ended == "no_isolation"
+    missing = PythonSettings(interpreter=str(tmp_path / "nowhere"))
+    assert isolates(missing, "rewards") is False
+    granted = (await graded(returning("1.0"), isolation="required")).value == 1.0
+    assert isolates(PythonSettings(), "rewards") is granted
 
 
 async def test_only_so_many_processes_run_at_once(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from typer.testing import CliRunner
 from environments.errors import RunStopped
 from environments.start import RunPlace
 from gateway.settings.service import GatewaySettings
+from reward_service.app import create_app as create_rewards
+from reward_service.settings import RewardSettings
 from rollout_queue.protocol.model_checks import ModelCheck
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
@@ -35,6 +37,7 @@ from weir.doctor.asking import DATE_AGES_S
 from weir.stack.keys import with_keys
 from weir.stack.settings import StackSettings
 from weir.stack.state import ProcessState, StackState
+from weir.status import rows_of
 
 NOBODY = f"http://127.0.0.1:{free_port()}"
 
@@ -322,6 +325,20 @@ def test_a_server_that_the_gateway_does_not_know_is_found(system: ExaminedSystem
         stack = StackState(parent=here, services={"rollout_server": here})
         found = system.problems(stack=stack, run_dir=tmp_path)
     assert found["server_not_registered"] == f"rollout_server at {url} runs, and the gateway does not know it"
+
+
+def test_graders_that_are_not_isolated_are_told_by_doctor_and_status(
+    system: ExaminedSystem, tmp_path: Path
+) -> None:
+    for isolated, said in ((False, "; Python graders are not isolated"), (True, ""), (None, "")):
+        rewards = create_rewards(RewardSettings(admin_keys=[ADMIN_KEY]), isolated=isolated)
+        with serving(rewards) as url:
+            here = ProcessState.of(os.getpid(), url=url)
+            stack = StackState(parent=here, services={"reward_service": here})
+            found = system.problems(stack=stack, run_dir=tmp_path)
+            (row,) = rows_of(stack, ADMIN_KEY)
+        assert ("graders_not_isolated" in found) is (isolated is False)
+        assert row.detail == f"in_work 0, dead_letters 0{said}"
 
 
 def test_a_push_that_failed_and_a_fleet_that_is_held_are_found(system: ExaminedSystem) -> None:

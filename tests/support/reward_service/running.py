@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 
 from reward_service.app import create_app
+from reward_service.sandbox.child import NOT_ISOLATED
 from reward_service.settings import RewardSettings
 from tests.support.serving import serving
 
@@ -54,3 +56,11 @@ def reward_service(**settings: Any) -> Iterator[RunningRewards]:
             yield running
         finally:
             running.http.close()
+
+
+def without_namespaces(directory: Path) -> str:
+    """A Python for graders to which the system grants no namespaces: it ends as they do then."""
+    script = directory / "python"
+    script.write_text(f"#!/bin/sh\nexit {NOT_ISOLATED}\n", encoding="ascii")
+    script.chmod(0o755)
+    return str(script)

@@ -2,9 +2,13 @@
 
 from collections.abc import Iterator
 
+import msgspec
+
+from rollout_queue.foreign_json import read_json
 from rollout_queue.http.keys import LOOPBACK
 from weir.doctor.facts import MOST_APART_S, DeploymentFacts, ServiceFacts
 from weir.doctor.problem import Found
+from weir.stack.probes import RewardStatus
 
 SECTIONS = ("gateway", "rollout_server", "trainer")
 
@@ -27,6 +31,25 @@ def service_unready(facts: DeploymentFacts) -> Found:
                 f"{service.name} is not ready: {service.unready}",
                 "wait if it is starting; otherwise its log says more",
             )
+
+
+def graders_not_isolated(facts: DeploymentFacts) -> Found:
+    for service in facts.others:
+        if service.kind == "rewards" and _not_isolated(service.body):
+            yield (
+                "warning",
+                f"{service.name} does not isolate Python graders: the system grants it no namespaces, so "
+                "they have the network and see other processes",
+                "permit user namespaces to it (in containers: a seccomp profile that allows unshare), or set "
+                "rewards.python.isolation to required",
+            )
+
+
+def _not_isolated(report: bytes) -> bool:
+    try:
+        return read_json(report, RewardStatus).python_isolated is False
+    except msgspec.DecodeError:
+        return False
 
 
 def keys_differ(facts: DeploymentFacts) -> Found:
@@ -147,5 +170,6 @@ CHECKS = (
     default_keys,
     listens_without_keys,
     public_url_unreachable,
+    graders_not_isolated,
     gateway_warns,
 )

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -78,7 +79,7 @@ def create_app(
     app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)
     app.include_router(_tasks(shared_state), dependencies=guarded)
-    app.include_router(_learning(curves or Curves(None)), dependencies=guarded)
+    app.include_router(_learning(curves or Curves(None), shared_state), dependencies=guarded)
     app.include_router(_weights(store))
     if sender is not None:
         app.include_router(_collective(sender))
@@ -187,7 +188,7 @@ def _tasks(shared_state: SharedState) -> APIRouter:
     return router
 
 
-def _learning(curves: Curves) -> APIRouter:
+def _learning(curves: Curves, shared_state: SharedState) -> APIRouter:
     router = APIRouter()
 
     @router.get("/learning")
@@ -198,13 +199,14 @@ def _learning(curves: Curves) -> APIRouter:
         buckets: int = Query(MOST_BUCKETS, ge=1, le=MOST_BUCKETS),
     ) -> JSONResponse:
         """The curves of some metrics, whose names have commas between them. While `complete` is false, the
-        next request reads on."""
+        next request reads on. `recoveries` are the times that the training was set back."""
         names = [name for name in metrics.split(",") if name]
         if len(names) > MOST_METRICS:
             raise ApiError(400, f"at most {MOST_METRICS} metrics are read at once", param="metrics")
         if odd := next(filter(IN_NO_NAME.search, names), None):
             raise ApiError(400, f"no metric has the name {odd!r}", param="metrics")
-        return JSONResponse(msgspec.to_builtins(curves.read(names, first, last, buckets)))
+        found: dict[str, Any] = msgspec.to_builtins(curves.read(names, first, last, buckets))
+        return JSONResponse(found | {"recoveries": msgspec.to_builtins(shared_state.recovery.done)})
 
     return router
 

@@ -30,12 +30,13 @@ class GuardSettings(BaseModel):
     max_kl: float | None = Field(0.2, gt=0)
     """The largest |`mismatch/kl`|, in nats per token."""
     reward_drop: float | None = Field(0.5, gt=0)
-    """How far the mean reward of the last `reward_groups` groups may fall below the best earlier mean of as
-    many groups, as a share of that mean's absolute value. A fall that noise explains does not count."""
+    """How far the mean reward of the last `reward_groups` groups of a task may fall below the best earlier
+    mean of as many groups, as a share of that mean's absolute value. A fall that noise explains does not
+    count."""
     reward_groups: int = Field(32, ge=2)
     max_recoveries: int = Field(3, ge=0)
-    """How many times guards set the training back to the best checkpoint, and let it go on. After that, and
-    if no checkpoint has a score, an alarm holds the training."""
+    """How many times guards set the training back to the best checkpoint, and let it go on. After that, an
+    alarm holds it there."""
     recovery_lr_factor: float = Field(0.5, gt=0, le=1)
     """Each time that the training is set back, the learning rate is multiplied by this."""
     roll_back: bool = True

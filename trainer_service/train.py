@@ -17,7 +17,7 @@ from functools import partial
 
 from rollout_queue.signals.log_ids import begin_log_ids, log_ids
 from trainer_service.algorithms.settings import AlgorithmSettings
-from trainer_service.groups.guards import Alarm
+from trainer_service.groups.reward_guard import Alarm
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.groups.selection import Batch
 from trainer_service.intake.entry_reader import BLOCK_S
@@ -26,7 +26,7 @@ from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.content import VersionContent
 from trainer_service.publishing.hold import Hold
 from trainer_service.publishing.publisher import Publisher
-from trainer_service.publishing.recovery import Recoveries, check_restorable, recovery_to
+from trainer_service.publishing.recovery import Recoveries, check_restorable, choice_of, recovery_to
 from trainer_service.publishing.version_numbers import VersionNumbers
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat, Stopped
@@ -108,6 +108,7 @@ class Trainer:
     def start(self) -> None:
         """Continue from the last checkpoint, and read the entries again that are not acknowledged."""
         with self._memory.held(self._policy):
+            self._cycle.keep_initial(self._settings.initial_version)
             state = self._cycle.restore() or RunState(version=self._settings.initial_version)
         self.step, self.version = state.step, state.version
         self._groups.resume(state)
@@ -218,16 +219,17 @@ class Trainer:
             self._groups.gradient_is_finite([screened], self.version, algorithm)
 
     def _recover_or_hold(self, alarm: Alarm) -> None:
-        """Go back to the best version that has a checkpoint, and continue. If there is none, hold."""
+        """Go back to the best version that has a checkpoint. Continue, or hold the training there."""
         alarm = self.publisher.explained(alarm)
         self._cycle.settle(wait=True)
-        target = self._recoveries.target(self._cycle.versions() - {self.version})
-        if target is None:
+        target = self._recoveries.target(alarm, self._cycle.versions() - {self.version})
+        if held := target is None or self._recoveries.used_up:
             self.hold.hold(alarm)
-            self._recoveries.suspects = False
-        else:
-            best = f"version {target.version} did best, {target.reward:.3g} in {target.sessions} sessions"
-            self._set_back(target.version, f"{alarm.reason}; {best}", automatic=True)
+        if target is None:  # the weights are the first ones
+            self._recoveries.settle()
+            return
+        reason = f"{alarm.reason}; {choice_of(target)}"
+        self._set_back(target.version, reason, automatic=True, publish=not held)
 
     def _roll_back_on_request(self, version: int) -> None:
         self._cycle.settle(wait=True)
@@ -235,32 +237,31 @@ class Trainer:
         self._set_back(version, "an operator asked for it", automatic=False)
         self.hold.forget()
 
-    def _set_back(self, restored: int, reason: str, *, automatic: bool) -> None:
-        """Continue from the weights of an older version, under a new number. A checkpoint makes both last
-        together with the present position, so nothing that was trained since is trained again."""
+    def _set_back(self, restored: int, reason: str, *, automatic: bool, publish: bool = True) -> None:
+        """Take the weights of an older version, under a new number. A checkpoint makes both last together
+        with the present position, so nothing that was trained since is trained again."""
         version = self._numbers.reserve_after(self.version)
         self._groups.discard_early()
         with self._memory.held(self._policy):
             self._cycle.load(restored, self._recoveries.next_rate_scale)
-        self._recoveries.note(recovery_to(restored, version, self.step, reason, automatic=automatic))
         self.version = version
+        self._recoveries.note(recovery_to(restored, version, self.step, reason, automatic=automatic))
         self._heartbeat.note(self.step, version)
         self._cycle.save()
-        self._publish_newest()
+        if publish:
+            self._publish_newest()
 
     def _note_recoveries(self) -> None:
-        state = self._shared_state.recovery = self._recoveries.state
-        self._intake.undone = state.done
-        self._shared_state.restorable = sorted(self._cycle.versions())
+        self._intake.undone = self._recoveries.state.done
+        self._heartbeat.note_recoveries(self._recoveries.state, self._cycle.versions())
 
     def _publish_if_due(self, values: Mapping[str, float], made: tuple[int, int], *, held: bool) -> None:
         """Publish the new version, unless its step raised an alarm."""
-        step, version = made
         try:
             if not held and self.step % self._settings.publish_every_steps == 0:
                 self._publish_newest()
-        finally:  # the step is reported even if the trainer is told to stop while the gateway is away
-            report_step(step, version, values, self._stopwatch, self._metrics, self._heartbeat)
+        finally:  # reported even if the trainer is told to stop while the gateway is away
+            report_step(*made, values, self._stopwatch, self._metrics, self._heartbeat)
             self._report("waiting")
 
     def _publish_newest(self) -> None:
@@ -274,25 +275,24 @@ class Trainer:
 
     def _state(self) -> RunState:
         """What a checkpoint contains now, beside the weights."""
-        state = self._groups.stored_in(self._intake.run_state(self.step, self.version))
-        return self._recoveries.stored_in(state)
+        state = self._intake.run_state(self.step, self.version)
+        return self._recoveries.stored_in(self._groups.stored_in(state))
 
     def _acknowledge(self) -> None:
         """Acknowledge the entries that the last checkpoint contains, which is durable."""
-        kept = {self._settings.initial_version, *self.publisher.versions(), *self._cycle.versions()}
-        self._intake.rewards.by_version.keep(kept)
+        kept = {*self.publisher.versions(), *self._cycle.versions()}
+        self._intake.rewards.by_version.keep({self._settings.initial_version, *kept})
         self._note_recoveries()
         with self._stopwatch.timed("acknowledge"):
             self._intake.acknowledge()
 
     def _report(self, phase: Phase) -> None:
         waits = [self._intake.waiting_for()] if phase == "waiting" else []
-        if waits and self._groups.early_tokens:
-            waits.append(f"{self._groups.early_tokens} tokens are already learned")
+        if waits and (tokens := self._groups.early_tokens):
+            waits.append(f"{tokens} tokens are already learned")
         if waits and self.publisher.waits_for:
             waits.append(f"a version waits for {self.publisher.waits_for}")
-        if waits and self._cycle.waits_for:
-            waits.append(self._cycle.waits_for)
+        waits += [self._cycle.waits_for] if waits and self._cycle.waits_for else []
         if phase == "paused" and self.hold.reason:
             waits = [f"POST /resume, since {self.hold.reason}"]
         if self._shared_state.ready:

@@ -5,7 +5,8 @@ from collections.abc import Collection
 from statistics import fmean
 
 from trainer_service.groups.assemble import Group
-from trainer_service.groups.evaluation import sampled_by
+from trainer_service.groups.evaluation import Evaluation, sampled_by
+from trainer_service.groups.reward_guard import EvaluationReward, GroupReward
 from trainer_service.groups.version_scores import ScoreState, VersionScores
 
 LARGEST = 1e30
@@ -19,8 +20,8 @@ class GroupRewards:
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
-        self._means = deque[float](maxlen=KEPT)
-        self._evaluations = deque[tuple[int, float]](maxlen=KEPT)
+        self._means = deque[GroupReward](maxlen=KEPT)
+        self._evaluations = deque[EvaluationReward](maxlen=KEPT)
         self.by_version = VersionScores()
         self.compared = self.different = 0
         """The groups of this process with two rewards or more, and those whose rewards differ."""
@@ -45,29 +46,33 @@ class GroupRewards:
             if member.evaluation is None and member.reward is not None:
                 rewards.append(_bounded(member.reward))
                 if (version := sampled_by(member.turns)) is not None:
-                    self.by_version.add(version, rewards[-1])
+                    self.by_version.add(version, rewards[-1], task_id=group.task_id)
         if rewards:
-            self._means.append(fmean(rewards))
+            self._means.append(GroupReward(group.task_id, fmean(rewards)))
         self.compared += len(rewards) > 1
         self.different += len(set(rewards)) > 1
-        for evaluation in (member.evaluation for member in group.members if member.evaluation):
-            if not evaluation.failed and evaluation.reward is not None and evaluation.version is not None:
-                reward = _bounded(evaluation.reward)
-                self._evaluations.append((evaluation.version, reward))
-                self.by_version.add(evaluation.version, reward, "evaluation")
+        for member in group.members:
+            if member.evaluation is not None:
+                self._add_evaluation(member.evaluation, member.task_id)
+
+    def _add_evaluation(self, evaluation: Evaluation, task_id: str | None) -> None:
+        if not evaluation.failed and evaluation.reward is not None and evaluation.version is not None:
+            reward = _bounded(evaluation.reward)
+            self._evaluations.append(EvaluationReward(task_id, evaluation.version, reward))
+            self.by_version.add(evaluation.version, reward, "evaluation", task_id)
 
     def keep(self, group_ids: Collection[str]) -> None:
         """Forget all counted groups except these: the other groups have ended."""
         self._counted.intersection_update(group_ids)
 
-    def take_means(self) -> list[float]:
-        """The mean reward of each group that was counted since the last call."""
+    def take_means(self) -> list[GroupReward]:
+        """The task and the mean reward of each group that was counted since the last call."""
         means = list(self._means)
         self._means.clear()
         return means
 
-    def take_evaluations(self) -> list[tuple[int, float]]:
-        """The version and the reward of each evaluation session that was counted since the last call."""
+    def take_evaluations(self) -> list[EvaluationReward]:
+        """The task, version and reward of each evaluation session that was counted since the last call."""
         rewards = list(self._evaluations)
         self._evaluations.clear()
         return rewards

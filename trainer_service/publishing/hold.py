@@ -2,16 +2,18 @@
 
     alarm ─▶ pause ─ HELD on disk ─ (roll the fleet back) ─▶ … POST /resume … ─▶ publish the newest version
 
-While the training is held, the newest version is not published. The fleet goes on with the version that it
-serves, or goes back to an older version with better rewards.
+The step of the alarm is undone before (recovery.py), so what is published after the hold is not what raised
+the alarm. Meanwhile the fleet goes on with the version that it serves, or goes back to an older version with
+better rewards.
 """
 
 import logging
 from collections.abc import Callable
 
-from trainer_service.groups.guards import Alarm
+from trainer_service.groups.reward_guard import Alarm
 from trainer_service.groups.version_scores import VersionScore, VersionScores
 from trainer_service.publishing.publisher import Publisher
+from trainer_service.publishing.recovery import choice_of
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.disk_retry import DiskRetry
@@ -63,14 +65,15 @@ class Hold:
         publish_newest()
         self.forget()
 
-    def rollback_target(self) -> VersionScore | None:
-        """The version with the best rewards among those that can be served again; None if none has a
-        score."""
-        return self._scores.best({self._settings.initial_version, *self._publisher.versions()})
+    def rollback_target(self, alarm: Alarm | None = None) -> VersionScore | None:
+        """The version with the best rewards, for the task of the alarm, among those that can be served again;
+        None if none has a score."""
+        task = (None, None) if alarm is None else (alarm.task_id, alarm.source)
+        return self._scores.best({self._settings.initial_version, *self._publisher.versions()}, *task)
 
     def _roll_back(self, alarm: Alarm) -> None:
-        best = self.rollback_target()
+        best = self.rollback_target(alarm)
         if best is not None and self._publisher.roll_back(best.version):
-            choice = f"version {best.version} did best, {best.reward:.3g} in {best.sessions} sessions"
+            choice = choice_of(best)
             logger.warning("%s, and is served", choice)
             self.reason = f"{alarm.reason}; {choice}, and is served"

@@ -23,7 +23,7 @@ from rollout_queue.contract.policies.policy import FileSpec
 from rollout_queue.contract.stream import StreamReader
 from rollout_queue.http.object_store import StoreUnavailable
 from rollout_queue.signals.tracing.spans import in_span
-from trainer_service.groups.guards import Alarm
+from trainer_service.groups.reward_guard import Alarm
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.snapshot import HostTensor
 from trainer_service.publishing.gateway_client import (

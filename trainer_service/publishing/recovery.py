@@ -2,7 +2,7 @@
 
     alarm of a guard, or POST /rollback
         └─▶ weights, optimizer and schedule of the best checkpoint, with a lower learning rate
-              └─▶ a new version number ─▶ a checkpoint with the present position ─▶ publish
+              └─▶ a new version number ─▶ a checkpoint with the present position ─▶ publish, or hold
 
 What was trained since stays trained: its entries are acknowledged, and its steps stay in the ledger. What was
 sampled by the versions since, and waits, ends as stale. So no token is trained twice, whenever the process
@@ -11,12 +11,14 @@ dies: before the new checkpoint the old one is restored, and the same groups com
 
 import logging
 from collections.abc import Collection, Mapping
+from math import nan
 
 from msgspec.structs import replace
 
 from rollout_queue import clock
 from trainer_service.groups.group_rewards import GroupRewards
-from trainer_service.groups.guards import Alarm, Guards
+from trainer_service.groups.guards import Guards
+from trainer_service.groups.reward_guard import Alarm
 from trainer_service.groups.undone import Recovery, RecoveryState
 from trainer_service.groups.version_scores import VersionScore
 from trainer_service.metrics import TrainerMetrics
@@ -27,6 +29,8 @@ from trainer_service.storage.run_state import RunState
 logger = logging.getLogger(__name__)
 
 RECOVERIES_KEPT = 100
+SOURCES_HELD = 3
+"""For so many sources of tasks, those whose sessions ended last, the best checkpoint stays."""
 
 
 class Recoveries:
@@ -65,25 +69,31 @@ class Recoveries:
         """The alarm that a step raises, whose metrics these are."""
         return self._counted(self._guards.check_step(values))
 
-    def target(self, restorable: Collection[int]) -> VersionScore | None:
-        """The version that a guard sets the training back to: the best of these. None if none of them has a
-        score, if the weights before any training did better, or if guards have set the training back
-        `max_recoveries` times."""
-        best = self._rewards.by_version.best({*restorable, self._initial_version})
-        used_up = self.state.automatic >= self._settings.max_recoveries
-        return None if used_up or best is None or best.version not in restorable else best
+    @property
+    def used_up(self) -> bool:
+        """Whether guards have set the training back so often that the next alarm holds it."""
+        return self.state.automatic >= self._settings.max_recoveries
+
+    def target(self, alarm: Alarm, restorable: Collection[int]) -> VersionScore | None:
+        """The version that an alarm sets the training back to: the best of these for the task of the alarm,
+        or the newest if none has a score. None if there are none."""
+        best = self._rewards.by_version.best(restorable, alarm.task_id, alarm.source)
+        return best or (VersionScore(max(restorable), 0, nan) if restorable else None)
 
     def wanted(self, restorable: Collection[int]) -> set[int]:
-        """Of these versions, those whose checkpoints are worth keeping: the best, and the oldest newer one
-        that has no score yet, and may become the best."""
+        """Of these versions, those whose checkpoints are worth keeping: the first, the best, also for each of
+        the SOURCES_HELD last sources, and the oldest newer one that has no score yet, and may become the
+        best."""
         scores = self._rewards.by_version
         best = scores.best(restorable)
+        held = [scores.best(restorable, source=source) for source in scores.last_sources[-SOURCES_HELD:]]
         unscored = [
             version
             for version in restorable
             if not scores.knows(version) and (best is None or version > best.version)
         ]
-        return {*([best.version] if best else []), *([min(unscored)] if unscored else [])}
+        kept = {each.version for each in (best, *held) if each is not None}
+        return {self._initial_version, *kept, *sorted(unscored)[:1]}
 
     @property
     def next_rate_scale(self) -> float:
@@ -94,13 +104,17 @@ class Recoveries:
         """The weights are those of an older version now."""
         logger.error("the training went back to version %d: %s", recovery.restored, recovery.reason)
         self._metrics.recovered(recovery.automatic)
-        self._guards.forget_rewards()
-        self.suspects = False
+        self.settle()
         self.state = RecoveryState(
             self.next_rate_scale,
             [*self.state.done, recovery][-RECOVERIES_KEPT:],
             self.state.automatic + recovery.automatic,
         )
+
+    def settle(self) -> None:
+        """What was to be done about an alarm is done. Guards begin anew."""
+        self._guards.forget_rewards()
+        self.suspects = False
 
     def _counted(self, alarm: Alarm | None) -> Alarm | None:
         if alarm is not None:
@@ -114,6 +128,13 @@ def check_restorable(version: int, restorable: Collection[int]) -> None:
     if version not in restorable:
         known = ", ".join(map(str, sorted(restorable))) or "none"
         raise NotRestorable(f"no checkpoint has version {version}; these have one: {known}")
+
+
+def choice_of(target: VersionScore) -> str:
+    """Why the training goes back to this version, as a sentence without a full stop."""
+    if not target.sessions:
+        return f"version {target.version} is the newest that has a checkpoint"
+    return f"version {target.version} did best, {target.reward:.3g} in {target.sessions} sessions"
 
 
 def recovery_to(restored: int, version: int, step: int, reason: str, *, automatic: bool) -> Recovery:

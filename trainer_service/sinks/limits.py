@@ -27,6 +27,7 @@ def limits_of(guards: GuardSettings) -> list[MetricLimit]:
         says = f"at most {ratio:g} times its median over the last 100 steps, where less than 1 counts as 1"
         limits.append(MetricLimit("grad_norm", "max_grad_norm_ratio", says))
     if (drop := guards.reward_drop) is not None:
-        says = f"the mean over {guards.reward_groups} groups may not fall by {drop:.0%} of the best such mean"
+        groups = f"{guards.reward_groups} groups of a task"
+        says = f"the mean over {groups} may not fall by {drop:.0%} of the best such mean"
         limits.append(MetricLimit("reward_mean", "reward_drop", says))
     return limits

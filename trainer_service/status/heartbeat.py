@@ -3,7 +3,7 @@ gateways."""
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
@@ -11,7 +11,9 @@ from typing import TypeVar
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamReader
+from rollout_queue.protocol.trainer import MOST_RECOVERIES
 from trainer_service.groups.task_rates import TaskRate
+from trainer_service.groups.undone import RecoveryState
 from trainer_service.status.shared_state import Backlog, Phase, SharedState
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,13 @@ class Heartbeat:
 
     def note_backlog(self, backlog: Backlog) -> None:
         self._shared_state.snapshot = replace(self._shared_state.snapshot, backlog=backlog)
+
+    def note_recoveries(self, state: RecoveryState, restorable: Collection[int]) -> None:
+        """Note when the training was set back, and the versions to which it can go back."""
+        self._shared_state.recovery, self._shared_state.restorable = state, sorted(restorable)
+        snapshot = self._shared_state.snapshot
+        self._shared_state.snapshot = replace(snapshot, recoveries=state.done[-MOST_RECOVERIES:])
+        self._reported_at = 0.0
 
     def note_tasks(self, tasks: Sequence[TaskRate]) -> None:
         self._shared_state.tasks = tasks

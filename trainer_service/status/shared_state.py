@@ -10,12 +10,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec.structs import asdict
+
 from rollout_queue import clock
 from rollout_queue.http.release import release
 from rollout_queue.protocol.model_checks import ModelCheck
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.protocol.trainer import RecoveryReport, TrainerReport
 from trainer_service.groups.task_rates import TaskRate
-from trainer_service.groups.undone import RecoveryState
+from trainer_service.groups.undone import Recovery, RecoveryState
 
 Phase = Literal["waiting", "training", "publishing", "paused"]
 
@@ -60,6 +62,8 @@ class StatusSnapshot:
     """What the trainer learns from."""
     max_row_tokens: int | None = None
     """Rollouts with longer rows are not trained."""
+    recoveries: Sequence[Recovery] = ()
+    """When the training was set back lately, the newest last."""
     last_seen: float = field(default_factory=clock.now)
     """When the main thread last reported, in seconds since 1970."""
 
@@ -83,6 +87,7 @@ class StatusSnapshot:
             rollouts_per_step=backlog.per_step if backlog else None,
             groups=backlog.groups if backlog else None,
             groups_different=backlog.groups_different if backlog else None,
+            recoveries=[RecoveryReport(**asdict(each)) for each in self.recoveries],
         )
 
 

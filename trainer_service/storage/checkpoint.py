@@ -2,6 +2,7 @@
 
     {directory}/00000007-step-00000003/   DeepSpeed's shards, model/ in the Hugging Face layout, adapter/ of a
                                           LoRA, and state.json with the sizes of all these files
+    {directory}/00000000-step-00000000/   the same of the weights before the first step, without any position
     {directory}/ledger.jsonl              one line per trained step; state.json says how much of it counts
     {directory}/CURRENT                   the tag that a restart loads; replaced last, atomically
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 CURRENT = "CURRENT"
 STATE = "state.json"
 LEDGER = "ledger.jsonl"
+INITIAL = f"{0:08d}-step-{0:08d}"
 TAG = re.compile(r"(\d{8,})-step-\d{8,}")
 """The names of checkpoints. A volume may have other directories, such as lost+found."""
 
@@ -99,6 +101,25 @@ class Checkpoints:
         state = msgspec.structs.replace(state, layout=weights.layout)
         return Unwritten(tag, weights.copy_states(), state, steps, kept)
 
+    def copied_initial(self, weights: ShardedWeights, version: int) -> Unwritten:
+        """Copy the weights before the first step, which have this version."""
+        return Unwritten(
+            INITIAL, weights.copy_states(), RunState(version=version, layout=weights.layout), (), set()
+        )
+
+    def write_initial(self, unwritten: Unwritten, confirm: Callable[[], None]) -> None:
+        """Write a durable checkpoint that no restart loads by itself. Touches nothing else in the directory,
+        which another thread may read. May raise as `write` does."""
+        shards = self._directory / unwritten.tag
+
+        def remove() -> None:
+            shutil.rmtree(shards, ignore_errors=True)
+
+        remove()  # what a former process has left
+        with written("the checkpoint of the first version", remove):
+            unwritten.weights.write(shards)
+            self._finish(unwritten, 0, confirm)
+
     def write(self, unwritten: Unwritten, confirm: Callable[[], None] = lambda: None) -> str:
         """Write a durable checkpoint; returns its tag. Then remove old checkpoints. `confirm` is called
         when the shards are written, and may raise.
@@ -115,22 +136,25 @@ class Checkpoints:
         return tag
 
     def _write(self, unwritten: Unwritten, confirm: Callable[[], None]) -> int:
-        tag, weights, state, steps, _ = unwritten
-        shards = self._directory / tag
-        weights.write(shards)
-        ledger_bytes = self._append(steps)
+        unwritten.weights.write(self._directory / unwritten.tag)
+        ledger_bytes = self._append(unwritten.steps)
+        self._finish(unwritten, ledger_bytes, confirm)
+        write_atomically(self._directory / CURRENT, unwritten.tag.encode())
+        return ledger_bytes
+
+    def _finish(self, unwritten: Unwritten, ledger_bytes: int, confirm: Callable[[], None]) -> None:
+        """Write the state beside the shards, and make all durable."""
+        shards = self._directory / unwritten.tag
         files = {
             path.relative_to(shards).as_posix(): path.stat().st_size
             for path in sorted(shards.rglob("*"))
             if path.is_file()
         }
-        whole = msgspec.structs.replace(state, files=files, ledger_bytes=ledger_bytes)
+        whole = msgspec.structs.replace(unwritten.state, files=files, ledger_bytes=ledger_bytes)
         confirm()
         (shards / STATE).write_bytes(msgspec.json.encode(whole))
         sync_tree(shards)
         sync_directory(self._directory)
-        write_atomically(self._directory / CURRENT, tag.encode())
-        return ledger_bytes
 
     def _undo(self, tag: str) -> None:
         """Remove the files of a failed attempt. Raises CheckpointBroken if CURRENT was replaced and only its
@@ -154,7 +178,7 @@ class Checkpoints:
         """Load the checkpoint that CURRENT names; None if there is none. Raises CheckpointBroken."""
         current = self._directory / CURRENT
         if not current.exists():
-            if tags := self._tags():
+            if tags := set(self._tags()) - {INITIAL}:
                 logger.warning(
                     "%d checkpoints without CURRENT in %s: none was finished", len(tags), current.parent
                 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from typing import NamedTuple
 
 from rollout_queue import clock
@@ -17,7 +18,7 @@ from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import REPORT_EVERY_S, Heartbeat
 from trainer_service.status.stopwatch import Stopwatch
-from trainer_service.storage.checkpoint import Checkpoints, ShardedWeights, Unwritten, Wanted
+from trainer_service.storage.checkpoint import Checkpoints, ShardedWeights, Wanted
 from trainer_service.storage.disk_retry import DiskRetry
 from trainer_service.storage.run_state import LedgerStep, RunState
 
@@ -68,6 +69,16 @@ class CheckpointCycle:
             self._saved_evaluations = state.evaluations
         return state
 
+    def keep_initial(self, version: int) -> None:
+        """Begin a checkpoint of the weights before the first step, unless there is one: the training may go
+        back to them. To be called before `restore`."""
+        if version in self.versions():
+            return
+        self._heartbeat.confirm()
+        unwritten = self._checkpoints.copied_initial(self._weights, version)
+        write = partial(self._checkpoints.write_initial, unwritten, self._heartbeat.confirm)
+        self._writing = self._checkpoints.executor.submit(copy_context().run, self._write, write)
+
     def versions(self) -> set[int]:
         """The versions whose weights and optimizer can be restored."""
         return set(self._checkpoints.versions())
@@ -108,7 +119,8 @@ class CheckpointCycle:
             unwritten = self._checkpoints.copied(self._weights, state, self._new_steps, self._contents.wanted)
             self._new_steps = []
             self._saved_evaluations = state.evaluations
-            self._writing = self._checkpoints.executor.submit(copy_context().run, self._write, unwritten)
+            write = partial(self._checkpoints.write, unwritten, self._heartbeat.confirm)
+            self._writing = self._checkpoints.executor.submit(copy_context().run, self._write_timed, write)
 
     def settle(self, *, wait: bool = False) -> None:
         """Note whether the checkpoint that is written is durable; with `wait`, wait until it is. Raises what
@@ -142,14 +154,16 @@ class CheckpointCycle:
         """Wait until nothing is written any more."""
         self._checkpoints.executor.shutdown()
 
-    def _write(self, unwritten: Unwritten) -> None:
-        def write() -> None:
-            self._checkpoints.write(unwritten, self._heartbeat.confirm)
-
+    def _write(self, write: Callable[[], object]) -> None:
         try:
             self._disk.until_written_behind("a checkpoint", write, self._note_wait)
         finally:
             self.waits_for = None
+
+    def _write_timed(self, write: Callable[[], object]) -> None:
+        try:
+            self._write(write)
+        finally:
             self._took_s = clock.monotonic() - self._began_at
 
     def _note_wait(self, sentence: str) -> None:

@@ -20,6 +20,11 @@ MOST_METRICS = 32
 MOST_METRIC_NAMES = 2000
 """The most characters of their names."""
 
+MOST_RECOVERIES = 8
+"""The last recoveries that a report has."""
+RECENT_S = 3600.0
+"""So long after a recovery it is said to everybody who looks."""
+
 
 class RestoreBody(ServiceMessage):
     """The version whose weights and optimizer the training goes back to."""
@@ -27,6 +32,21 @@ class RestoreBody(ServiceMessage):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     version: int = Field(ge=0)
+
+
+class RecoveryReport(ServiceMessage):
+    """One time that the training was set back to the weights of an older version."""
+
+    version: int
+    """The new number of the restored weights."""
+    restored: int
+    step: int
+    """The last step that was made before."""
+    reason: str
+    automatic: bool
+    """Whether a guard asked for it, and not an operator."""
+    at: float
+    """Unix time."""
 
 
 class TrainerReport(ServiceMessage):
@@ -66,6 +86,12 @@ class TrainerReport(ServiceMessage):
     """Groups with two rewards or more that this process has read; the others cannot be compared."""
     groups_different: int | None = None
     """Those whose rewards differ. If they all are equal, most algorithms learn nothing from a group."""
+    recoveries: list[RecoveryReport] | None = None
+    """When the training was set back lately, the newest last."""
+
+    def recent_recoveries(self, now: float) -> list[RecoveryReport]:
+        """Those of the last hour, the newest last."""
+        return [each for each in self.recoveries or () if now - each.at < RECENT_S]
 
     def fields(self) -> dict[str, str]:
         """The report as fields of a Redis hash: texts as they are, everything else as JSON."""

@@ -139,7 +139,7 @@ def test_what_nobody_trains_comes_as_the_base_has_it_and_takes_no_memory(
     harness = make_harness(model_path=model, checkpoint_hf=True).start()
     snapshots = [harness.policy.snapshot() for _ in range(2)]
     harness.step("g")
-    (checkpoint,) = harness.settings.checkpoint_dir.glob("*/model")
+    (checkpoint,) = harness.settings.checkpoint_dir.glob("*-step-*1/model")
     for directory in (harness.store.path_of(1), checkpoint):
         written = load_file(directory / WEIGHTS)
         assert written.keys() == load_file(model / WEIGHTS).keys()

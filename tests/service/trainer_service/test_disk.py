@@ -23,7 +23,7 @@ from trainer_service.model.sharding.file_copies import StateCopy
 from trainer_service.model.sharding.layout import Layout
 from trainer_service.model.snapshot import WeightSnapshot
 from trainer_service.status.shared_state import Phase
-from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
+from trainer_service.storage.checkpoint import INITIAL, CheckpointBroken, Checkpoints
 from trainer_service.storage.disk import DiskTrouble
 from trainer_service.storage.files import write_atomically
 from trainer_service.storage.run_state import LedgerStep, RunState
@@ -93,7 +93,12 @@ def half_a_version(_: WeightSnapshot, directory: Path) -> None:
 
 
 def tags(harness: Harness) -> list[str]:
-    return sorted(path.name for path in harness.settings.checkpoint_dir.iterdir() if path.is_dir())
+    """The checkpoints, without that of the first version."""
+    return sorted(
+        path.name
+        for path in harness.settings.checkpoint_dir.iterdir()
+        if path.is_dir() and path.name != INITIAL
+    )
 
 
 @pytest.mark.parametrize(

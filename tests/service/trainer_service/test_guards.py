@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from rollout_queue.contract.records import Span
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
-from trainer_service.groups.guards import Alarm, Guards
+from tests.support.trainer_service.same_training import differs_by
+from trainer_service.groups.guards import Guards
+from trainer_service.groups.reward_guard import Alarm, EvaluationReward, GroupReward
 from trainer_service.settings import GuardSettings
 
 STEADY = {
@@ -28,9 +31,10 @@ def watched(guards: Guards, steps: Iterable[Mapping[str, float]], first: int = 1
     return [(at, alarm) for at, alarm in checked if alarm is not None]
 
 
-def told(guards: Guards, rewards: Iterable[float]) -> list[tuple[int, Alarm]]:
+def told(guards: Guards, rewards: Iterable[float], task_id: str | None = None) -> list[tuple[int, Alarm]]:
     """The alarms for these rewards, with the numbers of their groups, counted from 1."""
-    heard = [(at, guards.check_rewards([reward])) for at, reward in enumerate(rewards, start=1)]
+    groups = enumerate((GroupReward(task_id, reward) for reward in rewards), start=1)
+    heard = [(at, guards.check_rewards([group])) for at, group in groups]
     return [(at, alarm) for at, alarm in heard if alarm is not None]
 
 
@@ -118,14 +122,14 @@ def test_a_collapse_of_the_reward_raises_one_alarm() -> None:
     assert not told(guards, [0.8] * 2 * WINDOW), "better is no alarm"
     ((_, again),) = told(guards, [0.0] * WINDOW)
     assert again.guard == "reward_drop"
-    collapse = [0.8] * WINDOW + [0.0] * WINDOW
+    collapse = [GroupReward(None, reward) for reward in (0.8, 0.0) for _ in range(WINDOW)]
     assert Guards(GuardSettings()).check_rewards(collapse) is not None, "also in one call"
     assert Guards(GuardSettings(reward_drop=None)).check_rewards(collapse) is None, "the guard is off"
     assert Guards(GuardSettings()).check_rewards(collapse[1:]) is None, "too little to compare"
 
 
 def evaluated(guards: Guards, version: int, rewards: Iterable[float]) -> list[Alarm]:
-    heard = [guards.check_rewards([], [(version, reward)]) for reward in rewards]
+    heard = [guards.check_rewards([], [EvaluationReward(None, version, reward)]) for reward in rewards]
     return [alarm for alarm in heard if alarm is not None]
 
 
@@ -146,7 +150,7 @@ def test_a_version_that_evaluates_worse_than_an_earlier_one_raises_one_alarm_als
     assert not evaluated(guards, 3, [0.75, 1.0] * (WINDOW // 2))
     assert not evaluated(guards, 4, [1.0]), "one session makes it not the best"
     for version in range(100, 130):  # neither does the best one get lost among more than are kept
-        assert guards.check_rewards([], [(version, reward) for reward in [0.75, 0.5] * (WINDOW // 2)]) is None
+        assert not evaluated(guards, version, [0.75, 0.5] * (WINDOW // 2))
     again = Guards(GuardSettings())
     again.resume(guards.state)
     (alarm,) = evaluated(again, 200, [0.0, 0.25] * (WINDOW // 2))
@@ -155,7 +159,7 @@ def test_a_version_that_evaluates_worse_than_an_earlier_one_raises_one_alarm_als
         f"the mean reward of {WINDOW} evaluation sessions of version 200 is 0.125, and was 0.875 of version "
         "3 (guards.reward_drop)"
     )
-    assert sum(len(rewards) for rewards in guards.state.evaluated.values()) <= 17 * 256
+    assert sum(len(rewards) for rewards in guards.state.by_task.evaluated[""].values()) <= 17 * 256
     assert not evaluated(again, 201, [0.0] * WINDOW)
 
 
@@ -169,8 +173,9 @@ def test_a_small_evaluation_is_judged_when_the_next_version_has_one() -> None:
 
 @pytest.fixture
 def held(make_harness: MakeHarness) -> Harness:
-    """A trainer that a guard has paused, because the harness's invented logprobs differ from the model's."""
-    harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
+    """A trainer that a guard has held, because the harness's invented logprobs differ from the model's."""
+    harness = make_harness(guards={"max_abs_logp": 1e-3, "max_recoveries": 0}).start()
+    harness.first = harness.weights()  # type: ignore[attr-defined]
     harness.step("g")
     harness.agents.group("h", [1.0, 0.0])
     harness.sleepless()
@@ -178,8 +183,10 @@ def held(make_harness: MakeHarness) -> Harness:
     return harness
 
 
-def test_a_guard_pauses_after_the_checkpoint_and_before_the_version_is_served(held: Harness) -> None:
+def test_a_guard_pauses_before_the_version_is_saved_or_served(held: Harness) -> None:
     assert not held.gateway.announced
+    assert set(held.checkpoints.versions()) == {0, 2}, "1 is the version of the alarm"
+    assert differs_by(held.weights(), held.first) == 0  # type: ignore[attr-defined]
     assert held.session_codes()["g-0"] == "trained"
     assert [row.step for row in held.ledger] == [1]
     status = held.door().get("/status").json()
@@ -196,7 +203,7 @@ def test_a_guard_pauses_after_the_checkpoint_and_before_the_version_is_served(he
 
 def test_a_pause_names_refused_pushes_as_its_cause(make_harness: MakeHarness) -> None:
     """Engines that go on with older weights differ from the trainer's."""
-    harness = make_harness(guards={"max_kl": 2.0}).start()
+    harness = make_harness(guards={"max_kl": 2.0, "max_recoveries": 0}).start()
     harness.gateway.server_ok = False
     for group_id in ("a", "b"):
         harness.step(group_id)
@@ -209,24 +216,29 @@ def test_a_pause_names_refused_pushes_as_its_cause(make_harness: MakeHarness) ->
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_resume_serves_the_held_version_and_continues(held: Harness, restarted: bool) -> None:
+def test_a_resume_publishes_nothing_that_was_held_and_continues(held: Harness, restarted: bool) -> None:
+    first = held.first  # type: ignore[attr-defined]
     if restarted:
         held = held.restart()
         held.sleepless()
         assert held.shared_state.paused
         assert not held.gateway.announced
+    held.save()
     held.door().post("/resume")
     held.trainer.run_once()
-    assert held.gateway.announced_versions == [1, 2]
+    assert held.gateway.announced_versions == [2, 3]
+    assert 1 not in held.store.versions()
+    published = load_file(held.store.path_of(2) / "model.safetensors")
+    assert all(published[name].equal(first[name].to(each.dtype)) for name, each in published.items())
     assert held.trainer.step == 2
     assert not held.shared_state.paused, "its tokens are of an earlier version: learning itself moved them"
-    held.step("i", version=2)
+    held.step("i", version=3)
     assert held.shared_state.paused, "its tokens are of the trainer's own version"
-    assert held.gateway.announced_versions == [1, 2]
+    assert held.gateway.announced_versions == [2, 3]
     assert held.sample("guard_alarms_total", guard="max_abs_logp") == (1 if restarted else 2)
     held.door().post("/resume")
     held.trainer.run_once()
-    assert held.gateway.announced_versions == [1, 2, 3]
+    assert held.gateway.announced_versions == [2, 3, 5]
     assert held.shared_state.snapshot.state == "waiting"
     assert held.sample("paused") == 0
 
@@ -254,8 +266,9 @@ def test_a_reward_that_falls_to_0_pauses_the_training_without_a_step(
 
 
 def collapsed(make_harness: MakeHarness, **settings: Any) -> Harness:
-    """A trainer paused by its rewards: version 0 did well, and the newest version, 1, did not."""
-    harness = make_harness(guards={"reward_groups": 2}, **settings).start()
+    """A trainer held by its rewards: version 0 did well, and the newest version, 1, did not. So the weights
+    of version 0 are version 2 now."""
+    harness = make_harness(guards={"reward_groups": 2, "max_recoveries": 0}, **settings).start()
     harness.agents.group("a", [1.0, 0.5])
     assert harness.trainer.run_once()
     for name, reward, version in (("b", 0.75, 0), ("c", 0.0, 1), ("d", 0.0, 1)):
@@ -267,7 +280,7 @@ def collapsed(make_harness: MakeHarness, **settings: Any) -> Harness:
 
 
 @pytest.mark.parametrize("publish_every_steps", [1, 2])
-def test_a_resume_serves_the_newest_version_although_it_was_served_before(
+def test_a_resume_serves_the_restored_weights_under_their_new_number(
     make_harness: MakeHarness, publish_every_steps: int
 ) -> None:
     """Otherwise all rollouts would come from an old version and be stale, so that no step could be made."""
@@ -275,7 +288,7 @@ def test_a_resume_serves_the_newest_version_although_it_was_served_before(
     assert harness.gateway.served == 0
     harness.door().post("/resume")
     harness.trainer.run_once()
-    assert harness.gateway.served == harness.trainer.version == 1
+    assert harness.gateway.served == harness.trainer.version == 2
 
 
 def test_a_held_training_stays_held_after_a_restart(make_harness: MakeHarness) -> None:
@@ -289,7 +302,7 @@ def test_a_held_training_stays_held_after_a_restart(make_harness: MakeHarness) -
     again = harness.restart()
     again.door().post("/resume")
     again.trainer.run_once()
-    assert again.gateway.served == 1
+    assert again.gateway.served == 2
     assert not again.restart().shared_state.paused
 
 
@@ -377,7 +390,8 @@ def test_an_alarm_makes_the_fleet_serve_the_best_version_on_disk(
     assert said.endswith("; version 1 did best, 0.9 in 20 sessions, and is served")
     harness.door().post("/resume")
     harness.trainer.run_once()
-    assert harness.gateway.served == 6
+    assert harness.gateway.served == 7
+    assert 6 not in harness.gateway.announced_versions
 
 
 @pytest.mark.parametrize(("rolls_back", "served"), [(True, 0), (False, 2)])
@@ -392,7 +406,7 @@ def test_the_best_version_may_be_the_one_before_any_training_and_a_setting_turns
 def test_a_rollback_to_a_version_unknown_to_the_gateway_is_only_logged(
     make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    harness = make_harness(guards={"max_abs_logp": 1e-3}, initial_version=7).start()
+    harness = make_harness(guards={"max_abs_logp": 1e-3, "max_recoveries": 0}, initial_version=7).start()
     harness.step("g", version=7)
     assert harness.shared_state.paused
     assert "the fleet goes on with what it serves: no policy has version 7" in caplog.text
@@ -403,7 +417,7 @@ def test_a_rollback_to_a_version_unknown_to_the_gateway_is_only_logged(
 def test_a_rollback_waits_for_a_gateway_that_is_away_and_is_not_reported_if_no_server_made_it(
     make_harness: MakeHarness, server_ok: bool
 ) -> None:
-    harness = make_harness(guards={"max_abs_logp": 1e-3}).start()
+    harness = make_harness(guards={"max_abs_logp": 1e-3, "max_recoveries": 0}).start()
     harness.gateway.versions.append(3)  # so that version 0 is not already served
     harness.gateway.refusals, harness.gateway.server_ok = 2, server_ok
     harness.step("g")

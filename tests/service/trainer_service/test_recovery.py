@@ -1,6 +1,7 @@
 """A training that goes wrong goes back to the best checkpoint by itself, and no token is trained twice."""
 
 import itertools
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.random_rows import MakeLearner
 from tests.support.trainer_service.same_training import differs_by
 from trainer_service.status.heartbeat import Stopped
-from trainer_service.storage.checkpoint import Checkpoints
+from trainer_service.storage.checkpoint import INITIAL, Checkpoints
 from trainer_service.storage.run_state import RunState
 
 GUARDS = {"max_abs_logp": 100.0, "reward_drop": None, "recovery_lr_factor": 0.5}
@@ -30,10 +31,10 @@ def good(harness: Harness, reward: float, **fields: Any) -> None:
     assert harness.trainer.run_once()
 
 
-def strange(harness: Harness) -> str:
+def strange(harness: Harness, **fields: Any) -> str:
     """A step that raises an alarm. Returns its group."""
     name = f"strange-{next(numbers)}"
-    harness.step(name, version=harness.trainer.version, logprobs=STRANGE)
+    harness.step(name, version=harness.trainer.version, logprobs=STRANGE, **fields)
     return name
 
 
@@ -99,13 +100,87 @@ def test_after_so_many_recoveries_an_alarm_holds_the_training(make_harness: Make
     assert harness.shared_state.paused, "a restart does not forget the first recovery"
 
 
-def test_a_training_that_never_helped_is_held(make_harness: MakeHarness) -> None:
-    harness = make_harness(guards=GUARDS).start()
+@pytest.mark.parametrize(
+    "options", [{}, {"zero_stage": 2, "dtype": "bfloat16"}, {"lora": {"rank": 4}}], ids=str
+)
+def test_a_training_that_never_helped_goes_back_to_its_first_version(
+    make_harness: MakeHarness, options: dict[str, Any]
+) -> None:
+    """By itself and by hand, although there has been no step before the alarm that was good."""
+    harness = make_harness(guards=GUARDS, **options).start()
+    first = harness.weights()
     good(harness, 0.9)
     good(harness, 0.3)
     strange(harness)
-    assert harness.shared_state.paused
-    assert harness.gateway.served == 0
+    assert not harness.shared_state.paused
+    assert harness.trainer.version == 4
+    assert differs_by(harness.weights(), first) == 0
+    good(harness, 0.9)
+    again = harness.restart()
+    assert differs_by(again.weights(), first) > 0
+    asked = again.shared_state.request_rollback(0)
+    again.trainer.run_once()
+    asked.result(0)
+    assert differs_by(again.weights(), first) == 0
+    assert [each["restored"] for each in again.door().get("/rollback").json()["recoveries"]] == [0, 0]
+
+
+@pytest.mark.parametrize("alarm", ["rewards", "step"])
+def test_a_second_task_undoes_nothing_of_the_first_and_keeps_what_it_learned(
+    make_harness: MakeHarness, alarm: str
+) -> None:
+    """It begins far below the first one. When it collapses, or a step goes wrong, its own best version comes
+    back, and not that of the first task, which did better."""
+    guards = {**GUARDS, "reward_drop": 0.5, "reward_groups": 2}
+    harness = make_harness(guards=guards).start()
+    for task_id, rewards in (("easy:1", [0.1, 0.9, 0.9]), ("hard:1", [0.1, 0.1, 0.6])):
+        for reward in rewards:
+            good(harness, reward, task_id=task_id)
+    best = harness.weights()
+    good(harness, 0.6, task_id="hard:1")
+    assert not harness.shared_state.recovery.done
+    if alarm == "rewards":
+        for _ in range(2):
+            name = f"bad-{next(numbers)}"
+            harness.agents.group(name, [0.0, 0.0], version=harness.trainer.version, task_id="hard:1")
+            assert not harness.trainer.run_once()
+    else:
+        good(harness, 0.1, task_id="hard:1")
+        strange(harness, task_id="hard:1")
+    (recovery,) = harness.shared_state.recovery.done
+    assert recovery.restored == 6, recovery.reason
+    assert "version 6 did best, 0.6 in 2 sessions" in recovery.reason
+    assert ("of task hard:1 is 0, and was 0.6 at best" in recovery.reason) == (alarm == "rewards")
+    assert differs_by(harness.weights(), best) == 0
+
+
+def test_a_new_task_has_no_best_even_if_nothing_is_trained(make_harness: MakeHarness) -> None:
+    """Groups whose rewards are equal make no step. Evaluations of another task are no fall either."""
+    harness = make_harness(guards={"reward_groups": 2}).start()
+    for task_id, reward in (("always", 1.0), ("never", 0.0)):
+        for number in range(4):
+            harness.agents.group(f"{task_id}-{number}", [reward] * 2, task_id=task_id)
+            harness.agents.evaluate(f"{task_id}-{number}-e", reward, version=int(reward), task_id=task_id)
+        harness.trainer.run_once()
+    assert not harness.shared_state.paused
+    assert not harness.shared_state.recovery.done
+    assert harness.sample("guard_alarms_total", guard="reward_drop") is None
+
+
+def test_a_run_that_has_no_checkpoint_of_its_first_version_gets_one_when_it_is_restarted(
+    harness: Harness,
+) -> None:
+    """As a run of an older release. The position and the ledger stay as they are."""
+    tags = harness.checkpoints.versions()
+    shutil.rmtree(harness.settings.checkpoint_dir / tags.pop(0))
+    (harness.settings.checkpoint_dir / INITIAL).mkdir()  # what a killed process has left
+    again = harness.restart()
+    assert set(again.checkpoints.versions()) == {0, *tags}
+    assert (again.trainer.step, again.trainer.version) == (3, 3)
+    assert differs_by(again.weights(), harness.weights()) == 0
+    good(again, 0.2)
+    assert [row.step for row in again.ledger] == [1, 2, 3, 4]
+    assert 0 in again.checkpoints.versions()
 
 
 def test_the_learning_rate_is_cut_for_good(make_harness: MakeHarness) -> None:
@@ -187,8 +262,8 @@ def test_the_best_checkpoint_stays_while_others_go(make_harness: MakeHarness) ->
         good(harness, reward)
     # Version 2 did best; 6 and 7 are the newest. Others may stay for their first score.
     kept = set(harness.checkpoints.versions())
-    assert {2, 6, 7} <= kept
-    assert len(kept) <= 4
+    assert {0, 2, 6, 7} <= kept
+    assert len(kept) <= 5
 
 
 def test_guards_remember_rewards_over_a_restart(make_harness: MakeHarness) -> None:
@@ -240,7 +315,7 @@ def test_an_operator_goes_back_to_a_version_that_has_a_checkpoint(
     assert 1 in versions
     refused = client.post("/rollback", json={"version": 77})
     assert (refused.status_code, refused.json()["error"]["param"]) == (404, "version")
-    assert "no checkpoint has version 77; these have one: 1, " in refused.json()["error"]["message"]
+    assert "no checkpoint has version 77; these have one: 0, 1, " in refused.json()["error"]["message"]
     for body in ({}, {"version": "1"}, {"version": -1}, {"version": 1, "more": 2}):
         assert client.post("/rollback", json=body).status_code in (400, 422)
     done = client.post("/rollback", json={"version": 1})

@@ -201,7 +201,9 @@ class Agents:
         asyncio.run(
             self._stream.open_session(SessionSpec(session_id=session_id, train=False, created_at=100.0))
         )
-        self.call(turn(session_id, f"{session_id}-t", version=version, train=False))
+        self.call(
+            turn(session_id, f"{session_id}-t", version=version, train=False, task_id=fields.get("task_id"))
+        )
         self.finish(session_id, value, train=False, **fields)
 
     def delete(self, session_id: str) -> None:
@@ -305,7 +307,9 @@ class Harness:
         )
 
     def start(self) -> "Harness":
+        """Returns when the checkpoint of the first version is written."""
         self.trainer.start()
+        self.writer.submit(lambda: None).exception()
         return self
 
     def restart(self) -> "Harness":

@@ -8,11 +8,9 @@ from tests.support.trainer_service.made_rows import rows_of
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.assemble import Group
 from trainer_service.groups.episode import Member, Rules
-from trainer_service.groups.guards import reward
 from trainer_service.groups.screening import ScreenedGroup, is_too_old
 from trainer_service.groups.tally import Tally
 from trainer_service.rows.rows import PlannedRow
-from trainer_service.settings import GuardSettings
 from trainer_service.step.step_trace import traces_of
 
 
@@ -26,12 +24,6 @@ def test_over_sampling_ends_a_group_early_but_not_below_its_smallest_size(
     """0.29 · 100 is 28.999… in floating point."""
     rules = Rules(vocab_size=10, train_truncated=False, group_wait_s=1.0, over_sampling=share)
     assert rules.needed(size) == needed
-
-
-def test_the_best_groups_and_the_last_groups_have_none_in_common() -> None:
-    settings = GuardSettings(reward_groups=50)
-    rewards = [0.0] * 5 + [8.0] * 45 + [8.0] * 5 + [0.0] * 45
-    assert "of the last 50 groups is 0.8, and was 7.2 at best" in str(reward(rewards, settings))
 
 
 def member(session_id: str, *versions: int) -> Member:

@@ -128,8 +128,17 @@ class SessionClient:
         found: int | None = (await self._model()).get("version")
         return found
 
-    async def _model(self) -> dict[str, Any]:
-        listed = await self._request("GET", "/v1/models")
+    async def notice(self) -> str | None:
+        """What whoever trains the model should know: that the training is paused, or went back. None if there
+        is nothing, or if the gateway does not answer at once."""
+        try:
+            found: str | None = (await self._model(Patience(clock.monotonic()))).get("notice")
+        except (GatewayFault, LookupError):
+            return None
+        return found
+
+    async def _model(self, patience: Patience | None = None) -> dict[str, Any]:
+        listed = await self._request("GET", "/v1/models", patience=patience)
         model: dict[str, Any] = listed["data"][0]
         return model
 

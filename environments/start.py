@@ -94,7 +94,7 @@ async def _play(parts: RunParts, say: Say, resume: bool) -> dict[str, Any]:
     async with _begun(parts, resume) as run:
         if settings.mode == "train" and settings.eval_every:
             run.evaluations = _evaluations(parts, say)
-        async with telling(run, say):
+        async with telling(run, say, parts.gateway.notice):
             await run.play()
     ended: Iterable[EpisodeEnded] = each_episode(place.run_dir)
     if settings.mode == "eval":
@@ -110,6 +110,8 @@ async def _play(parts: RunParts, say: Say, resume: bool) -> dict[str, Any]:
         found = evaluations_in(run.evaluations.directory)
         summary["evaluations"] = found
         draw_evaluations(place.run_dir / "evaluations.png", settings.environment, found)
+    if settings.mode == "train" and (notice := await parts.gateway.notice()):
+        summary["notice"] = notice
     write_document(place.run_dir / "summary.json", summary)
     draw(place.run_dir / "reward.png", settings.environment, results.rewards)
     return summary

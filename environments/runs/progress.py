@@ -1,7 +1,7 @@
 """Says how a run goes, in a line every few seconds."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from environments.runs.run import Run
@@ -16,14 +16,19 @@ ADVICE = (
 )
 
 
+Notice = Callable[[], Awaitable[str | None]]
+"""Asks the gateway what whoever trains the model should know."""
+
+
 class ToldProgress:
     """What a run says. The advice comes once."""
 
-    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        self._run, self._say, self._advised = run, say, False
+    def __init__(self, run: Run, say: Callable[[str], None], notice: Notice) -> None:
+        self._run, self._say, self._notice, self._advised = run, say, notice, False
 
-    def tell(self) -> None:
-        self._say(sentence(self._run))
+    async def tell(self) -> None:
+        notice = await self._notice() if self._run.settings.mode == "train" else None
+        self._say(sentence(self._run) + (f"; {notice}" if notice else ""))
         figures = self._run.figures
         if teaches_nothing(self._run) and figures.groups >= FEWEST_GROUPS and not self._advised:
             self._say(ADVICE)
@@ -31,13 +36,13 @@ class ToldProgress:
 
 
 @asynccontextmanager
-async def telling(run: Run, say: Callable[[str], None]) -> AsyncIterator[None]:
+async def telling(run: Run, say: Callable[[str], None], notice: Notice) -> AsyncIterator[None]:
     """Say it while the block runs, and at its end."""
-    progress = ToldProgress(run, say)
+    progress = ToldProgress(run, say, notice)
     task = asyncio.create_task(_tell(progress))
     try:
         yield
-        progress.tell()
+        await progress.tell()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -46,7 +51,7 @@ async def telling(run: Run, say: Callable[[str], None]) -> AsyncIterator[None]:
 async def _tell(progress: ToldProgress) -> None:
     while True:
         await clock.sleep(EVERY_S)
-        progress.tell()
+        await progress.tell()
 
 
 def teaches_nothing(run: Run) -> bool:

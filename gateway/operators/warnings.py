@@ -55,8 +55,10 @@ class WarningMonitor:
 
     def __init__(self, settings: WarningSettings, limits: LimitSettings, redis: Redis) -> None:
         self._settings, self._limits, self._redis = settings, limits, redis
+        self._trainer = TrainerReport()
+        """What it said at the last poll."""
         self._history: deque[CountsAt] = deque()
-        self._progress: tuple[int, bytes | None] | None = None
+        self._progress: tuple[int, int | None] | None = None
         """How many sessions were trained, and the trainer's step, at the last poll."""
         self._stalled = CountsAt(clock.now(), Counter())
         """The counters when the trainer last made progress."""
@@ -66,8 +68,8 @@ class WarningMonitor:
         try:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 pipeline.hgetall(keys.VERDICTS)
-                pipeline.hget(keys.TRAINER, "step")
-                verdicts, step = await stored(pipeline.execute())
+                pipeline.hgetall(keys.TRAINER)
+                verdicts, trainer = await stored(pipeline.execute())
         except StorageUnavailable as error:
             logger.warning("the counters of verdicts cannot be read: %s", error)
             return
@@ -76,9 +78,17 @@ class WarningMonitor:
             what, _, code = name.decode().partition(":")
             if what == "session" and code not in INTENDED:
                 ends[code] = int(number)
-        self._note(CountsAt(clock.now(), ends), step)
+        self._trainer = TrainerReport.of(trainer)
+        self._note(CountsAt(clock.now(), ends), self._trainer.step)
 
-    def _note(self, now: CountsAt, step: bytes | None) -> None:
+    @property
+    def notice(self) -> str | None:
+        """What whoever plays episodes should know of the training; None if it goes on as usual."""
+        paused = self._trainer.state == "paused"
+        found = ["the training is paused"] if paused else []
+        return "; ".join((*found, *_set_back(self._trainer, why=False))) or None
+
+    def _note(self, now: CountsAt, step: int | None) -> None:
         before, self._progress = self._progress, (now.ends["trained"], step)
         # A lower count is not progress: it means that sessions were deleted.
         if before is None or step != before[1] or now.ends["trained"] > before[0]:
@@ -114,6 +124,7 @@ class WarningMonitor:
             yield f"the trainer has been silent for {silent_s:.0f} s"
         elif trainer.state == "paused":
             yield f"the trainer is paused and waits for {trainer.waiting_for}"
+        yield from _set_back(trainer, why=True)
 
     def _stall_warnings(self, now: CountsAt) -> Iterator[str]:
         quiet_s, ended = clock.now() - self._stalled.at, _between(self._stalled, now)
@@ -164,6 +175,18 @@ class WarningMonitor:
                     f"Redis has used {full:.0%} of its maxmemory; from {limits.queue_memory:.0%} on "
                     "(gateway.limits.queue_memory) new sessions are refused"
                 )
+
+
+def _set_back(trainer: TrainerReport, *, why: bool) -> Iterator[str]:
+    """When the training was last set back, if that was within the last hour; `why` adds the reason, which may
+    name other clients' tasks."""
+    if recent := trainer.recent_recoveries(now := clock.now()):
+        last, reason = recent[-1], f": {recent[-1].reason}" if why else ""
+        often = f", {counted(len(recent), 'time')} within an hour" if len(recent) > 1 else ""
+        yield (
+            f"the training went back to version {last.restored} {duration(now - last.at)} ago{often}, after "
+            f"step {last.step}, and goes on as version {last.version}{reason}"
+        )
 
 
 def failed_pushes(plan: ServingPlan, ended: Sequence[Push], servers: Iterable[ServerPush]) -> Iterator[str]:

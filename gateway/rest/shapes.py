@@ -1,6 +1,6 @@
 """The objects in the replies of the REST routes; FastAPI publishes them in its OpenAPI document."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -163,6 +163,8 @@ class Model(TypedDict):
     """Tokens that a prompt and its answer may have; the name is vLLM's."""
     version: int | None
     """The newest version that answers under this name; null if none does."""
+    notice: NotRequired[str]
+    """What whoever trains this model should know, for an hour: that its training is paused, or went back."""
 
 
 class ModelList(TypedDict):

@@ -76,7 +76,10 @@ def test_the_curves_of_a_run_are_drawn_with_the_limits_of_guards(learned: ShownD
     kl = page.get_by_role("region", name="mismatch/kl")
     expect(kl).to_contain_text("Guard max_kl: between -0.2 and 0.2.")
     expect(kl.locator("canvas")).to_be_visible()
-    expect(kl.get_by_role("img")).to_have_attribute("aria-label", re.compile("^mismatch/kl: steps 1 to "))
+    expect(kl.get_by_role("img")).to_have_attribute(
+        "aria-label", re.compile(r"^mismatch/kl: steps 1 to .*Set back after step 1.500\.")
+    )
+    expect(page.get_by_role("region", name="Set back")).to_contain_text("After step 1,500 to version 1,400")
     expect(kl).to_contain_text("steps 1 to")
     page.get_by_label("From step").fill("1900")
     page.get_by_label("To step").fill("2100")

@@ -237,4 +237,6 @@ def _show(summary: dict[str, Any]) -> None:
         )
     for each in summary.get("evaluations", ()):
         table.add_row(f"evaluation at version {each['version']}", each.get("error") or judged(each))
+    if notice := summary.get("notice"):
+        table.add_row("training", notice)
     console.print(table)

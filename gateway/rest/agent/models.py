@@ -44,7 +44,7 @@ async def refuse_embeddings(request: Request) -> None:
 
 
 def _model(gateway: GatewayParts, name: str, found: Pinned) -> Model:
-    return {
+    model: Model = {
         "id": name,
         "object": "model",
         "created": 0,
@@ -52,6 +52,9 @@ def _model(gateway: GatewayParts, name: str, found: Pinned) -> Model:
         "max_model_len": gateway.renderer.context_length,
         "version": _newest(gateway.fleet) if found.version is None else found.version,
     }
+    if found == Pinned() and (notice := gateway.warnings.notice) is not None:
+        model["notice"] = notice
+    return model
 
 
 def _newest(fleet: Fleet) -> int | None:

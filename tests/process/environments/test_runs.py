@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +26,15 @@ from environments.results.journal import EpisodeEnded, entries_of
 from environments.session_client import SessionClient
 from environments.settings import RunSettings
 from environments.start import play_run
+from rollout_queue.protocol.trainer import RecoveryReport, TrainerReport
+from rollout_queue.redis import keys
 from tests.support.environments.running import RunTest, running_gateway
 from tests.support.images import image_of, opened
+from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port, serving
 from tests.support.tiny_vision_model import make_tiny_vision_model
 from tests.support.turned_clock import TurnedClock
-from tests.support.waiting import wait_until_async
+from tests.support.waiting import wait_until, wait_until_async
 
 
 def doubled(prompt: str) -> str:
@@ -294,6 +298,27 @@ async def test_a_run_that_can_teach_nothing_says_so_and_what_helps(
     assert lines[-2 if not different else -1].endswith(said)
     helps = [line for line in lines if "an example in the prompt" in line and "temperature=0.6" in line]
     assert len(helps) == (not different)
+
+
+async def test_a_run_says_that_the_training_is_paused_or_went_back(running: RunTest, redis_url: str) -> None:
+    """Otherwise it would end as if all it has played had been trained."""
+    done = RecoveryReport(
+        version=9, restored=2, step=8, reason="secret", automatic=True, at=time.time() - 600
+    )
+    report: Any = TrainerReport(state="paused", last_seen=time.time(), recoveries=[done]).fields()
+    with redis_at(redis_url.removesuffix("0") + "5") as redis:
+        redis.hset(keys.TRAINER, mapping=report)
+    model = f"{running.url}/v1/models"
+    await asyncio.to_thread(wait_until, lambda: httpx.get(model).json()["data"][0].get("notice"))
+    lines: list[str] = []
+    settings = running.settings("Double", group_size=2, episodes=2)
+    summary = await play_run(settings, running.place, lines.append)
+    notice = (
+        "the training is paused; the training went back to version 2 10 min ago, after step 8, and goes on "
+        "as version 9"
+    )
+    assert lines[0].endswith(f"; {notice}")
+    assert summary["notice"] == notice
 
 
 async def test_an_evaluation_and_groups_of_one_compare_nothing(running: RunTest) -> None:

@@ -3,22 +3,26 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace as replaced
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.server import HttpThread
+from rollout_queue.protocol.status import SystemStatus
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 from trainer_service.app import create_app
 from trainer_service.groups.task_rates import TaskRate
+from trainer_service.groups.undone import Recovery, RecoveryState
 from trainer_service.settings import GuardSettings
 from trainer_service.sinks.curves import Curves
 from trainer_service.sinks.limits import limits_of
@@ -26,6 +30,8 @@ from trainer_service.status.shared_state import NotRestorable, SharedState, Stat
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 from weir.__main__ import app
+from weir.status import details_from
+from weir.top.view import History, TopSample, lines
 
 Weir = Callable[[str], tuple[int, str]]
 SERVER_KEY, TRAINER_KEY = "of-rollout-servers", "of-the-trainer"
@@ -129,6 +135,40 @@ def test_an_operator_sets_the_training_back_over_the_gateway(
     assert gateway.admin("POST", "/trainer/rollback", {"version": "2"}).status_code == 400
     listed = gateway.admin("GET", "/trainer/rollback").json()
     assert listed == {"versions": [], "recoveries": [], "lr_scale": 1.0}
+
+
+def test_a_recovery_is_told_to_everybody_for_an_hour(gateway: RunningGateway, trainer: SharedState) -> None:
+    """In the warnings, `weir top`, `weir status` and the curves. Who plays episodes does not hear the reason,
+    which may name others' tasks."""
+    reason = "the mean reward of the last 32 groups of task secret-1 is 0.1, and was 0.9 at best"
+    done = [Recovery(n, 2, 30, reason, automatic=True, at=time.time() - 240) for n in (7, 9)]
+    trainer.recovery = RecoveryState(done=done)
+    trainer.snapshot = replace(trainer.snapshot, recoveries=done, last_seen=time.time())
+
+    def told() -> tuple[str, str, str, str | None]:
+        said: Any = trainer.snapshot.report().fields()
+        gateway.redis.hset(keys.TRAINER, mapping=said)
+        status = SystemStatus.read(gateway.admin("GET", "/status").content)
+        shown = "\n".join(map(str, lines(History(TopSample(0.0, None)).then(TopSample(0.0, status)), 1000)))
+        notice = gateway.get("/v1/models").json()["data"][0].get("notice")
+        return "\n".join(status.warnings), shown, details_from(status)["gateway"], notice
+
+    sentence = (
+        "the training went back to version 2 4 min ago, 2 times within an hour, after step 30, and goes on "
+        "as version 9"
+    )
+    wait_until(lambda: told()[3] == sentence)
+    for place in told()[:3]:
+        assert f"{sentence}: {reason}" in place
+    curves = gateway.admin("GET", "/learning?metrics=reward_mean").json()
+    assert [(each["step"], each["restored"], each["reason"]) for each in curves["recoveries"]] == [
+        (30, 2, reason)
+    ] * 2
+    trainer.snapshot = replace(trainer.snapshot, recoveries=[replaced(each, at=0.0) for each in done])
+    wait_until(lambda: told()[3] is None)
+    assert not [place for place in told()[:3] if "went back" in place]
+    trainer.snapshot = replace(trainer.snapshot, state="paused")
+    wait_until(lambda: told()[3] == "the training is paused")
 
 
 def test_an_operator_reads_the_trainers_status_ledger_and_tasks_over_the_gateway(

@@ -118,6 +118,7 @@ def trainer_with_curves(shown: ShownDeployment, folder: Path, steps: int = 3000)
     """A trainer's API with the file of a run of so many steps."""
     # Imported here, because they import torch, which the other views do not need.
     from trainer_service.app import create_app
+    from trainer_service.groups.undone import Recovery, RecoveryState
     from trainer_service.settings import GuardSettings
     from trainer_service.sinks.curves import Curves
     from trainer_service.sinks.limits import limits_of
@@ -130,7 +131,9 @@ def trainer_with_curves(shown: ShownDeployment, folder: Path, steps: int = 3000)
     )
     store, keyring = PolicyStore(folder / "policies", folder, keep=4), Keyring([CLIENT_KEY], [ADMIN_KEY])
     curves = Curves(path, limits_of(GuardSettings()))
-    app = create_app(SharedState(), lambda *_: [], store, keyring, CollectorRegistry(), curves=curves)
+    state, reason = SharedState(), f"the mean reward of task {HOSTILE} is 0.1"
+    state.recovery = RecoveryState(done=[Recovery(1600, 1400, 1500, reason, automatic=True, at=time.time())])
+    app = create_app(state, lambda *_: [], store, keyring, CollectorRegistry(), curves=curves)
     with HttpThread(app, "127.0.0.1", port):
         # The report lies in the future, so that the trainer is not silent however long a test takes.
         shown.report(url=f"http://127.0.0.1:{port}", last_seen=time.time() + 3600)

@@ -1,4 +1,5 @@
-// One curve of several runs: the mean of each bucket as a line, its least and most as a band, limits as dashed lines.
+// One curve of several runs: the mean of each bucket as a line, its least and most as a band, limits as dashed lines,
+// and a vertical line wherever the training was set back.
 import uPlot from "../vendor/uplot.js";
 import { html, useEffect, useRef } from "../dom.js";
 import { figure, number } from "../format.js";
@@ -9,8 +10,8 @@ const DASHES = [[], [8, 4], [2, 4], [12, 4, 2, 4]];
 const COLOURS = ["--accent", "--run-1", "--run-2", "--run-3"];
 
 // `runs`: [{name, series: {steps, min, mean, max}}], the live run first. `limit`: {most, least, says} or null.
-// `onZoom(from, to)` follows a drag over the curve.
-export function Curve({ metric, runs, limit, onZoom }) {
+// `marks`: the steps after which the training was set back. `onZoom(from, to)` follows a drag over the curve.
+export function Curve({ metric, runs, limit, marks, onZoom }) {
   const box = useRef(null);
   const plot = useRef(null);
   const known = runs.filter((run) => run.series?.steps.length);
@@ -18,7 +19,7 @@ export function Curve({ metric, runs, limit, onZoom }) {
   useEffect(() => {
     if (!known.length) return undefined;
     const place = box.current; // the ref is empty before this effect ends
-    const made = drawn(place, known, limit, onZoom);
+    const made = drawn(place, known, limit, marks, onZoom);
     plot.current = made;
     const size = new ResizeObserver(() => made.setSize({ width: place.clientWidth, height: HEIGHT }));
     size.observe(place);
@@ -29,7 +30,7 @@ export function Curve({ metric, runs, limit, onZoom }) {
       theme.disconnect();
       made.destroy();
     };
-  }, [runs, limit]);
+  }, [runs, limit, marks]);
   const canvas = () => plot.current?.ctx.canvas;
   return html`<section class="card curve" aria-label=${metric}>
     <div class="card-head">
@@ -41,7 +42,7 @@ export function Curve({ metric, runs, limit, onZoom }) {
     </div>
     ${limit && html`<p class="note muted">Guard ${limit.guard}: ${limit.says}.</p>`}
     ${known.length
-      ? html`<div class="plot" ref=${box} role="img" aria-label=${known.map((run) => says(metric, run)).join(" ")}></div>`
+      ? html`<div class="plot" ref=${box} role="img" aria-label=${[...known.map((run) => says(metric, run)), ...marks.map((step) => `Set back after step ${number(step)}.`)].join(" ")}></div>`
       : html`<p class="muted">No step has this metric.</p>`}
     ${known.map((run, i) => html`<p class="note muted" key=${run.name}>${runs.length > 1 && html`<span class="run-key" data-run=${i}></span>`}${says(runs.length > 1 ? run.name : "", run)}</p>`)}
   </section>`;
@@ -68,7 +69,7 @@ function colour(name, part = 100) {
   return found;
 }
 
-function drawn(box, runs, limit, onZoom) {
+function drawn(box, runs, limit, marks, onZoom) {
   const tables = runs.map(({ series }) => [series.steps, series.mean, series.min, series.max]);
   const data = uPlot.join(tables);
   const series = [{}];
@@ -97,28 +98,40 @@ function drawn(box, runs, limit, onZoom) {
           if (plot.select.width > 4 && to > from) onZoom(Math.max(0, from), to);
         },
       ],
-      draw: [(plot) => drawLimits(plot, limit)],
+      draw: [(plot) => drawLimits(plot, limit), (plot) => drawMarks(plot, marks)],
     },
   };
   return new uPlot(options, data, box);
 }
 
 function drawLimits(plot, limit) {
-  const { ctx, bbox } = plot;
+  const { top, left, width, height } = plot.bbox;
   for (const value of [limit?.most, limit?.least]) {
     if (value === null || value === undefined) continue;
     const y = plot.valToPos(value, "y", true);
-    if (!(y >= bbox.top && y <= bbox.top + bbox.height)) continue;
-    ctx.save();
-    ctx.strokeStyle = colour("--bad");
-    ctx.lineWidth = 1.5 * devicePixelRatio;
-    ctx.setLineDash([6 * devicePixelRatio, 4 * devicePixelRatio]);
-    ctx.beginPath();
-    ctx.moveTo(bbox.left, y);
-    ctx.lineTo(bbox.left + bbox.width, y);
-    ctx.stroke();
-    ctx.restore();
+    if (y >= top && y <= top + height) drawDashed(plot.ctx, "--bad", [left, y], [left + width, y]);
   }
+}
+
+// The new weights begin between this step and the next one.
+function drawMarks(plot, marks) {
+  const { top, left, width, height } = plot.bbox;
+  for (const step of marks) {
+    const x = plot.valToPos(step + 0.5, "x", true);
+    if (x >= left && x <= left + width) drawDashed(plot.ctx, "--warn", [x, top], [x, top + height]);
+  }
+}
+
+function drawDashed(ctx, name, from, to) {
+  ctx.save();
+  ctx.strokeStyle = colour(name);
+  ctx.lineWidth = 1.5 * devicePixelRatio;
+  ctx.setLineDash([6 * devicePixelRatio, 4 * devicePixelRatio]);
+  ctx.beginPath();
+  ctx.moveTo(...from);
+  ctx.lineTo(...to);
+  ctx.stroke();
+  ctx.restore();
 }
 
 function savePng(canvas, metric) {

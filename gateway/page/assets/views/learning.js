@@ -2,7 +2,7 @@
 import { html, useEffect, useMemo, useRef, useState } from "../dom.js";
 import { useGet } from "../api.js";
 import { bytes, count, number, percent } from "../format.js";
-import { Card, ErrorNote } from "../parts.js";
+import { Ago, Card, ErrorNote } from "../parts.js";
 import { go } from "../router.js";
 import { Curve } from "./curve.js";
 import { bucketed, readRun } from "./run_files.js";
@@ -12,6 +12,7 @@ const DEFAULTS = ["reward_mean", "loss", "grad_norm", "entropy", "mismatch/kl", 
 const BUCKETS = 1000;
 const MOST_METRICS = 32;
 const MOST_FILES = 3;
+const MOST_RECOVERIES = 8;
 const AGAIN_MS = 10000;
 const READ_ON_MS = 200;
 const NONE = [];
@@ -26,6 +27,8 @@ export default function Learning({ route }) {
   const others = useFiles(files, metrics, from, to);
   const move = (change) => go("learning", [], { ...query, ...change });
   const limits = useMemo(() => Object.fromEntries((data?.limits ?? []).map((each) => [each.metric, each])), [data]);
+  const recoveries = data?.recoveries ?? NONE;
+  const marks = useMemo(() => recoveries.map((each) => each.step), [recoveries]);
   const runs = useMemo(
     () => Object.fromEntries(metrics.map((name) => [name, [...(data ? [{ name: "this run", series: data.series[name] }] : []), ...others.runs.map((run) => ({ name: run.name, series: run.series[name] }))]])),
     [metrics, data, others.runs],
@@ -33,10 +36,11 @@ export default function Learning({ route }) {
   return html`
     ${error && html`<${ErrorNote} error=${error} again=${reload} />`}
     <${Range} key=${`${from}-${to}`} data=${data} from=${from} to=${to} move=${move} />
+    <${Recoveries} recoveries=${recoveries} />
     <${Files} files=${files} others=${others} onChange=${setFiles} />
     <${Metrics} names=${data?.metrics ?? NONE} metrics=${metrics} move=${move} />
     <div class="curves">
-      ${metrics.map((name) => html`<${Curve} key=${name} metric=${name} runs=${runs[name]} limit=${limits[name] ?? null} onZoom=${(first, last) => move({ from: first, to: last })} />`)}
+      ${metrics.map((name) => html`<${Curve} key=${name} metric=${name} runs=${runs[name]} limit=${limits[name] ?? null} marks=${marks} onZoom=${(first, last) => move({ from: first, to: last })} />`)}
     </div>
   `;
 }
@@ -82,6 +86,15 @@ function Range({ data, from, to, move }) {
         <button type="submit" class="primary">Show</button>
       </p>
     </form>
+  <//>`;
+}
+
+function Recoveries({ recoveries }) {
+  if (!recoveries.length) return null;
+  return html`<${Card} title="Set back" note="Where a vertical line crosses the curves, the training went back to the weights of an older version.">
+    <ul>
+      ${recoveries.slice(-MOST_RECOVERIES).reverse().map((each) => html`<li key=${each.version}>After step ${number(each.step)} to version ${number(each.restored)}, which goes on as version ${number(each.version)} (<${Ago} at=${each.at} />): ${visible(each.reason)}</li>`)}
+    </ul>
   <//>`;
 }
 

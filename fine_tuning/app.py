@@ -26,7 +26,7 @@ from reward_service.grading.runner import GraderRunner
 from reward_service.judging.models import GatewayModel, OpenAiModel
 from reward_service.sandbox.process import PythonProcesses
 from rollout_queue.http.api_page import api_page
-from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.bodies.body_limit import BodyLimit
 from rollout_queue.http.callers import CallerCheck
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring, bearer

@@ -37,7 +37,7 @@ from reward_service.rest.slots import Slots
 from reward_service.sandbox.process import PythonProcesses
 from reward_service.settings import RewardSettings
 from rollout_queue.http.api_page import api_page
-from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.bodies.body_limit import BodyLimit
 from rollout_queue.http.callers import CallerCheck
 from rollout_queue.http.errors import RequestIds, install_error_handlers
 from rollout_queue.http.keys import Keyring, Role

@@ -8,7 +8,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from rollout_queue.http.api_page import api_page
-from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.bodies.body_limit import BodyLimit
 from rollout_queue.http.callers import CallerCheck
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.files import LargeFile

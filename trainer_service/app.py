@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from rollout_queue import clock
 from rollout_queue.base_model.model_files import FILE_NAME
 from rollout_queue.contract.policies.policy import MANIFEST
-from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.bodies.body_limit import BodyLimit
 from rollout_queue.http.callers import CallerCheck, admins_only
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.files import LargeFile

@@ -23,8 +23,8 @@ from fine_tuning.training.versions import GatewaySilent, PolicyWatch
 from reward_service.graders.objects import brings_python
 from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.json_routes import JsonRoute
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.errors import LimitReached
 from gateway.sessions.identity import Caller
-from rollout_queue.http.content_codings import HEADER, codings_of, content_encoding, decoded
+from rollout_queue.http.bodies.content_codings import HEADER, codings_of, content_encoding, decoded
 from rollout_queue.http.errors import ApiError
 
 JSON = "application/json"

@@ -3,8 +3,7 @@
 tool_choice, parallel_tool_calls, response_format, guided_json, … ──▶ SGLang's parameter `structural_tag`
 
 The engine masks the tokens that the grammar forbids *before* the softmax. So the recorded logprobs are those
-of the masked distribution from which the tokens were sampled, not of the unconstrained policy. A token
-without an alternative has 0.0. `sampling.used` of each turn names its constraint.
+of the masked distribution: 0.0 for a token without an alternative. `sampling.used` names the constraint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -140,16 +139,16 @@ def constraint_of(
     if kind == "parallel_tool_calls":
         if not syntax.parallel or renderer.family.text_calls:
             return Constraint()
-        return _constrained_to(kind, param, syntax.at_most_one(renderer, callable_tools), vocab_size)
+        return Constraint(kind, *fitted_tag(syntax.at_most_one(renderer, callable_tools), param, vocab_size))
     single = single or choice.single
     if kind == "tool_choice" and choice.some:
         only = syntax.only_of(renderer, callable_tools, parallel=not single)
-        return _constrained_to(kind, param, only, vocab_size)
+        return Constraint(kind, *fitted_tag(only, param, vocab_size))
     answers = [syntax.calls(renderer, callable_tools, parallel=not single)] if callable_tools else []
     if content is not None:
         answers.append(content)
     whole = sequence([*_reasoning(renderer), GAP, either(answers)])
-    return _constrained_to(kind, param, whole, vocab_size)
+    return Constraint(kind, *fitted_tag(whole, param, vocab_size))
 
 
 def shown_tools(
@@ -179,7 +178,7 @@ def constraint_of_text(form: AnswerForm, param: str, vocab_size: int) -> Constra
     """The constraint of an answer without a chat template: all of its text."""
     if form.content is None:
         return Constraint()
-    return _constrained_to(form.kind, param, form.content, vocab_size)
+    return Constraint(form.kind, *fitted_tag(form.content, param, vocab_size))
 
 
 def schema_form(schema: Any, param: str, *, strict: bool = False) -> AnswerForm:
@@ -270,10 +269,10 @@ def _form_of(response_format: Mapping[str, Any] | None, param: str) -> AnswerFor
 
 def _syntax_of(renderer: ChatRenderer, param: str) -> CallSyntax:
     syntax = SYNTAX_OF_FAMILY.get(renderer.family.syntax or "")
-    if syntax is None:
-        message = f"{param}: answers of the model family {renderer.family.name!r} cannot be constrained"
-        raise InvalidRequest(message, param=param)
-    return syntax
+    if syntax is not None:
+        return syntax
+    message = f"{param}: answers of the model family {renderer.family.name!r} cannot be constrained"
+    raise InvalidRequest(message, param=param)
 
 
 def _reasoning(renderer: ChatRenderer) -> list[Format]:
@@ -296,7 +295,3 @@ def _reasoning_state(renderer: ChatRenderer) -> ReasoningState:
     if prompt.rstrip().endswith("<think>"):
         return "open"
     return "over" if prompt.rstrip().endswith("</think>") else "possible"
-
-
-def _constrained_to(kind: ConstraintKind, param: str, form: Format, vocab_size: int) -> Constraint:
-    return Constraint(kind, *fitted_tag(form, param, vocab_size))

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, mode
 
 from gateway.dialects.fields.checks import check_metadata
 from rollout_queue.foreign_json import check_values
-from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.http.bodies.json_routes import JsonRoute
 
 MOST_FIELDS = 100
 """No object of a body has so many fields."""

@@ -31,7 +31,7 @@ from rollout_queue.contract.records import (
     SessionSpec,
 )
 from rollout_queue.contract.sampling import SamplingMode, SamplingPolicy
-from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.protocol.ids import Id
 
 router = APIRouter(tags=["sessions"], route_class=JsonRoute)

@@ -21,9 +21,9 @@ from reward_service.metrics import RewardMetrics
 from reward_service.rest.slots import Slots
 from rollout_queue import clock
 from rollout_queue.foreign_json import MOST_VALUES
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.callers import role_in
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.http.keys import Role, digest, presented_key
 
 MAX_SAMPLE_CHARS = 2**20

@@ -6,7 +6,7 @@ from fastapi.responses import JSONResponse
 from gateway.generations.pinning import Pinned
 from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue.contract.policies.adapter import PublishedAdapter
-from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.protocol.adapters import (
     AdapterBody,
     AdapterPage,

@@ -25,7 +25,7 @@ from gateway.rest.exports import export
 from gateway.rest.shapes import Removed
 from gateway.rest.workers import parts_of_all, placement_of_all, traffic_of_all
 from gateway.wiring.parts import GatewayParts, parts_of
-from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.keys import default_keys_sentence
 from rollout_queue.http.release import release
 from rollout_queue.http.workers.siblings import Siblings

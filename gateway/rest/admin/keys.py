@@ -11,7 +11,7 @@ from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import KeyPage, KeySecret, KeyShape, NewKeySecret
 from gateway.wiring.parts import parts_of
 from rollout_queue import clock
-from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.keys import Role
 
 router = APIRouter(prefix="/keys", route_class=JsonRoute)

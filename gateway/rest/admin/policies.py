@@ -13,7 +13,7 @@ from gateway.rest.admin.canaries import canary_shape, pin_shape
 from gateway.wiring.parts import parts_of
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan
-from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.protocol.policies import (
     HoldBody,
     HoldShape,

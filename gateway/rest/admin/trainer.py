@@ -13,8 +13,8 @@ from fastapi.responses import Response
 
 from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue import clock
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.trainer import RestoreBody, TrainerReport
 from rollout_queue.redis import keys

@@ -13,8 +13,8 @@ from gateway.rest.tinker_api.wire.answers import body_of
 from gateway.rest.tinker_api.wire.bodies import CancelBody, FutureBody
 from rollout_queue.commands.command import request_id
 from rollout_queue.commands.result import Answer
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.redis.commands.submission import Gone, Waiting
 
 router = APIRouter(tags=["tinker"], route_class=JsonRoute)

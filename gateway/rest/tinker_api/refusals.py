@@ -12,7 +12,7 @@ from gateway.rest.tinker_api.door import door_of
 from rollout_queue.commands.command import Refused
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.foreign_json import read_json
-from rollout_queue.http.json_routes import Handler, JsonRoute
+from rollout_queue.http.bodies.json_routes import Handler, JsonRoute
 
 LARGEST = 2**31
 

@@ -19,8 +19,8 @@ from gateway.rest.tinker_api.wire.bodies import (
 )
 from gateway.sessions.user_names import user_named
 from rollout_queue.contract.ids import new_id
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.json_routes import JsonRoute
 
 router = APIRouter(tags=["tinker"], route_class=JsonRoute)
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from gateway.rest.tinker_api.weights import KeptWeights
 from gateway.rest.tinker_api.wire.bodies import TtlBody
 from gateway.sessions.identity import Caller
 from rollout_queue import clock
-from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.http.bodies.json_routes import JsonRoute
 
 logger = logging.getLogger(__name__)
 router = APIRouter(

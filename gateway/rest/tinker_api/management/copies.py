@@ -16,8 +16,8 @@ from gateway.rest.tinker_api.wire.bodies import CopyWeightsBody
 from gateway.sessions.identity import Caller
 from rollout_queue.commands.command import Command, LoadWeights, SaveWeights
 from rollout_queue.commands.result import Answer, CommandFailed
+from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.redis.commands.submission import Gone
 
 router = APIRouter(tags=["tinker"], route_class=JsonRoute)

@@ -13,7 +13,7 @@ from gateway.rest.tinker_api.management.listing import time_of
 from gateway.rest.tinker_api.store import FoundSession, SessionPlace
 from gateway.rest.tinker_api.wire.searches import ClientFinishedQuery, SessionSearchBody
 from gateway.sessions.identity import Caller
-from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.http.bodies.json_routes import JsonRoute
 
 router = APIRouter(tags=["tinker"], route_class=JsonRoute)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_queue.http.content_codings import codings_of, content_encoding, decoded
+from rollout_queue.http.bodies.content_codings import codings_of, content_encoding, decoded
 from rollout_queue.http.errors import ApiError
 
 CONTROL_BYTES = 2**20

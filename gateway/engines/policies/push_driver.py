@@ -99,14 +99,14 @@ class PushDriver:
             if not self.leads:
                 await self._stop()
                 return
-            plan = await self._serving.read()
+            plan, packed = await self._serving.read_packed()
             if plan == ServingPlan() != self._fleet.plan:  # Redis may have lost it
                 await self._fleet.refresh()
-                plan = self._fleet.plan
+                plan, packed = await self._serving.read_packed()
             self._fleet.adopt(plan)
             if not self._fleet.servers:  # one may have registered at another gateway since the last poll
                 await self._fleet.refresh()
-            orders = await self._orders_of(plan)
+            orders = await self._orders_of(plan, packed)
             for server, order in orders:
                 await self._consider(server, order)
             self._measure_capacity()
@@ -115,7 +115,7 @@ class PushDriver:
         except StorageUnavailable as error:
             logger.warning("pushes wait for Redis: %s", error)
 
-    async def _orders_of(self, plan: ServingPlan) -> list[tuple[FleetServer, PushOrder]]:
+    async def _orders_of(self, plan: ServingPlan, packed: bytes) -> list[tuple[FleetServer, PushOrder]]:
         """What each server is to serve now; no server is there while there is no policy."""
         orders: list[tuple[FleetServer, PushOrder]] = []
         for server in self._fleet.rollout_servers:
@@ -123,7 +123,7 @@ class PushDriver:
             version = plan.target if own is None else own.version
             if version is None:
                 continue
-            if (record := await self._wanted.record(version)) is None:
+            if (record := await self._wanted.record(version, packed)) is None:
                 continue
             if own is not None:
                 orders.append((server, PushOrder(record, own.id, force=True, own=True)))

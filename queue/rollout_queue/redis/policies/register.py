@@ -58,6 +58,7 @@ class PolicyRegister:
         """`redis` returns bytes (decode_responses off)."""
         self._redis = redis
         self._register = redis.register_script(policy_scripts.REGISTER)
+        self._register_again = redis.register_script(policy_scripts.REGISTER_AGAIN)
         self._store = redis.register_script(policy_scripts.STORE)
         self._remove = redis.register_script(policy_scripts.REMOVE)
         self._forget = redis.register_script(policy_scripts.FORGET)
@@ -85,6 +86,14 @@ class PolicyRegister:
     async def register_first(self, record: PolicyRecord) -> None:
         """Register the version that the engines started with, unless it is known."""
         await stored(self._redis.hsetnx(keys.POLICIES, str(record.version), _packed(record)))
+
+    async def register_again(self, record: PolicyRecord, plan: bytes) -> bool:
+        """Register a version that Redis has lost, while the serving plan is `plan`, which wants it. Returns
+        whether it is registered."""
+        again = self._register_again(
+            [keys.POLICIES, keys.SERVING], [str(record.version), plan, _packed(record)]
+        )
+        return bool(await stored(again))
 
     async def store(self, record: PolicyRecord) -> None:
         """Replace what is stored under the policy's version, if it is still registered."""

@@ -46,6 +46,13 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return 1
 """
 
+REGISTER_AGAIN = """
+-- KEYS: policies, serving plan   ARGV: version, plan, record
+if (redis.call('GET', KEYS[2]) or '') ~= ARGV[2] then return 0 end
+redis.call('HSETNX', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+
 STORE = """
 -- KEYS: policies   ARGV: version, record
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end

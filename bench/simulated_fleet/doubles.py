@@ -54,6 +54,8 @@ class Registry:
         """The answer to a command of a pipeline."""
         self.operations += 1
         found: Any = set(self.loading) if key == keys.LOADING else set()
+        if name == "exists":
+            return 1
         if name == "get":
             found = self._plan if key == keys.SERVING else str(self._changes).encode()
         self.bytes_read += len(found) if isinstance(found, bytes) else sum(map(len, found))
@@ -78,6 +80,9 @@ class RegistryPipeline:
 
     def smembers(self, key: str) -> None:
         self._asked.append(("smembers", key))
+
+    def exists(self, key: str) -> None:
+        self._asked.append(("exists", key))
 
     async def execute(self) -> list[Any]:
         return [self._registry.answer(name, key) for name, key in self._asked]

@@ -131,7 +131,7 @@ class ServiceSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _keys_are_secrets(self) -> Self:
-        for name in sorted(SECRETS & type(self).model_fields.keys()):
+        for name in sorted(SECRETS.difference({"redis_url"}) & type(self).model_fields.keys()):
             given: str | list[str] | None = getattr(self, name)
             for key in [given] if isinstance(given, str) else given or []:
                 if not is_secret(key):

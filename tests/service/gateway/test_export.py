@@ -189,8 +189,8 @@ def test_a_redis_that_is_away_is_a_503_and_in_the_middle_the_last_line(backends:
         assert last["error"]["type"] == "storage_unavailable"
         assert 100 <= len(rows) <= 250
         assert [row["session_id"] for row in rows] == [f"bulk-{number:06d}" for number in range(len(rows))]
-        gateway.redis.delete(keys.SESSIONS)
-        gateway.redis.set(keys.SESSIONS, "a string")
+        gateway.redis.delete(keys.session("bulk-000000"))
+        gateway.redis.set(keys.session("bulk-000000"), "a string")
         reply = gateway.get("/admin/export", key=ADMIN_KEY)
         assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from tests.support.system.real_system import ADMIN_KEY, System
 from tests.support.tolerances import ulps
@@ -136,18 +137,22 @@ def test_a_group_without_differences_teaches_nothing_and_says_so(system: System)
 
 def test_the_official_client_streams_what_a_plain_call_would_say(system: System) -> None:
     client = system.client(system.post("/sessions", {"train": False}))
+    assert system.settings.model_path is not None
+    tokenizer = Tokenizer.from_file(str(system.settings.model_path / "tokenizer.json"))
+    ends = [tokenizer.token_to_id(each) for each in ("<|im_end|>", "<|endoftext|>")]
     arguments: Any = {
         "model": "policy",
         "messages": [{"role": "user", "content": "one"}],
         "tools": [TOOL],
         "temperature": 0.0,
         "max_tokens": 64,
+        "logit_bias": {str(each): -100 for each in ends},
         "logprobs": True,
     }
     plain = client.chat.completions.create(**arguments).choices[0]
     chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**arguments, stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == plain.message.content
-    assert chunks[-1].finish_reason == plain.finish_reason == "length"
+    assert (chunks[-1].finish_reason, plain.finish_reason) == ("length", "length")
     tokens = [len(chunk.logprobs.content or ()) for chunk in chunks if chunk.logprobs is not None]
     assert plain.logprobs is not None
     assert sum(tokens) == len(plain.logprobs.content or ()) == 64

@@ -190,11 +190,13 @@ def remove(redis: Redis, key: keys.Key) -> None:
 
 def overwrite(redis: Redis, key: keys.Key) -> None:
     """Another program writes a value of another type."""
-    redis.delete(key)
-    if key.kind == "string":
-        redis.rpush(key, "theirs")
-    else:
-        redis.set(key, "theirs")
+    with redis.pipeline(transaction=True) as writing:
+        writing.delete(key)
+        if key.kind == "string":
+            writing.rpush(key, "theirs")
+        else:
+            writing.set(key, "theirs")
+        writing.execute()
 
 
 def test_the_documents_say_of_each_key_what_its_loss_does() -> None:

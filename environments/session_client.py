@@ -77,11 +77,12 @@ class SessionClient:
         """OpenAI's client whose calls belong to this session."""
         return self._openai.with_options(base_url=session["base_url"], api_key=session["api_key"])
 
-    async def open_session(self, session_id: str, description: Mapping[str, Any]) -> dict[str, Any]:
+    async def open_session(
+        self, session_id: str, description: Mapping[str, Any], patience: Patience | None = None
+    ) -> dict[str, Any]:
         """Open a session, or get the same one again."""
-        session: dict[str, Any] = await self._request(
-            "POST", "/sessions", {"session_id": session_id, **description}
-        )
+        body = {"session_id": session_id, **description}
+        session: dict[str, Any] = await self._request("POST", "/sessions", body, patience=patience)
         return session
 
     async def reward(

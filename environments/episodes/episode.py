@@ -40,7 +40,10 @@ class EpisodePlayer:
 
     async def open(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
         """Open the sessions of an episode. The same seats get the same sessions again."""
-        return [await self._gateway.open_session(seat.session_id, seat.description) for seat in seats]
+        return [
+            await self._gateway.open_session(seat.session_id, seat.description, self.patience)
+            for seat in seats
+        ]
 
     async def play(
         self, task: Task, seats: Sequence[Seat], sessions: Sequence[Mapping[str, Any]]

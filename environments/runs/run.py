@@ -58,11 +58,8 @@ class Run:
         try:
             async with asyncio.TaskGroup() as groups:
                 try:
-                    if self.evaluations and (before := await self.evaluations.before()):
-                        await self.evaluations.play(before, pinned=True)
-                    await self._begin_all(groups)
-                    while self._tasks:
-                        await asyncio.wait(self._tasks)
+                    # Who stops the run is heard here at once, also while sessions are opened.
+                    await asyncio.wait([groups.create_task(self._play_all(groups))])
                 except BaseException:
                     self.player.patience.ends_in(STOPS_WITHIN_S)
                     raise
@@ -70,6 +67,13 @@ class Run:
             raise errors.exceptions[0] from None
         finally:
             await asyncio.gather(*(group.abandon(self.player) for group in self._playing.values()))
+
+    async def _play_all(self, groups: asyncio.TaskGroup) -> None:
+        if self.evaluations and (before := await self.evaluations.before()):
+            await self.evaluations.play(before, pinned=True)
+        await self._begin_all(groups)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def _begin_all(self, groups: asyncio.TaskGroup) -> None:
         for begun in self.unfinished:

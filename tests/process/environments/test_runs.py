@@ -213,6 +213,26 @@ async def test_a_run_that_is_stopped_does_not_wait_for_a_gateway_that_is_gone(
     assert done, "it would take an hour"
 
 
+async def test_a_run_that_is_stopped_does_not_wait_for_sessions_that_the_gateway_does_not_open(
+    running: RunTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, request = asyncio.Event(), aiohttp.ClientSession.request
+
+    def refusing(client: Any, method: str, url: Any, **given: Any) -> Any:
+        if (method.upper(), str(url).endswith("/sessions")) == ("POST", True):
+            refused.set()
+            raise aiohttp.ClientConnectionError("nobody is there")
+        return request(client, method, url, **given)
+
+    monkeypatch.setattr(environments.runs.run, "STOPS_WITHIN_S", 0.5)
+    monkeypatch.setattr(aiohttp.ClientSession, "request", refusing)
+    playing = asyncio.create_task(running.play("Count", group_size=2, concurrency=2, wait_s=3600.0))
+    await refused.wait()
+    playing.cancel()
+    done, _ = await asyncio.wait([playing], timeout=60)
+    assert done, "it would take an hour"
+
+
 async def test_a_player_that_there_is_not_fails_the_episode(running: RunTest) -> None:
     summary = await running.play("Crowded", group_size=1, episodes=1)
     assert summary["by_status"] == {"failed": 2}
@@ -252,8 +272,8 @@ async def test_sessions_that_are_opened_while_the_run_stops_are_ended(
     opened, finished, stopped = itertools.count(1), itertools.count(1), asyncio.Event()
     open_session, finish = SessionClient.open_session, SessionClient.finish
 
-    async def opens(self: SessionClient, session_id: str, description: Any) -> Any:
-        session = await open_session(self, session_id, description)
+    async def opens(self: SessionClient, *given: Any) -> Any:
+        session = await open_session(self, *given)
         if next(opened) > 4:  # the third group
             await stopped.wait()
         return session

@@ -2,6 +2,7 @@
 
 import gzip
 import re
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -147,11 +148,17 @@ def test_the_ledger_is_read_in_pages(client: TestClient) -> None:
     }  # fmt: skip
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as line:
+        return line.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_heads_are_bounded(client: TestClient) -> None:
     """Bodies are bounded by the application, all else by the server."""
     port = free_port()
     head = {"host": "trainer:8200", "x": "y" * 70_000}
     with HttpThread(client.app, "127.0.0.1", port):
+        wait_until(lambda: listens(port))
         assert httpx.get(f"http://127.0.0.1:{port}/live", headers=head).status_code == 431
 
 

@@ -17,6 +17,7 @@ from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
 from rollout_queue.redis import keys
 from rollout_queue.redis.restore import restore
 from rollout_queue.redis.scripts import sessions as session_scripts
+from rollout_queue.redis.sessions.indexes import SCAN_EVERY_S
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
@@ -107,6 +108,9 @@ def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(
     assert report["states"]["finished"] == 1
     ended = "1 session has ended and can no longer expire"
     assert any(sentence.startswith(ended) for sentence in report["sentences"])
+    turned.turn(SCAN_EVERY_S + 1)  # the gateway looks for sessions that have lost their deadline
+    polled(timed.redis)
+    assert timed.redis.zcard(keys.DEADLINES) == timed.redis.exists(keys.LOSSES) == 0
 
 
 A_THOUSAND = """

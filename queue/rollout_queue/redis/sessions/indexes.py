@@ -1,7 +1,8 @@
 """Makes the lists of sessions whole again that Redis has lost, from each other and from the heads.
 
 weir:sessions  ◀── the sessions of weir:settled and weir:deadlines
-weir:deadlines ◀── the sessions of weir:sessions without a verdict
+weir:deadlines ◀── the sessions of weir:sessions that may expire: not those with a verdict, or with an
+                   outcome and a reward, which expiry has taken from the list
 
 `retention` adds missing sessions to `weir:settled`. A list that is lost is there again with the next session,
 so its length does not tell.
@@ -78,8 +79,8 @@ class SessionIndexes:
         """Give a whole time to live to sessions that have none and may expire. Yields them."""
         async for names in self._pages(keys.SESSIONS):
             now = clock.now()
-            for name, (spec, ended) in (await self._heads(names)).items():
-                if not ended:
+            for name, (spec, may_expire) in (await self._heads(names)).items():
+                if may_expire:
                     expires = {name: now + spec.ttl_s}
                     if await stored(self._redis.zadd(keys.DEADLINES, expires, nx=True)):
                         yield name
@@ -91,16 +92,34 @@ class SessionIndexes:
             start += len(page)
 
     async def _heads(self, names: list[str]) -> dict[str, tuple[SessionSpec, bool]]:
-        """What was said of the readable sessions among these, and whether they have ended."""
+        """What was said of the readable sessions among these, and whether they may expire (EXPIRE)."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for name in names:
-                pipeline.hmget(keys.session(name), "spec", "verdict")
+                pipeline.hmget(keys.session(name), "spec", "verdict", "outcome")
             found = await stored(pipeline.execute())
+        finished = [
+            name
+            for name, (_, verdict, outcome) in zip(names, found, strict=True)
+            if verdict is None and outcome is not None
+        ]
+        rewarded = await self._rewarded(finished)
         heads: dict[str, tuple[SessionSpec, bool]] = {}
-        for name, (spec, verdict) in zip(names, found, strict=True):
+        for name, (spec, verdict, _) in zip(names, found, strict=True):
             try:
                 if spec is not None:
-                    heads[name] = decode_spec(spec), verdict is not None
+                    heads[name] = decode_spec(spec), verdict is None and name not in rewarded
             except (InvalidRecord, UnknownSchema) as error:
                 logger.warning("session %s cannot be read, and stays unlisted: %s", name, error)
         return heads
+
+    async def _rewarded(self, names: list[str]) -> set[str]:
+        """Which of the sessions have a reward."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.hkeys(keys.session(name))
+            found = await stored(pipeline.execute())
+        return {
+            name
+            for name, fields in zip(names, found, strict=True)
+            if any(field.startswith(b"r:") for field in fields)
+        }

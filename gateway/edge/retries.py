@@ -66,7 +66,9 @@ class InFlightCall:
         self.figures = reply.figures
         self.attempt = attempt
         self.latest_attempt = attempt
-        """The number of the last attempt that joined. A client makes its attempts one after another."""
+        """The highest number of an attempt that joined."""
+        self.attempts = {attempt}
+        """The numbers of all. Attempts may overtake each other on their way through the workers."""
         self.joined_at = 0.0
         """When `latest_attempt` joined, in seconds since the epoch; 0 if none has joined."""
         self.readers = 1
@@ -115,6 +117,7 @@ class InFlightCall:
             await self._change()
 
     def join(self, attempt: int) -> None:
+        self.attempts.add(attempt)
         if attempt > self.latest_attempt:
             self.latest_attempt, self.joined_at = attempt, clock.now()
         self.readers += 1
@@ -194,7 +197,8 @@ class InFlightCalls:
         self._calls: dict[CallKey, list[InFlightCall]] = {}
 
     def join(self, key: CallKey, attempt: int) -> InFlightCall | None:
-        """Join the call that this attempt repeats, preferably one without a reader; None if there is none."""
+        """Join the call that this attempt repeats; None if there is none. Of several, rather one that no
+        later attempt has joined, and then one without a reader."""
         call = self.find(key, attempt)
         if call is not None:
             call.join(attempt)
@@ -209,8 +213,8 @@ class InFlightCalls:
         calls = self._calls.get(key)
         if calls is None or not self.may_join(attempt):
             return None
-        earlier = [each for each in calls if self._join_identical or each.latest_attempt < attempt]
-        return min(earlier, key=lambda each: each.readers > 0, default=None)
+        others = [each for each in calls if self._join_identical or attempt not in each.attempts]
+        return min(others, key=lambda each: (each.latest_attempt >= attempt, each.readers > 0), default=None)
 
     def begin(
         self, key: CallKey, digest: str, attempt: int, reply: Reply, client: DisconnectWatch

@@ -12,6 +12,7 @@ from redis import Redis
 from redis.commands.core import AsyncScript
 
 from rollout_queue import clock
+from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.episodes import Episode
 from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
 from rollout_queue.redis import keys
@@ -109,6 +110,23 @@ def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(
     ended = "1 session has ended and can no longer expire"
     assert any(sentence.startswith(ended) for sentence in report["sentences"])
     turned.turn(SCAN_EVERY_S + 1)  # the gateway looks for sessions that have lost their deadline
+    polled(timed.redis)
+    assert timed.redis.zcard(keys.DEADLINES) == timed.redis.exists(keys.LOSSES) == 0
+
+
+def test_a_session_that_gets_its_verdict_while_deadlines_are_looked_for_is_not_taken_for_lost(
+    timed: RunningGateway, turned: TurnedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = timed.session()["session_id"]
+    timed.redis.zrem(keys.DEADLINES, session)  # as the trainer does with the verdict
+
+    def verdict_comes(spec: bytes) -> SessionSpec:
+        decide(timed.redis, session, Verdict(code="not_for_training"))
+        return decode_spec(spec)
+
+    monkeypatch.setattr("rollout_queue.redis.sessions.indexes.decode_spec", verdict_comes)
+    turned.turn(SCAN_EVERY_S + 1)
+    wait_until(lambda: timed.redis.hexists(keys.session(session), "verdict"))
     polled(timed.redis)
     assert timed.redis.zcard(keys.DEADLINES) == timed.redis.exists(keys.LOSSES) == 0
 

@@ -210,6 +210,21 @@ def test_retries_of_parallel_samples_join_one_each(gated: RunningGateway, retry_
     assert len(gated.engine.requests) == 3
 
 
+def test_an_attempt_that_a_later_one_overtook_joins_their_call(
+    gated: RunningGateway, retry_counts: RetryCounts
+) -> None:
+    """Each worker of a gateway takes its own time to find the call."""
+    session = gated.session()
+    calls = [Call(gated, session)]
+    asked(gated, 1)
+    for attempt in (2, 1):
+        calls.append(Call(gated, session, attempt))
+        wait_until(lambda: len(retry_counts.calls) == len(calls) - 1)
+    let_on(gated)
+    assert len({call.completion()["id"] for call in calls}) == 1
+    assert len(gated.engine.requests) == 1
+
+
 def test_a_retry_rather_joins_the_call_whose_client_left(
     gated: RunningGateway, retry_counts: RetryCounts
 ) -> None:

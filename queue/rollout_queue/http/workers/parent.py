@@ -14,14 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from rollout_queue import clock
-from rollout_queue.http.workers.siblings import Siblings
+from rollout_queue.http.workers.siblings import SILENT_S, Siblings
 from rollout_queue.http.workers.worker import Worker, bound_sockets, unix_socket
 
 logger = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 0.5
-SILENT_S = 30.0
-"""A worker that listens, and has not answered for this long, is killed and started again."""
 MAX_EARLY_ENDS = 5
 """If a worker ends this often in a row before it answers, the whole service ends with an error."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0

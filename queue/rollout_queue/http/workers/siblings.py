@@ -15,7 +15,12 @@ logger = logging.getLogger(__name__)
 
 ASK_S = 5.0
 """How long a worker may take to answer a question. Later it counts as one that does not answer."""
-CONNECT = httpx.Timeout(None, connect=ASK_S)
+SILENT_S = 30.0
+"""The parent process kills a worker that has not answered for this long."""
+HUNG_S = SILENT_S + 2 * ASK_S
+"""A worker that has not answered a question by then has been killed. So a question that must not be missed
+waits this long: a worker that stood still for a while answers it."""
+CONNECT = httpx.Timeout(None, connect=HUNG_S)
 
 
 class Siblings:
@@ -35,11 +40,13 @@ class Siblings:
     def numbers(self) -> Sequence[int]:
         return list(self._clients)
 
-    async def ask(self, path: str, question: bytes = b"") -> dict[int, bytes]:
+    async def ask(self, path: str, question: bytes = b"", within_s: float = ASK_S) -> dict[int, bytes]:
         """Put a question to every worker at once. Returns the answers with status 200, by worker."""
         if not self._clients:
             return {}
-        answers = await asyncio.gather(*(self._ask(number, path, question) for number in self._clients))
+        answers = await asyncio.gather(
+            *(self._ask(number, path, question, within_s) for number in self._clients)
+        )
         return {
             number: answer
             for number, answer in zip(self._clients, answers, strict=True)
@@ -57,10 +64,10 @@ class Siblings:
         for client in self._clients.values():
             await client.aclose()
 
-    async def _ask(self, number: int, path: str, question: bytes) -> bytes | None:
+    async def _ask(self, number: int, path: str, question: bytes, within_s: float) -> bytes | None:
         try:
-            async with clock.timeout(ASK_S):
-                answer = await self._clients[number].post(path, content=question, timeout=ASK_S)
+            async with clock.timeout(within_s):
+                answer = await self._clients[number].post(path, content=question, timeout=within_s)
         except (httpx.TransportError, TimeoutError) as error:
             logger.warning("worker %d did not answer %s: %r", number, path, error)
             return None

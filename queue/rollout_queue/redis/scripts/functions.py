@@ -32,6 +32,19 @@ local function settle(settled, stream, id)
 end
 """
 
+MAY_EXPIRE = """
+local function may_expire(session)
+    -- Whether the session has no verdict, and lacks an outcome or a reward: only the trainer acts on others.
+    local fields = redis.call('HMGET', session, 'verdict', 'outcome')
+    if fields[1] then return false end
+    if not fields[2] then return true end
+    for _, field in ipairs(redis.call('HKEYS', session)) do
+        if string.sub(field, 1, 2) == 'r:' then return false end
+    end
+    return true
+end
+"""
+
 REMOVE_REFERENCES = """
 local function remove_references(first, sorted_sets, users, responses, images)
     -- Removes the session ARGV[1] from the KEYS from `first` on. These are sorted sets, sets of users, texts

@@ -1,6 +1,6 @@
 """Scripts that open, list, keep open and expire sessions."""
 
-from rollout_queue.redis.scripts.functions import SETTLE
+from rollout_queue.redis.scripts.functions import MAY_EXPIRE, SETTLE
 
 WHY_NO_GROUP = """
 local function why_no_group(first, forgotten, owner, name)
@@ -114,6 +114,7 @@ return 'created'
 
 EXPIRE = (
     SETTLE
+    + MAY_EXPIRE
     + """
 -- KEYS: session, stream, deadlines, verdicts, settled   ARGV: id, outcome, verdict, now, terms of the outcome
 local deadline = redis.call('ZSCORE', KEYS[3], ARGV[1])
@@ -121,18 +122,28 @@ if not deadline or tonumber(deadline) > tonumber(ARGV[4]) then return 0 end
 local terms = redis.call('HGET', KEYS[1], 'terms')
 if terms and terms ~= ARGV[5] then return 0 end -- it was described meanwhile: the next poll reads it again
 redis.call('ZREM', KEYS[3], ARGV[1])
-if redis.call('HEXISTS', KEYS[1], 'verdict') == 1 then return 0 end
-if redis.call('HEXISTS', KEYS[1], 'outcome') == 1 then
-    for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-        if string.sub(field, 1, 2) == 'r:' then return 0 end -- rewarded: only the trainer has to act
-    end
-end
+if not may_expire(KEYS[1]) then return 0 end
 redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
 redis.call('HSETNX', KEYS[1], 'outcome', ARGV[2])
 redis.call('HSET', KEYS[1], 'verdict', ARGV[3])
 redis.call('HINCRBY', KEYS[4], 'session:expired', 1)
 settle(KEYS[5], KEYS[2], ARGV[1])
 return 1
+"""
+)
+
+LIST_AGAIN = """
+-- KEYS: session, sessions   ARGV: id, creation time   Returns 1 if it exists and was not listed, else 0.
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+return redis.call('ZADD', KEYS[2], 'NX', ARGV[2], ARGV[1])
+"""
+
+TIME_AGAIN = (
+    MAY_EXPIRE
+    + """
+-- KEYS: session, deadlines   ARGV: id, deadline   Returns 1 if it may expire and had none, else 0.
+if redis.call('EXISTS', KEYS[1]) == 0 or not may_expire(KEYS[1]) then return 0 end
+return redis.call('ZADD', KEYS[2], 'NX', ARGV[2], ARGV[1])
 """
 )
 

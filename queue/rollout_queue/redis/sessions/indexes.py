@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
 
 from rollout_queue import clock
 from rollout_queue.contract.codec import decode_spec
@@ -20,6 +21,7 @@ from rollout_queue.contract.records import SessionSpec
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.client.losses import note_loss_async
+from rollout_queue.redis.scripts import sessions as session_scripts
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class SessionIndexes:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._look = redis.register_script(LOOK)
+        self._list = redis.register_script(session_scripts.LIST_AGAIN)
+        self._time = redis.register_script(session_scripts.TIME_AGAIN)
         self._known = 0
         """How many sessions rightly had no deadline at the last scan: only the trainer has to act."""
         self._scanned_at = float("-inf")
@@ -69,57 +73,46 @@ class SessionIndexes:
     async def _list_again(self) -> AsyncIterator[str]:
         """List the sessions of the other lists. Yields those that were not listed."""
         for source in (keys.SETTLED, keys.DEADLINES):
-            async for names in self._pages(source):
-                for name, (spec, *_) in (await self._heads(names)).items():
-                    created = {name: spec.created_at}
-                    if await stored(self._redis.zadd(keys.SESSIONS, created, nx=True)):
-                        yield name
+            async for specs in self._specs(source):
+                scores = {name: spec.created_at for name, spec in specs.items()}
+                for name in await self._added(self._list, keys.SESSIONS, scores):
+                    yield name
 
     async def _time_again(self) -> AsyncIterator[str]:
         """Give a whole time to live to sessions that have none and may expire. Yields them."""
-        async for names in self._pages(keys.SESSIONS):
+        async for specs in self._specs(keys.SESSIONS):
             now = clock.now()
-            for name, (spec, may_expire) in (await self._heads(names)).items():
-                if may_expire:
-                    expires = {name: now + spec.ttl_s}
-                    if await stored(self._redis.zadd(keys.DEADLINES, expires, nx=True)):
-                        yield name
+            scores = {name: now + spec.ttl_s for name, spec in specs.items()}
+            for name in await self._added(self._time, keys.DEADLINES, scores):
+                yield name
+
+    async def _added(self, script: AsyncScript, key: keys.Key, scores: dict[str, float]) -> list[str]:
+        """Add sessions to a list with a script, which looks at each again: it may have ended, or be deleted,
+        since its head was read. Returns those that were missing."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for name, score in scores.items():
+                await script([keys.session(name), key], [name, score], client=pipeline)
+            added = await stored(pipeline.execute())
+        return [name for name, was_missing in zip(scores, added, strict=True) if was_missing]
+
+    async def _specs(self, source: keys.Key) -> AsyncIterator[dict[str, SessionSpec]]:
+        """What was said of the sessions of a list, page by page, without those that cannot be read."""
+        async for names in self._pages(source):
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for name in names:
+                    pipeline.hget(keys.session(name), "spec")
+                found = await stored(pipeline.execute())
+            specs: dict[str, SessionSpec] = {}
+            for name, spec in zip(names, found, strict=True):
+                try:
+                    if spec is not None:
+                        specs[name] = decode_spec(spec)
+                except (InvalidRecord, UnknownSchema) as error:
+                    logger.warning("session %s cannot be read, and stays unlisted: %s", name, error)
+            yield specs
 
     async def _pages(self, source: keys.Key) -> AsyncIterator[list[str]]:
         start = 0
         while page := await stored(self._redis.zrange(source, start, start + PAGE - 1)):
             yield [name.decode() for name in page]
             start += len(page)
-
-    async def _heads(self, names: list[str]) -> dict[str, tuple[SessionSpec, bool]]:
-        """What was said of the readable sessions among these, and whether they may expire (EXPIRE)."""
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for name in names:
-                pipeline.hmget(keys.session(name), "spec", "verdict", "outcome")
-            found = await stored(pipeline.execute())
-        finished = [
-            name
-            for name, (_, verdict, outcome) in zip(names, found, strict=True)
-            if verdict is None and outcome is not None
-        ]
-        rewarded = await self._rewarded(finished)
-        heads: dict[str, tuple[SessionSpec, bool]] = {}
-        for name, (spec, verdict, _) in zip(names, found, strict=True):
-            try:
-                if spec is not None:
-                    heads[name] = decode_spec(spec), verdict is None and name not in rewarded
-            except (InvalidRecord, UnknownSchema) as error:
-                logger.warning("session %s cannot be read, and stays unlisted: %s", name, error)
-        return heads
-
-    async def _rewarded(self, names: list[str]) -> set[str]:
-        """Which of the sessions have a reward."""
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for name in names:
-                pipeline.hkeys(keys.session(name))
-            found = await stored(pipeline.execute())
-        return {
-            name
-            for name, fields in zip(names, found, strict=True)
-            if any(field.startswith(b"r:") for field in fields)
-        }

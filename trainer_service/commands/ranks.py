@@ -195,6 +195,8 @@ def follow_models(models: Models) -> None:
     copies = CopyWriter(models.ranks)
     watch = RankWatch(models.ranks, models.rank_timeout_s)
     while (call := channel.receive()) is not None:
+        if isinstance(call, CopyCall):
+            copies.forget()
         answer = call.on(models)
         if isinstance(answer, StateCopy):
             copies.copy = answer

@@ -134,8 +134,7 @@ class Critic:
 
     def copy_states(self) -> Callable[[Path], None]:
         """Copy weights and optimizer into host memory. Returns what writes them into a directory."""
-        self._copies.take({})
-        return self._copies.write
+        return self._copies.take({}).write
 
     def load(self, directory: Path, tag: str, rate_scale: float) -> None:
         """Read back what a copy wrote, as the policy does. Raises FileNotFoundError."""

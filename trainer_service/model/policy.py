@@ -254,10 +254,11 @@ class DeepSpeedPolicy:
 
     def copy_states(self) -> StateCopy:
         """Copy the trained weights, optimizer, schedule and the states of the random generators into host
-        memory, to be written into a checkpoint. Every rank must call it. It overwrites the former copy."""
+        memory, to be written into a checkpoint. Every rank must call it. The former copy may not be
+        used any more."""
         frozen = self._adapters is not None
-        self._copies.take({"random": random_states()}, without_frozen=frozen)
-        parts: dict[str, Callable[[Path], object]] = {".": self._copies.write}
+        copied = self._copies.take({"random": random_states()}, without_frozen=frozen)
+        parts: dict[str, Callable[[Path], object]] = {".": copied.write}
         if self._critic is not None:
             parts[CRITIC] = self._critic.copy_states()
         return StateCopy(parts | self._copied_weights())

@@ -11,6 +11,8 @@ from trainer_service.model.sharding.file_copies import StateCopy
 from trainer_service.step.communication.rank_threads import RankThread, RankThreads
 from trainer_service.storage.files import sync_tree
 
+NO_COPY = StateCopy({})
+
 
 @dataclass(frozen=True)
 class SpreadCopy:
@@ -29,9 +31,13 @@ class CopyWriter:
     """The side of another rank: a thread that writes this rank's copy whenever rank 0 asks for it."""
 
     def __init__(self, ranks: int) -> None:
-        self.copy = StateCopy({})
+        self.copy = NO_COPY
         """The last copy. Rank 0 takes no further one before all have written it."""
         self._thread = RankThread[Path, None](ranks, "copy-writer", lambda path: _write(self.copy, path))
+
+    def forget(self) -> None:
+        """Free the last copy. To be called before the next one is taken, so that only one is in memory."""
+        self.copy = NO_COPY
 
     def join(self) -> None:
         """Wait until rank 0 has ended this thread."""

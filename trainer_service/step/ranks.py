@@ -261,6 +261,7 @@ def follow(policy: DeepSpeedPolicy) -> None:
             case DiscardGradients():
                 steps.discard_gradients()
             case CopyStates():
+                copies.forget()
                 copies.copy = policy.copy_states()
                 channel.wait_for_all()
             case Load():

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -160,6 +161,21 @@ def test_the_training_waits_for_room_when_the_next_checkpoint_is_due(
     harness.step("h")
     assert waiting[0] == []
     assert [row.step for row in harness.ledger][:1] == [1]
+
+
+def test_a_checkpoint_that_is_written_is_in_memory_no_longer(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_states, copies = harness.policy.copy_states, list[weakref.ref[StateCopy]]()
+
+    def copied() -> StateCopy:
+        copy = copy_states()
+        copies.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(harness.policy, "copy_states", copied)
+    harness.step("g")
+    wait_until(lambda: copies and all(copy() is None for copy in copies))
 
 
 def test_a_version_waits_for_room_and_is_announced_when_it_is_whole(

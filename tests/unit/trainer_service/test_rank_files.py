@@ -1,5 +1,6 @@
 """What ranks write: their shares of a version's tensors, and copies of a checkpoint's files."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,17 @@ class SavingEngine:
 
 
 def test_memory_that_is_used_again_is_copied_again_and_names_still_share_a_tensor(tmp_path: Path) -> None:
-    copies = FileCopies(SavingEngine())
-    copies.take({})
-    copies.write(tmp_path)
+    FileCopies(SavingEngine()).take({}).write(tmp_path)
     read = [torch.load(tmp_path / name) for name in ("weights.pt", "optimizer.pt")]
     assert [each["value"].tolist() for each in read] == [[1.0] * 3, [2.0] * 3]
     assert [each["value"].data_ptr() for each in read] == [each["tied"][0].data_ptr() for each in read]
+
+
+def test_from_the_cpu_nothing_holds_the_memory_of_a_copy_that_is_written(tmp_path: Path) -> None:
+    copies = FileCopies(SavingEngine())
+    copied = copies.take({})
+    memory = [weakref.ref(file["value"]) for file in copied.files.values()]
+    copied.write(tmp_path)
+    assert all(each() is not None for each in memory)
+    del copied
+    assert [each() for each in memory] == [None, None]

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_service.model.sharding.host_memory import host_memory
+
 TensorKey = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class StateCopy:
-    """Everything that one rank keeps of a checkpoint, until the next copy."""
+    """Everything that one rank keeps of a checkpoint, until it is written."""
 
     parts: Mapping[str, Callable[[Path], object]]
     """What writes the files of each subdirectory into it."""
@@ -31,24 +33,36 @@ class StateCopy:
             write(directory / name)
 
 
+@dataclass(frozen=True)
+class CopiedFiles:
+    """The files of one copy, by name."""
+
+    files: Mapping[str, Any]
+
+    def write(self, directory: Path) -> None:
+        """Write the files into `directory`."""
+        for name, state in self.files.items():
+            torch.save(state, directory / name)
+
+
 class FileCopies:
-    """What one DeepSpeed engine would write into a checkpoint. The next copy overwrites the former: fresh
-    memory takes longer to touch than the states take to copy. On CUDA it is pinned."""
+    """Copies what one DeepSpeed engine would write into a checkpoint. From CUDA, the next copy overwrites the
+    former: the memory is pinned, which takes long. From the CPU, each copy has memory of its own, which is
+    free as soon as the copy is written."""
 
     def __init__(self, engine: Any) -> None:
         """From now on, the engine gives its files to this object, and writes none itself."""
         self._engine = engine
         self._files: dict[str, Any] = {}
-        self._memory: dict[tuple[object, ...], Tensor] = {}
+        self._pinned: dict[tuple[object, ...], Tensor] = {}
         self._seen: dict[TensorKey, Tensor] = {}
         engine.checkpoint_engine.save = self._add
         engine.checkpoint_engine.makedirs = _write_nothing
         engine._copy_recovery_script = _write_nothing  # a private name of the pinned release
 
     @torch.no_grad()
-    def take(self, client_state: dict[str, Any], *, without_frozen: bool = False) -> None:
-        """Copy the engine's states. Every rank must call it."""
-        self._files = {}
+    def take(self, client_state: dict[str, Any], *, without_frozen: bool = False) -> CopiedFiles:
+        """Copy the engine's states. Every rank must call it. The former copy may not be used any more."""
         self._engine.save_checkpoint(
             ".",
             tag="copy",
@@ -56,11 +70,8 @@ class FileCopies:
             save_latest=False,
             exclude_frozen_parameters=without_frozen,
         )
-
-    def write(self, directory: Path) -> None:
-        """Write the files into `directory`."""
-        for name, state in self._files.items():
-            torch.save(state, directory / name)
+        files, self._files = self._files, {}
+        return CopiedFiles(files)
 
     def _add(self, state_dict: Any, path: str) -> None:
         name = Path(path).name
@@ -85,10 +96,7 @@ class FileCopies:
         """Names that share a tensor share its copy, too."""
         key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if key not in self._seen:
-            memory = self._memory.get(place)
-            if memory is None or (memory.shape, memory.dtype) != (value.shape, value.dtype):
-                memory = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-                self._memory[place] = memory
+            memory = host_memory(self._pinned, place, value, value.dtype)
             self._seen[key] = memory.copy_(value)
         return self._seen[key]
 

@@ -108,11 +108,10 @@ class TrainedModel:
             raise RuntimeError(f"DeepSpeed made a step with a gradient of NaN: norm {norm}")
 
     def copy_states(self) -> Callable[[Path], object]:
-        """Copy weights and optimizer into host memory. Returns what writes this rank's files of them. It
-        overwrites the former copy."""
+        """Copy weights and optimizer into host memory. Returns what writes this rank's files of them. The
+        former copy may not be used any more."""
         self._activate()
-        self._copies.take({})
-        return self._copies.write
+        return self._copies.take({}).write
 
     def load(self, place: Path, *, optimizer: bool, universal: bool = False) -> None:
         """Read back what a copy of a model of equal shape and layout wrote into the directory `place`, or

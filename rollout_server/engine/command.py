@@ -21,7 +21,7 @@ NO_CUDA_RUNTIME = "ENGINE_WITHOUT_CUDA_RUNTIME"
 CPU_MAX_RUNNING_REQUESTS = 64
 MOST_KV_TOKENS, FEWEST_KV_TOKENS = 65_536, 8_192
 """Of the KV cache on CPU. With fewer tokens, two conversations of an agent hardly fit."""
-KV_SHARE = 0.05
+KV_SHARE = 0.03
 """The part of the free memory that the KV cache takes on CPU: SGLang writes all of it at its start, and the
 trainer needs most of the rest."""
 

@@ -20,7 +20,6 @@ from rollout_queue.base_model.model_files import INDEX
 from rollout_queue.contract.policies.policy import FileSpec, TensorSpec
 from trainer_service.model.export import NAMES, ExportTensor, StoredShape, header, in_turn
 from trainer_service.model.huggingface import WEIGHTS
-from trainer_service.model.sharding.host_memory import host_memory
 
 FILE_BYTES = 4 * 2**30
 """The most bytes of tensors in one file, unless a single tensor has more."""
@@ -100,11 +99,11 @@ class WeightSnapshot:
 
 
 class SnapshotMemory:
-    """Takes snapshots. From CUDA, the next one overwrites the former; from the CPU, each has memory of its
-    own."""
+    """Host memory for one snapshot. The next snapshot overwrites it: fresh memory takes longer to touch than
+    the weights take to copy. On CUDA it is pinned."""
 
     def __init__(self) -> None:
-        self._pinned: dict[str, Tensor] = {}
+        self._values: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def take(
@@ -115,7 +114,7 @@ class SnapshotMemory:
         rank: int = 0,
         keepers: int = 1,
     ) -> WeightSnapshot:
-        """Copy the share of this `rank`. The first `keepers` ranks have a share. Every rank
+        """Copy the share of this `rank` into this memory. The first `keepers` ranks have a share. Every rank
         must call this, because it gathers. A former snapshot may not be used any more."""
         shapes = [StoredShape(tensor.name, tensor.shape, dtypes[tensor.name]) for tensor in tensors]
         indices = shares_of([shape.nbytes for shape in shapes], keepers)
@@ -130,7 +129,11 @@ class SnapshotMemory:
         return WeightSnapshot(kept, [[shapes[index] for index in share] for share in indices], rank)
 
     def _copied(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        return host_memory(self._pinned, name, value, dtype).copy_(value)
+        memory = self._values.get(name)
+        if memory is None or (memory.shape, memory.dtype) != (value.shape, dtype):
+            memory = torch.empty(value.shape, dtype=dtype, pin_memory=value.is_cuda)
+            self._values[name] = memory
+        return memory.copy_(value)
 
 
 def _files(shares: Sequence[Sequence[StoredShape]], file_bytes: int) -> list[PlannedFile]:

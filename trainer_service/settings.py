@@ -28,7 +28,7 @@ class GuardSettings(BaseModel):
     """The largest `mismatch/abs_logp_current`, in nats per token: the mean |difference| between trainer and
     engine, on tokens that the trainer's own version sampled. A step without such tokens is not judged."""
     max_kl: float | None = Field(0.2, gt=0)
-    """The largest |`mismatch/kl`|, in nats per token."""
+    """The largest |`mismatch/kl_current`|, in nats per token, on the same tokens."""
     reward_drop: float | None = Field(0.5, gt=0)
     """How far the mean reward of the last `reward_groups` groups of a task may fall below the best earlier
     mean of as many groups, as a share of that mean's absolute value. A fall that noise explains does not

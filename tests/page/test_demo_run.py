@@ -102,10 +102,10 @@ def test_a_session_says_why_it_is_not_trained(demo: DemoRun, tab: Tab) -> None:
 def test_the_curve_of_the_reward_is_that_of_the_trainers_file(
     demo: DemoRun, tab: Tab, tmp_path: Path
 ) -> None:
-    page = at(demo, tab, "#/learning?m=reward_mean,mismatch/kl")
+    page = at(demo, tab, "#/learning?m=reward_mean,mismatch/kl_current")
     reward = page.get_by_role("region", name="reward_mean")
     expect(reward.locator("canvas")).to_be_visible()
-    expect(page.get_by_role("region", name="mismatch/kl")).to_contain_text("Guard max_kl")
+    expect(page.get_by_role("region", name="mismatch/kl_current")).to_contain_text("Guard max_kl")
     with page.expect_download() as saved:
         reward.get_by_role("button", name="CSV of reward_mean").click()
     with Path(saved.value.path()).open(encoding="utf-8") as file:

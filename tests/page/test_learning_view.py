@@ -73,11 +73,11 @@ def test_a_group_a_session_or_a_version_is_found_by_name(learned: ShownDeploymen
 
 def test_the_curves_of_a_run_are_drawn_with_the_limits_of_guards(learned: ShownDeployment, tab: Tab) -> None:
     page = at(learned, tab, "#/learning")
-    kl = page.get_by_role("region", name="mismatch/kl")
+    kl = page.get_by_role("region", name="mismatch/kl_current")
     expect(kl).to_contain_text("Guard max_kl: between -0.2 and 0.2.")
     expect(kl.locator("canvas")).to_be_visible()
     expect(kl.get_by_role("img")).to_have_attribute(
-        "aria-label", re.compile(r"^mismatch/kl: steps 1 to .*Set back after step 1.500\.")
+        "aria-label", re.compile(r"^mismatch/kl_current: steps 1 to .*Set back after step 1.500\.")
     )
     expect(page.get_by_role("region", name="Set back")).to_contain_text("After step 1,500 to version 1,400")
     expect(kl).to_contain_text("steps 1 to")

@@ -104,28 +104,36 @@ def grad_norm(norms: Sequence[float], values: Values, settings: GuardSettings) -
 
 def abs_logp(values: Values, settings: GuardSettings) -> str | None:
     """Trainer and engine give the same tokens of the same weights different log-probabilities: one of the two
-    computes them wrongly. What learning has moved since an older version sampled a token is no fault, so a
-    step that has only such tokens is not judged."""
-    limit = settings.max_abs_logp
-    if limit is None or ("mismatch/abs_logp_current" not in values and "mismatch/abs_logp" in values):
+    computes them wrongly."""
+    seen = _mismatch(values, "abs_logp")
+    if settings.max_abs_logp is None or seen is None or seen <= settings.max_abs_logp:
         return None
-    if (seen := values.get("mismatch/abs_logp_current", nan)) <= limit:
-        return None
-    return (
-        f"mean |Δlogprob| between trainer and engine is {seen:.3g} in step {values['step']:g}, on tokens of "
-        f"the trainer's own version, beyond {limit:g} (guards.max_abs_logp)"
+    return _differ(
+        "mean |Δlogprob| between trainer and engine", seen, values, "max_abs_logp", settings.max_abs_logp
     )
 
 
 def kl(values: Values, settings: GuardSettings) -> str | None:
     """The log-probabilities of trainer and engine differ in the mean: most tokens differ in the same
     direction."""
-    limit = settings.max_kl
-    if limit is None or abs(seen := values.get("mismatch/kl", nan)) <= limit:
+    seen = _mismatch(values, "kl")
+    if settings.max_kl is None or seen is None or abs(seen) <= settings.max_kl:
         return None
+    return _differ("the KL between engine and trainer", seen, values, "max_kl", settings.max_kl)
+
+
+def _mismatch(values: Values, name: str) -> float | None:
+    """The mismatch of a step, on the tokens that the trainer's own version sampled. What learning has moved
+    since an older version sampled a token is no fault, so a step that has only such tokens is not judged:
+    None. Not a number if no token had a finite log-probability."""
+    judged = f"mismatch/{name}_current" in values or f"mismatch/{name}" not in values
+    return values.get(f"mismatch/{name}_current", nan) if judged else None
+
+
+def _differ(what: str, seen: float, values: Values, guard: str, limit: float) -> str:
     return (
-        f"the KL between engine and trainer is {seen:.3g} in step {values['step']:g}, beyond {limit:g} "
-        "(guards.max_kl)"
+        f"{what} is {seen:.3g} in step {values['step']:g}, on tokens of the trainer's own version, beyond "
+        f"{limit:g} (guards.{guard})"
     )
 
 

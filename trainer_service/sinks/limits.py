@@ -22,7 +22,9 @@ def limits_of(guards: GuardSettings) -> list[MetricLimit]:
     if (most := guards.max_abs_logp) is not None:
         limits.append(MetricLimit("mismatch/abs_logp_current", "max_abs_logp", f"at most {most:g}", most))
     if (most := guards.max_kl) is not None:
-        limits.append(MetricLimit("mismatch/kl", "max_kl", f"between {-most:g} and {most:g}", most, -most))
+        limits.append(
+            MetricLimit("mismatch/kl_current", "max_kl", f"between {-most:g} and {most:g}", most, -most)
+        )
     if (ratio := guards.max_grad_norm_ratio) is not None:
         says = f"at most {ratio:g} times its median over the last 100 steps, where less than 1 counts as 1"
         limits.append(MetricLimit("grad_norm", "max_grad_norm_ratio", says))

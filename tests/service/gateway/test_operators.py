@@ -199,7 +199,7 @@ def test_the_curve_of_a_long_run_has_no_more_points_than_buckets(gateway: Runnin
     assert (reply["first"], reply["last"], reply["bucket_steps"], reply["complete"]) == (1, STEPS, 50, True)
     assert series["max"][-1] == 1.0
     assert reply["series"]["none"]["steps"] == []
-    assert {limit["metric"]: limit["most"] for limit in reply["limits"]}["mismatch/kl"] == 0.2
+    assert {limit["metric"]: limit["most"] for limit in reply["limits"]}["mismatch/kl_current"] == 0.2
     near = learning("metrics=reward_mean&from=100&to=109").json()["series"]["reward_mean"]
     assert near["steps"] == list(range(100, 110))
     assert gateway.get("/admin/learning").status_code == 403

@@ -20,6 +20,7 @@ STEADY = {
     "mismatch/abs_logp": 0.01,
     "mismatch/abs_logp_current": 0.01,
     "mismatch/kl": 0.0,
+    "mismatch/kl_current": 0.0,
 }
 WINDOW = GuardSettings().reward_groups
 
@@ -71,7 +72,7 @@ def test_rewards_that_are_only_noise_raise_no_alarm() -> None:
             {"mismatch/abs_logp_current": float("nan")},
             "|Δlogprob| between trainer and engine is nan",
         ),
-        ("max_kl", {"mismatch/kl": -2.0}, "the KL between engine and trainer is -2 in step 31, beyond 0"),
+        ("max_kl", {"mismatch/kl_current": -2.0}, "the KL between engine and trainer is -2 in step 31, on"),
     ],
 )
 def test_one_extreme_step_raises_an_alarm_unless_its_guard_is_off(
@@ -85,15 +86,19 @@ def test_one_extreme_step_raises_an_alarm_unless_its_guard_is_off(
     assert not watched(Guards(GuardSettings(**{guard: None})), steps)
 
 
-def test_the_mismatch_is_judged_where_the_trainers_own_version_sampled(make_harness: MakeHarness) -> None:
+@pytest.mark.parametrize(("guard", "metric"), [("max_abs_logp", "abs_logp"), ("max_kl", "kl")])
+def test_the_mismatch_is_judged_where_the_trainers_own_version_sampled(
+    make_harness: MakeHarness, guard: str, metric: str
+) -> None:
     """What learning moved between two versions is not a fault: how far, the learning rate decides."""
-    guards = {"max_abs_logp": 10.0, "max_kl": None, "max_recoveries": 0}
+    guards = {"max_abs_logp": None, "max_kl": None, "max_recoveries": 0, guard: 10.0}
     harness = make_harness(guards=guards, initial_version=7).start()
     harness.step("old", version=6, logprobs=[-90.0] * 3)
-    assert "mismatch/abs_logp_current" not in harness.told
+    assert f"mismatch/{metric}_current" not in harness.told
+    assert not harness.shared_state.paused
     both = (Span(7, 0, 1), Span(8, 1, 3))
     harness.step("mixed", versions=both, logprobs=[-90.0, -4.0, -4.0])
-    assert harness.told["mismatch/abs_logp_current"] < 10 < harness.told["mismatch/abs_logp"]
+    assert abs(harness.told[f"mismatch/{metric}_current"]) < 10 < abs(harness.told[f"mismatch/{metric}"])
     assert not harness.shared_state.paused
     harness.step("own", versions=(Span(8, 0, 2), Span(9, 2, 3)), logprobs=[-4.0, -4.0, -90.0])
     assert harness.shared_state.paused
@@ -101,14 +106,15 @@ def test_the_mismatch_is_judged_where_the_trainers_own_version_sampled(make_harn
 
 
 def test_a_step_without_a_finite_logprob_raises_an_alarm() -> None:
-    stale = {"grad_norm": 0.5, "mismatch/abs_logp": 9.0, "mismatch/kl": 0.0}
+    stale = {"grad_norm": 0.5, "mismatch/abs_logp": 9.0, "mismatch/kl": 9.0}
     assert not watched(Guards(GuardSettings()), [stale]), "it has no token of the present version"
-    ((_, alarm),) = watched(Guards(GuardSettings(max_kl=None)), [{"grad_norm": 0.5}])
-    assert (alarm.guard, "is nan" in alarm.reason) == ("max_abs_logp", True)
+    for guard, other in (("max_abs_logp", "max_kl"), ("max_kl", "max_abs_logp")):
+        ((_, alarm),) = watched(Guards(GuardSettings(**{other: None})), [{"grad_norm": 0.5}])
+        assert (alarm.guard, "is nan" in alarm.reason) == (guard, True)
 
 
 def test_an_extreme_value_that_comes_again_raises_a_second_alarm() -> None:
-    off = STEADY | {"mismatch/kl": 2.0}
+    off = STEADY | {"mismatch/kl_current": 2.0}
     assert [at for at, _ in watched(Guards(GuardSettings()), [off, STEADY, off])] == [1, 3]
 
 
@@ -207,7 +213,7 @@ def test_a_pause_names_refused_pushes_as_its_cause(make_harness: MakeHarness) ->
     harness.gateway.server_ok = False
     for group_id in ("a", "b"):
         harness.step(group_id)
-    harness.agents.group("c", [1.0, 0.0], logprobs=[-9.0] * 3)
+    harness.agents.group("c", [1.0, 0.0], version=harness.trainer.version, logprobs=[-9.0] * 3)
     harness.trainer.run_once()
     reason = str(harness.trainer.hold.reason)
     pushes = r"the last \d push(es were| was) refused"

@@ -35,7 +35,7 @@ def shoot(browser: Browser, run: DemoRun, out: Path) -> None:
     save(light, out / "tokens-light.png", whole=True)
     show(light, f"#/lineage/groups/{run.ask(f'/sessions/{session}')['group_id']}", ".advantages")
     save(light, out / "group-light.png", whole=True)
-    show(dark, "#/learning?m=reward_mean,entropy,mismatch/kl,staleness/total_mean", ".u-over")
+    show(dark, "#/learning?m=reward_mean,entropy,mismatch/kl_current,staleness/total_mean", ".u-over")
     save(dark, out / "learning-dark.png", whole=True)
 
 

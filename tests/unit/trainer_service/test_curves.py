@@ -82,7 +82,7 @@ def test_columns_that_are_not_used_are_forgotten(tmp_path: Path, monkeypatch: py
 
 def test_the_limits_are_those_of_the_guards_that_are_on() -> None:
     limits = {limit.metric: limit for limit in limits_of(GuardSettings(max_kl=0.1, reward_drop=None))}
-    assert (limits["mismatch/kl"].least, limits["mismatch/kl"].most) == (-0.1, 0.1)
+    assert (limits["mismatch/kl_current"].least, limits["mismatch/kl_current"].most) == (-0.1, 0.1)
     assert limits["mismatch/abs_logp_current"].most == 0.2
     assert limits["grad_norm"].most is None
     assert "100 times its median" in limits["grad_norm"].says

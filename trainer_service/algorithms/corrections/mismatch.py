@@ -11,6 +11,7 @@ from trainer_service.algorithms.sums import Sums
 
 MEANS = (
     "kl",
+    "kl_current",
     "k3",
     "abs_logp",
     "abs_logp_current",
@@ -32,10 +33,11 @@ def mismatch_sums(
     rho_T = bounded(log_rho_T).exp()
     rows = RowIndex.of(rows_T)
     total_R, mean_R = rows.sum(log_rho_T), rows.mean(log_rho_T)
-    own_T = log_rho_T[:0] if current_T is None else log_rho_T[current_T].abs()
+    own_T = log_rho_T[:0] if current_T is None else log_rho_T[current_T]
+    current = {"mismatch/abs_logp_current": own_T.abs(), "mismatch/kl_current": -own_T}
     return Sums.of(
         {
-            **({"mismatch/abs_logp_current": own_T} if own_T.numel() else {}),
+            **(current if own_T.numel() else {}),
             "mismatch/kl": -log_rho_T,
             "mismatch/k3": rho_T - log_rho_T - 1,
             "mismatch/abs_logp": log_rho_T.abs(),
@@ -55,7 +57,7 @@ def mismatch_sums(
 def mismatch(sums: Sums) -> dict[str, float]:
     """The metrics by name: means over tokens, and over rows for perplexities and `chi2_seq` (verl's rollout
     correction metrics; `metrics.mismatch`). None if no token had finite log-probabilities; without
-    `abs_logp_current` if no token was current."""
+    `abs_logp_current` and `kl_current` if no token was current."""
     if "mismatch/rho" not in sums.totals:
         return {}
     return {

@@ -8,7 +8,7 @@ import { Curve } from "./curve.js";
 import { bucketed, readRun } from "./run_files.js";
 import { visible } from "./visible.js";
 
-const DEFAULTS = ["reward_mean", "loss", "grad_norm", "entropy", "mismatch/kl", "mismatch/abs_logp_current", "staleness/total_mean", "len/mean"];
+const DEFAULTS = ["reward_mean", "loss", "grad_norm", "entropy", "mismatch/kl_current", "mismatch/abs_logp_current", "staleness/total_mean", "len/mean"];
 const BUCKETS = 1000;
 const MOST_METRICS = 32;
 const MOST_FILES = 3;

@@ -5,9 +5,9 @@
      └────────┴───────────────────────────────────────────────────────────────────────┘
 
 Agents' sessions arrive as entries of a stream: turns, rewards, outcomes. The intake collects them into groups
-of sessions whose rewards are compared, and selects the groups of a step. The entries of a trained session are
-acknowledged once a durable checkpoint contains its step. The entries of a session that is not trained are
-acknowledged once its verdict is final. So stream and checkpoint tell what is left to do after a crash.
+of sessions whose rewards are compared, and selects the groups of a step. A trained session's entries are
+acknowledged once a durable checkpoint contains its step, another one's once its verdict is final. So stream
+and checkpoint tell what is left to do after a crash.
 """
 
 import logging
@@ -120,7 +120,8 @@ class Trainer:
         self._intake.resume(state)
         self._note_recoveries()
         self._shared_state.ready = True
-        self.hold.take_over()
+        if held := self.hold.take_over(self.version):
+            self._recover_or_hold(held.alarm, held.version)
         if self.hold.reason is None and self.step and self.step % self._settings.publish_every_steps == 0:
             self.publisher.resume(self.version, self.step, self._content.snapshot)
 
@@ -134,7 +135,7 @@ class Trainer:
             return False
         batch, algorithm = self._select()
         if alarm := self._recoveries.check_rewards():
-            self._recover_or_hold(alarm)
+            self._recover_or_hold(alarm, self.version)
             return False
         if not batch.full:
             self._learn_early(batch.groups, algorithm)
@@ -145,7 +146,7 @@ class Trainer:
         made = self.step, self.version
         alarm = self._recoveries.check_step({"step": self.step, **values})
         if alarm is not None:  # before a checkpoint contains the step
-            self._recover_or_hold(alarm)
+            self._recover_or_hold(alarm, self.version)
         self._cycle.save_if_due()
         self._publish_if_due(values, made, held=alarm is not None)
         return True
@@ -218,13 +219,13 @@ class Trainer:
         with self._memory.held(self._policy):
             self._groups.gradient_is_finite([screened], self.version, algorithm)
 
-    def _recover_or_hold(self, alarm: Alarm) -> None:
-        """Go back to the best version that has a checkpoint. Continue, or hold the training there."""
+    def _recover_or_hold(self, alarm: Alarm, undone: int) -> None:
+        """Go back to the best other version that has a checkpoint. Continue, or hold the training there."""
         alarm = self.publisher.explained(alarm)
         self._cycle.settle(wait=True)
-        target = self._recoveries.target(alarm, self._cycle.versions() - {self.version})
-        if held := target is None or self._recoveries.used_up:
-            self.hold.hold(alarm)
+        target = self._recoveries.target(alarm, self._cycle.versions() - {undone})
+        if held := target is None or self._recoveries.used_up or self.hold.reason is not None:
+            self.hold.hold(alarm, undone)
         if target is None:  # the weights are the first ones
             self._recoveries.settle()
             return
@@ -238,8 +239,7 @@ class Trainer:
         self.hold.forget()
 
     def _set_back(self, restored: int, reason: str, *, automatic: bool, publish: bool = True) -> None:
-        """Take the weights of an older version, under a new number. A checkpoint makes both last together
-        with the present position, so nothing that was trained since is trained again."""
+        """Take an older version's weights under a new number. A checkpoint has both, and the position."""
         version = self._numbers.reserve_after(self.version)
         self._groups.discard_early()
         with self._memory.held(self._policy):

@@ -27,11 +27,20 @@ SPECIAL_TOKENS = (
 )
 
 
-def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False, head_scale: float = 1.0) -> Path:
+def make_tiny_model(
+    directory: Path,
+    *,
+    seed: int = 0,
+    tied: bool = False,
+    head_scale: float = 1.0,
+    attention_scale: float = 1.0,
+) -> Path:
     """Write config, weights (F32, seeded) and tokenizer into `directory`; return the directory.
 
     `head_scale` multiplies the output head. At 1, all tokens are about equally likely, whatever an adapter
-    does to the layers before the head: a loop can learn only with a larger one.
+    does to the layers before the head: a loop can learn only with a larger one. `attention_scale` multiplies
+    what attention adds. At 1, the next token hardly depends on the prompt; at 8, a loop can learn another
+    answer for each prompt.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -43,6 +52,8 @@ def make_tiny_model(directory: Path, *, seed: int = 0, tied: bool = False, head_
     model = Qwen3ForCausalLM(config).to(torch.float32)
     with torch.no_grad():
         model.lm_head.weight.mul_(head_scale)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(attention_scale)
     model.save_pretrained(directory)
     return directory
 

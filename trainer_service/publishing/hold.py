@@ -17,7 +17,7 @@ from trainer_service.publishing.recovery import choice_of
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.shared_state import SharedState
 from trainer_service.storage.disk_retry import DiskRetry
-from trainer_service.storage.run_files import HoldFile
+from trainer_service.storage.run_files import HoldFile, HoldNote
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +39,22 @@ class Hold:
         self.reason: str | None = None
         """Why a guard holds the training. None if no guard holds it; an operator may still have paused it."""
 
-    def take_over(self) -> None:
-        """Pause the training if an earlier process held it."""
-        self.reason = self._file.read()
-        if self.reason is not None:
-            self._shared_state.pause()
+    def take_over(self, version: int) -> HoldNote | None:
+        """Pause the training if an earlier process held it. Returns what is still to be undone, if that
+        process ended before a checkpoint had the restored weights; the last one is of this version."""
+        if (note := self._file.read()) is None:
+            return None
+        self.reason = note.alarm.reason
+        self._shared_state.pause()
+        return note if version <= note.version else None
 
-    def hold(self, alarm: Alarm) -> None:
-        """Hold the training. May raise Stopped."""
+    def hold(self, alarm: Alarm, version: int) -> None:
+        """Hold the training. The weights of this version are about to be undone. May raise Stopped."""
         logger.error("paused: %s", alarm.reason)
         self.reason = alarm.reason
         self._shared_state.pause()
-        self._disk.until_written("the reason of a pause", lambda: self._file.write(alarm.reason))
+        note = HoldNote(alarm, version)
+        self._disk.until_written("the reason of a pause", lambda: self._file.write(note))
         if self._settings.guards.roll_back:
             self._roll_back(alarm)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from trainer_service.groups.reward_guard import Alarm
 from trainer_service.storage.disk import written
 from trainer_service.storage.files import sync_directory, write_atomically
 
@@ -36,20 +37,34 @@ class VersionFile:
         return number
 
 
+class HoldNote(msgspec.Struct, frozen=True):
+    """The alarm for which a guard holds the training."""
+
+    alarm: Alarm
+    version: int
+    """The version of the weights that are undone. The restored ones have a newer number."""
+
+
 class HoldFile:
     """Remembers over restarts that a guard holds the training."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / HELD
 
-    def read(self) -> str | None:
-        """Why the training is held; None if it is not."""
-        return self._path.read_text(encoding="utf-8") if self._path.exists() else None
+    def read(self) -> HoldNote | None:
+        """None if the training is not held. Earlier releases wrote the reason alone."""
+        if not self._path.exists():
+            return None
+        content = self._path.read_bytes()
+        try:
+            return msgspec.json.decode(content, type=HoldNote)
+        except msgspec.DecodeError:
+            return HoldNote(Alarm("", content.decode()), version=-1)
 
-    def write(self, reason: str) -> None:
+    def write(self, note: HoldNote) -> None:
         """Raises DiskTrouble."""
         with written("the reason of a pause", lambda: None):
-            write_atomically(self._path, reason.encode())
+            write_atomically(self._path, msgspec.json.encode(note))
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)

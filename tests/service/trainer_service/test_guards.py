@@ -305,7 +305,9 @@ def test_a_held_training_stays_held_after_a_restart(make_harness: MakeHarness) -
     said = harness.door().get("/status").json()
     assert said["state"] == "paused"
     assert said["waiting_for"].startswith("POST /resume, since the mean reward of the last 2 groups is 0")
+    (harness.settings.checkpoint_dir / "HELD").write_text("an earlier release wrote the reason alone")
     again = harness.restart()
+    assert again.trainer.hold.reason == "an earlier release wrote the reason alone"
     again.door().post("/resume")
     again.trainer.run_once()
     assert again.gateway.served == 2

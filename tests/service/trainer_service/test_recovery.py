@@ -245,6 +245,39 @@ def test_a_stop_between_an_alarm_and_the_recovery_makes_no_bad_weights_last(
     assert again.session_codes()["strange-0"] == "trained"
 
 
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_stop_between_an_alarm_that_holds_and_the_recovery_lets_a_resume_publish_nothing_bad(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    """The training is held at the best version all the same, when it starts again."""
+    harness = make_harness(guards={"reward_groups": 2, "max_recoveries": 0}).start()
+    first = harness.weights()
+    good(harness, 0.75)
+    for name, reward, version in (("b", 0.75, 0), ("c", 0.0, 1), ("d", 0.0, 1)):
+        harness.agents.group(name, [reward, reward], version=version)
+
+    def stops(_: int) -> int:
+        raise Stopped
+
+    monkeypatch.setattr(harness.trainer.publisher, "reserve", stops)
+    monkeypatch.setattr(harness.trainer, "start", lambda: None)
+    harness.trainer.run()
+    assert differs_by(harness.weights(), first) > 0
+    for _ in range(restarts):
+        harness = harness.restart()
+        harness.sleepless()
+        assert not harness.trainer.run_once()
+    assert harness.shared_state.paused
+    assert harness.gateway.announced_versions == [1]
+    harness.door().post("/resume")
+    harness.trainer.run_once()
+    assert differs_by(harness.weights(), first) == 0
+    published = [1, harness.trainer.version]
+    assert harness.gateway.announced_versions == published
+    assert [each["restored"] for each in harness.door().get("/rollback").json()["recoveries"]] == [0]
+    assert not harness.shared_state.paused, "the alarm does not come twice"
+
+
 def test_huge_rewards_are_in_a_checkpoint_that_can_be_read(make_harness: MakeHarness) -> None:
     harness = make_harness(guards=GUARDS).start()
     harness.agents.group("huge", [1.7e308, 1.7e308])

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from safetensors.torch import load_file
 
 from bench.isolated_stack import isolated_stack
+from tests.support.system.real_system import FORKING_ENGINE
 from tests.support.tiny_model import make_tiny_model
 from tests.support.waiting import wait_until
 from weir.demo.episodes import WINDOW, EpisodeLog, EpisodeRunner
@@ -25,11 +26,10 @@ from weir.stack.stack import Stack
 
 pytestmark = pytest.mark.long
 
-EPISODES = 1600
-"""How many each task plays: enough for the tiny model to learn some of it."""
-LEARNED = 0.08
-"""So much better, at least, are the last episodes of a task than its first ones."""
+EPISODES = 960
+"""At most so many may a task need until it is learned. On a busy machine, fewer steps are made of them."""
 GROUP_SIZE, TOKENS = 8, 8
+Enough = Callable[[EpisodeLog], bool]
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,15 @@ class Letters:
     """The reward is the share of these letters among those of the answer. `ids` name the groups' tasks."""
 
     prompt: str
+    """Prompts that differ in most tokens: one answer for each of them can be learned."""
     letters: str
     ids: Callable[[int], str]
-    broken: bool = False
-    """Whether the grader gives nothing any more."""
+    learned: float = 0.0
+    """It is learned when the last WINDOW episodes are so much better than the first ones: half of what the
+    task gained alone in 640 episodes, with seed 0. A game ends then, before the answers are always the same:
+    where nothing is tried, nothing else is learned."""
+    sign: float = 1.0
+    """-1: the grader rewards the opposite."""
     numbers: "count[int]" = field(default_factory=count)
 
     def group(self, random: Random, size: int) -> Sequence[int]:
@@ -55,14 +60,38 @@ class Letters:
         found = [
             each in self.letters for each in (said.choices[0].message.content or "").lower() if each.isalpha()
         ]
-        return 0.0 if self.broken or not found else fmean(found)
+        return self.sign * fmean(found) if found else 0.0
 
 
 GAMES = {
-    "repeated": Letters("first half?", "abcdefghijklm", lambda number: f"half-{number % 10}"),
-    "new": Letters("vowels?", "aeiou", lambda number: f"python:vowels:Vowels:0:{number}"),
-    "single": Letters("last half?", "nopqrstuvwxyz", lambda number: "last"),
+    # Alone: 0.51 to 0.90, 0.47 to 0.76, and 0.39 to 0.51.
+    "repeated": Letters(
+        "first " * 12, "abcdefghijklm", lambda number: f"half-{number % 10}", learned=0.39 / 2
+    ),
+    "single": Letters("() " * 16, "nopqrstuvwxyz", lambda number: "last", learned=0.29 / 2),
+    "new": Letters("0 " * 16, "aeiou", lambda number: f"python:vowels:Vowels:0:{number}", learned=0.12 / 2),
 }
+GOOD = Letters("self " * 12, "aeiou", lambda number: "spoilt:good")
+SPOILING = replace(GOOD, letters="bcdfghjklmnpqrstvwxyz", ids=lambda number: "spoiling:bad")
+"""Whoever learns this unlearns GOOD, which has the same prompt: a share of SPOILT leaves GOOD at most 1 -
+SPOILT, less than half of the 0.37 that it begins with."""
+SPOILT = 0.88
+
+
+@dataclass
+class Learning:
+    """Whether a game has been learned, or was played EPISODES times."""
+
+    game: Letters
+    start: float | None = None
+    """The reward before anything was learned; None: that of the first WINDOW episodes."""
+    reached: bool = False
+
+    def __call__(self, record: EpisodeLog) -> bool:
+        if record.moving_average is not None and record.reward_start is not None:
+            self.start = record.reward_start if self.start is None else self.start
+            self.reached |= record.moving_average >= self.start + self.game.learned
+        return self.reached or len(record.episodes) >= EPISODES
 
 
 @dataclass
@@ -72,6 +101,10 @@ class Deployment:
     stack: Stack
     settings: StackSettings
     seed: int
+    starts: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(GAMES))
+    """The reward of each game before anything was learned; None as long as it was not played."""
+    known: int = 0
+    """So many recoveries were expected so far."""
 
     def admin(self, method: str, path: str, body: Any = None) -> Any:
         headers = {"authorization": f"Bearer {self.settings.admin_keys[0]}"}
@@ -88,8 +121,11 @@ class Deployment:
         found: dict[str, Any] = self.admin("GET", "/status")["trainer"]
         return found
 
-    async def plays(self, *games: Letters, until: Callable[[EpisodeLog], bool]) -> list[EpisodeLog]:
-        """Play the games at once until each has enough."""
+    def plays(self, *games: tuple[Letters, Enough], train: bool = True) -> list[EpisodeLog]:
+        """Play the games at once, each until it has enough."""
+        return asyncio.run(self._plays(games, train))
+
+    async def _plays(self, games: Sequence[tuple[Letters, Enough]], train: bool) -> list[EpisodeLog]:
         runners = [
             EpisodeRunner(
                 self.stack.gateway_url,
@@ -98,26 +134,48 @@ class Deployment:
                 groups_in_flight=4,
                 seed=self.seed,
                 game=game,
+                train=train,
                 retry_every_s=0.2,
             )
-            for game in games
+            for game, _ in games
         ]
-        return list(await asyncio.gather(*(runner.play(until) for runner in runners)))
+        plays = (runner.play(enough) for runner, (_, enough) in zip(runners, games, strict=True))
+        return list(await asyncio.gather(*plays))
+
+    def learns(self, *names: str) -> None:
+        """Play these games at once until each is learned. Nothing is undone meanwhile."""
+        learning = {name: Learning(GAMES[name], self.starts[name]) for name in names}
+        records = self.plays(*((each.game, each) for each in learning.values()))
+        for (name, each), record in zip(learning.items(), records, strict=True):
+            self.starts[name] = each.start
+            print(
+                f"seed {self.seed}, step {self.trainer['step']}: {name} {each.start or 0:.2f} to "
+                f"{record.moving_average or 0:.2f} in {len(record.episodes)} episodes, "
+                f"{record.episodes[-1].seconds:.0f} s"
+            )
+        assert all(each.reached for each in learning.values())
+        assert len(self.recoveries) == self.known
+        assert self.trainer["state"] != "paused"
+
+    def serves_the_first_model(self, version: int) -> bool:
+        wait_until(lambda: self.admin("GET", "/status")["policy"]["serving"] >= version)
+        directory = self.settings.run_dir
+        paths = directory / f"policies/v{version:08d}", directory.parent / "model"
+        served, first = (load_file(path / "model.safetensors") for path in paths)
+        return all(each.equal(served[name]) for name, each in first.items())
 
 
-def played(record: EpisodeLog) -> bool:
-    return len(record.episodes) >= EPISODES
-
-
-def gain(record: EpisodeLog) -> float:
-    rewards = [each.reward for each in record.episodes if each.reward is not None]
-    return fmean(rewards[-WINDOW:]) - fmean(rewards[:WINDOW])
+def played(episodes: int) -> Enough:
+    return lambda record: len(record.episodes) >= episodes
 
 
 def deployed(tmp_path: Path, seed: int) -> StackSettings:
-    model = make_tiny_model(tmp_path / "model", seed=seed, head_scale=4.0)
-    learning = {"trainer": {"optimizer": {"lr": 1e-3}, "algorithm": {"min_live_rows": 16}}}
-    return isolated_stack(tmp_path / "run", model, merged(services_of_demo(seed), learning))
+    """The first recovery takes the learning rate to 5e-3, with which each task was learned alone."""
+    model = make_tiny_model(tmp_path / "model", seed=seed, head_scale=4.0, attention_scale=8.0)
+    guards = {"recovery_lr_factor": 0.7}
+    trainer = {"optimizer": {"lr": 7e-3}, "algorithm": {"min_live_rows": 16}, "guards": guards}
+    settings = isolated_stack(tmp_path / "run", model, merged(services_of_demo(seed), {"trainer": trainer}))
+    return settings.model_copy(update={"engine_python": FORKING_ENGINE})
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["in turn", "mixed"])
@@ -129,41 +187,43 @@ def test_three_tasks_are_learned_and_a_collapse_of_one_is_healed_while_the_other
     with Stack(settings) as stack:
         stack.wait_ready(timeout_s=1200)
         deployment = Deployment(stack, settings, seed)
-        turns = [tuple(GAMES)] if mixed else [(name,) for name in GAMES]
-        for names in turns:
-            records = asyncio.run(deployment.plays(*(GAMES[name] for name in names), until=played))
-            gains = {name: round(gain(record), 3) for name, record in zip(names, records, strict=True)}
-            print(f"seed {seed}: {gains} at step {deployment.trainer['step']}")
-            assert min(gains.values()) >= LEARNED
-            assert not deployment.recoveries
-            assert deployment.trainer["state"] != "paused"
+        _goes_back_to_the_first_by_itself(deployment)
+        for names in [tuple(GAMES)] if mixed else [(name,) for name in GAMES]:
+            deployment.learns(*names)
         _breaks_one(deployment)
-        _goes_back_to_the_first(deployment, tmp_path)
+        version = deployment.admin("POST", "/trainer/rollback", {"version": 0})["version"]
+        assert deployment.serves_the_first_model(version)
+
+
+def _goes_back_to_the_first_by_itself(deployment: Deployment) -> None:
+    """The training begins with what makes the model worse, as evaluations show."""
+
+    def alarmed(_: EpisodeLog) -> bool:
+        return bool(deployment.recoveries)
+
+    deployment.plays((GOOD, played(WINDOW)), train=False)
+    deployment.plays((SPOILING, lambda record: (record.moving_average or 0.0) > SPOILT))
+    deployment.plays((GOOD, alarmed), train=False)
+    (recovery,) = deployment.recoveries
+    assert (recovery["restored"], recovery["automatic"]) == (0, True)
+    assert "evaluation sessions" in recovery["reason"]
+    assert deployment.serves_the_first_model(recovery["version"])
+    deployment.known = 1
 
 
 def _breaks_one(deployment: Deployment) -> None:
-    """The grader of one task fails. The training goes back because of that task, once, and goes on."""
+    """The grader of one task rewards the opposite. The training goes back because of that task, once. Then
+    all three are learned again, from there on."""
     step = deployment.trainer["step"]
-    games = [replace(game, broken=name == "new") for name, game in GAMES.items()]
 
-    def healed(record: EpisodeLog) -> bool:
-        return len(record.episodes) >= EPISODES or bool(deployment.recoveries)
+    def alarmed(_: EpisodeLog) -> bool:
+        return len(deployment.recoveries) > deployment.known
 
-    asyncio.run(deployment.plays(*games, until=healed))
-    (recovery,) = deployment.recoveries
-    assert "python:vowels:Vowels" in recovery["reason"]
-    assert any("the training went back" in each for each in deployment.admin("GET", "/status")["warnings"])
-    before = len(deployment.recoveries)
-    asyncio.run(deployment.plays(*GAMES.values(), until=lambda record: len(record.episodes) >= WINDOW))
+    games = {**GAMES, "new": replace(GAMES["new"], sign=-1.0)}
+    deployment.plays(*((game, alarmed) for game in games.values()))
+    assert "python:vowels:Vowels" in deployment.recoveries[-1]["reason"]
+    warnings = deployment.admin("GET", "/status")["warnings"]
+    assert any("the training went back" in each for each in warnings)
+    deployment.known += 1
+    deployment.learns(*GAMES)
     assert deployment.trainer["step"] > step
-    assert deployment.trainer["state"] != "paused"
-    assert len(deployment.recoveries) == before
-
-
-def _goes_back_to_the_first(deployment: Deployment, tmp_path: Path) -> None:
-    """By hand. What is served then is the model that the run began with."""
-    version = deployment.admin("POST", "/trainer/rollback", {"version": 0})["version"]
-    wait_until(lambda: deployment.admin("GET", "/status")["policy"]["serving"] >= version)
-    (path,) = (tmp_path / "run").glob(f"policies/*{version}")
-    served, first = (load_file(each / "model.safetensors") for each in (path, tmp_path / "model"))
-    assert all(each.equal(served[name]) for name, each in first.items())

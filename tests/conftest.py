@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Generator, Iterator
@@ -27,6 +28,10 @@ from tests.support.serving import free_port
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in the background of a script. Processes that tests start would ignore Ctrl-C too; a handler is not
+    # inherited.
+    signal.signal(signal.SIGINT, lambda *_: None)
 gc.disable()  # while modules are imported: it would take a fifth of that time, and find nothing
 register()
 keep_files_in_memory()

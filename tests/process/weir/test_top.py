@@ -126,20 +126,13 @@ def test_once_prints_the_view_for_scripts(tmp_path: Path) -> None:
     assert "no answer from /admin/status" in away.output
 
 
-PROGRAM = (
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from weir.__main__ import main; main()"
-)
-"""`weir`. Tests that run in the background of a shell ignore Ctrl-C, and this process would inherit that."""
-
-
 class Terminal:
     """`weir top` on a pseudo-terminal."""
 
     def __init__(self, url: str, run_dir: Path) -> None:
         self._own, theirs = pty.openpty()
         self.resize(80, 24)
-        command = [sys.executable, "-c", PROGRAM, "top", "--gateway-url", url, "--run-dir", str(run_dir)]
+        command = [sys.executable, "-m", "weir", "top", "--gateway-url", url, "--run-dir", str(run_dir)]
         environment = {**os.environ, "TERM": "xterm-256color"}
         for name in ("COLUMNS", "LINES", "NO_COLOR"):
             environment.pop(name, None)

@@ -11,8 +11,6 @@ from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
 run_dir, notes, *ports = sys.argv[1:]
-# If the tests run in the background of a shell, they ignore Ctrl-C, and this process inherits that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def service(name: str, port: str) -> Service:

@@ -42,6 +42,8 @@ from trainer_service.commands.serving import train_by_commands
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.sharding.layout import LayoutRefused
+from trainer_service.model.sharding.universal import NotConverted
 from trainer_service.model.trained.models import Models
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import place_of
@@ -60,7 +62,7 @@ from trainer_service.step.device_memory import DeviceMemory, RolloutMemory
 from trainer_service.step.memory_limit import OutOfMemory, is_out_of_memory
 from trainer_service.step.ranks import DistributedPolicy, follow
 from trainer_service.step.teacher import TeacherClient
-from trainer_service.storage.checkpoint import Checkpoints
+from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
 from trainer_service.storage.files import lock_directory
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_files import OutOfMemoryMark
@@ -107,6 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             serve(settings, keyring, shared_state)
     except (LeaseLost, SchemaTooNew) as error:
         raise SystemExit(str(error)) from error
+    except (CheckpointBroken, LayoutRefused, NotConverted) as error:
+        where = f"trainer.checkpoint_dir: {settings.checkpoint_dir}"
+        raise SystemExit(f"{where} has a checkpoint that cannot be loaded: {error}") from error
     except Stopped:
         logger.info("stopped before the model was loaded")
 

@@ -18,7 +18,6 @@ from rollout_queue.commands.log import BEGINNING, CommandReader
 from rollout_queue.commands.result import CommandFailed, Result
 from rollout_queue.contract.errors import StorageUnavailable
 from trainer_service.commands.attempts import CommandAttempts
-from trainer_service.commands.base_model import BaseModel
 from trainer_service.commands.dropped_weights import DroppedWeights
 from trainer_service.commands.executor import CommandExecutor, StepMade
 from trainer_service.commands.exports import Exports
@@ -30,6 +29,7 @@ from trainer_service.commands.saved_models import SavedModels
 from trainer_service.commands.untrained_turns import UntrainedTurns
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.metrics import TrainerMetrics
+from trainer_service.model.sharding.base_model import BaseModel
 from trainer_service.settings import TrainerSettings
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 from trainer_service.status.shared_state import NotRestorable, SharedState

@@ -35,7 +35,6 @@ from rollout_queue.commands.result import (
 )
 from rollout_queue.contract.tokens import Logprobs
 from trainer_service.algorithms.summed_losses.chosen import LossRefused
-from trainer_service.commands.base_model import BaseModel
 from trainer_service.commands.exports import Exports
 from trainer_service.commands.live_model import LiveModel, ModelProgress, ModelRecord
 from trainer_service.commands.passes import PassValues, PassWork
@@ -43,6 +42,7 @@ from trainer_service.commands.ranks import ModelRanks
 from trainer_service.commands.sampler_weights import NotPublished, SamplerWeights
 from trainer_service.commands.saved_models import SavedModels
 from trainer_service.commands.validation import CommandRefused, DatumLimits, check_rates, checked_pass
+from trainer_service.model.sharding.base_model import BaseModel
 from trainer_service.model.sharding.layout import LayoutRefused
 from trainer_service.model.sharding.universal import NotConverted
 from trainer_service.model.trained.models import ModelRefused
@@ -175,7 +175,7 @@ class CommandExecutor:
         """A new model of the files takes the place of the present one. So the optimizer is new if its state
         is not loaded, and a gradient is dropped."""
         path, record = self._saved.find(command.model_id, command.name, logged.position)
-        if not self._base.is_of(record):
+        if not self._base.is_named(record.base_model, record.base_digest):
             raise CommandRefused(f"checkpoint {command.name} is of another base model, {record.base_model}")
         present = self._models.get(logged.model_id)
         if present is None:

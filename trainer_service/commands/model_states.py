@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from trainer_service.commands.base_model import BaseModel
 from trainer_service.commands.live_model import RECORD, ModelRecord, safe_name
 from trainer_service.commands.ranks import ModelRanks
+from trainer_service.model.sharding.base_model import BaseModel
 from trainer_service.model.sharding.layout import Layout, LayoutRefused
 from trainer_service.model.trained.adapted import HEAD
 from trainer_service.step.copy_writers import SpreadCopy
@@ -45,7 +45,8 @@ class ModelStates:
 
     @property
     def layout(self) -> Layout:
-        return self._ranks.layout(None)
+        sharded = self._ranks.layout(None)
+        return msgspec.structs.replace(sharded, source="commands", base_digest=self._base.digest)
 
     def copy_states(self) -> RecordedCopy:
         records = {f"{MODELS}/{safe_name(record.model_id)}": record for record in self._records()}
@@ -53,12 +54,14 @@ class ModelStates:
         return RecordedCopy(self._ranks.copy_states(places), records)
 
     def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None:
-        """Make all models of a checkpoint. Each has its own layout; `layout` and `rate_scale` are not used.
-        Raises LayoutRefused and NotConverted."""
+        """Make all models of a checkpoint. Each has its own layout; `layout` is that of the run, and
+        `rate_scale` is not used. Raises LayoutRefused and NotConverted."""
         self.restored = []
+        if layout is not None:
+            layout.refuse_other_run(self.layout)
         for path in sorted((directory / tag / MODELS).glob(f"*/{RECORD}")):
             record = read_record(path.parent)
-            if not self._base.is_of(record):
+            if not self._base.is_named(record.base_model, record.base_digest):
                 raise LayoutRefused(f"it has models over another base model, {record.base_model}")
             self._ranks.load(record.model_id, record.lora, path.parent, record.layout, optimizer=True)
             self.restored.append(record)

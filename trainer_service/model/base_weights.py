@@ -8,6 +8,7 @@ files ─ mapped ─▶ tensors that nobody trains ─▶ each version, byte by 
 import logging
 import warnings
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainer_service.model.export import ExportTensor, export_tensors, tied_name
 from trainer_service.model.huggingface import REFUSALS, SAFETENSORS_DTYPES, STORED_DTYPES, base_on_meta
 from trainer_service.model.self_check.outcome import first_words
 from trainer_service.model.self_check.tokenizer import transformers_check
+from trainer_service.model.sharding.base_model import BaseModel
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,11 @@ class BaseWeights:
         for check in base.checks:
             logger.info("%s", check.line)
         return base
+
+    @cached_property
+    def digest(self) -> str:
+        """By which checkpoints of other base models are told apart."""
+        return BaseModel.of(self._files.directory).digest
 
     def published(self, model: Any, merge_seed: int | None = None) -> list[ExportTensor]:
         """What a version has: the trained weights of `model`, and everything else as the base's files have

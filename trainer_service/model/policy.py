@@ -111,14 +111,15 @@ class DeepSpeedPolicy:
 
     @property
     def layout(self) -> Layout:
-        """How this policy's checkpoints are sharded."""
+        """Of which run this policy's checkpoints are, and how they are sharded."""
         settings = self._settings
         lora = (
             LoraLayout(settings.lora.rank, settings.lora.alpha, settings.lora.target_modules)
             if settings.lora
             else None
         )
-        return Layout(self.ranks, settings.sharding_stage, settings.precision, lora, self._critic is not None)
+        given = (self.ranks, settings.sharding_stage, settings.precision, lora, self._critic is not None)
+        return Layout(*given, source="turns", base_digest=self._base.digest)
 
     def _load_copy(self, config: Mapping[str, object]) -> Any:
         """The base model again, to be computed like the one that was checked."""

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from trainer_service.model.sharding import universal
-from trainer_service.model.sharding.layout import Layout
+from trainer_service.model.sharding.layout import Layout, LayoutRefused
 from trainer_service.storage.disk import written
 from trainer_service.storage.files import sync_directory, sync_tree, write_atomically
 from trainer_service.storage.run_state import LedgerStep, RunState
@@ -86,6 +86,22 @@ class Checkpoints:
         self._keep = keep
         self._ledger_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
+
+    def take_over(self, weights: ShardedWeights) -> None:
+        """Look, before anything is written, whether these weights can go on with the run in the directory.
+        Raises LayoutRefused if its last checkpoint is of another one. Before the first step, nothing was
+        made of the first version, and that of another run is removed."""
+        tag = self._current() or INITIAL
+        layout = None
+        with suppress(CheckpointBroken):  # `restore` says so
+            layout = self._read(tag).layout
+        try:
+            if layout is not None:
+                layout.refuse_other_run(weights.layout)
+        except LayoutRefused:
+            if tag != INITIAL:
+                raise
+            shutil.rmtree(self._directory / tag)
 
     def copied(
         self,
@@ -160,8 +176,7 @@ class Checkpoints:
         """Remove the files of a failed attempt. Raises CheckpointBroken if CURRENT was replaced and only its
         sync failed. After a power cut, CURRENT might then name the old or the new checkpoint. So both are
         kept, and a restart loads the one that it names."""
-        current = self._directory / CURRENT
-        if current.exists() and current.read_text(encoding="utf-8").strip() == tag:
+        if self._current() == tag:
             raise CheckpointBroken(f"checkpoint {tag} may not be durable: {CURRENT} could not be synced")
         shutil.rmtree(self._directory / tag, ignore_errors=True)
         with suppress(OSError):
@@ -176,14 +191,13 @@ class Checkpoints:
 
     def restore(self, weights: ShardedWeights) -> RunState | None:
         """Load the checkpoint that CURRENT names; None if there is none. Raises CheckpointBroken."""
-        current = self._directory / CURRENT
-        if not current.exists():
+        tag = self._current()
+        if tag is None:
             if tags := set(self._tags()) - {INITIAL}:
                 logger.warning(
-                    "%d checkpoints without CURRENT in %s: none was finished", len(tags), current.parent
+                    "%d checkpoints without CURRENT in %s: none was finished", len(tags), self._directory
                 )
             return None
-        tag = current.read_text(encoding="utf-8").strip()
         state = self._read(tag)
         weights.load(self._directory, tag, state.layout, state.recovery.rate_scale)
         self._ledger_bytes = state.ledger_bytes
@@ -255,6 +269,11 @@ class Checkpoints:
         if state.ledger_bytes > (ledger.stat().st_size if ledger.exists() else 0):
             raise CheckpointBroken(f"checkpoint {tag}: {LEDGER} is shorter than it was")
         return state
+
+    def _current(self) -> str | None:
+        """The tag that a restart loads; None before the first checkpoint."""
+        current = self._directory / CURRENT
+        return current.read_text(encoding="utf-8").strip() if current.exists() else None
 
     def _tags(self) -> list[str]:
         return sorted(p.name for p in self._directory.iterdir() if p.is_dir() and TAG.fullmatch(p.name))

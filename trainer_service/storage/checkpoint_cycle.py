@@ -71,7 +71,8 @@ class CheckpointCycle:
 
     def keep_initial(self, version: int) -> None:
         """Begin a checkpoint of the weights before the first step, unless there is one: the training may go
-        back to them. To be called before `restore`."""
+        back to them. To be called before `restore`. Raises LayoutRefused in the directory of another run."""
+        self._checkpoints.take_over(self._weights)
         if version in self.versions():
             return
         self._heartbeat.confirm()

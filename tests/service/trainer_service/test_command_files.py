@@ -31,9 +31,11 @@ from tests.support.trainer_service.command_harness import (
     step,
 )
 from tests.support.trainer_service.command_log import Killed, MemoryCommandLog
+from tests.support.trainer_service.harness import MakeHarness
 from tests.support.trainer_service.peft_models import peft_model
 from trainer_service.commands.live_model import RECORD
 from trainer_service.model.sharding.layout import LayoutRefused
+from trainer_service.storage.checkpoint import INITIAL, STATE
 
 pytestmark = pytest.mark.numeric
 
@@ -42,6 +44,12 @@ def trained_further(model_path: Path) -> None:
     """Another model at the same path: each weight has changed a little."""
     path = model_path / "model.safetensors"
     save_file({name: tensor * 1.001 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+def forget_digests(directory: Path, name: str) -> None:
+    """These files are now as an older build writes them, and name no base model."""
+    for path in directory.rglob(name):
+        path.write_bytes(path.read_bytes().replace(b'"base_digest"', b'"none_digest"'))
 
 
 def copy_of(model_path: Path, to: Path) -> Path:
@@ -81,11 +89,48 @@ def test_a_trainer_does_not_go_on_over_another_base_model(
     harness = trained_over(make_command_harness, base)
     harness.stop()
     trained_further(base)
-    with pytest.raises(LayoutRefused, match="models over another base model"):
-        make_command_harness(log=harness.log, base=base)
-    for record in harness.settings.checkpoint_dir.rglob(RECORD):  # those of an older build have no digest
-        record.write_bytes(record.read_bytes().replace(b'"base_digest"', b'"none_digest"'))
+    older = {STATE: "another model than trainer.model_path", RECORD: "models over another base model"}
+    for file, sentence in older.items():
+        with pytest.raises(LayoutRefused, match=sentence):
+            make_command_harness(log=harness.log, base=base)
+        forget_digests(harness.settings.checkpoint_dir, file)
     assert make_command_harness(log=harness.log, base=base).trainer.executor.model_ids == {"a"}
+
+
+def test_a_run_by_turns_does_not_go_on_with_another_model(
+    make_harness: MakeHarness, model_path: Path, tmp_path: Path
+) -> None:
+    """Its first version stays that of its own model. A run that has no step yet begins with the new one."""
+    base = copy_of(model_path, tmp_path / "base")
+    harness = make_harness(model_path=base).start()
+    first = harness.settings.checkpoint_dir / INITIAL / STATE
+    written = [first.read_bytes()]
+    trained_further(base)
+    make_harness(model_path=base).start()
+    written.append(first.read_bytes())
+    harness = make_harness(model_path=base).start()
+    assert [first.read_bytes() == each for each in written] == [False, True], "it is that of the new model"
+    harness.step("a")
+    trained_further(base)
+    with pytest.raises(LayoutRefused, match=r"another model than trainer\.model_path.*`weir up --run-dir"):
+        make_harness(model_path=base).start()
+    assert first.read_bytes() == written[1]
+    forget_digests(harness.settings.checkpoint_dir, STATE)
+    assert make_harness(model_path=base).start().trainer.step == 1
+
+
+def test_a_run_by_commands_does_not_go_on_by_turns_nor_the_other_way(
+    make_harness: MakeHarness, make_command_harness: MakeCommandHarness
+) -> None:
+    by_turns = make_harness("turns").start()
+    by_turns.step("a")
+    with pytest.raises(LayoutRefused, match=r"trainer\.source turns, not commands.*`weir up --run-dir DIR`"):
+        make_command_harness("turns")
+    by_commands = make_command_harness("commands")
+    by_commands.make_step("a")
+    by_commands.stop()
+    with pytest.raises(LayoutRefused, match=r"trainer\.source commands, not turns"):
+        make_harness("commands").start()
 
 
 def files(harness: CommandHarness, model_id: str = "a") -> list[Path]:

@@ -1,6 +1,11 @@
-"""Describes how a checkpoint is sharded, and decides whether another trainer can load it."""
+"""Describes the run and the shards of a checkpoint, and decides whether another trainer can load it."""
 
 import msgspec
+
+NEW_RUN = (
+    "go on as it began, or begin a new run with a checkpoint directory and a Redis of its own "
+    "(`weir up --run-dir DIR`)"
+)
 
 
 class LoraLayout(msgspec.Struct, frozen=True):
@@ -22,11 +27,16 @@ class Layout(msgspec.Struct, frozen=True):
     """None without adapters."""
     critic: bool = False
     """Whether the checkpoint holds a critic."""
+    source: str = ""
+    """The `trainer.source` of its run. Older checkpoints name neither it nor their base model."""
+    base_digest: str = ""
+    """Which base model its run has."""
 
     def loads_into(self, own: "Layout") -> bool:
         """Whether the shards can be loaded without a conversion. Raises LayoutRefused if they cannot be
         converted either."""
-        if self == own:
+        self.refuse_other_run(own)
+        if msgspec.structs.replace(self, source=own.source, base_digest=own.base_digest) == own:
             return True
         if self.dtype != own.dtype:
             raise LayoutRefused(f"it was trained with trainer.dtype {self.dtype}, not {own.dtype}")
@@ -48,6 +58,13 @@ class Layout(msgspec.Struct, frozen=True):
                 "DeepSpeed converts between stages 1, 2 and 3 only"
             )
         return False
+
+    def refuse_other_run(self, own: "Layout") -> None:
+        """Raises LayoutRefused if the checkpoint is of a run with another base model or another source."""
+        if "" not in (self.base_digest, own.base_digest) and self.base_digest != own.base_digest:
+            raise LayoutRefused(f"it was made from another model than trainer.model_path: {NEW_RUN}")
+        if "" not in (self.source, own.source) and self.source != own.source:
+            raise LayoutRefused(f"it was made with trainer.source {self.source}, not {own.source}: {NEW_RUN}")
 
 
 class LayoutRefused(Exception):

@@ -4,8 +4,6 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer_service.commands.live_model import ModelRecord
-
 PIECES, PIECE_BYTES = 64, 64 * 1024
 """So many pieces of each file of weights are read, at equal distances. A model of any size is read quickly,
 and a training changes nearly every weight."""
@@ -32,8 +30,6 @@ class BaseModel:
                     digest.update(file.read(PIECE_BYTES))
         return cls(str(directory), digest.hexdigest())
 
-    def is_of(self, record: ModelRecord) -> bool:
-        """Whether the model was trained over this one. Records of older builds have no digest."""
-        if record.base_digest:
-            return record.base_digest == self.digest
-        return record.base_model == self.path
+    def is_named(self, path: str, digest: str) -> bool:
+        """Whether a record names this one. Records of older builds have no digest."""
+        return digest == self.digest if digest else path == self.path

@@ -27,6 +27,8 @@ class _Waiting:
     wanted: WantedServer
     since: float
     given: asyncio.Future[FleetServer]
+    gone: bool = False
+    """Whether it has left its line."""
 
 
 class CallQueue:
@@ -87,11 +89,19 @@ class CallQueue:
 
     def freed(self, server: FleetServer, takes: Callable[[FleetServer, WantedServer], bool]) -> None:
         """A call has left the server: the first that the server can take gets its place."""
+        while (first := self._first(server, takes)) is not None:
+            if self._give(first, server):
+                return
+
+    def _first(
+        self, server: FleetServer, takes: Callable[[FleetServer, WantedServer], bool]
+    ) -> _Waiting | None:
+        """The first call that the server can take."""
         for lines in self._in_turn():
             able = [line[0] for line in lines.values() if takes(server, line[0].wanted)]
             if able:
-                self._give(min(able, key=lambda waiting: waiting.since), server)
-                return
+                return min(able, key=lambda waiting: waiting.since)
+        return None
 
     def _in_turn(self) -> Iterable[dict[Wish, deque[_Waiting]]]:
         """The lines of each owner, the next one first. Who came last, or had the last turn, is at the end."""
@@ -111,11 +121,15 @@ class CallQueue:
                     hopeless.add(wish)
         return None
 
-    def _give(self, waiting: _Waiting, server: FleetServer) -> None:
+    def _give(self, waiting: _Waiting, server: FleetServer) -> bool:
+        """Whether the call takes the server: one that was cancelled, but has not run since, does not."""
         self._leave(waiting)
+        if waiting.given.cancelled():
+            return False
         self._last_owner = waiting.wanted.owner
         server.promised += 1
         waiting.given.set_result(server)
+        return True
 
     def _join(self, waiting: _Waiting) -> None:
         wanted = waiting.wanted
@@ -135,6 +149,9 @@ class CallQueue:
             self._leave(waiting)
 
     def _leave(self, waiting: _Waiting) -> None:
+        if waiting.gone:
+            return
+        waiting.gone = True
         owner, wish = waiting.wanted.owner, waiting.wanted.wish
         lines = self._lines[owner]
         lines[wish].remove(waiting)

@@ -21,8 +21,8 @@ from gateway.engines.rotation.call_queue import CallQueue
 from gateway.engines.rotation.rotation import SHORTLIST, Rotation, WantedServer
 from gateway.engines.rotation.status_schedule import STATUS_PER_S, StatusSchedule
 from gateway.errors import StateConflict
-from gateway.generations.fair_turns import FairTurns
 from rollout_queue.contract.policies.serving import plan_of
+from rollout_queue.http.bodies.fair_turns import FairTurns
 from tests.support.hypothesis_profiles import examples
 from tests.support.turned_clock import TurnedClock
 
@@ -311,6 +311,27 @@ async def test_owners_take_turns_at_long_prompts(leaves: bool) -> None:
     assert order.index("c0") <= 3
     async with turns.of("d"):
         pass
+
+
+@pytest.mark.parametrize("sign", ["a call ends", "a server has come"])
+async def test_a_place_is_not_given_to_a_call_that_is_just_leaving(sign: str) -> None:
+    """It is cancelled, and has not run since: a client has left, or the call's time is over."""
+    line = Line()
+    trial = line.server.enter()
+    calls = [await line.arrive(f"a{number}", owner="a") for number in range(3)]
+    other = await line.arrive("b0", owner="b")
+    for call in calls[:2]:
+        call.cancel()
+    if sign == "a call ends":
+        line.server.leave(trial)
+    else:
+        line.server.limit = 2
+        line.queue.serve()
+        line.server.leave(trial)
+    await asyncio.gather(*calls, other, return_exceptions=True)
+    assert [call.cancelled() for call in (*calls, other)] == [True, True, False, False]
+    assert sorted(line.order) == ["a2", "b0"]
+    assert (len(line.queue), line.server.load, line.server.promised) == (0, 0, 0)
 
 
 async def test_a_call_that_was_served_leaves_no_place_to_the_next_of_its_session() -> None:

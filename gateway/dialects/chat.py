@@ -21,7 +21,7 @@ from gateway.dialects.chat_wire import (
     tool_call_of,
 )
 from gateway.dialects.fields.checks import check_metadata, refuse_unserved, verbosity_of
-from gateway.dialects.fields.decoding import decode_body, worked
+from gateway.dialects.fields.decoding import decode_body
 from gateway.dialects.fields.tables import CHAT
 from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.wire import (
@@ -42,6 +42,7 @@ from gateway.language.parsed_answer import ToolCall
 from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
+from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 
 
@@ -55,7 +56,7 @@ class Chat:
         self._model_name = model_name
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
-        return await worked(body, self._read, body)
+        return await worked(caller.payer, body, self._read, body)
 
     def _read(self, body: bytes) -> ParsedRequest:
         request = decode_body(body, ChatRequest, self._renderer.context_length)

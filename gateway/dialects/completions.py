@@ -14,7 +14,7 @@ from gateway.dialects.completions_wire import (
     TextCompletion,
 )
 from gateway.dialects.fields.checks import check_metadata
-from gateway.dialects.fields.decoding import decode_body, worked
+from gateway.dialects.fields.decoding import decode_body
 from gateway.dialects.logprobs import CompletionLogprobs, TextOffsets, completion_logprobs
 from gateway.dialects.wire import (
     HEARTBEAT,
@@ -35,6 +35,7 @@ from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 
 MAX_ANSWERS = 128
@@ -52,14 +53,13 @@ class Completions:
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
         context_length = self._renderer.context_length
-        request = await worked(body, decode_body, body, CompletionRequest, context_length)
+        request = await worked(caller.payer, body, decode_body, body, CompletionRequest, context_length)
         check(request)
         vocab_size = self._renderer.config.vocab_size
         asked = sampling_of(request, vocab_size)
         if request.max_tokens is not None:
             asked["max_tokens"] = request.max_tokens
-        form, param = guided_form(request)
-        constraint = Constraint() if form is None else constraint_of_text(form, param, vocab_size)
+        constraint = await worked(caller.payer, body, _constraint_of, request, vocab_size)
         prompts, special = prompts_of(request), request.add_special_tokens is not False
         if heavy:
             ids = await asyncio.to_thread(_ids_of, self._renderer, prompts, special)
@@ -119,6 +119,11 @@ def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
         if not isinstance(each, str | list) or (isinstance(each, list) and not all(map(_is_id, each))):
             raise InvalidRequest("prompt: text, token ids, or a list of either", param="prompt")
     return prompts
+
+
+def _constraint_of(request: CompletionRequest, vocab_size: int) -> Constraint:
+    form, param = guided_form(request)
+    return Constraint() if form is None else constraint_of_text(form, param, vocab_size)
 
 
 def _ids_of(renderer: ChatRenderer, prompts: Sequence[str | list[int]], special: bool) -> list[TokenIds]:

@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.checks import check_metadata, refuse_unserved
-from gateway.dialects.fields.decoding import decode_body, worked
+from gateway.dialects.fields.decoding import decode_body
 from gateway.dialects.fields.tables import MESSAGES
 from gateway.dialects.messages_input import (
     carrying,
@@ -61,6 +61,7 @@ from gateway.language.parsed_answer import ToolCall
 from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_in_metadata
+from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "max_tokens")
@@ -75,9 +76,7 @@ class Messages:
     prefix = "msg_"
 
     def __init__(self, renderer: ChatRenderer, model_name: str, sign: Sign) -> None:
-        self._renderer = renderer
-        self._model_name = model_name
-        self._sign = sign
+        self._renderer, self._model_name, self._sign = renderer, model_name, sign
 
     def prompt_of(self, request: MessagesRequest) -> Call:
         """The call with its prompt only. Raises InvalidRequest, also for a wrongly signed thought."""
@@ -95,7 +94,7 @@ class Messages:
         )
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
-        return await worked(body, self._read, body)
+        return await worked(caller.payer, body, self._read, body)
 
     def _read(self, body: bytes) -> ParsedRequest:
         request = request_of(body, self._renderer.context_length)

@@ -11,7 +11,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from gateway.dialects.base import Events, ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.checks import refuse_unserved
-from gateway.dialects.fields.decoding import decode_body, worked
+from gateway.dialects.fields.decoding import decode_body
 from gateway.dialects.token_call import TokenParameters, token_call
 from gateway.dialects.token_ids_wire import (
     SAMPLING,
@@ -35,6 +35,7 @@ from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation
 from gateway.language.render import ChatRenderer
 from gateway.sessions.identity import Caller
+from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 
 
@@ -50,7 +51,7 @@ class TokenIdsDialect:
         self._router_replay = router_replay
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
-        return await worked(body, self._read, body)
+        return await worked(caller.payer, body, self._read, body)
 
     def _read(self, body: bytes) -> ParsedRequest:
         request = decode_body(body, TokenIdsRequest, self._renderer.context_length)

@@ -7,7 +7,7 @@ It is bare ASGI, because FastAPI would cost time for every streamed token.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from gateway.errors import NotPermitted, UnknownCaller
 from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from gateway.sessions.identity import Identities
 from rollout_queue import clock
+from rollout_queue.http.bodies.large_bodies import PacedReceive
 from rollout_queue.http.browsers import check_keyless
 from rollout_queue.http.errors import ApiError, request_id_of
 from rollout_queue.http.keys import presented_key
@@ -103,6 +104,7 @@ class EdgeApp:
                 await refusal.response()(scope, receive, send)
                 return
             session_id, path = _split(scope["path"])
+            receive = PacedReceive(receive, partial(self._payer, scope))
             known = partial(self._known, scope)
             if (endpoint := self.endpoints.get(path)) is not None:
                 prefix = "" if session_id is None else "/sessions/{session_id}"
@@ -125,6 +127,13 @@ class EdgeApp:
         except UnknownCaller:
             return False
         return True
+
+    def _payer(self, scope: Scope) -> Hashable:
+        """Who sends the body of a request; None for a stranger."""
+        try:
+            return self.identities.caller(headers_of(scope)).payer
+        except (NotPermitted, UnknownCaller):
+            return None
 
     def _foreign(self, scope: Scope) -> ApiError | None:
         """Why a gateway without keys does not answer: another web site sent the request."""

@@ -12,7 +12,6 @@ from functools import partial
 import msgspec
 
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
-from gateway.dialects.fields.decoding import worked
 from gateway.dialects.fields.unknown import Reading
 from gateway.edge.background_answers import BackgroundAnswers, UnreadCall
 from gateway.edge.choices import for_each, sample_each
@@ -34,6 +33,8 @@ from gateway.sessions.resolution import HEADERS, SessionClues
 from gateway.wiring.parts import GatewayParts
 from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.foreign_json import LARGE_BYTES
+from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 from rollout_queue.signals.log_ids import log_ids
 
@@ -57,7 +58,8 @@ class Exchange:
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         caller = request.caller
         attempt = attempt_of(request.headers)
-        digest = await worked(request.body, request_digest, self.dialect.prefix, request.body)
+        body, prefix = request.body, self.dialect.prefix
+        digest = await worked(caller.payer, body, request_digest, prefix, body, at_once=LARGE_BYTES)
         key = CallKey(caller, request.session_id, tuple(map(request.headers.get, HEADERS)), digest)
         if (joined := self.calls.join(key, attempt)) is not None:
             request.release()

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import partial
 
-from gateway.dialects.fields.decoding import worked
 from gateway.dialects.fields.unknown import Reading, ignored_header
 from gateway.dialects.messages import Messages, request_of
 from gateway.dialects.messages_wire import InputTokens
@@ -13,6 +12,7 @@ from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
 from gateway.metrics.calls import CallFigures
 from gateway.wiring.parts import GatewayParts
+from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 
 
@@ -27,9 +27,9 @@ class TokenCount:
     async def serve(self, request: AgentRequest, reply: Reply) -> None:
         gateway = self.gateway
         with Reading(report=gateway.settings.unknown_fields == "report") as ignored:
-            body, context_length = request.body, gateway.renderer.context_length
-            asked = await worked(body, request_of, body, context_length)
-            prompt = await worked(body, self.messages.prompt_of, asked)
+            payer, body, context_length = request.caller.payer, request.body, gateway.renderer.context_length
+            asked = await worked(payer, body, request_of, body, context_length)
+            prompt = await worked(payer, body, self.messages.prompt_of, asked)
         self.figures.ignoring += bool(ignored.paths)
         owner = await gateway.sessions.owner_of(request.caller)
         reply.more_headers = partial(gateway.admission.rate_headers, owner)

@@ -19,7 +19,6 @@ from gateway.engines.failover import OnChunk, Sampler
 from gateway.engines.generate_request import PromptImage, SampleRequest
 from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
-from gateway.generations.fair_turns import FairTurns
 from gateway.generations.generation import Call, ClientCall, Generation
 from gateway.generations.generation_trace import asked_attributes, operation_of, sampled_attributes
 from gateway.generations.pinning import Pinned
@@ -39,6 +38,7 @@ from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import PastThoughts, ReasoningEffort
 from rollout_queue.contract.sampling import inexact
 from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.http.bodies.fair_turns import FairTurns
 from rollout_queue.signals.log_ids import of_turn
 from rollout_queue.signals.tracing.spans import span
 

@@ -24,7 +24,7 @@ MARKS = {
 
 
 LARGE_BYTES = 256 * 2**10
-"""A smaller body is decoded at once, whatever is in it: in 10 ms at most."""
+"""The values of a smaller body are not counted: it is decoded in 10 ms at most, whatever is in it."""
 MOST_VALUES = 150_000
 """So many values are decoded in 50 ms at most, whatever they are."""
 STEP = 16 * 2**10

@@ -3,33 +3,23 @@
 body ──count──▶ few enough values ──msgspec──▶ a struct; unknown fields are noted or refused
 """
 
-import asyncio
 import re
-from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Raw
 
 from gateway.dialects.fields.others import check_other
 from gateway.errors import InvalidRequest
-from rollout_queue.foreign_json import LARGE_BYTES, MOST_VALUES, TooManyValues, check_values, read_json
+from rollout_queue.foreign_json import MOST_VALUES, TooManyValues, check_values, read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
-R = TypeVar("R")
 
 LISTS, MOST_ITEMS = ("messages", "input", "tools"), 10_000
 """What the gateway goes through item by item, and how many items it takes."""
 UNKNOWN_FIELD = re.compile("Object contains unknown field `")
 encode = msgspec.json.Encoder().encode
-
-
-async def worked(body: bytes, work: Callable[..., R], *arguments: Any) -> R:
-    """What the work on a body gives. Work on a large one is done in a thread, so that other calls go on."""
-    if len(body) > LARGE_BYTES:
-        return await asyncio.to_thread(work, *arguments)
-    return work(*arguments)
 
 
 def decode_body(body: bytes, kind: type[T], context_length: int = 0) -> T:

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.checks import check_fields, check_metadata, refuse_unserved, verbosity_of
-from gateway.dialects.fields.decoding import decode_body, worked
+from gateway.dialects.fields.decoding import decode_body
 from gateway.dialects.fields.tables import ITEMS, REASONING, RESPONSES, TEXT, check_choice, check_format
 from gateway.dialects.fields.unknown import note_unknown
 from gateway.dialects.logprobs import logprobs_of
@@ -34,6 +34,7 @@ from gateway.language.render import ChatRenderer
 from gateway.language.thinking import ThinkingWish, effort_of
 from gateway.sessions.identity import Caller
 from gateway.sessions.user_names import user_named
+from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 
 INCLUDED = (
@@ -65,13 +66,13 @@ class Responses:
 
     async def read(self, caller: Caller, body: bytes, heavy: bool) -> ParsedRequest:
         context_length = self._renderer.context_length
-        request = await worked(body, decode_body, body, ResponsesRequest, context_length)
+        request = await worked(caller.payer, body, decode_body, body, ResponsesRequest, context_length)
         check(request)
         model = request.model or self._model_name
         store, previous_id = ResponseStore(self._redis, caller), request.previous_response_id
         past = await store.conversation(previous_id) if previous_id else StoredConversation()
         items = await _resolved(store, _given_items(request.input))
-        added = await worked(body, messages_of, items, self._renderer.vision is not None)
+        added = await worked(caller.payer, body, messages_of, items, self._renderer.vision is not None)
         instructions: list[Message] = (
             [{"role": "system", "content": request.instructions}] if request.instructions else []
         )
@@ -91,7 +92,7 @@ class Responses:
 
         messages = [*instructions, *past.messages, *added]
         return ParsedRequest(
-            calls=[await worked(body, call_of, self._renderer, request, messages, items)],
+            calls=[await worked(caller.payer, body, call_of, self._renderer, request, messages, items)],
             responder=ResponsesResponder(self._renderer, request, model),
             stream=bool(request.stream),
             model=request.model,

@@ -37,6 +37,7 @@ from gateway.language.schema import (
     parts_of,
     patterns_of,
 )
+from rollout_queue.http.bodies.large_bodies import takes_long
 
 MOST_S: Final = 4.0
 """CPU seconds for all parts of a grammar together, beside what its bytes cost, which is about as much."""
@@ -44,6 +45,8 @@ LENGTH_S: Final = 4.5e-7
 """For each state of a string of bounded length, and each token of the vocabulary."""
 STEP_S: Final = 3.1e-8
 """For each step of a pattern, and each token of the vocabulary."""
+LONG_BYTES: Final = 8 * 2**10
+"""What the parts of a larger grammar cost takes milliseconds to count."""
 WHOLE_ANSWER: Final = 2
 """A pattern of the whole answer costs this many times what it costs in a schema."""
 EDGE_S: Final = 8e-7
@@ -56,7 +59,6 @@ FORMAT_STATES: Final = {"email": 2.0, "uri": 1.5, "uri-reference": 1.5, "hostnam
 """What formats of strings cost, in states of a string of bounded length. Others cost half a state."""
 LEFT_OUT: Final = (frozenset({"minLength", "maxLength"}), frozenset({"format"}))
 """What a schema that is not strict does without, if it costs too much: first these, then those as well."""
-
 
 CostKey = tuple[Any, ...]
 """The kind of a cost, and what makes it the same as another one of this kind."""
@@ -89,6 +91,8 @@ def fitted_tag(form: Format, param: str, vocab_size: int) -> tuple[str, tuple[st
     tag = _encoded(_without_origins(form))
     check_size(tag, param)
     check_patterns(tag, param)
+    if len(tag) > LONG_BYTES:
+        takes_long()
     kept = fitted(form, vocab_size)
     return _encoded(kept.form).decode(), kept.left_out
 
@@ -139,16 +143,27 @@ def _seconds(form: Format, vocab_size: int) -> float:
 
 
 def _costs(form: Format, vocab_size: int) -> dict[CostKey, FormatCost]:
-    """The costs of the parts that differ: the compiler keeps what it has made."""
+    """The costs of the parts that differ: the compiler keeps what it has made. Above the budget, no further
+    one is estimated."""
     found: dict[CostKey, FormatCost] = {}
+    total = 0.0
+    for key, cost in _costs_of_parts(form, vocab_size):
+        total += 0.0 if key in found else cost.seconds
+        found[key] = cost
+        if total > MOST_S:
+            break
+    return found
+
+
+def _costs_of_parts(form: Format, vocab_size: int) -> Iterator[tuple[CostKey, FormatCost]]:
     for each in _leaves(form):
         if isinstance(each, Pattern) and isinstance(each.origin, FormatOrigin):
             seconds = WHOLE_ANSWER * STEP_S * vocab_size * steps_of(each.pattern)
-            found["whole", each.pattern] = FormatCost(seconds, each.origin, _named("pattern", each.pattern))
+            named = _named("pattern", each.pattern)
+            yield ("whole", each.pattern), FormatCost(seconds, each.origin, named)
         elif isinstance(each, JsonFormat) and isinstance(each.origin, FormatOrigin):
             for key, seconds, what in _schema_costs(each.json_schema, vocab_size):
-                found[key] = FormatCost(seconds, each.origin, what)
-    return found
+                yield key, FormatCost(seconds, each.origin, what)
 
 
 def _schema_costs(schema: JsonSchema, vocab_size: int) -> Iterator[tuple[CostKey, float, str]]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Final
 
 from gateway.language.schema import PATTERN_PART
+from rollout_queue.http.bodies.large_bodies import takes_long
 
 KINDS: Final = {"e": 0.35, "E": 0.1, " ": 0.25, "0": 0.05, "中": 0.25}
 """A character of each kind, and the share of a vocabulary's tokens that go on with such characters."""
@@ -40,6 +41,7 @@ class Part:
 def steps_of(pattern: str) -> float:
     """How many steps the compiler takes for a token of average length from all positions; infinite for a
     pattern that is too complex to estimate."""
+    takes_long()
     try:
         follows, atoms = _positions(pattern)
     except RecursionError:

@@ -234,9 +234,13 @@ def largest(make: Callable[[int], Any], vocab_size: int) -> str:
 def test_the_costliest_grammars_that_are_taken_compile_in_seconds(vocab_size: int) -> None:
     """The estimate of patterns is not exact, and processors differ."""
     tags = {kind: tag for kind, make in COSTLY.items() if (tag := largest(make, vocab_size))}
-    assert COSTLY.keys() - tags.keys() <= {"many long lengths"}, "two long strings cost less than a second each"
+    assert COSTLY.keys() - tags.keys() <= {"many long lengths"}, (
+        "two long strings cost less than a second each"
+    )
     command = [str(ENGINE_PYTHON), "-P", str(ROOT / "bench" / "grammars.py"), str(vocab_size)]
-    done = subprocess.run(command, input=json.dumps([*tags.values()]), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, input=json.dumps([*tags.values()]), capture_output=True, text=True, check=True
+    )
     took_s = dict(zip(tags, (each for (each,) in json.loads(done.stdout)), strict=True))
     assert max(took_s.values()) < 4 * MOST_S, took_s
 

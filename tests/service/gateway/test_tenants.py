@@ -16,6 +16,7 @@ import pytest
 
 from gateway.app import create_app
 from gateway.engines.fleet import Fleet
+from gateway.language.grammars.pattern_cost import steps_of
 from gateway.sessions.identity import Identities
 from gateway.settings.service import LimitSettings
 from rollout_queue.contract.errors import MOST_REWARDS
@@ -237,6 +238,7 @@ def test_a_call_waits_for_one_answer_of_another_key(backends: Backends, more: di
 # Time on the event loop
 
 MIB = 2**20
+TOLD = {"role": "user", "content": "hi"}
 HOSTILE: dict[str, bytes] = {
     "lists": b"[],",
     "nested": b"[[[[]]]],",
@@ -308,6 +310,33 @@ def test_no_body_takes_more_than_50_ms_of_the_loop(backends: Backends, door: str
                     assert reply.json()["error"].keys() >= {"message", "type", "param", "code"}
                     took.append(loop.longest_s)
                 assert min(took) < 0.1, (kind, size, took)
+
+
+COSTLY: dict[str, Any] = {
+    "many patterns": {f"f{n}": {"type": "string", "pattern": f"(.?){{90}}{n}"} for n in range(100)},
+    "a large pattern": {"f": {"type": "string", "pattern": "(.{0,99}){0,99}"}},
+    "many lengths": {f"f{n}": {"type": "string", "maxLength": 10**6 + n} for n in range(600)},
+}
+"""Properties of small schemas. It takes many milliseconds to count what they cost the engine."""
+
+
+@pytest.mark.parametrize("kind", COSTLY)
+@pytest.mark.parametrize("door", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_the_cost_of_a_grammar_is_counted_beside_the_loop(backends: Backends, door: str, kind: str) -> None:
+    steps_of.cache_clear()
+    schema = {"type": "object", "properties": COSTLY[kind]}
+    form = {"type": "json_schema", "name": "n", "strict": True, "schema": schema}
+    asked: dict[str, Any] = {
+        CHAT: {"messages": [TOLD], "response_format": {"type": "json_schema", "json_schema": form}},
+        "/v1/completions": {"prompt": "hi", "guided_json": schema},
+        "/v1/responses": {"input": "hi", "text": {"format": form}},
+        "/v1/messages": {"messages": [TOLD], "max_tokens": 9, "output_config": {"format": form}},
+    }
+    with standing(backends) as (served, gateway, _), LoopTime(served) as loop:
+        reply = gateway.post(door, asked[door])
+        assert reply.status_code in (200, 400), reply.text
+        assert reply.status_code == 200 or "too complex" in reply.text, reply.text
+    assert loop.longest_s < 0.03
 
 
 def test_long_texts_take_little_of_the_loop(backends: Backends) -> None:

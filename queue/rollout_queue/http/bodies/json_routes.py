@@ -3,7 +3,6 @@
 So no body keeps the process from its other requests, whatever is in it.
 """
 
-import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -14,7 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollout_queue.foreign_json import LARGE_BYTES, TooManyValues, check_values, read_json
+from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.keys import presented_key
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -36,10 +37,7 @@ class JsonRoute(APIRoute):
 
         async def bounded(request: Request) -> Response:
             body = await request.body()
-            if len(body) > LARGE_BYTES:
-                value = await asyncio.to_thread(self._decoded, body)
-            else:
-                value = self._decoded(body)
+            value = await worked(presented_key(request.headers), body, self._decoded, body)
             return await handler(_ReadRequest(request, body, value))
 
         return bounded

@@ -1,8 +1,8 @@
-"""Lets so many at once work on prompts. Client keys take turns: many long prompts of one delay no other."""
+"""Lets so many at once work. Owners, such as client keys, take turns: much work of one delays no other."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 
 
@@ -11,13 +11,13 @@ class FairTurns:
 
     def __init__(self, at_once: int) -> None:
         self._free = at_once
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
         """By owner, the next one first."""
-        self._last_owner = ""
+        self._last_owner: Hashable = None
         """Who had the last turn."""
 
     @asynccontextmanager
-    async def of(self, owner: str) -> AsyncIterator[None]:
+    async def of(self, owner: Hashable) -> AsyncIterator[None]:
         """A block that runs when it is its owner's turn."""
         await self._come(owner)
         try:
@@ -25,7 +25,7 @@ class FairTurns:
         finally:
             self._pass_on()
 
-    async def _come(self, owner: str) -> None:
+    async def _come(self, owner: Hashable) -> None:
         if self._free:
             self._free -= 1
             return

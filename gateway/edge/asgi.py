@@ -24,7 +24,7 @@ from gateway.errors import NotPermitted, UnknownCaller
 from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from gateway.sessions.identity import Identities
 from rollout_queue import clock
-from rollout_queue.http.bodies.large_bodies import PacedReceive
+from rollout_queue.http.bodies.large_bodies import PacedReceive, next_iteration
 from rollout_queue.http.browsers import check_keyless
 from rollout_queue.http.errors import ApiError, request_id_of
 from rollout_queue.http.keys import presented_key
@@ -164,6 +164,7 @@ class EdgeApp:
 
         self._rest.in_flight += 1
         try:
+            await next_iteration(self._payer(scope))  # FastAPI takes a millisecond
             await self._app(scope, receive, counted)
         finally:
             self._rest.in_flight -= 1

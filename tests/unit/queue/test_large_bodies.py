@@ -11,6 +11,7 @@ from rollout_queue.http.bodies.large_bodies import (
     AT_ONCE_BYTES,
     UNPACED_BYTES,
     PacedReceive,
+    next_iteration,
     takes_long,
     worked,
 )
@@ -82,6 +83,23 @@ async def test_one_large_body_is_worked_on_at_a_time_and_owners_take_turns(gate:
     assert [each for each in found if isinstance(each, str)] == (names[3:] if leave else names)
     assert gate.most_at_once == 1
     assert gate.order.index("b") <= 2
+
+
+async def test_each_iteration_of_the_loop_is_one_callers_and_owners_take_turns() -> None:
+    order: list[str] = []
+
+    async def request(name: str) -> None:
+        await next_iteration(name[0])
+        order.append(name)
+
+    names = [*(f"a{number}" for number in range(40)), "b"]
+    requests = [asyncio.create_task(request(name)) for name in names]
+    most = before = 0
+    while not all(each.done() for each in requests):
+        await asyncio.sleep(0)  # one iteration of the loop
+        most, before = max(most, len(order) - before), len(order)
+    assert most == 1
+    assert order.index("b") <= 2
 
 
 class Source:

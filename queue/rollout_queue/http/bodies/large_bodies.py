@@ -32,7 +32,7 @@ class _Turns:
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "bodies"))
     """Most work holds the interpreter's lock, so two threads are no faster, and the loop waits for both. Work
     whose request has left goes on to its end."""
-    pieces: FairTurns = field(default_factory=lambda: FairTurns(1))
+    iterations: FairTurns = field(default_factory=lambda: FairTurns(1))
 
 
 class _TakesLong(Exception):
@@ -77,6 +77,12 @@ def takes_long() -> None:
         raise _TakesLong
 
 
+async def next_iteration(owner: Hashable) -> None:
+    """Wait for an iteration of the loop that is this owner's: each is one caller's."""
+    async with _turns().iterations.of(owner):
+        await asyncio.sleep(0)
+
+
 class PacedReceive:
     """ASGI's `receive` of one request. Each iteration of the loop receives one piece of one large body."""
 
@@ -85,8 +91,7 @@ class PacedReceive:
 
     async def __call__(self) -> Message:
         if self._size > UNPACED_BYTES:
-            async with _turns().pieces.of(self._owner()):
-                await asyncio.sleep(0)
+            await next_iteration(self._owner())
         message = await self._receive()
         self._size += len(message.get("body", b""))
         return message

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 AT_ONCE_BYTES = 32 * 2**10
 """The work on a smaller body is done at once, since a thread would cost more time."""
-UNPACED_BYTES = 256 * 2**10
+UNPACED_BYTES = 64 * 2**10
 """Only what a body has beyond these bytes is received in turns."""
 
 

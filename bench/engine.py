@@ -1,6 +1,8 @@
 """A stand-in for SGLang's `/generate` that costs almost nothing, so that a benchmark measures the gateway.
 
-python -m bench.engine PORT [PACE_MS]     PACE_MS between two events of a stream; 0 sends as fast as it can
+python -m bench.engine PORT [PACE_MS [LOAD]]     PACE_MS between events of a stream; 0 sends as fast as it can
+
+It reports the LOAD, a share of its key-value cache. Without one, gateways have no limit of calls for it.
 """
 
 import asyncio
@@ -16,7 +18,8 @@ import uvloop
 FIRST_ID = 300
 IDS = 500
 """Answers consist of ids in [FIRST_ID, FIRST_ID + IDS), ordinary tokens of the benchmark's tokenizer."""
-MODEL_INFO = b'{"model_path":"bench","weight_version":"0"}'
+INFO: dict[str, object] = {"model_path": "bench", "weight_version": "0"}
+"""The answer on every path but `/generate`."""
 
 
 @lru_cache(maxsize=256)
@@ -55,6 +58,7 @@ class EngineStub(asyncio.Protocol):
     """One connection. The class counts the answers of all connections."""
 
     pace_s = 0.0
+    info = json.dumps(INFO).encode()
     generated = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -75,7 +79,7 @@ class EngineStub(asyncio.Protocol):
         body, self._body = b"".join(self._body), []
         if not self._url.startswith(b"/generate"):
             head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-            self._transport.write(head % len(MODEL_INFO) + MODEL_INFO)
+            self._transport.write(head % len(self.info) + self.info)
             return
         EngineStub.generated += 1
         chunks = events(_number(body, b"max_new_tokens"), _number(body, b"stream_interval"))
@@ -101,11 +105,13 @@ def _number(body: bytes, name: bytes) -> int:
     return int(found[1])
 
 
-async def main(port: int, pace_ms: float) -> None:
+async def main(port: int, pace_ms: float = 0.0, load: float | None = None) -> None:
     EngineStub.pace_s = pace_ms / 1000
+    if load is not None:
+        EngineStub.info = json.dumps(INFO | {"loads": [{"token_usage": load}]}).encode()
     server = await asyncio.get_running_loop().create_server(EngineStub, "127.0.0.1", port, backlog=4096)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0))
+    uvloop.run(main(int(sys.argv[1]), *map(float, sys.argv[2:])))

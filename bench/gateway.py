@@ -42,9 +42,10 @@ def running_rig(
     sampled: Path | None = None,
     workers: int = 1,
     settings: Mapping[str, str] | None = None,
+    engine_load: float | None = None,
 ) -> Iterator[Rig]:
     """`count` gateways on one Redis, each of `workers` processes, in front of the engine stub, with `pace_ms`
-    between the events of its streams.
+    between the events of its streams, which reports `engine_load`.
 
     If a file is given as `sampled`, the call stacks of the gateways are sampled into it. `settings` are more
     variables of the gateways.
@@ -63,11 +64,12 @@ def running_rig(
     gateway = module("gateway") if sampled is None else module("bench.stack_sampler", sampled, "gateway")
     with ExitStack() as stack:
         stack.enter_context(running([*redis, "--logfile", str(folder / "redis.log")]))
-        stack.enter_context(running(module("bench.engine", engine_port, pace_ms)))
+        stub = [engine_port, pace_ms] if engine_load is None else [engine_port, pace_ms, engine_load]
+        stack.enter_context(running(module("bench.engine", *stub)))
         gateways = []
         for port in ports:
             pid = stack.enter_context(running(gateway, {**variables, "WEIR_GATEWAY__PORT": str(port)}))
-            answering(f"http://127.0.0.1:{port}/ready")
+            answering(f"http://127.0.0.1:{port}/ready", timeout_s=180)
             gateways.append((port, pid))
         yield Rig(gateways, engine_port)
 

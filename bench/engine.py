@@ -1,6 +1,6 @@
 """A stand-in for SGLang's `/generate` that costs almost nothing, so that a benchmark measures the gateway.
 
-python -m bench.engine PORT [PACE_MS [LOAD]]     PACE_MS between events of a stream; 0 sends as fast as it can
+python -m bench.engine PORT [PACE_MS [LOAD]]     each token takes PACE_MS; 0 sends as fast as it can
 
 It reports the LOAD, a share of its key-value cache. Without one, gateways have no limit of calls for it.
 """
@@ -82,20 +82,22 @@ class EngineStub(asyncio.Protocol):
             self._transport.write(head % len(self.info) + self.info)
             return
         EngineStub.generated += 1
-        chunks = events(_number(body, b"max_new_tokens"), _number(body, b"stream_interval"))
+        tokens, interval = _number(body, b"max_new_tokens"), _number(body, b"stream_interval")
+        chunks = events(tokens, interval)
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         if self.pace_s:
-            asyncio.get_running_loop().create_task(self._paced(head, chunks))
+            asyncio.get_running_loop().create_task(self._paced(head, chunks, min(interval, tokens)))
         else:
             self._transport.write(head + chunks[0])
             for chunk in chunks[1:]:
                 self._transport.write(chunk)
 
-    async def _paced(self, head: bytes, chunks: tuple[bytes, ...]) -> None:
+    async def _paced(self, head: bytes, chunks: tuple[bytes, ...], interval: int) -> None:
         self._transport.write(head)
-        for chunk in chunks:
+        for chunk in chunks[:-1]:
+            await asyncio.sleep(self.pace_s * interval)
             self._transport.write(chunk)
-            await asyncio.sleep(self.pace_s)
+        self._transport.write(chunks[-1])
 
 
 def _number(body: bytes, name: bytes) -> int:

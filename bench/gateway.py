@@ -44,8 +44,8 @@ def running_rig(
     settings: Mapping[str, str] | None = None,
     engine_load: float | None = None,
 ) -> Iterator[Rig]:
-    """`count` gateways on one Redis, each of `workers` processes, in front of the engine stub, with `pace_ms`
-    between the events of its streams, which reports `engine_load`.
+    """`count` gateways on one Redis, each of `workers` processes, in front of the engine stub, which takes
+    `pace_ms` for a token, and reports `engine_load`.
 
     If a file is given as `sampled`, the call stacks of the gateways are sampled into it. `settings` are more
     variables of the gateways.

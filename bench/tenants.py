@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("ways", nargs="*", metavar="WAY", help="; ".join(WAYS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calls", type=int, default=200, help="of each part of a round")
-    parser.add_argument("--pace-ms", type=float, default=5.0, help="between two events of the engine")
+    parser.add_argument("--pace-ms", type=float, default=5.0, help="the engine's time for a token")
     parser.add_argument("--attack", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     asked = parser.parse_args()

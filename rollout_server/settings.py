@@ -114,7 +114,7 @@ class RolloutServerSettings(ServiceSettings):
     context_length: int | None = None
     max_running_requests: int | None = None
     max_total_tokens: int | None = None
-    """How many tokens the engine's KV cache has. Null: on CPU as many as a twentieth of the free memory
+    """How many tokens the engine's KV cache has. Null: on CPU as many as 3 % of the free memory
     takes, but 8,192 to 65,536; on CUDA SGLang decides."""
     random_seed: int = 0
     router_replay: bool = False

@@ -18,7 +18,7 @@ from gateway.edge.reply import Reply
 from gateway.edge.retries import CallKey, InFlightCalls
 from gateway.metrics.calls import CallFigures
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.workers.siblings import HUNG_S, Siblings
+from rollout_queue.http.workers.siblings import ASK_S, HUNG_S, Siblings
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,15 @@ class Joins:
     async def answered(self, key: CallKey, attempt: int, reply: Reply) -> bool:
         """Write another worker's answer to the call; False if no other worker serves it.
 
-        Raises ApiError if the call ended with an error. A worker that stands still is waited for, because a
-        call that it serves would be sampled twice. If it dies before the answer begins, the result is False,
-        and if it dies later, the stream is cut.
+        Raises ApiError if the call ended with an error. A marked retry waits for a worker that stands still,
+        because the call would be sampled twice. If the worker dies before the answer begins, the result is
+        False, and if it dies later, the stream is cut.
         """
         if not self._siblings.numbers:
             return False
         question = msgspec.json.encode(JoinQuestion(key, attempt))
-        for number in await self._siblings.ask(HAVE_PATH, question, within_s=HUNG_S):
+        within_s = HUNG_S if attempt else ASK_S
+        for number in await self._siblings.ask(HAVE_PATH, question, within_s):
             try:
                 async with self._siblings.stream(number, JOIN_PATH, question) as answer:
                     if answer.status_code != 204:

@@ -80,7 +80,7 @@ def create_app(settings: FineTuningSettings) -> FastAPI:
     app.add_exception_handler(BadInput, _answer)
     app.include_router(probes(readiness, text_of(_registry(jobs, queue))))
     app.include_router(file_routes(files))
-    routes = JobRoutes(jobs, files, queue, policy, settings.limits, python=not keyring.open)
+    routes = JobRoutes(jobs, files, queue, policy, settings.limits, runner, python=not keyring.open)
     app.include_router(routes.router())
     app.include_router(api_page(app))
     return app

@@ -1,6 +1,9 @@
 """Runs the reward service until SIGTERM: python -m reward_service [--config weir.yaml]."""
 
-from reward_service.app import create_app
+import asyncio
+
+from reward_service.app import check_rules, create_app
+from reward_service.graders.faults import UnusableSource
 from reward_service.sandbox.isolation import isolates
 from reward_service.sandbox.secrets import hide_from_children
 from reward_service.settings import RewardSettings
@@ -25,6 +28,10 @@ def main() -> None:
         app = create_app(settings, isolated=isolated)
     except (OSError, ValueError) as error:
         raise SystemExit(f"rewards.rules: {error}") from error
+    try:
+        asyncio.run(check_rules(settings, isolated=isolated))
+    except (OSError, ValueError, UnusableSource) as error:
+        raise SystemExit(str(error)) from error
     serve(
         app,
         settings.host,

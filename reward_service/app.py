@@ -27,6 +27,7 @@ from reward_service.dispatch.rules import (
     RelativeRule,
 )
 from reward_service.dispatch.single import SessionHandler
+from reward_service.graders.objects import AnyGrader, PythonGrader, brings_python
 from reward_service.grading.runner import GraderRunner
 from reward_service.judging.allowance import Allowances
 from reward_service.judging.models import GatewayModel, JudgeModelClient, OpenAiModel
@@ -34,6 +35,7 @@ from reward_service.metrics import RewardMetrics
 from reward_service.rest.dispatch import dispatch_routes
 from reward_service.rest.graders import GraderRoutes
 from reward_service.rest.slots import Slots
+from reward_service.sandbox.isolation import WITHOUT
 from reward_service.sandbox.process import PythonProcesses
 from reward_service.settings import RewardSettings
 from rollout_queue.http.api_page import api_page
@@ -99,6 +101,27 @@ class RewardParts:
                 return ObjectSessionGrader(self.runner, rule.grader)
             case JudgeRule():
                 return ObjectSessionGrader(self.runner, judge_of(rule))
+
+
+async def check_rules(settings: RewardSettings, *, isolated: bool) -> None:
+    """Load the Python graders of all rules.
+
+    Raises UnusableSource for one that could grade nothing, ValueError for one that may not run here, OSError.
+    """
+    parts = RewardParts.of(settings)
+    async with parts.gateway, parts.outside:
+        for number, rule in enumerate(settings.rules):
+            where = f"rewards.rules.{number}"
+            match rule:
+                case PythonRule():
+                    grader: AnyGrader = PythonGrader(type="python", source=rule.read_source())
+                case OpenAiGraderRule():
+                    grader, where = rule.grader, f"{where}.grader"
+                case _:
+                    continue
+            if brings_python(grader) and settings.python.required and not isolated:
+                raise ValueError(f"{where}: rewards.python.isolation is required, but {WITHOUT}")
+            await parts.runner.check(grader, where)
 
 
 def create_app(settings: RewardSettings, *, isolated: bool | None = None) -> FastAPI:

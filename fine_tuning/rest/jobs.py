@@ -20,7 +20,9 @@ from fine_tuning.jobs.store import JobStore
 from fine_tuning.rest.pages import page_of
 from fine_tuning.settings import FineTuningLimits
 from fine_tuning.training.versions import GatewaySilent, PolicyWatch
+from reward_service.graders.faults import UnusableSource
 from reward_service.graders.objects import brings_python
+from reward_service.grading.runner import GraderRunner
 from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.bodies.json_routes import JsonRoute
@@ -39,12 +41,14 @@ class JobRoutes:
         queue: JobQueue,
         policy: PolicyWatch,
         limits: FineTuningLimits,
+        runner: GraderRunner,
         *,
         python: bool,
     ) -> None:
         """`python`: jobs may bring Python graders. Without keys they may not: every program of the machine is
-        an admin."""
+        an admin. `runner` loads them."""
         self._jobs, self._files, self._queue, self._policy = jobs, files, queue, policy
+        self._runner = runner
         self._limits, self._python = limits, python
         self._making = asyncio.Lock()
         """One file is checked at a time."""
@@ -112,6 +116,10 @@ class JobRoutes:
         if asked and body.validation_file is None:
             name = f"method.reinforcement.hyperparameters.{asked[0]}"
             raise BadInput(f"{name} needs a validation_file", name)
+        try:
+            await self._runner.check(body.method.reinforcement.grader, "method.reinforcement.grader")
+        except UnusableSource as error:
+            raise BadInput(str(error), error.where) from error
         for name, path in self._given(body).items():
             await self._check(path, f"{name}_file")
         given = self._given(body)  # one may have been deleted meanwhile

@@ -59,7 +59,10 @@ class Exchange:
         caller = request.caller
         attempt = attempt_of(request.headers)
         body, prefix = request.body, self.dialect.prefix
-        digest = await worked(caller.payer, body, request_digest, prefix, body, at_once=LARGE_BYTES)
+        if len(body) <= LARGE_BYTES:
+            digest = request_digest(prefix, body)
+        else:
+            digest = await worked(caller.payer, body, request_digest, prefix, body)
         key = CallKey(caller, request.session_id, tuple(map(request.headers.get, HEADERS)), digest)
         if (joined := self.calls.join(key, attempt)) is not None:
             request.release()

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Protocol, get_args
 
 import msgspec
@@ -86,6 +87,7 @@ class Caller(msgspec.Struct, frozen=True):
         return spec.group_id if self.role == "admin" else spec.shown_group
 
 
+@lru_cache(maxsize=4096)
 def mark_of(owner: str) -> str:
     """What a session key says of its session's owner: the same for all sessions of one client key."""
     return hashlib.sha256(owner.encode()).hexdigest()[:SCOPE]

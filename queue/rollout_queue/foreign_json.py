@@ -23,6 +23,8 @@ MARKS = {
 """The byte order marks of other encodings; that of UTF-8 is skipped."""
 
 
+SMALL_BYTES = 4 * 2**10
+"""The lists in a smaller one are too few for the garbage collector to begin more than a few times."""
 LARGE_BYTES = 256 * 2**10
 """The values of a smaller body are not counted: it is decoded in 10 ms at most, whatever is in it."""
 MOST_VALUES = 150_000
@@ -65,8 +67,8 @@ def read_json(
 ) -> Any:
     """The value as `kind`. Raises msgspec.DecodeError, and nothing else."""
     data = data.removeprefix("\ufeff") if isinstance(data, str) else data.removeprefix(codecs.BOM_UTF8)
-    collects = gc.isenabled()
-    gc.disable()  # every new list would have it look at all those before: ten times the work
+    if collects := len(data) > SMALL_BYTES and gc.isenabled():
+        gc.disable()  # every new list would have it look at all those before: ten times the work
     try:
         return msgspec.json.decode(data, type=kind, strict=strict, dec_hook=dec_hook)
     except msgspec.ValidationError:

@@ -2,6 +2,7 @@
 
 GraderFault
 ├── MalformedGrader      the grader cannot work with any sample
+├── UnusableSource       the source of a Python grader cannot be loaded, or has no function `grade`
 └── UngradableSample     the grader cannot work with this sample
     ├── UnknownVariable
     ├── SampleNotJson
@@ -16,6 +17,15 @@ class GraderFault(Exception):
 
 class MalformedGrader(GraderFault):
     """The grader cannot work with any sample."""
+
+
+class UnusableSource(GraderFault):
+    """The source of a Python grader cannot be loaded, or has no function `grade`. `where`: its path in the
+    grader."""
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(f"{where}: {why}")
+        self.where = where
 
 
 class UngradableSample(GraderFault):

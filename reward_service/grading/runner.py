@@ -16,6 +16,7 @@ from reward_service.graders.faults import (
     TextTooLong,
     UngradableSample,
     UnknownVariable,
+    UnusableSource,
 )
 from reward_service.graders.grade import Grade, GradeErrors
 from reward_service.graders.objects import (
@@ -48,6 +49,8 @@ FAULTS: dict[type[UngradableSample], str] = {
     FormulaUndefined: "other_error",
     TextTooLong: "other_error",
 }
+OF_SERVICE = ("not_started", "no_isolation")
+"""Ends of a Python grader's process that are no fault of its source."""
 
 
 class GraderRunner:
@@ -80,6 +83,25 @@ class GraderRunner:
                     return await self._run_multi(grader, variables)
         except UngradableSample as fault:
             return Grade.failed(**{FAULTS[type(fault)]: True})
+
+    async def check(self, grader: AnyGrader, where: str = "grader") -> None:
+        """Load the source of each Python grader in it. `where`: the grader's path in what the caller gave.
+
+        Raises UnusableSource.
+        """
+        if isinstance(grader, MultiGrader):
+            for name, each in grader.graders.items():
+                await self.check(each, f"{where}.graders.{name}")
+        elif isinstance(grader, PythonGrader):
+            await self._check_source(grader.source, f"{where}.source")
+
+    async def _check_source(self, source: str, where: str) -> None:
+        """Raises UnusableSource. Where no Python grader can run, its sources are not looked at."""
+        result = await self._python.check(source)
+        if result.ended not in (None, *OF_SERVICE):
+            raise UnusableSource(where, f"the process that loads it gives no answer: {result.ended}")
+        if result.error is not None:
+            raise UnusableSource(where, result.error)
 
     async def _run_python(self, grader: PythonGrader, variables: Variables) -> Grade:
         result = await self._python.grade(grader.source, variables["sample"], variables["item"])

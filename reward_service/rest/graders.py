@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from reward_service.graders.faults import UnusableSource
 from reward_service.graders.grade import Grade
 from reward_service.graders.objects import AnyGrader, brings_python
 from reward_service.graders.samples import sample_of
@@ -80,8 +81,12 @@ class GraderRoutes:
         router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], route_class=GraderRoute)
 
         @router.post("/validate")
-        async def validate(body: GraderBody) -> JSONResponse:
-            """Check a grader without running it."""
+        async def validate(body: GraderBody, request: Request) -> JSONResponse:
+            """Check a grader without running it. The source of a Python grader is loaded."""
+            self._refuse_python(request, body.grader)
+            if brings_python(body.grader):
+                async with self._slots.one():
+                    await self._check(body.grader)
             return JSONResponse({"grader": _shown(body.grader)})
 
         @router.post("/run")
@@ -89,6 +94,7 @@ class GraderRoutes:
             """Run a grader on an answer of a model and an item of a dataset."""
             runner = self._runner_for(request, body.grader)
             async with self._slots.one():
+                await self._check(body.grader)
                 started = clock.monotonic()
                 grade = await self._graded(runner, body)
                 seconds = clock.monotonic() - started
@@ -99,15 +105,29 @@ class GraderRoutes:
 
     def _runner_for(self, request: Request, grader: AnyGrader) -> GraderRunner:
         """What runs the caller's grader. Raises ApiError for a grader that the caller may not bring."""
-        role = role_in(request)
-        if brings_python(grader) and role not in self._bring_python:
+        self._refuse_python(request, grader)
+        if role_in(request) == "admin":
+            return self._runner
+        return self._runner.asking(self._allowances.of(digest(presented_key(request.headers) or ""), grader))
+
+    def _refuse_python(self, request: Request, grader: AnyGrader) -> None:
+        """Raises ApiError if the caller may not bring Python graders, and this is one."""
+        if brings_python(grader) and role_in(request) not in self._bring_python:
             needed = "an admin key, or rewards.python.from_clients"
             if not self._bring_python:
                 needed = "keys: set rewards.admin_keys (WEIR_ADMIN_KEYS)"
             raise ApiError(403, f"a python grader needs {needed}", param="grader.type")
-        if role == "admin":
-            return self._runner
-        return self._runner.asking(self._allowances.of(digest(presented_key(request.headers) or ""), grader))
+
+    async def _check(self, grader: AnyGrader) -> None:
+        """Raises ApiError for a Python grader that could grade nothing."""
+        try:
+            async with clock.timeout(self._timeout_s):
+                await self._runner.check(grader)
+        except UnusableSource as error:
+            raise ApiError(400, str(error), param=error.where) from error
+        except TimeoutError:
+            message = f"its sources were not loaded within {self._timeout_s:.0f} s"
+            raise ApiError(400, message, param="grader") from None
 
     async def _graded(self, runner: GraderRunner, body: GraderRunBody) -> Grade:
         variables = {"sample": sample_of(body.model_sample), "item": body.item or {}}

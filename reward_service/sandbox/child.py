@@ -1,7 +1,7 @@
 """The program of the process that runs one Python grader. It imports only the standard library.
 
 python -I -B child.py LIMITS    LIMITS is JSON: {"cpu_s", "memory_bytes", "file_bytes", "isolation"}
-stdin                           JSON: {"source", "sample", "item"}
+stdin                           JSON: {"source", "sample", "item"}; {"source"} only loads it
 stdout                          JSON: {"value": number or null}, or {"error": text}
 stderr                          what the grader prints
 
@@ -16,6 +16,8 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -24,6 +26,11 @@ OPEN_FILES = 256
 ERROR_CHARS = 4000
 NOT_ISOLATED = 77
 """The exit status where the system grants no namespaces, and the limits demand them."""
+
+
+class NoGrade(Exception):
+    """The source has no function `grade`."""
+
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,7 +47,7 @@ def main() -> None:
         sys.exit(NOT_ISOLATED)
     _restrict(limits)
     given = json.loads(sys.stdin.buffer.read())
-    result = _graded(given["source"], given["sample"], given["item"])
+    result = _checked(given["source"]) if "sample" not in given else _graded(**given)
     answer.write(json.dumps(result, allow_nan=False))
     answer.close()
     os._exit(0)  # threads that the grader started do not delay the end
@@ -94,27 +101,53 @@ def _restrict(limits: dict[str, Any]) -> None:
         resource.setrlimit(kind, (bound, bound))
 
 
+def _checked(source: str) -> dict[str, Any]:
+    """Whether the source has a function that takes a sample and an item."""
+    try:
+        import inspect
+
+        with suppress(ValueError):  # one that is written in C may have no signature
+            inspect.signature(_loaded(source)).bind({}, None)
+        return {"value": None}
+    except BaseException as error:
+        return {"error": _told(error)}
+
+
 def _graded(source: str, sample: Any, item: Any) -> dict[str, Any]:
     try:
-        names: dict[str, Any] = {"__name__": "grader"}
-        exec(compile(source, "grader.py", "exec"), names)  # noqa: S102 - this process exists for it
-        grade = names.get("grade")
-        if not callable(grade):
-            return {"error": "the source has no function grade(sample, item)"}
-        value = grade(sample, item)
+        value = _loaded(source)(sample, item)
         if value is None:
             return {"value": None}
         number = value if isinstance(value, str | bytes) else float(value)
         if isinstance(number, float) and math.isfinite(number):
             return {"value": number}
         return {"error": f"grade returned {value!r:.200}, which is no finite number"}
-    except MemoryError:
-        return {"error": "MemoryError: the grader needs more memory than it may have"}
     except BaseException as error:  # SystemExit as well: whatever the grader raises is its result
-        lines = traceback.format_exception_only(error)
-        frames = traceback.extract_tb(error.__traceback__)
-        where = [f"line {frame.lineno}" for frame in frames if frame.filename == "grader.py"]
-        return {"error": ", ".join([*where[-1:], "".join(lines).strip()])[:ERROR_CHARS]}
+        return {"error": _told(error)}
+
+
+def _loaded(source: str) -> Callable[[Any, Any], Any]:
+    """The function `grade` of the source. Raises what the source raises."""
+    names: dict[str, Any] = {"__name__": "grader"}
+    exec(compile(source, "grader.py", "exec"), names)  # noqa: S102 - this process exists for it
+    grade = names.get("grade")
+    if not callable(grade):
+        raise NoGrade("the source has no function grade(sample, item)")
+    loaded: Callable[[Any, Any], Any] = grade
+    return loaded
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, NoGrade):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "MemoryError: the grader needs more memory than it may have"
+    if isinstance(error, SyntaxError) and error.filename == "grader.py":
+        return f"line {error.lineno}, SyntaxError: {error.msg}"
+    lines = traceback.format_exception_only(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f"line {frame.lineno}" for frame in frames if frame.filename == "grader.py"]
+    return ", ".join([*where[-1:], "".join(lines).strip()])[:ERROR_CHARS]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Runs Python graders: one process for each call, and a bounded number of them at once.
 
 PythonProcesses.grade ── source, sample, item ─▶ child.py ── a number, null or an error ─▶ PythonResult
+               .check ── source ──────────────▶ child.py ── null or an error ───────────▶ PythonResult
 """
 
 import asyncio
@@ -73,8 +74,15 @@ class PythonProcesses:
         self, source: str, sample: Mapping[str, Any], item: Any, timeout_s: float | None = None
     ) -> PythonResult:
         """Call the source's `grade(sample, item)`. The time to wait for a free process does not count."""
+        return await self._answer({"source": source, "sample": sample, "item": item}, timeout_s)
+
+    async def check(self, source: str) -> PythonResult:
+        """Load the source, and look whether it has a function `grade(sample, item)`, which is not called."""
+        return await self._answer({"source": source}, None)
+
+    async def _answer(self, asked: Mapping[str, Any], timeout_s: float | None) -> PythonResult:
         limit_s = min(timeout_s or math.inf, self._settings.timeout_s)
-        given = json.dumps({"source": source, "sample": sample, "item": item}).encode()
+        given = json.dumps(asked).encode()
         async with self._free:
             self.running += 1
             try:

@@ -28,9 +28,8 @@ def decode_body(body: bytes, kind: type[T], context_length: int = 0) -> T:
     try:
         check_values(body, max(MOST_VALUES, context_length))
         decoded = _decode(body, kind)
-        for name in LISTS:
-            if len(value := getattr(decoded, name, None) or ()) > MOST_ITEMS and isinstance(value, list):
-                raise InvalidRequest(f"{name}: more than {MOST_ITEMS}", param=name)
+        if len(body) > MOST_ITEMS:
+            _check_lists(decoded)
         return decoded
     except TooManyValues as error:
         raise InvalidRequest(f"the body has {error}", code="too_many_values") from error
@@ -40,6 +39,12 @@ def decode_body(body: bytes, kind: type[T], context_length: int = 0) -> T:
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
+
+
+def _check_lists(decoded: msgspec.Struct) -> None:
+    for name in LISTS:
+        if len(value := getattr(decoded, name, None) or ()) > MOST_ITEMS and isinstance(value, list):
+            raise InvalidRequest(f"{name}: more than {MOST_ITEMS}", param=name)
 
 
 def _decode(body: bytes, kind: type[T]) -> T:

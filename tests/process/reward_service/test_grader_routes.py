@@ -45,6 +45,33 @@ def test_openais_client_runs_and_validates_graders(
     assert found.sub_rewards == ({"equal": 0.0, "similar": pytest.approx(0.8)} if grader is MULTI else {})
 
 
+UNUSABLE = [
+    ("def grade(:", "SyntaxError"),
+    ("x = 1", "no function grade(sample, item)"),
+    ("import nosuchlibrary\ndef grade(sample, item):\n    return 1.0", "line 1, ModuleNotFoundError"),
+    ("def grade(sample):\n    return 1.0", "TypeError"),
+    ("grade = 1", "no function grade(sample, item)"),
+    ("import os\nos._exit(0)", "exited"),
+    ("raise SystemExit(1)", "SystemExit"),
+    ("while True: pass", "timeout"),
+    ("(" * 100_000, "SyntaxError"),
+]
+
+
+@pytest.mark.parametrize(("source", "why"), UNUSABLE, ids=[why for _, why in UNUSABLE])
+def test_a_python_grader_that_could_grade_nothing_is_refused_at_its_source(source: str, why: str) -> None:
+    python = {"type": "python", "name": "own", "source": source}
+    multi = MULTI | {"graders": {"equal": CHECK, "similar": python}}
+    with reward_service(python={"timeout_s": 10}) as rewards:
+        for path, more in (("validate", {}), ("run", {"model_sample": "x"})):
+            for grader, where in ((python, "grader.source"), (multi, "grader.graders.similar.source")):
+                body = {"grader": grader, **more}
+                reply = rewards.post(f"/v1/fine_tuning/alpha/graders/{path}", json=body)
+                error = reply.json()["error"]
+                assert (reply.status_code, error["param"]) == (400, where)
+                assert why in error["message"]
+
+
 def test_every_field_of_openais_answer_is_there(rewards: RunningRewards) -> None:
     answer = rewards.run(CHECK, "x", item={"answer": "x"}).json()
     assert answer["reward"] == 1.0
@@ -239,14 +266,14 @@ def test_a_multi_grader_ends_where_the_tokens_of_its_key_do() -> None:
 
 
 def test_a_run_ends_in_time() -> None:
-    endless = {"type": "python", "source": "while True: pass"}
+    endless = {"type": "python", "source": "def grade(sample, item):\n    while True: pass"}
     with reward_service(limits={"run_timeout_s": 1}) as rewards:
         errors = rewards.run(endless, "x").json()["metadata"]["errors"]
     assert errors["unresponsive_reward_error"] is True
 
 
 def test_only_so_many_requests_are_graded_and_wait() -> None:
-    endless = {"type": "python", "source": "while True: pass"}
+    endless = {"type": "python", "source": "def grade(sample, item):\n    while True: pass"}
     limits = {"run_timeout_s": 2, "runs": 1, "waiting": 0}
     with reward_service(limits=limits) as rewards, ThreadPoolExecutor(3) as pool:
         replies = list(pool.map(lambda _: rewards.run(endless, "x"), range(3)))

@@ -55,6 +55,22 @@ def test_it_grades_hides_its_environment_and_ends_on_sigterm(tmp_path: Path, wor
         assert process.wait(300) == 0
 
 
+@pytest.mark.parametrize("kind", ["python", "openai_grader"])
+def test_a_rule_that_could_grade_nothing_stops_it_at_the_start(tmp_path: Path, kind: str) -> None:
+    python = {"type": "python", "name": "own", "source": "def grade(:"}
+    given = {"source": "def grade(:"} if kind == "python" else {"grader": python}
+    rules = [HALF, {"name": "bad", "kind": kind, **given}]
+    where = "rewards.rules.1" + (".grader" if kind == "openai_grader" else "")
+    file = tmp_path / "weir.yaml"
+    file.write_text(yaml.safe_dump({"rewards": {"port": free_port(), "rules": rules}}))
+    command = [sys.executable, "-m", "reward_service", "--config", str(file)]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"{where}.source: line 1, SyntaxError: invalid syntax"
+
+
 def test_a_process_that_hides_is_not_read_by_its_children() -> None:
     asked = (
         "import ctypes; from reward_service.sandbox.secrets import hide_from_children; hide_from_children();"

@@ -51,12 +51,10 @@ def _turns() -> _Turns:
     return turns
 
 
-async def worked(
-    owner: Hashable, body: bytes, work: Callable[..., R], *arguments: Any, at_once: int = AT_ONCE_BYTES
-) -> R:
-    """What the work on a body of this owner gives. It is done at once for a body of at most `at_once` bytes,
-    unless it calls `takes_long`."""
-    if len(body) <= at_once:
+async def worked(owner: Hashable, body: bytes, work: Callable[..., R], *arguments: Any) -> R:
+    """What the work on a body of this owner gives. It is done at once for a small body, unless it calls
+    `takes_long`."""
+    if len(body) <= AT_ONCE_BYTES:
         token = _ON_LOOP.set(True)
         try:
             return work(*arguments)

@@ -49,5 +49,5 @@ class Agent:
         self.judged = True
         if ended or not self.turn_ids:
             self.final = (self.final or 0.0) + reward
-        elif reward:
+        else:
             self.rewards.append(TurnReward(self.turn_ids[-1], reward))

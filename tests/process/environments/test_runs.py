@@ -178,15 +178,17 @@ async def test_an_episode_without_end_is_truncated(running: RunTest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "status"), [({"max_turns": 1}, "truncated"), ({"mode": "eval"}, "completed")]
+    ("more", "status", "of_turns"),
+    [({"max_turns": 1}, "truncated", [0.0]), ({"mode": "eval"}, "completed", [0.0, None])],
 )
 async def test_rewards_of_zero_alone_are_a_reward_of_zero(
-    running: RunTest, more: dict[str, Any], status: str
+    running: RunTest, more: dict[str, Any], status: str, of_turns: list[float | None]
 ) -> None:
     """The last step has no opinion. A group that waited for a reward could not be trained."""
     await running.play("Zeros", group_size=1, episodes=1, **more)
     (session,) = running.sessions()
     assert (session["status"], session["reward"]) == (status, 0.0)
+    assert [turn["reward"] for turn in session["turns"]] == of_turns
 
 
 async def test_a_run_that_is_stopped_does_not_wait_for_a_gateway_that_is_gone(

@@ -24,6 +24,11 @@ PLACES = (
 MODELS = ("gateway", "rollout_server", "trainer")
 LOG_TAIL_BYTES = 256 * 1024
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^[A-Za-z_.]*(Error|Exception): ")
+READY_LINE = re.compile(
+    r"probes: ready again|: Application startup complete|trainer_service: listens on|: engine serves version"
+    r"|ready to roll!$|Ready to accept connections"
+)
+"""What a service, its engine or Redis writes once it can work: what was wrong before is over."""
 WRITTEN_AT = re.compile(r"^\W?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 RECENT_S = 3600.0
 """An older error is no news."""
@@ -99,7 +104,8 @@ def _errors(targets: Targets) -> Iterator[LogFacts]:
 
 
 def _last_error(path: Path) -> tuple[str, float] | None:
-    """The last line that tells an error, and when it was written; None without one."""
+    """The last line that tells an error, and when it was written; None without one since the service was
+    ready."""
     with path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
         lines = log.read(LOG_TAIL_BYTES).decode(errors="replace").splitlines()
@@ -108,6 +114,8 @@ def _last_error(path: Path) -> tuple[str, float] | None:
         if said := WRITTEN_AT.match(line):
             with suppress(ValueError):
                 written_at = datetime.strptime(said[1], "%Y-%m-%d %H:%M:%S").timestamp()
-        if ERROR_LINE.search(line):
+        if READY_LINE.search(line):
+            found = None
+        elif ERROR_LINE.search(line):
             found = line[:300], written_at or path.stat().st_mtime
     return found

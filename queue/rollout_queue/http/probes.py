@@ -1,5 +1,6 @@
 """The routes `/live`, `/ready` and `/metrics`, for GET and HEAD, which each service answers without a key."""
 
+import logging
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
@@ -7,6 +8,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from rollout_queue.http.errors import ApiError
+
+logger = logging.getLogger(__name__)
 
 Readiness = Callable[[], Awaitable[str | None]]
 """Returns why the service cannot do its work; None when it can."""
@@ -18,6 +21,7 @@ MetricsText = Callable[[], Awaitable[bytes]]
 
 def probes(readiness: Readiness, metrics_text: MetricsText) -> APIRouter:
     router = APIRouter(tags=["probes"])
+    last: str | None = None
 
     @router.head("/live", include_in_schema=False)
     @router.get("/live")
@@ -29,7 +33,11 @@ def probes(readiness: Readiness, metrics_text: MetricsText) -> APIRouter:
     @router.get("/ready")
     async def ready() -> Response:
         """The service can do its work; 503 with the reason otherwise."""
+        nonlocal last
         reason = await readiness()
+        if last is not None and reason is None:
+            logger.info("ready again: it was not, because %s", last)  # `weir doctor` reads it
+        last = reason
         return ApiError(503, reason).response() if reason else JSONResponse({"ready": True})
 
     @router.head("/metrics", include_in_schema=False)

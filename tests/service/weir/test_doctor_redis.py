@@ -190,6 +190,37 @@ def test_recent_errors_in_logs_and_ended_processes_are_found(redis: RedisProcess
     ]
 
 
+@pytest.mark.parametrize(
+    ("service", "line"),
+    [
+        ("engine", "[{now}] The server is fired up and ready to roll!"),
+        ("redis", "5:M 29 Nov 2026 06:21:23.915 * Ready to accept connections tcp"),
+        ("gateway", "{now},1 INFO uvicorn.error: Application startup complete."),
+        ("gateway", "{now},1 INFO rollout_queue.http.probes: ready again: it was not, because Redis failed"),
+        ("rollout_server", "{now},1 INFO rollout_server.engine.engine: engine serves version 3 after 2.0 s"),
+        ("trainer_service", "{now},1 INFO trainer_service: listens on 127.0.0.1:8200"),
+    ],
+)
+def test_an_error_before_a_service_was_ready_is_over(
+    redis: RedisProcess, tmp_path: Path, service: str, line: str
+) -> None:
+    log = tmp_path / "logs" / f"{service}.log"
+    log.parent.mkdir()
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    error = f"{now},1 ERROR it: went wrong\nrequests.exceptions.HTTPError: 401\n"
+
+    def found() -> list[str]:
+        targets = Targets(gateway_url=NOBODY, redis_url=redis.url, run_dir=tmp_path, patience_s=PATIENCE_S)
+        return [each.sentence for each in examine(targets).problems if each.check == "log_has_error"]
+
+    log.write_text(error)
+    assert len(found()) == 1
+    log.write_text(error + line.format(now=now) + "\n")
+    assert found() == []
+    log.write_text(error + line.format(now=now) + "\n" + error)
+    assert len(found()) == 1
+
+
 HEALTHY = DeploymentFacts(
     gateway=ServiceFacts(kind="gateway", name="gateway", url="http://gateway"),
     redis=RedisFacts(address="redis://127.0.0.1", config={}, trainer=TrainerReport(last_seen=1.0)),

@@ -8,8 +8,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
+from rollout_queue.http.probes import probes
 from rollout_queue.settings import ServiceSettings
 from rollout_queue.signals.log_format import MOST_BYTES
 from rollout_queue.signals.log_ids import begin_log_ids, log_ids, of_turn
@@ -156,3 +159,21 @@ def test_no_secret_gets_into_the_log(form: str) -> None:
     text = "\n".join(log.lines)
     assert not [secret for secret in SECRETS if secret in text]
     assert text.count("***") >= 5
+
+
+async def test_a_service_that_is_ready_again_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rollout_queue.http.probes")
+    reasons = iter([None, None, "Redis failed", "Redis failed", None, None])
+
+    async def readiness() -> str | None:
+        return next(reasons)
+
+    async def text() -> bytes:
+        return b""
+
+    app = FastAPI()
+    app.include_router(probes(readiness, text))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://weir") as client:
+        found = [(await client.get("/ready")).status_code for _ in range(6)]
+    assert found == [200, 200, 503, 503, 200, 200]
+    assert [each.getMessage() for each in caplog.records] == ["ready again: it was not, because Redis failed"]

@@ -1,4 +1,7 @@
-"""Logs each request of operators and the trainer that may change something. `GET /admin/actions` reads it.
+"""Logs what operators and the trainer change. `GET /admin/actions` reads it.
+
+What agents do (open, reward and end sessions) is no action, also where an agent has an admin key or the
+gateway has no keys.
 
 The other workers of the gateway read changed keys before the reply is sent.
 """
@@ -21,6 +24,8 @@ router = APIRouter(prefix="/actions")
 
 LOGGED: Set[Role] = {"admin", "trainer"}
 """Rollout servers that have a key of their own register by themselves."""
+OPERATORS = ("/admin/", "/page/")
+"""Where the paths of operators' requests begin. Elsewhere, only what is deleted is an action."""
 ENTRY_ID = r"^[0-9]{1,20}(-[0-9]{1,20})?$"
 MOST = 2**64
 """No part of an id in Redis has this number."""
@@ -34,7 +39,7 @@ class LogAdminActions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller | None = scope.get("state", {}).get("caller")
-        if scope["type"] != "http" or scope["method"] in READS or caller is None or caller.role not in LOGGED:
+        if scope["type"] != "http" or not _is_action(scope) or caller is None or caller.role not in LOGGED:
             await self._app(scope, receive, send)
             return
         status = 500  # if the route raises
@@ -60,6 +65,11 @@ class LogAdminActions:
                 await log.add(
                     now_action(caller.key, scope["method"], scope["path"], status, request_id, host)
                 )
+
+
+def _is_action(scope: Scope) -> bool:
+    of_operators = scope["path"].startswith(OPERATORS)
+    return scope["method"] == "DELETE" or (of_operators and scope["method"] not in READS)
 
 
 @router.get("")

@@ -296,6 +296,26 @@ def test_each_change_by_an_admin_is_logged(gateway: RunningGateway, team: str) -
     assert deleted["path"] == f"/admin/users/sha256:{digest('ann')}/data", "it does not name the user"
 
 
+@pytest.mark.parametrize("keys", [{}, {"client_keys": [], "admin_keys": []}], ids=["keys", "no keys"])
+def test_what_agents_do_is_no_action_whatever_their_key(backends: Backends, keys: dict[str, Any]) -> None:
+    backends.clear(None)
+    with backends.gateway(**keys) as gateway:
+        session = gateway.call("POST", "/sessions", {"task_id": "t"}, key=ADMIN_KEY).json()
+        path = f"/sessions/{session['session_id']}"
+        for what, body in (
+            ("heartbeat", {}),
+            ("reward", {"value": 1.0}),
+            ("finish", {"status": "completed"}),
+        ):
+            assert gateway.call("POST", f"{path}/{what}", body, key=ADMIN_KEY).status_code == 200
+        gateway.call("POST", "/groups", {"task_id": "t", "n": 2}, key=ADMIN_KEY)
+        assert gateway.admin("GET", "/actions").json()["data"] == []
+        gateway.call("DELETE", path, key=ADMIN_KEY)
+        gateway.admin("POST", "/keys/nobody/rotate", {})
+        found = gateway.admin("GET", "/actions").json()["data"]
+        assert [each["path"] for each in found] == ["/admin/keys/nobody/rotate", path]
+
+
 def test_a_server_that_registers_again_is_no_action(gateway: RunningGateway) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     server = {"id": "r1", "url": nobody, "engine_url": f"{nobody}/e", "process": "p1"}

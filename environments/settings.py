@@ -97,7 +97,7 @@ class RunSettings(BaseModel):
     `failed`."""
 
     eval_every: Annotated[int, Field(ge=0)] = 0
-    """A training run has the model judged at its start, and after so many new versions; 0: never."""
+    """A training run has the model evaluated at its start, and after so many new versions; 0: never."""
     eval_tasks: PositiveInt = 64
     """How many tasks such an evaluation has."""
     eval_samples: PositiveInt = 1

@@ -14,14 +14,18 @@ from tinker import types
 from weir.tinker import datums, recorded
 
 GATEWAY = os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000")
-CLIENT_KEY, ADMIN_KEY = (Path(f"run/keys/{role}_keys").read_text().split()[0] for role in ("client", "admin"))
-"""`weir up` writes them."""
+
+
+def key(role: str) -> str | None:
+    """The key that `weir up` wrote; a gateway without keys needs none."""
+    file = Path(f"run/keys/{role}_keys")
+    return file.read_text().split()[0] if file.exists() else None
 
 
 def main() -> None:
-    service = tinker.ServiceClient(base_url=GATEWAY, api_key=f"tml-{CLIENT_KEY}")
+    service = tinker.ServiceClient(base_url=GATEWAY, api_key=f"tml-{key('client')}")
     model = service.create_lora_training_client(base_model=sys.argv[1], rank=4, seed=1)
-    made = datums(recorded(GATEWAY, ADMIN_KEY))
+    made = datums(recorded(GATEWAY, key("admin")))
     print(f"{len(made)} rows of {len({row.session_id for _, row in made})} sessions")
     data = [each for each, _ in made]
     for _ in range(3):

@@ -55,13 +55,15 @@ class TokenInputs:
 
 
 def recorded(
-    gateway_url: str, admin_key: str, *, after: str | None = None, **query: str | float
+    gateway_url: str, admin_key: str | None, *, after: str | None = None, **query: str | float
 ) -> Iterator[RecordedRow]:
     """The rows of the sessions that have ended with a reward, the oldest first; with `after`, those after the
-    row with this cursor. `query`: `since`, `until`, `limit`, `partial_groups` of the export. Raises
-    httpx.HTTPError."""
+    row with this cursor. `query`: `since`, `until`, `limit`, `partial_groups` of the export.
+
+    A gateway without keys needs no `admin_key`. Raises httpx.HTTPError.
+    """
     given: dict[str, Any] = {"format": "trl"} | query | ({} if after is None else {"cursor": after})
-    headers = {"authorization": f"Bearer {admin_key}"}
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     url = f"{gateway_url.rstrip('/')}/admin/export"
     with httpx.stream("GET", url, params=given, headers=headers, timeout=60) as reply:
         reply.raise_for_status()

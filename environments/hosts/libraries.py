@@ -41,6 +41,6 @@ def _interpreter(library: str, environments_dir: Path) -> Path:
     if not found.exists():
         raise UnknownEnvironment(
             f"{library} is not installed: run `make {environments_dir}/{library}/installed`, "
-            "or name an interpreter that has it with --python"
+            "or name an interpreter that has it: --set python=PATH"
         )
     return found.absolute()  # a host may start in another directory

@@ -46,7 +46,7 @@ def keys_of_file(path: Path) -> tuple[ApiKey, ...]:
     except OSError as error:
         raise WrongKeyFile(f"{path} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:  # its text would quote the file, and so a secret
-        raise WrongKeyFile(f"{path} is no YAML{_line(error)}") from error
+        raise WrongKeyFile(f"{path} is not YAML{_line(error)}") from error
     except (ValueError, msgspec.ValidationError) as error:
         raise WrongKeyFile(f"{path}: {error}") from error
     for entry in entries:

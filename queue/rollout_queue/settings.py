@@ -209,7 +209,7 @@ def file_document() -> dict[str, dict[str, Any]]:
     except yaml.YAMLError as error:  # its text would quote the file, and so a secret
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         where = f" at line {mark.line + 1}" if mark else ""
-        raise MalformedSettings(f"{path} cannot be read: it is no YAML{where}") from None
+        raise MalformedSettings(f"{path} cannot be read: it is not YAML{where}") from None
     if not isinstance(document, dict):
         raise MalformedSettings(f"{path} has no sections: write gateway: and the like, with fields below")
     for section, fields in document.items():

@@ -374,7 +374,7 @@ def test_a_key_that_gets_a_name_keeps_the_sessions_of_its_secret(
         ("keys: [{name: 'a b', secrets: [hunter2]}]", "name"),
         ("keys: [{name: a, secrets: [hunter2]}, {name: a, secrets: [hunter3]}]", "several"),
         ("keys: [{name: a, secrets: [hunter2], rate: 1}]", "rate"),
-        ("keys: [{name: a, secrets: [hunter2]", "no YAML"),
+        ("keys: [{name: a, secrets: [hunter2]", "not YAML"),
         ("keys: [{name: a, secrets_sha256: [hunter2]}]", "SHA-256"),
         ("keys: [{name: a, secrets: ['']}]", "empty"),
         ("keys: [{name: a, secrets: [hunter2, '***']}]", "asterisks"),

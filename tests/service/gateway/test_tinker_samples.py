@@ -389,3 +389,10 @@ def test_rows_are_what_the_agents_sampled(gateway: RunningGateway) -> None:
     assert [each.cursor for each in after] == [each.cursor for each in rows[1:]]
     with pytest.raises(httpx.HTTPStatusError):
         list(recorded(gateway.url, CLIENT_KEY))
+
+
+def test_rows_of_a_gateway_without_keys_need_none(backends: Backends) -> None:
+    backends.clear(None)
+    with backends.gateway(client_keys=[], admin_keys=[]) as gateway:
+        for none in ("", None):
+            assert list(recorded(gateway.url, none)) == []

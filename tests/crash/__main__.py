@@ -37,7 +37,7 @@ def main() -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     run_dir: Path = asked.run_dir or Path("run/crash") / f"{asked.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     model = make_tiny_model(run_dir / "model")
-    windows = plan(asked.kills, asked.seed, asked.only)
+    windows = plan(asked.kills, asked.seed, asked.only, asked.redis)
 
     def told(kill: Kill) -> None:
         what = "" if kill.hit else " (missed the window)"

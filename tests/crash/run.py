@@ -13,9 +13,9 @@ from redis.exceptions import RedisError
 
 from tests.crash.agents import Agents
 from tests.crash.result import Kill, Result
-from tests.crash.system import ADMIN_KEY, CLIENT_KEY, CrashSystem, crash_system, kill
+from tests.crash.system import ADMIN_KEY, CLIENT_KEY, CrashSystem, crash_system, kill, stand_still
 from tests.crash.waits import NeverCame
-from tests.crash.windows import WINDOWS, Window
+from tests.crash.windows import OF_CLUSTER, WINDOWS, Window
 from weir.audit.audit import audit
 from weir.audit.evidence import read_answers
 from weir.audit.report import Report
@@ -28,10 +28,11 @@ TRIES = 5
 SETTLES_WITHIN_S = 180.0
 
 
-def plan(kills: int, seed: int, only: str = "") -> list[Window]:
+def plan(kills: int, seed: int, only: str = "", redis: str = "single") -> list[Window]:
     """Each window whose title contains `only`, equally often (±1), in an order that the seed determines."""
     draw, planned = random.Random(seed), list[Window]()
-    windows = [window for window in WINDOWS if only in window.title]
+    possible = WINDOWS + (OF_CLUSTER if redis == "cluster" else ())
+    windows = [window for window in possible if only in window.title]
     while len(planned) < kills:
         planned += draw.sample(windows, len(windows))
     return planned[:kills]
@@ -54,12 +55,15 @@ def _kill(system: CrashSystem, window: Window, draw: random.Random, heard: int) 
     came = _came(system, window)
     time.sleep(draw.uniform(0, window.lasting_s))  # the kill comes anywhere in a lasting state
     try:
-        kill(victim)
+        if window.stands_still_s:
+            stand_still(victim, window.stands_still_s)
+        else:
+            kill(victim)
     except psutil.NoSuchProcess as error:
         logger.info("%s: %r", window.title, error)
         came = False
     hit = came and window.hit(system)
-    healed_s = system.heal(window.victim)
+    healed_s = system.recover(window.victim) if window.stands_still_s else system.heal(window.victim)
     window.after(system)
     return Kill(window.title, hit, healed_s, system.agents.heard - heard)
 

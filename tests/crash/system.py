@@ -147,6 +147,18 @@ class CrashSystem:
             self.stack.restart(name)
         return self._until_well(began, victim)
 
+    def recover(self, victim: str) -> float:
+        """Wait until all is well after a part stood still, which may have ended because of it."""
+        began = time.monotonic()
+        while reason := self.unwell():
+            for name, process in self.stack.processes.items():
+                if process.exit_code is not None:
+                    self.stack.restart(name)
+            if time.monotonic() - began > HEALS_WITHIN_S:
+                raise TimeoutError(f"not well {HEALS_WITHIN_S:g} s after {victim} stood still: {reason}")
+            time.sleep(0.1)  # other processes go on
+        return time.monotonic() - began
+
     def _until_well(self, began: float, victim: str) -> float:
         while reason := self.unwell():
             if time.monotonic() - began > HEALS_WITHIN_S:
@@ -195,6 +207,14 @@ def kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
     with suppress(psutil.TimeoutExpired):
         process.wait(30)
+
+
+def stand_still(process: psutil.Process, seconds: float) -> None:
+    process.suspend()
+    try:
+        time.sleep(seconds)  # the machine stands still
+    finally:
+        process.resume()
 
 
 def _with_second_ones(settings: StackSettings) -> list[Service]:

@@ -23,7 +23,7 @@ def test_whatever_dies_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Pa
 
 @pytest.mark.long
 def test_the_windows_of_redis_with_a_cluster_of_six_nodes(tmp_path: Path, tiny_model: Path) -> None:
-    windows = plan(4, SEED, "redis:")
+    windows = plan(6, SEED, "redis:", "cluster")
     run = crash(tmp_path, tiny_model, Path(".venv-engine/bin/python"), windows, SEED, redis="cluster")
     print(table([run.result]))
     assert run.report.findings == ()

@@ -4,9 +4,12 @@ A window recognises its moment by what is visible from outside: files, Redis, a 
 kill, it looks at the files of the dead process, and so finds out whether the kill hit the moment.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+import psutil
 
 from rollout_queue.contract.policies.delta import DELTA_SUFFIX
 from rollout_queue.redis import keys
@@ -15,6 +18,9 @@ from tests.crash.rollbacks import in_rollback, kept, rolled_back, unanswered, un
 from tests.crash.system import CrashSystem
 from tests.crash.waits import until
 
+STANDS_STILL_S = 12.0
+"""Longer than a gateway waits for Redis, and than the trainer's lease."""
+LAG_S = 3.0
 Victim = Literal[
     "gateway", "driving gateway", "redis", "engine", "rollout_server", "trainer", "trainer rank 1"
 ]
@@ -33,6 +39,8 @@ class Window:
     """How long the moment lasts at least. The kill comes at a random time in it."""
     after: Callable[[CrashSystem], None] = lambda system: None
     """Called when all is well again."""
+    stands_still_s: float = 0.0
+    """The part is not killed: its process is suspended for so long, as on a machine that stands still."""
 
     @property
     def title(self) -> str:
@@ -40,6 +48,15 @@ class Window:
 
 
 def under_load(system: CrashSystem) -> None:
+    until(lambda: system.agents.in_flight > 1)
+
+
+def replica_lags(system: CrashSystem) -> None:
+    """The replica stands still, so it lacks the newest records when it takes over."""
+    assert system.cluster is not None
+    replica = psutil.Process(system.cluster.replica.process.pid)
+    replica.suspend()
+    threading.Timer(LAG_S, replica.resume).start()
     until(lambda: system.agents.in_flight > 1)
 
 
@@ -139,4 +156,9 @@ WINDOWS = (
     Window("trainer rank 1", "in a step", trainer_says("training")),
     Window("trainer rank 1", "in a checkpoint", in_checkpoint, unfinished_checkpoint),
     Window("trainer rank 1", "in a rollback", in_rollback, unanswered, after=kept),
+    Window("gateway", "stands still", under_load, stands_still_s=STANDS_STILL_S),
+    Window("rollout_server", "stands still in a reload", in_reload, stands_still_s=STANDS_STILL_S),
+    Window("trainer", "stands still in a step", trainer_says("training"), stands_still_s=STANDS_STILL_S),
 )
+OF_CLUSTER = (Window("redis", "its replica lags", replica_lags, lasting_s=LAG_S / 2),)
+"""What needs a Redis with replicas."""

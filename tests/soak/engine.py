@@ -1,9 +1,11 @@
 """One engine of the soak, in its own process: `python -m tests.soak.engine PORT TOKENIZER`.
 
 It gives every call the same answer, so that an agent can tell whether its answer is whole. A call for more
-than 1000 tokens gets a long answer without pauses, which is larger than the buffers of a connection.
+than 1000 tokens gets a long answer without pauses, which is larger than the buffers of a connection. A call
+for DEADLY_TOKENS ends the process.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +26,7 @@ LONG_TOKENS, LONG_INTERVAL = 50_000, 500
 PACE_S = 0.005
 MANY_TOKENS = 1000
 """A call that may have more tokens than this gets the long answer."""
+DEADLY_TOKENS = 999
 
 
 class SoakEngine:
@@ -39,6 +42,8 @@ class SoakEngine:
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()
+        if body["sampling_params"]["max_new_tokens"] == DEADLY_TOKENS:
+            os._exit(1)
         many = body["sampling_params"]["max_new_tokens"] > MANY_TOKENS
         engine = self._long if many else self._usual
         if many:

@@ -1,54 +1,85 @@
-"""Kills and suspends one engine after the other, while the others serve."""
+"""Makes faults while the others serve: engines die and hang, and a gateway stands still."""
 
 import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import httpx
 
 from tests.soak.journal import Journal
-from tests.soak.system import Engine, SoakSystem
+from tests.soak.system import SoakSystem
 
 PAUSE_S = (2.0, 6.0)
 DOWN_S = (1.0, 4.0)
-"""How long a killed engine is away."""
+"""How long a dead engine is away."""
 HANGS_S = (1.0, 8.0)
 """How long an engine is suspended. The gateway gives up an engine that is silent for 3 s, so it notices only
 some of these pauses."""
+STANDS_STILL_S = (11.0, 13.0)
+"""How long a gateway is suspended: longer than it waits for Redis."""
 BACK_WITHIN_S = 90.0
+Fault = Callable[[SoakSystem, random.Random], Awaitable[None]]
 
 
 async def make_faults(
     system: SoakSystem, draw: random.Random, journal: Journal, until: float, made: Counter[str]
 ) -> None:
-    """Kill or suspend engines until `until`, a time of `time.monotonic`, and count the faults in `made`.
+    """Make one fault after the other until `until`, a time of `time.monotonic`, and count them in `made`.
 
+    Each kind comes equally often.
     Returns when every engine serves again.
     """
+    keeping = asyncio.create_task(_keep_alive(system, draw))
+    kinds = list[str]()
     while time.monotonic() < until:
         await asyncio.sleep(draw.uniform(*PAUSE_S))  # faults come at any time
-        engine = draw.choice(system.engines)
-        kind = draw.choice(("kill", "hang"))
-        await (_kill if kind == "kill" else _hang)(engine, draw)
+        kinds = kinds or draw.sample(list(FAULTS), len(FAULTS))
+        kind = kinds.pop()
+        await FAULTS[kind](system, draw)
         made[kind] += 1
         if not await _back(system):
-            journal.surprised(f"{BACK_WITHIN_S:g} s after a {kind} of {engine.url}: {_told(system)}")
-            return
+            journal.surprised(f"{BACK_WITHIN_S:g} s after a {kind}: {_told(system)}")
+            break
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def _kill(engine: Engine, draw: random.Random) -> None:
-    engine.kill()
-    await asyncio.sleep(draw.uniform(*DOWN_S))  # until a supervisor starts it again
-    engine.start()
+async def _keep_alive(system: SoakSystem, draw: random.Random) -> None:
+    """Start engines that died again, as a supervisor does."""
+    while True:
+        for engine in system.engines:
+            if engine.dead:
+                await asyncio.sleep(draw.uniform(*DOWN_S))  # a machine boots
+                engine.start()
+        await asyncio.sleep(0.2)  # engines die at any time
 
 
-async def _hang(engine: Engine, draw: random.Random) -> None:
+async def _kill(system: SoakSystem, draw: random.Random) -> None:
+    draw.choice(system.engines).kill()
+
+
+async def _hang(system: SoakSystem, draw: random.Random) -> None:
+    engine = draw.choice(system.engines)
     engine.suspend()
     try:
         await asyncio.sleep(draw.uniform(*HANGS_S))  # the engine stays suspended
     finally:
         engine.resume()
+
+
+async def _stand_still(system: SoakSystem, draw: random.Random) -> None:
+    """A gateway's machine stands still. All that happens to it meanwhile comes late, and nothing failed."""
+    gateway = draw.choice(system.processes)
+    gateway.suspend()
+    try:
+        await asyncio.sleep(draw.uniform(*STANDS_STILL_S))  # the gateway stays suspended
+    finally:
+        gateway.resume()
+
+
+FAULTS: dict[str, Fault] = {"kill": _kill, "hang": _hang, "standstill": _stand_still}
 
 
 async def _back(system: SoakSystem) -> bool:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.soak.engine import LONG_TOKENS
+from tests.soak.engine import DEADLY_TOKENS, LONG_TOKENS
 from tests.soak.journal import Journal
 from tests.support.gateway.running import CLIENT_KEY
 
@@ -44,8 +44,9 @@ class Hostile:
             self._journal.surprised(f"{name}: {status} in place of {expected}")
 
 
-def head(path: str, size: int, key: str | None = CLIENT_KEY) -> bytes:
+def head(path: str, size: int, key: str | None = CLIENT_KEY, attempt: int = 0) -> bytes:
     given = f"authorization: Bearer {key}\r\n" if key else ""
+    given += f"x-stainless-retry-count: {attempt}\r\n"
     return (
         f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n{given}"
         f"content-length: {size}\r\n\r\n"
@@ -143,6 +144,34 @@ async def stopped_reading(gateway: str, draw: random.Random) -> int:
         return status
 
 
+async def black_holed(gateway: str, draw: random.Random) -> int:
+    """Nobody reads the first connection. The retry on another one gets the whole answer."""
+    more = {"stream": True, "logprobs": True, "max_tokens": LONG_TOKENS}
+    body = json.dumps(HI | more | {"metadata": {"session_id": f"hole-{draw.randrange(2**64)}"}}).encode()
+    loop = asyncio.get_running_loop()
+    with closing(await connected(gateway, 4096)) as hole, closing(await connected(gateway)) as line:
+        await loop.sock_sendall(hole, head(CHAT_PATH, len(body)) + body)
+        await status_of(hole)
+        await loop.sock_sendall(line, head(CHAT_PATH, len(body), attempt=1) + body)
+        status, heard = await status_of(line), b""
+        while data := await loop.sock_recv(line, 2**16):
+            heard = heard[-64:] + data
+        if b"data: [DONE]" not in heard:
+            raise EOFError(f"the retry's answer ends with {heard[-64:]!r}")
+        return status
+
+
+async def deadly(gateway: str, draw: random.Random) -> int:
+    """The engine dies of it. So the second time it is refused at once."""
+    said_once = {"messages": [{"role": "user", "content": f"die {draw.randrange(2**64)}"}]}
+    body = json.dumps(said_once | {"max_tokens": DEADLY_TOKENS}).encode()
+    first = await said(gateway, head(CHAT_PATH, len(body)) + body)
+    again = await said(gateway, head(CHAT_PATH, len(body), attempt=1) + body)
+    if again != first:
+        raise EOFError(f"{first}, and then {again}")
+    return first
+
+
 async def recorded_as_aborted(gateway: str, session_id: str) -> None:
     """Wait until the session's only turn is recorded. Raises EOFError unless it was aborted."""
     url, headers = f"{gateway}/sessions/{session_id}", {"authorization": f"Bearer {CLIENT_KEY}"}
@@ -167,4 +196,6 @@ WAYS: dict[str, tuple[Way, Collection[int | None]]] = {
     "half sent and left": (half_sent_and_left, (NO_REPLY,)),
     "left": (left, (200,)),
     "stopped reading": (stopped_reading, (200,)),
+    "black hole": (black_holed, (200,)),
+    "deadly": (deadly, (400,)),
 }

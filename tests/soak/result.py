@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from tests.soak.dialects import DIALECTS
+from tests.soak.faults import FAULTS
 from tests.soak.memory import MemoryRow
 
 JUDGED_MIN = 2.0
@@ -29,7 +30,7 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     calls: tuple[CallRow, ...]
     faults: Mapping[str, int]
-    """Kills and hangs of engines."""
+    """How often each kind of fault was made."""
     turns: int
     """Whole answers that agents heard. The audit looked for each."""
     unexpected: int
@@ -47,7 +48,11 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
         silent = [each.name for each in DIALECTS if not served.get(each.name)]
         return [
             *(f"no call in {name}: the soak shows nothing" for name in silent),
-            *(["no engine was killed or hung: the soak shows nothing"] if not self.faults else []),
+            *(
+                f"no {kind}: the soak shows nothing"
+                for kind in FAULTS
+                if judged and not self.faults.get(kind)
+            ),
             *([f"unexpected: {self.unexpected}"] if self.unexpected else []),
             *(f"the memory of {row.gateway} grows" for row in self.memory if judged and not row.flat),
             *([f"findings of the audit: {len(self.findings)}"] if self.findings else []),
@@ -75,7 +80,7 @@ def lines(result: SoakResult) -> list[str]:
         for row in result.memory
     ]
     faults = ", ".join(f"{count} of kind {kind}" for kind, count in sorted(result.faults.items()))
-    shown += ["", f"{result.turns} answers heard; faults of engines: {faults or 'none'}"]
+    shown += ["", f"{result.turns} answers heard; faults: {faults or 'none'}"]
     shown += [*result.details, *(f"audit: {finding}" for finding in result.findings)]
     return (
         [*shown, *(f"FAULT: {fault}" for fault in result.faulty)] if result.faulty else [*shown, "all well"]

@@ -47,6 +47,10 @@ class Engine:
         self._process.kill()
         self._process.wait()
 
+    @property
+    def dead(self) -> bool:
+        return self._process.poll() is not None
+
     def suspend(self) -> None:
         """Make the process hang. The kernel still accepts connections and bytes for it."""
         self._process.send_signal(signal.SIGSTOP)

@@ -60,6 +60,12 @@ class Cluster:
                         return next(each for each in self.nodes if each.port == master[1])
         raise AssertionError("nobody has the slot")
 
+    @property
+    def replica(self) -> RedisServer:
+        """That of the owner."""
+        owner = self.owner
+        return next(each for each in self.nodes if self._follows(each, owner))
+
     def complete(self) -> bool:
         """Whether all nodes agree that all is well, and each master's replica has what the master has."""
         return all(self._content(node) for node in self.nodes) and self._in_step()
@@ -90,8 +96,7 @@ class Cluster:
 
     def take_over(self) -> None:
         """Have the owner's replica take its place, in agreement with it."""
-        former = self.owner
-        replica = next(each for each in self.nodes if self._follows(each, former))
+        replica = self.replica
         _ask(replica, "CLUSTER FAILOVER")
         wait_until(lambda: self.owner is replica, 120)
         wait_until(self.complete, 120)

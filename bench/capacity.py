@@ -66,7 +66,7 @@ async def listen(port: int, streams: int, tokens: int, engine: bool) -> dict[str
 
     async def connect(number: int) -> None:
         ends.append(end := loop.create_future())
-        call = engine_request(tokens, 1) if engine else request(tokens, True, f"capacity {number}")
+        call = engine_request(tokens, 1) if engine else request(tokens, "stream", f"capacity {number}")
         async with connecting:
             await loop.create_connection(partial(StreamClient, call, gaps, end), "127.0.0.1", port)
 

@@ -43,12 +43,13 @@ def running_rig(
     workers: int = 1,
     settings: Mapping[str, str] | None = None,
     engine_load: float | None = None,
+    command: list[str] | None = None,
 ) -> Iterator[Rig]:
     """`count` gateways on one Redis, each of `workers` processes, in front of the engine stub, which takes
     `pace_ms` for a token, and reports `engine_load`.
 
     If a file is given as `sampled`, the call stacks of the gateways are sampled into it. `settings` are more
-    variables of the gateways.
+    variables of the gateways, and `command` starts each.
     """
     redis_port, engine_port, ports = free_port(), free_port(), [free_port() for _ in range(count)]
     redis = [executable(), *REDIS.split(" "), "--port", str(redis_port), "--dir", str(folder)]
@@ -61,7 +62,9 @@ def running_rig(
         "WEIR_GATEWAY__WORKERS": str(workers),
         **(settings or {}),
     }
-    gateway = module("gateway") if sampled is None else module("bench.stack_sampler", sampled, "gateway")
+    gateway = command or module("gateway")
+    if sampled is not None:
+        gateway = module("bench.stack_sampler", sampled, "gateway")
     with ExitStack() as stack:
         stack.enter_context(running([*redis, "--logfile", str(folder / "redis.log")]))
         stub = [engine_port, pace_ms] if engine_load is None else [engine_port, pace_ms, engine_load]

@@ -1,6 +1,8 @@
 """A closed-loop load: each connection sends a call, reads the whole answer, and sends the next call.
 
-python -m bench.load PORT CONCURRENCY CALLS TOKENS {plain|stream|engine}     prints one JSON object
+python -m bench.load PORT CONCURRENCY CALLS TOKENS KIND     prints one JSON object
+
+A kind is `plain` or `stream` (chat completions), `responses`, `messages`, `completions`, or `engine`.
 """
 
 import asyncio
@@ -29,18 +31,29 @@ def engine_request(tokens: int, interval: int = 64) -> bytes:
     return b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 
 
-def request(tokens: int, stream: bool, task: str = "") -> bytes:
-    """One chat call as bytes, with the headers of the official client."""
-    body = json.dumps(
-        {
-            "messages": [{"role": "user", "content": PROMPT.format(task)}],
-            "model": "policy",
-            "max_tokens": tokens,
-            "stream": stream,
-        }
-    ).encode()
+def call_of(kind: str, tokens: int, prompt: str) -> tuple[str, dict[str, object]]:
+    """The path and the body of a call."""
+    asked: dict[str, object] = {"model": "policy", "max_tokens": tokens}
+    match kind:
+        case "responses":
+            return "responses", {
+                "model": "policy",
+                "max_output_tokens": tokens,
+                "input": prompt,
+                "store": False,
+            }
+        case "completions":
+            return "completions", asked | {"prompt": prompt}
+    asked |= {"messages": [{"role": "user", "content": prompt}], "stream": kind == "stream"}
+    return ("messages" if kind == "messages" else "chat/completions"), asked
+
+
+def request(tokens: int, kind: str, task: str = "") -> bytes:
+    """One call as bytes, with the headers of the official client."""
+    path, asked = call_of(kind, tokens, PROMPT.format(task))
+    body = json.dumps(asked).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/json\r\n"
+        f"POST /v1/{path} HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/json\r\n"
         "content-type: application/json\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
         "authorization: Bearer bench-client\r\nx-stainless-lang: python\r\n"
         "x-stainless-package-version: 3.54.0\r\nx-stainless-os: Linux\r\nx-stainless-arch: x64\r\n"
@@ -55,7 +68,7 @@ def calls_of(calls: int, tokens: int, kind: str) -> list[bytes]:
     if kind == "engine":
         return [engine_request(tokens)] * calls
     tasks = [f"{os.getpid()} {number}" for number in range(-(-calls // GROUP))]
-    groups = ([request(tokens, kind == "stream", task)] * GROUP for task in tasks)
+    groups = ([request(tokens, kind, task)] * GROUP for task in tasks)
     return [call for group in groups for call in group][:calls]
 
 
@@ -127,7 +140,7 @@ async def run(port: int, concurrency: int, calls: int, tokens: int, kind: str) -
     """Make `calls` calls. They name no session, so each opens a new one. Returns the figures by name."""
     loop = asyncio.get_running_loop()
     tally = LoadTally(calls)
-    requests, stream = iter(calls_of(calls, tokens, kind)), kind != "plain"
+    requests, stream = iter(calls_of(calls, tokens, kind)), kind in ("stream", "engine")
     ends = [loop.create_future() for _ in range(concurrency)]
     started = time.perf_counter()
     for end in ends:

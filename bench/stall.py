@@ -51,7 +51,7 @@ def long_prompt(tokens: int) -> bytes:
 async def streams(port: int, prompts: int, body: bytes) -> tuple[list[float], list[float]]:
     """The gaps of the streams in ms, and the seconds of each long call beside them."""
     gaps: list[float] = []
-    short = request(256, stream=True)
+    short = request(256, "stream")
     listening = [asyncio.create_task(call(port, short, gaps)) for _ in range(STREAMS)]
     await asyncio.sleep(0.3)
     seconds = [await call(port, body) for _ in range(prompts)]

@@ -2,7 +2,8 @@
 
 GatewayError
 ├─ InvalidRequest      the request is malformed, contradicts itself, or asks for an unsupported feature
-│  └─ RequestRefused   an engine refused the request
+│  ├─ RequestRefused   an engine refused the request
+│  └─ KillsEngines     two engines have died of the request
 ├─ UnknownCaller       the request has no API key, or an unknown one
 ├─ NotPermitted        the request's key does not allow this
 ├─ ObjectNotFound      the named session, policy or server does not exist, or belongs to another key
@@ -38,6 +39,17 @@ class InvalidRequest(GatewayError):
 
 class RequestRefused(InvalidRequest):
     """An engine refused the request. Every other engine would refuse it as well."""
+
+
+class KillsEngines(InvalidRequest):
+    """Two engines have died of the request. No other engine gets it for some minutes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "two engines died while they worked on this request, so no other engine gets it for ten minutes: "
+            "change the request",
+            code="kills_engines",
+        )
 
 
 class UnknownCaller(GatewayError):

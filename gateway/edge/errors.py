@@ -12,6 +12,7 @@ from gateway.errors import (
     EngineFault,
     GatewayError,
     InvalidRequest,
+    KillsEngines,
     LimitReached,
     NoServer,
     NotPermitted,
@@ -49,8 +50,9 @@ def api_error(error: AnswerableError) -> ApiError:
         return storage_unavailable(error)
     if isinstance(error, Deleted):
         return gone(error)
-    headers = _retry_headers(error) if isinstance(error, LimitReached) else None
-    return ApiError(_status(error), error.message, param=error.param, code=error.code, headers=headers)
+    return ApiError(
+        _status(error), error.message, param=error.param, code=error.code, headers=_retry_headers(error)
+    )
 
 
 def install_gateway_errors(app: FastAPI) -> None:
@@ -63,11 +65,11 @@ def install_gateway_errors(app: FastAPI) -> None:
     app.add_exception_handler(GatewayError, on_gateway_error)
 
 
-def _retry_headers(error: LimitReached) -> dict[str, str]:
+def _retry_headers(error: GatewayError) -> dict[str, str]:
     """OpenAI's and Anthropic's SDKs obey both headers."""
-    if error.retry_s is None:
+    if isinstance(error, KillsEngines) or (isinstance(error, LimitReached) and error.retry_s is None):
         return {"x-should-retry": "false"}
-    return {"retry-after": str(error.retry_s)}
+    return {"retry-after": str(error.retry_s)} if isinstance(error, LimitReached) else {}
 
 
 def _status(error: GatewayError) -> int:

@@ -129,6 +129,11 @@ class PartialAnswer:
         )
 
     @property
+    def by_engine(self) -> int:
+        """How many tokens the current engine has sampled."""
+        return len(self.ids) - self._start
+
+    @property
     def wish(self) -> Wish:
         """Which policy versions may answer."""
         return self._wanted.wish

@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from gateway.engines.answer import PartialAnswer
 from gateway.engines.client import EngineClient
@@ -22,6 +23,7 @@ from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.generate_request import SampleRequest
 from gateway.engines.rotation.rotation import WantedServer
+from gateway.engines.rotation.suspects import Case, request_digest
 from gateway.errors import EngineFault, RequestRefused
 from gateway.metrics.metrics import Metrics
 from rollout_queue import clock
@@ -33,7 +35,12 @@ OnEngine = Callable[[bool], None]
 logger = logging.getLogger(__name__)
 
 MAX_FRUITLESS = 4
-"""Consecutive attempts that may end without a new token. A request that crashes engines ends after these."""
+"""Consecutive attempts that may end without a new token. Of one request, two engines die (`suspects.py`)."""
+ENDED = frozenset({"lost", "broken"})
+"""Faults that may be the end of the engine's process."""
+PROBE_S = 1.0
+"""How long an engine whose connection has ended may take to show that it lives."""
+ENDS_WITHIN_S = 0.1
 BACKOFF_FIRST_S, BACKOFF_LONGEST_S = 0.05, 2.0
 HARMLESS = frozenset({"aborted", "busy", "no_tokenizer"})
 """Faults that the server's circuit breaker does not count."""
@@ -108,29 +115,67 @@ class Sampler:
         if the request is at fault, EngineFault or NoServer if no server completed the answer in time.
         """
         answer = PartialAnswer(wanted, self.text_of, self.vocab_size)
+        digest = partial(request_digest, wanted.input_ids, wanted.parameters, wanted.images)
+        case = self.fleet.suspects.case_of(digest)
         retries, avoid, wait_s = RetryState(), "", self.engine_wait_s
         while not answer.finished:
             prefix = (wanted.prefix, wanted.prefix_version)
             asked = WantedServer(wanted.session_id, wanted.wish, avoid, *prefix, wanted.owner)
-            server = await self.fleet.acquire(asked, max(wait_s, 0.0))
+            server = await self.acquire(asked, wait_s, case, retries)
             try:
-                await self._attempt(answer, server, retries, on_chunk, on_engine)
+                await self._attempt(answer, server, retries, case, on_chunk, on_engine)
+                if case.needed:
+                    await case.progressed(case.needed)
             except EngineFault as fault:
                 on_engine(False)
+                dead, tokens = await self.died(fault, server), answer.by_engine
                 # The first lost connection may be one from the pool that the engine had closed already.
-                stale = fault.reason == "lost" and not retries.faults
+                stale = fault.reason == "lost" and not (dead or retries.faults)
                 self._note_fault(fault, answer, server, stale)
                 if (last := answer.keep_delivered()) is not None:
                     await on_chunk(last)
                     return
+                if dead:
+                    await case.died(tokens)
                 await self._back_off(fault, answer, server, retries)
                 avoid, wait_s = "" if stale else server.id, retries.left_s()
+            finally:
+                await case.end()
+
+    async def acquire(
+        self, asked: WantedServer, wait_s: float, case: Case, retries: RetryState
+    ) -> FleetServer:
+        """The server for the next attempt. Raises KillsEngines if the request is guilty, and NoServer.
+
+        A suspect gets a server where it is tried alone. Its wait for others does not count as a retry's.
+        """
+        while True:
+            case.check()
+            server = await self.fleet.acquire(asked, max(wait_s, 0.0))
+            began = clock.monotonic()
+            if not case.needed or await case.begin(server.id):
+                return server
+            if server.freed is not None:
+                server.freed(server)  # another call may have the place
+            asked = asked._replace(avoid=server.id)
+            retries.until += clock.monotonic() - began if retries.until else 0.0
+
+    async def died(self, fault: EngineFault, server: FleetServer) -> bool:
+        """Whether the fault was the end of the engine's process, and nobody had told it to end."""
+        if fault.reason not in ENDED or server.state == "draining":
+            return False
+        url = f"{server.registration.engine_url}/ping"
+        if not await self.engine.responds(url, PROBE_S):
+            return True
+        await clock.sleep(ENDS_WITHIN_S)  # a process that ends may lose one connection before it loses all
+        return not await self.engine.responds(url, PROBE_S)
 
     async def _attempt(
         self,
         answer: PartialAnswer,
         server: FleetServer,
         retries: RetryState,
+        case: Case,
         on_chunk: OnChunk,
         on_engine: OnEngine,
     ) -> None:
@@ -156,6 +201,8 @@ class Sampler:
                         for checked in answer.take(chunk):
                             retries.progressed()
                             await on_chunk(checked)
+                        if case.needed:
+                            await case.progressed(answer.by_engine)
                         if answer.finished:
                             break  # a stop string across two engines: the other chunks come after it
             finally:

@@ -35,6 +35,7 @@ from gateway.engines.rotation.registrations import (
 )
 from gateway.engines.rotation.rotation import Rotation, WantedServer
 from gateway.engines.rotation.status_schedule import StatusSchedule
+from gateway.engines.rotation.suspects import Suspects
 from gateway.engines.server_status import read_status
 from gateway.errors import NoServer, StateConflict
 from gateway.metrics.fleet_figures import FleetFigures
@@ -70,6 +71,7 @@ class Fleet:
         self._bare_ids = frozenset(self.servers)
         self.rotation = Rotation(self.servers)
         self.queue = CallQueue(self.rotation.place)
+        self.suspects = Suspects(self.redis)
         self._schedule = StatusSchedule()
         self._known = KnownRegistrations()
         self._changes = 0  # how often `adopt` and `set_drained` were called
@@ -147,8 +149,9 @@ class Fleet:
         """Read the registrations, and request the status of the servers whose turn it is."""
         try:
             await self._read_registrations()
+            await self.suspects.refresh()
         except StorageUnavailable as error:
-            logger.warning("the fleet's registrations cannot be read: %s", error)
+            logger.warning("the fleet's state cannot be read: %s", error)
         due = self._schedule.due(self.servers.values(), clock.monotonic())
         requests = [self._status_request(server) for server in due]
         if requests:

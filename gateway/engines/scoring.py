@@ -5,6 +5,7 @@ prompt ids ──▶ server ──▶ one token is sampled and dropped ──▶
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +17,7 @@ from gateway.engines.fleet_server import FleetServer
 from gateway.engines.generate_request import GenerateBody, SamplingParameters
 from gateway.engines.placement.choice import Wish
 from gateway.engines.rotation.rotation import WantedServer
+from gateway.engines.rotation.suspects import request_digest
 from gateway.errors import EngineFault, RequestRefused
 from rollout_queue import clock
 from rollout_queue.foreign_json import read_json
@@ -78,6 +80,7 @@ class PromptScorer:
         EngineFault or NoServer.
         """
         sampler, retries, avoid = self._sampler, RetryState(), ""
+        case = sampler.fleet.suspects.case_of(partial(request_digest, list(ids), ONE_TOKEN, []))
         body = GenerateBody(
             rid=rid,
             input_ids=list(ids),
@@ -89,16 +92,23 @@ class PromptScorer:
         )
         while True:
             asked = WantedServer(session_id, wish, avoid, owner=owner)
-            server = await sampler.fleet.acquire(asked, sampler.engine_wait_s)
+            server = await sampler.acquire(asked, sampler.engine_wait_s, case, retries)
             try:
-                return await self._attempt(server, body, wish)
+                scores = await self._attempt(server, body, wish)
+                if case.needed:
+                    await case.progressed(case.needed)
+                return scores
             except EngineFault as fault:
+                if await sampler.died(fault, server):
+                    await case.died(0)
                 if fault.reason not in HARMLESS:
                     server.breaker.failed(unreachable=fault.reason == "refused")
                 pause_s = retries.backoff_s(fault, sampler.engine_wait_s)
                 body = msgspec.structs.replace(body, rid=f"{retries.faults}.{rid}")
                 avoid = server.id
                 await clock.sleep(pause_s)
+            finally:
+                await case.end()
 
     async def _attempt(self, server: FleetServer, body: GenerateBody, wish: Wish) -> PromptScores:
         adapter, url = server.adapter_of(wish.version, wish.adapter), server.registration.engine_url

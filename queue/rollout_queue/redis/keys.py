@@ -107,10 +107,11 @@ SERVERS = Hash("weir:rollout_servers")
 HELD = Set("weir:rollout_servers_held")
 """Set: rollout servers that an operator took out of rotation."""
 SERVERS_CHANGED = String("weir:rollout_servers_changed")
-"""String: the id of the last change of SERVERS but for the times in it, so that gateways read SERVERS only
-after a change."""
+"""String: the id of the last change of SERVERS but for its times: gateways read SERVERS only after one."""
 LOADING = Set("weir:rollout_servers_loading")
 """Set: rollout servers that a gateway has load a version now: the others ask for their state often."""
+SUSPECTS = SortedSet("weir:suspects")
+"""Sorted set: digests of requests, `suspect:…` of killing an engine or `guilty:…`, by when it was noted."""
 LASTING = Set("weir:lasting")
 """Set: the names of keys that exist, and that Weir never removes: if one is gone, its data was lost."""
 LOSSES = Hash("weir:losses")
@@ -131,7 +132,6 @@ OPEN = SortedSet("weir:open")
 """Sorted set: open sessions, by time. Kept while the number of open sessions is limited."""
 UNTRAINED = SortedSet("weir:untrained")
 """Sorted set: sessions for training that have no verdict, by time. Kept while a staleness budget is set."""
-
 DELETED = Hash("weir:deleted")
 """Hash: deleted session id → tombstone, JSON."""
 DELETING = SortedSet("weir:deleting")
@@ -140,9 +140,13 @@ DELETED_USERS = Set("weir:deleted_users")
 """Set: SHA-256 of the names of users whose data was deleted."""
 
 
+def trial(of: str) -> String:
+    """String: a suspect and the server where it is tried, under a name `of` each; expires."""
+    return String(f"weir:trial:{of}")
+
+
 def page_sessions_of(key_digest: str) -> SortedSet:
-    """Sorted set: digests of the tokens with which browsers are signed in by one API key, by their latest
-    end."""
+    """Sorted set: digests of the tokens of browsers that one API key has signed in, by their latest end."""
     return SortedSet(f"weir:page_sessions:{key_digest}")
 
 
@@ -161,8 +165,7 @@ def session(session_id: str) -> Hash:
 
 
 def group(group_id: str) -> Hash:
-    """Hash of one group: `size`, `owner`, when it was `opened_at`, and how many members are `forgotten`
-    (removed by retention)."""
+    """Hash of one group: `size`, `owner`, when it was `opened_at`, how many members were `forgotten`."""
     return Hash(f"weir:g:{group_id}")
 
 
@@ -208,8 +211,7 @@ def bucket(limit: str, owner: str) -> String:
 
 
 COMMANDS = Stream("weir:commands")
-"""Stream: the commands of all models, in the order in which they are carried out: `m`, the model; `n`, the
-command's number; `c`, the command."""
+"""Stream: the commands of all models, in the order to carry out: `m`, model; `n`, number; `c`, command."""
 COMMANDS_HELD = Hash("weir:commands_held")
 """Hash: the `bytes` of all commands in the log, those of `unread` results, and the `most` of both."""
 RESULTS_UNREAD = SortedSet("weir:results_unread")
@@ -221,8 +223,7 @@ RESULTS_ANNOUNCED = Stream("weir:results_announced")
 def model(model_id: str) -> Hash:
     """Hash of one model that takes commands: `spec`, JSON; the number of the `next` command, and of the last
     one that is `done`; `d:{number}`, the digest of a command that has arrived, and `k:{number}`, its kind
-    and when that was, in ms; `e:{number}`, a command that waits for earlier ones; `ended`, why it takes no
-    more."""
+    and its time in ms; `e:{number}`, a command that waits for earlier ones; `ended`, why it takes no more."""
     return Hash(f"weir:m:{model_id}")
 
 
@@ -242,7 +243,6 @@ CLIENT_SESSIONS_LIVE = SortedSet("weir:client_sessions_live")
 CLIENT_SESSIONS_ENDED = SortedSet("weir:client_sessions_ended")
 """Sorted set: the client sessions whose models have ended, by when; and the models with named weights that
 have outlasted theirs, by when somebody looked for these weights last."""
-
 CLIENT_SESSIONS_DELETING = SortedSet("weir:client_sessions_deleting")
 """Sorted set: the client sessions whose deletion has begun and not ended, by when it began."""
 
@@ -253,8 +253,7 @@ def client_sessions_of(owner: str) -> SortedSet:
 
 
 def client_records_of_user(user: str) -> Set:
-    """Set: the client sessions that name a user, and the models with named weights that have outlasted
-    theirs."""
+    """Set: the client sessions that name a user, and the models with named weights that outlasted theirs."""
     return Set(f"weir:cu:{user}")
 
 

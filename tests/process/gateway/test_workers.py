@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollout_queue.http.workers.parent import run_workers
 from tests.support.gateway.calls import Call
 from tests.support.gateway.gated_engine import GatedEngine, NumberingEngine, asked, let_on
+from tests.support.gateway.mortal_engine import POISON
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, RunningGateway
 from tests.support.serving import free_port
@@ -314,3 +315,31 @@ def ready_at(gateway: RunningGateway) -> bool:
         return httpx.get(f"{gateway.url}/ready", timeout=120).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_two_engines_die_of_a_request_whichever_worker_gets_its_retries(
+    processes: Processes, engine: GatedEngine
+) -> None:
+    """The client does not say that it repeats the call."""
+    ports = [free_port() for _ in range(4)]
+    command = [sys.executable, "-m", "tests.support.gateway.mortal_engine"]
+    tokenizer = str(processes.backends.model_path / "tokenizer.json")
+    engines = [subprocess.Popen([*command, str(port), tokenizer]) for port in ports]
+    urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
+    try:
+        with processes.gateway(workers=WORKERS, engines=urls, engine_wait_s=60) as (_, gateway):
+            wait_until(lambda: sum(server["state"] == "ready" for server in servers(gateway)) == len(ports))
+            body = {"messages": [{"role": "user", "content": POISON}]}
+            assert set(fresh(gateway, "POST", "/v1/chat/completions", json=body)) == {400}
+            assert sum(each.poll() is not None for each in engines) == 2
+            body = {"messages": [{"role": "user", "content": "hi"}]}
+            assert set(fresh(gateway, "POST", "/v1/chat/completions", json=body)) == {200}
+    finally:
+        for each in engines:
+            each.kill()
+            each.wait()
+
+
+def servers(gateway: RunningGateway) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = gateway.admin("GET", "/rollout_servers").json()["data"]
+    return found

@@ -1,0 +1,102 @@
+"""A request that kills each engine it meets: two die of it, it is refused, and nobody beside it is."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from tests.support.gateway.calls import RETRY
+from tests.support.gateway.mortal_engine import ANSWER, POISON, TOKENS, MortalEngine
+from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
+from tests.support.serving import Served
+from tests.support.waiting import wait_until
+
+ENGINES = 5
+
+
+@dataclass
+class Scene:
+    engines: Sequence[Served]
+    gateways: Sequence[RunningGateway]
+
+    def dead(self) -> int:
+        return sum(engine.ended for engine in self.engines)
+
+    def innocent(self, number: int) -> httpx.Response:
+        """A call of a session of its own; every second one is another gateway's."""
+        gateway = self.gateways[number % len(self.gateways)]
+        headers = {"x-session-id": f"innocent-{number}", "authorization": f"Bearer {CLIENT_KEY}"}
+        body = {"token_ids": [7, 8, number + 100], "sampling_params": {"max_tokens": TOKENS}}
+        return httpx.post(f"{gateway.url}/inference/v1/generate", json=body, headers=headers, timeout=300)
+
+
+@contextmanager
+def staged(
+    backends: Backends, tokenizer: Tokenizer, fuse: int, engines: int = ENGINES, beside: int = 20
+) -> Iterator[Scene]:
+    """Two gateways, and so many innocent calls in the middle of their answers; all get them whole."""
+    backends.clear(None)
+    flows = threading.Event()
+    with ExitStack() as stack:
+        made, served = list[MortalEngine](), list[Served]()
+        for number in range(engines):
+            die = partial(lambda at: served[at].kill(), number)
+            made.append(MortalEngine(tokenizer, die, flows, fuse))
+            served.append(Served(made[-1].app()))
+            stack.callback(served[-1].join)
+            stack.callback(served[-1].end)
+        settings: Any = {"engines": [each.url for each in served], "engine_wait_s": 20.0}
+        settings |= {"failover_patience_s": 60.0}
+        gateways = [stack.enter_context(backends.ready_gateway(**settings)) for _ in range(2)]
+        pool = stack.enter_context(ThreadPoolExecutor(32))
+        stack.callback(flows.set)
+        scene = Scene(served, gateways)
+        innocents = [pool.submit(scene.innocent, number) for number in range(beside)]
+        wait_until(lambda: sum(each.begun for each in made) == len(innocents))
+        yield scene
+        flows.set()
+        for innocent in innocents:
+            reply = innocent.result()
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["choices"][0]["token_ids"] == ANSWER
+
+
+def refused(reply: httpx.Response) -> None:
+    assert (reply.status_code, reply.headers["x-should-retry"]) == (400, "false"), reply.text
+    assert "engine" in reply.text
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": POISON}]}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | {"n": 2}),
+    ("/v1/chat/completions", CHAT | {"stream": True}),
+    ("/v1/completions", {"prompt": ["fine", POISON]}),
+    ("/v1/responses", {"input": POISON}),
+    ("/v1/messages", CHAT | {"max_tokens": 50}),
+]
+
+
+@pytest.mark.parametrize("fuse", [0, 3])
+@pytest.mark.parametrize(("path", "body"), CALLS)
+def test_two_engines_die_of_a_request_and_none_of_its_retries_by_whatever_gateway(
+    own_backends: Backends, tokenizer: Tokenizer, path: str, body: dict[str, Any], fuse: int
+) -> None:
+    beside = 0 if "n" in body else 20  # answers to one call go to one engine unless it is busier than others
+    with staged(own_backends, tokenizer, fuse, beside=beside) as scene:
+        first, other = scene.gateways
+        reply = first.post(path, body)
+        if fuse and body.get("stream"):
+            assert (reply.status_code, "kills_engines" in reply.text) == (200, True), reply.text
+        else:
+            refused(reply)
+        for gateway, attempt in ((other, 0), (first, 1), (other, 2)):
+            refused(gateway.post(path, body, headers={RETRY: str(attempt)} if attempt else {}))
+        assert scene.dead() == 2

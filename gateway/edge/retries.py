@@ -164,7 +164,7 @@ class InFlightCall:
     def _leave(self) -> None:
         self.readers -= 1
         if not self.readers and not self.ended:
-            self._stop_timer = clock.call_later(self._calls.grace_s, self._stop)
+            self._stop_timer = clock.deadline(self._calls.grace_s, self._stop)
 
     def _stop(self) -> None:
         self._calls.remove(self._key, self)

@@ -23,6 +23,7 @@ from gateway.engines.transports.transport import (
     engine_connector,
 )
 from gateway.errors import EngineFault
+from rollout_queue import clock
 from rollout_queue.protocol.message import ServiceMessage
 from rollout_queue.signals.tracing.spans import traceparent
 
@@ -42,7 +43,9 @@ class EngineClient:
         """`read_timeout_s`: the longest wait for the next byte of an answer. `headers`: what engines get with
         each request."""
         self._transport, self._headers = HttptoolsTransport(read_timeout_s, headers=headers), headers
-        self._control = aiohttp.ClientSession(connector=engine_connector(IDLE_LIMIT_S))
+        # aiohttp's own timeouts would count time in which this process stood still.
+        unlimited = aiohttp.ClientTimeout(total=None)
+        self._control = aiohttp.ClientSession(connector=engine_connector(IDLE_LIMIT_S), timeout=unlimited)
 
     async def close(self) -> None:
         await self._transport.close()
@@ -96,22 +99,23 @@ class EngineClient:
 
     async def abort(self, engine_url: str, rid: str) -> None:
         """Ask the engine to stop a generation. If this fails, the closed connection stops it."""
-        timeout = aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S)
         try:
             url, body = f"{engine_url}/abort_request", {"rid": rid}
-            async with self._control.post(url, json=body, timeout=timeout, headers=self._headers):
+            async with (
+                clock.real_timeout(ABORT_TIMEOUT_S),
+                self._control.post(url, json=body, headers=self._headers),
+            ):
                 pass
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.warning("generation %s could not be aborted: %s", rid, error)
 
     async def responds(self, url: str, timeout_s: float) -> bool:
         """Whether the engine responds to a GET. A 502 or 504 comes from a proxy that does not reach it."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            headers = self._headers
-            async with self._control.get(
-                url, timeout=timeout, headers=headers, allow_redirects=False
-            ) as response:
+            async with (
+                clock.real_timeout(timeout_s),
+                self._control.get(url, headers=self._headers, allow_redirects=False) as response,
+            ):
                 return response.status not in (502, 504)
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
@@ -119,9 +123,8 @@ class EngineClient:
     async def get(self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> bytes:
         """The body of a GET; without `headers`, it goes to an engine. Raises aiohttp.ClientError or
         TimeoutError."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
         headers = self._headers if headers is None else headers
-        async with self._control.get(url, timeout=timeout, headers=headers) as response:
+        async with clock.real_timeout(timeout_s), self._control.get(url, headers=headers) as response:
             response.raise_for_status()
             return await response.read()
 
@@ -129,18 +132,21 @@ class EngineClient:
         self, method: str, url: str, timeout_s: float, headers: Mapping[str, str]
     ) -> tuple[int, bytes]:
         """The status and the body of a request without a body. Raises aiohttp.ClientError or TimeoutError."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._control.request(method, url, timeout=timeout, headers=headers) as response:
+        async with (
+            clock.real_timeout(timeout_s),
+            self._control.request(method, url, headers=headers) as response,
+        ):
             return response.status, await response.read()
 
     async def post(
         self, url: str, message: ServiceMessage, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
         """The status and the body of a POST. Raises aiohttp.ClientError or TimeoutError."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._control.post(
-            url, json=message.model_dump(), timeout=timeout, headers=headers
-        ) as response:
+        body = message.model_dump()
+        async with (
+            clock.real_timeout(timeout_s),
+            self._control.post(url, json=body, headers=headers) as response,
+        ):
             return response.status, await response.read()
 
 

@@ -1,23 +1,91 @@
 """The clock: the one place that reads time and waits for it, so that a test can turn time forward.
 
-    product code ──now · monotonic · sleep · timeout · wait_tasks · call_later · pause · wait──▶ `Clock`
+    product code ──now · monotonic · sleep · timeout · wait_tasks · call_later · deadline · pause──▶ `Clock`
 
 The current clock is a context variable. Tasks inherit it, and so do functions that `asyncio.to_thread` runs.
 A thread that is started in another way has the machine's clock, unless it runs in a copy of the context.
 Whoever builds a service hands in another clock with `using`.
+
+A process may stand still: it is suspended, or gets no CPU. It hears nobody meanwhile, so that time counts in
+no `timeout` and no `deadline`. What has arrived is read before either is over.
 """
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+TICK_S = 0.25
+"""How often an event loop notes whether it has stood still."""
+LAST_LOOK_S = 0.02
+"""How long a loop reads what has arrived before a deadline is over."""
 
 
 class Timer(Protocol):
     def cancel(self) -> None: ...
+
+
+class _Standstill:
+    """How long one event loop has not run although it should have, while somebody has a deadline there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self._total_s, self._looked_at, self._users = loop, 0.0, loop.time(), 0
+
+    def seconds(self) -> float:
+        now = self.loop.time()
+        self._total_s += max(0.0, now - self._looked_at - TICK_S)
+        self._looked_at = now
+        return self._total_s
+
+    def enter(self) -> None:
+        self._users += 1
+        if self._users == 1:
+            self._looked_at = self.loop.time()
+            self.loop.call_later(TICK_S, self._tick)
+
+    def leave(self) -> None:
+        self._users -= 1
+
+    def _tick(self) -> None:
+        self.seconds()
+        if self._users:
+            self.loop.call_later(TICK_S, self._tick)
+
+
+_standstills: WeakKeyDictionary[asyncio.AbstractEventLoop, _Standstill] = WeakKeyDictionary()
+
+
+class _Deadline:
+    """Calls back after some seconds in which the loop of the caller ran."""
+
+    def __init__(self, clock: "Clock", seconds: float, callback: Callable[[], object]) -> None:
+        loop = asyncio.get_running_loop()
+        self._clock, self._callback, self._over = clock, callback, False
+        self._still = _standstills.setdefault(loop, _Standstill(loop))
+        self._still.enter()
+        self._due = clock.monotonic() + seconds - self._still.seconds()
+        self._timer: Timer = clock.call_later(seconds, self._check)
+
+    def _check(self) -> None:
+        left_s = self._due + self._still.seconds() - self._clock.monotonic()
+        if left_s > 0:
+            self._timer = self._clock.call_later(left_s, self._check)
+        else:
+            self._timer = self._still.loop.call_later(LAST_LOOK_S, self._fire)
+
+    def _fire(self) -> None:
+        self.cancel()
+        self._callback()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+        if not self._over:
+            self._over = True
+            self._still.leave()
 
 
 class Clock:
@@ -35,12 +103,31 @@ class Clock:
         """Call back in the running event loop."""
         return asyncio.get_running_loop().call_later(seconds, callback)
 
+    def deadline(self, seconds: float, callback: Callable[[], object]) -> Timer:
+        """`call_later` for what somebody else has to do until then."""
+        return _Deadline(self, seconds, callback)
+
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
     def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[asyncio.Timeout]:
         """A context that raises TimeoutError after `seconds`, as `asyncio.timeout` does."""
-        return asyncio.timeout(seconds)
+        return asyncio.timeout(seconds) if seconds is None or seconds <= 0 else self._timeout(seconds)
+
+    @asynccontextmanager
+    async def _timeout(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(None) as limit:
+
+            def end() -> None:
+                if limit.when() is None:  # else the caller has chosen another moment
+                    limit.reschedule(loop.time())
+
+            timer = self.deadline(seconds, end)
+            try:
+                yield limit
+            finally:
+                timer.cancel()
 
     def pause(self, seconds: float) -> None:
         """Block this thread."""
@@ -51,7 +138,8 @@ class Clock:
         return event.wait(seconds)
 
 
-_current: ContextVar[Clock] = ContextVar("clock", default=Clock())  # noqa: B039 - it has no state
+_machine = Clock()
+_current: ContextVar[Clock] = ContextVar("clock", default=_machine)
 
 
 @contextmanager
@@ -76,12 +164,28 @@ def call_later(seconds: float, callback: Callable[[], object]) -> Timer:
     return _current.get().call_later(seconds, callback)
 
 
+def standstill_s() -> float:
+    """For how long the running loop has stood still, as far as that was noticed. Only differences matter."""
+    loop = asyncio.get_running_loop()
+    return _standstills.setdefault(loop, _Standstill(loop)).seconds()
+
+
+def deadline(seconds: float, callback: Callable[[], object]) -> Timer:
+    return _current.get().deadline(seconds, callback)
+
+
 async def sleep(seconds: float) -> None:
     await _current.get().sleep(seconds)
 
 
 def timeout(seconds: float | None) -> AbstractAsyncContextManager[asyncio.Timeout]:
     return _current.get().timeout(seconds)
+
+
+def real_timeout(seconds: float | None) -> AbstractAsyncContextManager[asyncio.Timeout]:
+    """`timeout` on the machine's clock, for an answer of another process: it takes real time, so a turn of a
+    test's clock would find it overdue."""
+    return _machine.timeout(seconds)
 
 
 async def wait_tasks(

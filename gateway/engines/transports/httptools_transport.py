@@ -119,7 +119,7 @@ class EngineConnection(asyncio.Protocol):
         self._paused = False
         self._lost = self._left = False
         self._failure: Exception | None = None
-        self._received_at = 0.0
+        self._received_at = self._stood_still_s = 0.0
         self._complete = self._reusable = True
         self.status = 0
         self.idle_since = 0.0
@@ -134,7 +134,7 @@ class EngineConnection(asyncio.Protocol):
             raise ConnectionLost("closed")
         self.status, self._complete, self._received_at = 0, False, clock.monotonic()
         if self._timer is None:
-            self._timer = clock.call_later(min(self._read_timeout_s, self._last_bytes_s), self._check_timeout)
+            self._time(min(self._read_timeout_s, self._last_bytes_s))
         self._transport.write(head + body)
         while not self.status:
             self._raise_failure()
@@ -202,17 +202,22 @@ class EngineConnection(asyncio.Protocol):
             self._timer = None
             return
         timeout_s = self._last_bytes_s if self._left else self._read_timeout_s
+        self._received_at += clock.standstill_s() - self._stood_still_s
         left_s = self._received_at + timeout_s - clock.monotonic()
         # If bytes are unread, the reader is slow, not the engine.
         if left_s > 0 or self._parts:
             next_s = min(max(left_s, timeout_s / 10), self._last_bytes_s)
-            self._timer = clock.call_later(next_s, self._check_timeout)
+            self._time(next_s)
             return
         if self._left:
             self.drop()
             return
         self._failure = ReadTimedOut(f"nothing arrived for {self._read_timeout_s:g} s")
         self._wake()
+
+    def _time(self, seconds: float) -> None:
+        self._stood_still_s = clock.standstill_s()
+        self._timer = clock.deadline(seconds, self._check_timeout)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -8,7 +8,6 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Callable, Collection
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -16,6 +15,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
 from gateway.language.images.decoding import refusal, too_large
+from rollout_queue import clock
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -79,10 +79,11 @@ class ImageFetcher:
         """The bytes at the address. Raises InvalidRequest that names the field `where`."""
         self._check(url, where)
         # No cookies, no proxy of the environment, no connection that is kept: requests share nothing.
-        timeout: Any = aiohttp.ClientTimeout(total=self._timeout_s)
+        timeout = aiohttp.ClientTimeout(total=None)  # it would count time in which this process stood still
         connector = aiohttp.TCPConnector(resolver=PublicResolver(self._allows), force_close=True)
         try:
             async with (
+                clock.real_timeout(self._timeout_s),
                 aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
                 session.get(url, allow_redirects=False) as response,
             ):

@@ -316,3 +316,21 @@ def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(processes:
         wait_until(lambda: not redis.exists(keys.DELETING), 30)
     assert holding(redis, ids) == []
     redis.flushdb()
+
+
+@pytest.mark.long
+def test_a_gateway_that_stood_still_for_12_s_tells_nobody_that_redis_failed(
+    processes: Processes, engine: GatedEngine
+) -> None:
+    """12 s are more than any answer of Redis may take. Calls and other requests are at every stage."""
+    with processes.gateway() as (process, gateway), ThreadPoolExecutor(64) as pool:
+        calls = [pool.submit(gateway.chat, f"call {number}") for number in range(20)]
+        wait_until(lambda: len(engine.requests) == len(calls))
+        engine.open = True
+        more = [pool.submit(gateway.chat, f"later call {number}") for number in range(20)]
+        more += [pool.submit(gateway.post, "/sessions") for _ in range(20)]
+        wait_until(lambda: any(each.done() for each in [*calls, *more]))
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(12.0)  # nothing happens in a stopped process
+        process.send_signal(signal.SIGCONT)
+        assert {each.result().status_code for each in [*calls, *more]} == {200, 201}

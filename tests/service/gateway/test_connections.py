@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,8 +11,10 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from gateway.app import create_app
 from rollout_queue import clock
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.serving import Served
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
@@ -284,3 +287,36 @@ def test_an_address_gets_so_many_connections_and_no_more(bounded: RunningGateway
         assert (status, error["code"]) == (429, "connections_limit")
         idle[0].close()
     wait_until(lambda: bounded.get("/live").status_code == 200)
+
+
+# A gateway that stood still
+
+
+def test_what_came_while_the_gateway_stood_still_came_in_time(own_backends: Backends) -> None:
+    """It stands still for longer than a head, a body, or a next request may take."""
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    whole = head(CHAT_PATH, len(body)) + body
+    own_backends.clear(None)
+    bounds = {"head_timeout_s": 0.6, "body_timeout_s": 0.6}
+    settings = own_backends.settings(connections=bounds)
+    served = Served(create_app(settings), bounds=settings.connections)
+    gateway = RunningGateway(served.url, own_backends.engine, own_backends.redis)
+    try:
+        wait_until(lambda: gateway.get("/ready").status_code == 200)
+        with ExitStack() as stack:
+            lines = [stack.enter_context(connected(gateway)) for _ in range(3)]
+            sent = [0, 40, len(whole) - 10]
+            for line, begun in zip(lines, sent, strict=True):
+                line.sendall(whole[:begun])
+            assert gateway.get("/live").status_code == 200  # it has read that
+            served.suspend()
+            for line, begun in zip(lines, sent, strict=True):
+                line.sendall(whole[begun:])
+            time.sleep(1.5)  # nothing happens in the gateway meanwhile
+            served.resume()
+            for line in lines:
+                assert received(line).startswith(b"HTTP/1.1 200")
+    finally:
+        gateway.http.close()
+        served.end()
+        served.join()

@@ -1,15 +1,19 @@
 """A writer's connection to Redis survives lost answers, silence, and callers who leave."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from rollout_queue.redis.client.opening import open_async_redis
+from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.redis.connection.pipelined import WRITTEN_FOR, PipelinedConnection
 
 Connect = Callable[..., PipelinedConnection]
@@ -48,6 +52,57 @@ async def test_a_redis_that_is_silent_is_given_up(connect: Connect) -> None:
         await own.command("BLPOP", "nothing-comes-here", 60)
     assert asyncio.get_running_loop().time() - started < 30
     assert await own.command("ECHO", "back") == b"back"
+
+
+@pytest.mark.parametrize("before_s", [0.0, 0.05, 0.15])
+async def test_a_process_that_stood_still_hears_what_redis_answered_meanwhile(
+    connect: Connect, redis_url: str, before_s: float
+) -> None:
+    """It stands still for longer than an answer may take, from whatever moment on, at both clients."""
+    own = connect(timeout_s=0.2)
+    pool = open_async_redis(RedisSettings(redis_url=redis_url), timeout_s=0.2)
+    await asyncio.gather(own.command("PING"), *(pool.ping() for _ in range(5)))
+    asked = [asyncio.ensure_future(own.command("ECHO", str(number))) for number in range(20)]
+    asked += [asyncio.ensure_future(pool.echo(str(number))) for number in range(20, 25)]
+    asked += [asyncio.ensure_future(own.command("BLPOP", "nothing", 0.1)) for _ in range(before_s > 0)]
+    await asyncio.sleep(before_s)  # moves the standstill against the timers
+    time.sleep(0.5)  # noqa: ASYNC251 - the whole loop stands still
+    heard = await asyncio.gather(*asked)
+    assert heard[:25] == [str(number).encode() for number in range(25)]
+    await pool.aclose()
+
+
+async def test_a_new_connection_does_not_wait_for_the_end_of_the_old_one(
+    connect: Connect, redis_url: str
+) -> None:
+    """What the old one had still to send stays in its buffer, because nobody reads it."""
+    address, lines = urlsplit(redis_url), list[asyncio.StreamWriter]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines.append(writer)
+        there_reader, there = await asyncio.open_connection(address.hostname, address.port)
+        lines.append(there)
+        answering = asyncio.create_task(copy(there_reader, writer))
+        first = len(lines) == 2
+        while data := await reader.read(2**16):
+            there.write(data)
+            if first and b"large" in data:
+                await asyncio.Event().wait()
+        await answering
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            writer.write(data)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    own = connect(AsyncRedis(host=host, port=port), timeout_s=0.5)
+    with pytest.raises(RedisTimeoutError):
+        await own.command("SET", "large", b"x" * 20_000_000)
+    assert await own.command("ECHO", "back") == b"back"
+    server.close()
+    for line in lines:
+        line.transport.abort()
 
 
 async def test_one_caller_who_leaves_disturbs_no_other(connect: Connect, connection: AsyncRedis) -> None:

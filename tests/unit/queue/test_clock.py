@@ -1,6 +1,7 @@
 """Time that a test turns: what waits goes on when the clock is turned past its end, and not before."""
 
 import asyncio
+import socket
 import threading
 import time
 
@@ -100,3 +101,32 @@ def test_outside_of_the_block_the_machines_clock_is_current() -> None:
     with clock.using(TurnedClock()):
         pass
     assert clock.monotonic() <= time.monotonic()
+
+
+@pytest.mark.parametrize("before_s", [0.0, 0.1, 0.25])
+async def test_time_in_which_the_process_stands_still_counts_in_no_timeout(before_s: float) -> None:
+    """What has arrived meanwhile is read first; and what arrives soon after is awaited."""
+    reader, told = asyncio.StreamReader(), list[str]()
+    here, there = socket.socketpair()
+    _, writer = await asyncio.open_connection(sock=here)
+    transport = writer.transport
+    transport.set_protocol(asyncio.StreamReaderProtocol(reader))
+    clock.deadline(0.3, lambda: told.append("deadline"))
+    started = time.monotonic()
+    async with clock.timeout(0.3):
+        await asyncio.sleep(before_s)  # moves the standstill against the timer
+        there.send(b"x")
+        time.sleep(1.0)  # noqa: ASYNC251 - the whole loop stands still
+        assert await reader.read(1) == b"x"
+    assert told == []
+    with pytest.raises(TimeoutError):
+        async with clock.timeout(0.3):
+            await reader.read(1)
+    assert told == ["deadline"]
+    assert time.monotonic() - started > 1.3
+    cancelled = clock.deadline(0.0, lambda: told.append("cancelled"))
+    cancelled.cancel()
+    await asyncio.sleep(0.1)  # it would have been called by now
+    assert told == ["deadline"]
+    writer.close()
+    there.close()

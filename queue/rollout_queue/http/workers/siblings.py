@@ -67,7 +67,7 @@ class Siblings:
     async def _ask(self, number: int, path: str, question: bytes, within_s: float) -> bytes | None:
         try:
             async with clock.timeout(within_s):
-                answer = await self._clients[number].post(path, content=question, timeout=within_s)
+                answer = await self._clients[number].post(path, content=question, timeout=None)
         except (httpx.TransportError, TimeoutError) as error:
             logger.warning("worker %d did not answer %s: %r", number, path, error)
             return None

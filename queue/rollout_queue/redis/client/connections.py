@@ -14,7 +14,9 @@ from redis import connection as blocking
 from redis.asyncio import connection as asynchronous
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from rollout_queue import clock
 from rollout_queue.redis.client.departures import not_the_master
 from rollout_queue.redis.client.masters import MasterFinder
 from rollout_queue.redis.client.prefixes import Rename
@@ -73,12 +75,25 @@ class Following(blocking.AbstractConnection):
 
 
 class FollowingAsync(asynchronous.AbstractConnection):
-    """The parts that the asynchronous connections share."""
+    """The parts that the asynchronous connections share.
 
-    def __init__(self, *, finder: MasterFinder | None = None, rename: Rename | None = None, **fields: Any):
+    redis-py's own timeouts would count time in which this process stood still.
+    """
+
+    def __init__(
+        self,
+        *,
+        finder: MasterFinder | None = None,
+        rename: Rename | None = None,
+        socket_timeout: float | None = None,
+        socket_connect_timeout: float | None = None,
+        **fields: Any,
+    ):
         """`finder` is asked before each attempt to connect; None: the address is fixed, and not checked."""
         self._finder, self.rename = finder, rename
-        super().__init__(**fields)
+        self._answer_within_s = socket_timeout
+        self._connect_within_s = socket_timeout if socket_connect_timeout is None else socket_connect_timeout
+        super().__init__(socket_timeout=None, socket_connect_timeout=None, **fields)
 
     def pack_command(self, *arguments: Any) -> list[bytes]:
         return super().pack_command(*(arguments if self.rename is None else self.rename(arguments)))
@@ -86,7 +101,19 @@ class FollowingAsync(asynchronous.AbstractConnection):
     async def _connect(self) -> None:
         if self._finder is not None:
             self.host, self.port = await self._finder.find_async()
-        await super()._connect()  # type: ignore[no-untyped-call,safe-super]
+        async with clock.real_timeout(self._connect_within_s):
+            await super()._connect()  # type: ignore[no-untyped-call,safe-super]
+
+    async def disconnect(self, nowait: bool = True, *given: Any, **named: Any) -> None:
+        """Close the connection. Nobody waits until the other end has taken what was still to be sent."""
+        await super().disconnect(True, *given, **named)
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        try:
+            async with clock.real_timeout(self._answer_within_s):
+                await super().send_packed_command(command, check_health)
+        except TimeoutError as error:
+            raise RedisTimeoutError("Timeout writing to socket") from error
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:
         await super().on_connect_check_health(check_health)
@@ -96,11 +123,15 @@ class FollowingAsync(asynchronous.AbstractConnection):
 
     async def read_response(self, *given: Any, **named: Any) -> Any:
         try:
-            return await super().read_response(*given, **named)
+            async with clock.real_timeout(self._answer_within_s):
+                return await super().read_response(*given, **named)
+        except TimeoutError as error:
+            await self.disconnect()
+            raise RedisTimeoutError(f"Timeout reading from {self._host_error()}") from error
         except ResponseError as error:
             if not not_the_master(error):
                 raise
-            await self.disconnect(nowait=True)
+            await self.disconnect()
             raise moved(self._host_error(), error) from error
 
 

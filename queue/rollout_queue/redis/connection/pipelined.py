@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from rollout_queue import clock
 from rollout_queue.redis.client.departures import not_the_master
 from rollout_queue.redis.client.losses import noting
 from rollout_queue.redis.client.prefixes import Rename
@@ -36,6 +37,8 @@ WRITTEN_FOR = "8.1.0"
 """The version of redis-py whose private attributes are used here. Before you name another one, read how it
 writes, reads and parses (`Connection._writer`, `._reader`, `._parser._reader`), and run tests/queue."""
 READ_BYTES = 2**16
+LAST_LOOK_S = 0.1
+"""How long what has arrived is read, before a connection is given up."""
 
 Argument = str | bytes | float
 Confirm = Callable[[AsyncScript, list[str], list[Argument]], Awaitable[Any]]
@@ -64,6 +67,8 @@ class PipelinedConnection:
         self._wait = SharedWait(lambda: self.command(*replication.command))
         self._opened = 0
         """How many connections there have been."""
+        self._still_s, self._watch_due, self._looks_again = 0.0, 0.0, False
+        """How long this process has stood still; when `_watch` is due, and whether for a last look."""
         self._rename: Rename | None = pool.connection_kwargs.get("rename")
         self._unsent: list[bytes] = []
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
@@ -120,7 +125,7 @@ class PipelinedConnection:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        await self._connection.disconnect()
+        await self._connection.disconnect(nowait=True)
 
     @property
     def _gone(self) -> bool:
@@ -150,7 +155,7 @@ class PipelinedConnection:
             loop.call_soon(self._send)
         # Answers come in the order of the commands, so the oldest waiting call gets the next one.
         self._unsent.append(packed)
-        self._waiting.append((answer, loop.time()))
+        self._waiting.append((answer, loop.time() - self._still_s))
         return answer
 
     def _send(self) -> None:
@@ -176,15 +181,15 @@ class PipelinedConnection:
         if self._watching is not None:
             self._watching.cancel()
         try:
-            async with asyncio.timeout(self._timeout_s):  # redis-py's handshake has no timeout here
-                await self._connection.disconnect()
+            async with clock.real_timeout(self._timeout_s):  # redis-py's handshake has no timeout here
+                await self._connection.disconnect(nowait=True)
                 await self._connection.connect()  # type: ignore[no-untyped-call]
         except TimeoutError as error:
             raise RedisTimeoutError("Redis did not answer in time") from error
         self._opened += 1
         self._on_connect()
         self._reading = asyncio.create_task(self._read())
-        self._watch()
+        self._watch_in(self._timeout_s / 4)
 
     async def _read(self) -> None:
         """Give each answer to its caller until the connection ends; then fail the calls that still wait."""
@@ -224,9 +229,14 @@ class PipelinedConnection:
             waiting.set_result(answer)
 
     def _watch(self) -> None:
-        """Check every quarter of the timeout, and drop a connection whose oldest answer is overdue."""
-        loop = asyncio.get_running_loop()
-        if self._waiting and loop.time() - self._waiting[0][1] > self._timeout_s:
+        """Check every quarter of the timeout, and drop a connection whose oldest answer is overdue.
+
+        While this process stood still, so that this is late, it heard no answer: that time does not count.
+        """
+        now = asyncio.get_running_loop().time()
+        self._still_s += max(0.0, now - self._watch_due)
+        overdue = bool(self._waiting) and now - self._still_s - self._waiting[0][1] > self._timeout_s
+        if overdue and self._looks_again:
             logger.warning("Redis has not answered for %g s", self._timeout_s)
             left, self._waiting = self._waiting, deque()
             for waiting, _ in left:
@@ -235,7 +245,13 @@ class PipelinedConnection:
             if self._reading is not None:
                 self._reading.cancel()
             return
-        self._watching = loop.call_later(self._timeout_s / 4, self._watch)
+        self._looks_again = overdue
+        self._watch_in(LAST_LOOK_S if overdue else self._timeout_s / 4)
+
+    def _watch_in(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._watch_due = loop.time() + seconds
+        self._watching = loop.call_later(seconds, self._watch)
 
 
 def _retrieved(task: asyncio.Task[None]) -> None:

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from bench.processes import free_port, running
 from bench.turns import EXPIRES_AT, specs, turns
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis.connection.replicas import Replication
+from rollout_queue.redis.client.replication import Replication
 from rollout_queue.redis.writer import RedisWriter
 from weir.stack.redis_server import executable
 

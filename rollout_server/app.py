@@ -71,6 +71,7 @@ def _reloading(server: RolloutServer) -> APIRouter:
         else:
             reload = server.reloader.reload(wanted, force=body.force)
             seconds = await server.reloads.run(body.version, reload)
+            server.reloads.proved(body.version, body.push)
         parts = ReloadSeconds(fetch=seconds.fetch, verify=seconds.verify, load=seconds.load)
         answer = Reloaded(
             ok=True,
@@ -212,6 +213,7 @@ async def _status(server: RolloutServer) -> JSONResponse:
         released=engine.withheld,
         version=engine.policy.version,
         manifest_sha256=engine.policy.manifest_sha256,
+        push=server.reloads.push_of(engine.policy.version),
         adapters=_shapes(engine),
         engine_url=server.engine_url,
         restarts=engine.restarts,

@@ -143,7 +143,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             if not held:
                 return
             metrics = TrainerMetrics(registry, chosen_sinks(settings))
-            stream = _open_stream(redis, lease, shared_state, settings.retry_s)
+            stream = _open_stream(redis, lease, shared_state, settings)
             if stream is None:
                 return
             shared_state.snapshot = replace(
@@ -281,16 +281,18 @@ def connect(settings: RedisSettings, timeout_s: float = REDIS_TIMEOUT_S) -> Redi
     return open_redis(settings, timeout_s, retry=once)
 
 
-def _open_stream(redis: Redis, lease: Lease, shared_state: SharedState, retry_s: float) -> RedisReader | None:
+def _open_stream(
+    redis: Redis, lease: Lease, shared_state: SharedState, settings: TrainerSettings
+) -> RedisReader | None:
     """Wait until Redis answers, and return the reader; None if the trainer is told to stop first. Raises
     SchemaTooNew if newer releases have used this Redis."""
     while not shared_state.stopping:
         try:
             claim_schema(redis)
-            return RedisReader(redis, lease.token, lease.renew)
+            return RedisReader(redis, lease.token, lease.renew, settings.replication)
         except StorageUnavailable as error:
-            logger.warning("%s; trying again in %g s", error, retry_s)
-            shared_state.sleep(retry_s)
+            logger.warning("%s; trying again in %g s", error, settings.retry_s)
+            shared_state.sleep(settings.retry_s)
     return None
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout_queue.contract.policies.object_prefix import ObjectPrefix
-from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.client.settings import WriterRedisSettings
 from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceKey, ServiceSettings
 from rollout_queue.signals.tracing.settings import OtelSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
@@ -89,7 +89,7 @@ class CollectiveSettings(BaseModel):
     engines receive the former one, and at most so long for a bucket."""
 
 
-class TrainerSettings(ServiceSettings, RedisSettings, ModelSettings):
+class TrainerSettings(ServiceSettings, WriterRedisSettings, ModelSettings):
     """Section `trainer` of weir.yaml."""
 
     section: ClassVar[str] = "trainer"

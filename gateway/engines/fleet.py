@@ -42,10 +42,11 @@ from gateway.metrics.fleet_figures import FleetFigures
 from gateway.settings.groups import ConcurrencySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.policies.serving import ServingPlan, plan_of
+from rollout_queue.contract.policies.serving import ServingPlan
 from rollout_queue.http.keys import bearer
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.connection.replicas import Confirm, unconfirmed
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Fleet:
     bare_engines: list[str] = field(default_factory=list)
     servers: dict[str, FleetServer] = field(default_factory=dict)
     concurrency: ConcurrencySettings = field(default_factory=ConcurrencySettings)
+    confirm: Confirm = unconfirmed
 
     def __post_init__(self) -> None:
         for index, url in enumerate(self.bare_engines):
@@ -187,10 +189,10 @@ class Fleet:
             raise StateConflict(message, param="id")
 
     async def _read_registrations(self) -> None:
-        changes = self._changes
+        changes, pushes = self._changes, {server.id: server.push for server in self.servers.values()}
         read = await self._known.read(self.redis, self.plan, self.servers.values())
         if current := changes == self._changes:  # else it changed after Redis was read
-            self.rotation.set_plan(plan_of(read.serving))
+            self.rotation.set_plan(read.plan)
         for registration in read.registrations.values() if read.fresh else ():
             if registration.id not in self._bare_ids:
                 self._add(registration)
@@ -201,6 +203,8 @@ class Fleet:
             if registration.url is not None and not known:
                 self._drop(server_id)
             server.watched = server_id in read.loading
+            # Its status is older than this reading of the plan, so Redis has lost the push.
+            server.ahead = pushes.get(server_id, 0) > self.plan.newest_id
             server.drained = server_id in read.drained if current else server.drained
             if server.is_forgotten(clock.now()) and self._drop(server_id):
                 await remove_registration(self.redis, server_id)

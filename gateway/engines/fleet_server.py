@@ -59,6 +59,11 @@ class FleetServer:
     version: int | None = None
     manifest_sha256: str | None = None
     """The digest of the version's manifest; None for the version that the engine started with."""
+    push: int = 0
+    """The push in which it has proved its version; 0 if no push brought that."""
+    ahead: bool = False
+    """It has proved its version in a push that Redis has lost: its version answers calls until the next
+    push."""
     adapters: Mapping[tuple[str | None, int], str | None] = field(default_factory=dict)
     """What its engine has as adapters: by policy (None for the fleet's) and version, the adapter's name
     there; None for its weights alone."""
@@ -131,18 +136,22 @@ class FleetServer:
         self.others = 0 if load is None else max(0, load.calls - self.in_flight)
 
     def has_loaded(
-        self, version: int, manifest_sha256: str | None, adapters: Iterable[AdapterShape] = ()
+        self, version: int, manifest_sha256: str | None, adapters: Iterable[AdapterShape], push: int
     ) -> None:
         """It has loaded a version that this gateway pushed to it, and goes on."""
         self.state = "ready" if self.state == "loading" else self.state
-        self.serves_now(version, manifest_sha256, adapters)
+        self.serves_now(version, manifest_sha256, adapters, push)
         self.reloads += 1
 
     def serves_now(
-        self, version: int | None, manifest_sha256: str | None, adapters: Iterable[AdapterShape]
+        self,
+        version: int | None,
+        manifest_sha256: str | None,
+        adapters: Iterable[AdapterShape],
+        push: int | None,
     ) -> None:
         """It says what it serves."""
-        self.version, self.manifest_sha256 = version, manifest_sha256
+        self.version, self.manifest_sha256, self.push = version, manifest_sha256, push or 0
         self.adapters = {(adapter.policy, adapter.version): adapter.name for adapter in adapters}
 
     def can_answer(self, version: int, policy: str | None = None) -> bool:

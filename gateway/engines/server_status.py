@@ -36,7 +36,7 @@ async def read_status(server: FleetServer, engine: EngineClient, headers: Mappin
             load = EngineLoad(status.running, status.waiting, status.kv_usage)
             if reloads == server.reloads:  # else the server has loaded another version since
                 server.state = status.state
-                server.serves_now(status.version, status.manifest_sha256, status.adapters)
+                server.serves_now(status.version, status.manifest_sha256, status.adapters, status.push)
         server.seen_at, server.error, server.late = clock.now(), None, 0
         server.reports(load)
     except TimeoutError:

@@ -17,6 +17,7 @@ from rollout_queue.contract.ids import new_id
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.client.losses import note_loss_async, was_lost
+from rollout_queue.redis.connection.replicas import Argument, Confirm, unconfirmed
 
 REPLACE = """
 -- KEYS: keys, changed   ARGV: name, the key as it was read ('' if there was none), the new key, a new id
@@ -40,9 +41,9 @@ class KeyUse(msgspec.Struct):
 class KeyStore:
     """The keys in Redis. Every method raises StorageUnavailable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, confirm: Confirm = unconfirmed) -> None:
         """`redis` returns bytes (decode_responses off)."""
-        self._redis = redis
+        self._redis, self._confirm = redis, confirm
         self._replace = redis.register_script(REPLACE)
 
     async def last_change(self) -> bytes:
@@ -63,8 +64,8 @@ class KeyStore:
 
     async def replace(self, packed: bytes, key: ApiKey) -> bool:
         """Store the key in place of the one with these bytes. Returns False if that was changed."""
-        arguments: list[str | bytes] = [key.name, packed, msgspec.json.encode(key), new_id()]
-        return bool(await stored(self._replace([keys.KEYS, keys.KEYS_CHANGED], arguments)))
+        arguments: list[Argument] = [key.name, packed, msgspec.json.encode(key), new_id()]
+        return bool(await self._confirm(self._replace, [keys.KEYS, keys.KEYS_CHANGED], arguments))
 
     async def write_again(self, known: Sequence[ApiKey]) -> None:
         """Store those of these keys that Redis has lost, and say so: none is ever removed."""

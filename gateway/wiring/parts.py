@@ -50,7 +50,6 @@ from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 from rollout_queue.http.keys import bearer
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis
-from rollout_queue.redis.connection.replicas import Replication
 from rollout_queue.redis.connection.schema import SchemaTooNew, claim_schema_async
 from rollout_queue.redis.deletion import RedisDeleter
 from rollout_queue.redis.writer import RedisWriter
@@ -130,18 +129,16 @@ async def opened(
 async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Metrics) -> GatewayParts:
     redis = open_async_redis(settings, timeout_s=10)
     await _claim_schema(redis)
-    writer = RedisWriter(
-        redis,
-        head_cache_bytes=settings.session_cache_bytes,
-        replication=Replication(settings.redis_wait_replicas, settings.redis_wait_timeout_s),
-    )
+    cached = settings.session_cache_bytes
+    writer = RedisWriter(redis, head_cache_bytes=cached, replication=settings.replication)
     engine = EngineClient(settings.engine_timeout_s, bearer(settings.engine_key))
-    key_store = KeyStore(redis)
+    key_store = KeyStore(redis, writer.confirmed)
     api_keys = ApiKeys(configured_keys(settings), key_store)
     identities = Identities(api_keys, secret := await _secret(redis))
     await _read_keys(api_keys)
     server_key = settings.rollout_server_key or next(iter(settings.admin_keys), None)
-    fleet = Fleet(redis, engine, server_key, settings.engines, concurrency=settings.concurrency)
+    limits, confirm = settings.concurrency, writer.confirmed
+    fleet = Fleet(redis, engine, server_key, settings.engines, concurrency=limits, confirm=confirm)
     metrics.fleet.read = fleet.figures
     push_driver = PushDriver(redis, fleet, _push_bounds(settings))
     admission = Admission(settings.limits, api_keys, redis, fleet, metrics, settings.poll_every_s)

@@ -22,11 +22,20 @@ class ReloadRequests:
         self._running: dict[asyncio.Task[Any], int] = {}
         self._aborted: set[asyncio.Task[Any]] = set()
         self._newest_push = 0
+        self._proved: tuple[int, int] | None = None
 
     @property
     def versions(self) -> frozenset[int]:
         """The versions that requests load or prepare now."""
         return frozenset(self._running.values())
+
+    def proved(self, version: int, push: int | None) -> None:
+        """The engine serves the version, as this push asked for; None is an operator's request."""
+        self._proved = None if push is None else (version, push)
+
+    def push_of(self, version: int) -> int | None:
+        """The push that has brought the version, which is served now; None if none has."""
+        return None if self._proved is None or self._proved[0] != version else self._proved[1]
 
     async def begin(self, push: int | None, *, force: bool) -> None:
         """A gateway has sent a request of this push; an operator's has none. A newer push with `force` ends

@@ -26,7 +26,7 @@ class AdapterPolicies:
 
     def __init__(self, redis: Redis, fleet: Fleet, most: int, timeout_s: float) -> None:
         """`most`: how many adapters there may be. `timeout_s` bounds the load on one server."""
-        self._register = AdapterRegister(redis)
+        self._register = AdapterRegister(redis, fleet.confirm)
         self._fleet, self._most, self._timeout_s = fleet, most, timeout_s
 
     async def all(self) -> Sequence[PublishedAdapter]:

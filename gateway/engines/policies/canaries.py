@@ -20,7 +20,7 @@ class Canaries:
     """Every method may raise StorageUnavailable."""
 
     def __init__(self, redis: Redis, fleet: Fleet, driver: PushDriver) -> None:
-        self._serving = ServingRegister(redis)
+        self._serving = ServingRegister(redis, fleet.confirm, lambda: fleet.plan)
         self._log = CanaryLog(redis)
         self._fleet, self._driver = fleet, driver
 

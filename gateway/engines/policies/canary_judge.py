@@ -51,7 +51,8 @@ class CanaryJudge:
         automatic: bool,
     ) -> None:
         """`load` reads a session without its turns. With `automatic`, every version begins as a canary."""
-        self._serving, self._register = ServingRegister(redis), PolicyRegister(redis)
+        self._serving = ServingRegister(redis, fleet.confirm, lambda: fleet.plan)
+        self._register = PolicyRegister(redis, fleet.confirm)
         self._log = CanaryLog(redis)
         self._fleet, self._load = fleet, load
         self._defaults, self._automatic = defaults, automatic

@@ -42,8 +42,8 @@ class Policies:
 
     def __init__(self, redis: Redis, fleet: Fleet, driver: PushDriver, *, auto_canary: bool = False) -> None:
         self.auto_canary = auto_canary
-        self._register = PolicyRegister(redis)
-        self._serving = ServingRegister(redis)
+        self._register = PolicyRegister(redis, fleet.confirm)
+        self._serving = ServingRegister(redis, fleet.confirm, lambda: fleet.plan)
         self._log = CanaryLog(redis)
         self._fleet = fleet
         self._driver = driver
@@ -77,7 +77,8 @@ class Policies:
         if (own := plan.own_version(server.id)) is not None:
             return await self._register.record(own.version)
         runs = server.state in ("ready", "loading", "draining")
-        version = server.version if runs and server.version in plan.versions else plan.serving
+        kept = runs and (server.version in plan.versions or server.ahead)
+        version = server.version if kept else plan.serving
         return None if version is None else await self._register.record(version)
 
     async def note_initial(self, version: int) -> None:

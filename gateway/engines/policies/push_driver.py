@@ -20,14 +20,15 @@ from gateway.engines.cancellation import cancel_and_wait
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from gateway.engines.policies.attempts import Attempts
+from gateway.engines.policies.push_lease import KeptLease
 from gateway.engines.policies.push_progress import PushProgress
 from gateway.engines.policies.rolling import FetchSources, LoadSlots
+from gateway.engines.policies.server_notes import ServerNotes
 from gateway.engines.policies.server_reload import NotLoaded, PushOrder, ServerReloads
 from gateway.engines.policies.wanted_policies import WantedPolicies
 from gateway.engines.rotation.registrations import noted_as_loading
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import ServerPush, ServerPushState, ServingPlan
 from rollout_queue.protocol.reload import Reloaded
 from rollout_queue.redis.policies.register import PolicyRegister
@@ -56,9 +57,10 @@ class PushDriver:
     def __init__(self, redis: Redis, fleet: Fleet, bounds: PushBounds) -> None:
         self._fleet = fleet
         self._reloads = ServerReloads(fleet, bounds.timeout_s)
-        self._serving = ServingRegister(redis)
-        self._register = PolicyRegister(redis)
-        self._lease = PushLease(redis, bounds.lease_s)
+        self._serving = ServingRegister(redis, fleet.confirm, lambda: fleet.plan)
+        self._register = PolicyRegister(redis, fleet.confirm)
+        self._lease = KeptLease(PushLease(redis, bounds.lease_s), bounds.lease_s, self.wake)
+        self._notes = ServerNotes(self._serving)
         self._progress = PushProgress(self._serving, self._register, fleet, bounds.max_version_lag)
         self._slots = LoadSlots(bounds.max_unavailable, lambda: len(self._live()))
         self._sources = FetchSources(bounds.fetch_fan_out)
@@ -108,7 +110,9 @@ class PushDriver:
                 await self._fleet.refresh()
             orders = await self._orders_of(plan, packed)
             for server, order in orders:
-                await self._consider(server, order)
+                if self._lease.held:
+                    await self._consider(server, order)
+            await self._notes.write()
             self._measure_capacity()
             self._forget_servers()
             await self._judge(plan, orders)
@@ -121,14 +125,12 @@ class PushDriver:
         for server in self._fleet.rollout_servers:
             own = plan.own_version(server.id)
             version = plan.target if own is None else own.version
-            if version is None:
+            if version is None or server.ahead:
                 continue
             if (record := await self._wanted.record(version, packed)) is None:
                 continue
-            if own is not None:
-                orders.append((server, PushOrder(record, own.id, force=True, own=True)))
-            else:
-                orders.append((server, _order_of(plan, record)))
+            fleets = PushOrder.of(plan, record)
+            orders.append((server, PushOrder(record, own.id, force=True, own=True) if own else fleets))
         self._wanted.end_look()
         # After a failed push, servers stay with the former version; what they did in the push stays noted.
         pushed = None if plan.push is None else plan.push.version
@@ -145,8 +147,9 @@ class PushDriver:
         if not fleets and self._fleet.rollout_servers:
             return  # every server has its own version
         record = None if plan.target is None else await self._register.record(plan.target)
+        await self._notes.write()  # whoever hears that the push has ended reads what the servers did
         if record is not None and await self._progress.judge_push(
-            plan, _order_of(plan, record), fleets, self._capacity
+            plan, PushOrder.of(plan, record), fleets, self._capacity
         ):
             self.wake()
 
@@ -173,7 +176,7 @@ class PushDriver:
         """Note where a server stands on which nothing runs, and begin the next attempt if one is due."""
         if not server.live:
             state = "drained" if server.drained else server.state
-            await self._note(attempts, "unavailable", error=f"is {state}, and takes the version later")
+            self._note(attempts, "unavailable", error=f"is {state}, and takes the version later")
         elif self._serves(server, attempts):
             await self._prove(attempts)
         elif attempts.noted.state != "refused" and clock.monotonic() >= attempts.next_at:
@@ -185,9 +188,9 @@ class PushDriver:
         order, began_at = attempts.order, clock.monotonic()
         try:
             async with self._sources.taken(lambda: self._peers(order), order.has_any_readers) as peer:
-                await self._note(attempts, "preparing")
+                await self._store(attempts, "preparing")
                 await self._reloads.prepare(server, order, peer)
-                await self._note(attempts, "prepared")  # from now on, others may read from this server
+                await self._store(attempts, "prepared")  # from now on, others may read from this server
             async with self._slots.taken():
                 loaded = await self._load(server, attempts)
         except StorageUnavailable as error:
@@ -198,7 +201,7 @@ class PushDriver:
             pause_s = min(FIRST_PAUSE_S * 2.0 ** (attempts.failures - 1), LONGEST_PAUSE_S)
             attempts.next_at = clock.monotonic() + pause_s
             state: ServerPushState = "refused" if error.definite else "failed"
-            await self._note(attempts, state, error=str(error), total_s=clock.monotonic() - began_at)
+            self._note(attempts, state, error=str(error), total_s=clock.monotonic() - began_at)
             logger.error("server %s did not load version %d: %s", server.id, order.version, error)
             return
         total_s = clock.monotonic() - began_at
@@ -210,11 +213,12 @@ class PushDriver:
         server.pushing = True
         try:
             self._measure_capacity()
-            await self._note(attempts, "loading")
+            await self._store(attempts, "loading")
             async with noted_as_loading(self._fleet.redis, server.id):
                 loaded = await self._reloads.load(server, attempts.order)
             await self._progress.admit(attempts.order)  # first, so that the server is always in rotation
-            server.has_loaded(attempts.order.version, attempts.order.record.manifest_sha256, loaded.adapters)
+            record, push = attempts.order.record, attempts.order.push
+            server.has_loaded(record.version, record.manifest_sha256, loaded.adapters, push)
             return loaded
         finally:
             server.pushing = False
@@ -237,9 +241,14 @@ class PushDriver:
         """The server serves the version of the order."""
         attempts.failures = 0
         await self._progress.admit(attempts.order)
-        await self._note(attempts, "proved", version_served=attempts.order.version)
+        self._note(attempts, "proved", version_served=attempts.order.version)
 
-    async def _note(
+    async def _store(self, attempts: Attempts, state: ServerPushState) -> None:
+        """Note it, and store it before anything else is done."""
+        self._note(attempts, state)
+        await self._notes.write()
+
+    def _note(
         self,
         attempts: Attempts,
         state: ServerPushState,
@@ -248,17 +257,13 @@ class PushDriver:
         error: str | None = None,
         total_s: float | None = None,
     ) -> None:
-        """Note what the server does, here and in Redis, if it is new."""
+        """Note what the server does, and have the next write store it, if it is new."""
         before = attempts.noted
         total_s = before.total_s if total_s is None else total_s
         noted = replace(before, state=state, version_served=version_served, error=error, total_s=total_s)
         attempts.noted = noted
-        if noted == before or attempts.order.key not in self._noted:
-            return
-        try:
-            await self._serving.note_server(noted)
-        except StorageUnavailable as failure:
-            logger.warning("the state of the push on %s is not stored: %s", noted.server, failure)
+        if noted != before and attempts.order.key in self._noted:
+            self._notes.put(noted)
 
     def _peers(self, order: PushOrder) -> list[str]:
         """The URLs of the live servers that have the files of the version."""
@@ -290,11 +295,4 @@ class PushDriver:
         running = [each.task for each in self._attempts.values() if each.task is not None and each.running]
         await cancel_and_wait(running)
         self._attempts.clear()
-
-
-def _order_of(plan: ServingPlan, record: PolicyRecord) -> PushOrder:
-    """The order to serve the version that the fleet is to serve."""
-    push = plan.push
-    if push is None:
-        return PushOrder(record, 0, force=False)
-    return PushOrder(record, push.id, force=push.force or push.version != record.version)
+        self._notes.forget()

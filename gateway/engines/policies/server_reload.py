@@ -15,6 +15,7 @@ from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer
 from rollout_queue import clock
 from rollout_queue.contract.policies.policy import PolicyRecord
+from rollout_queue.contract.policies.serving import ServingPlan
 from rollout_queue.protocol.errors import error_code, error_message
 from rollout_queue.protocol.message import MalformedMessage, first_fault
 from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded
@@ -38,6 +39,14 @@ class PushOrder:
     force: bool
     own: bool = False
     """The version is the server's own, of a pin or a canary, and not the fleet's."""
+
+    @classmethod
+    def of(cls, plan: ServingPlan, record: PolicyRecord) -> "PushOrder":
+        """The order to serve the version that the fleet is to serve."""
+        push = plan.push
+        if push is None:
+            return cls(record, 0, force=False)
+        return cls(record, push.id, force=push.force or push.version != record.version)
 
     @property
     def version(self) -> int:

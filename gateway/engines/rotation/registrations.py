@@ -17,10 +17,11 @@ from gateway.engines.fleet_server import FleetServer, Registration
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.policies.serving import ServingPlan
+from rollout_queue.contract.policies.serving import ServingPlan, plan_of
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.client.losses import note_loss_async, was_lost
+from rollout_queue.redis.policies.serving import ServingRegister
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,7 @@ class ReadFleet:
     """Seconds since the epoch."""
     fresh: bool
     """The registrations were read now."""
-    serving: bytes | None
-    """The plan, packed."""
+    plan: ServingPlan
     drained: frozenset[str]
     loading: frozenset[str]
 
@@ -78,11 +78,12 @@ class KnownRegistrations:
             if found or change not in (None, self._change) or not await self._write_again(redis):
                 self._known = {each.id: each for each in map(_registration.decode, found)}
             self._change, self._read_at = change, now
-        if serving is None:
-            serving = await self._write_plan_again(redis, plan)
+        serves = plan_of(serving)
+        if serving is None or serves.newest_id < plan.newest_id:
+            serves = await self._write_plan_again(redis, plan, lost=serving is None)
         held = _names(drained) - {MARK} if drained else await self._write_drained_again(redis, servers)
         self._had_secret |= bool(secret)
-        return ReadFleet(self._known, self._read_at, fresh, serving, held, _names(loading))
+        return ReadFleet(self._known, self._read_at, fresh, serves, held, _names(loading))
 
     async def _write_again(self, redis: Redis) -> bool:
         """Store the registrations if Redis has lost them, so that their servers get calls meanwhile: they
@@ -109,15 +110,19 @@ class KnownRegistrations:
             await note_loss_async(redis, keys.HELD, said)
         return frozenset(drained)
 
-    async def _write_plan_again(self, redis: Redis, plan: ServingPlan) -> bytes | None:
-        """Store the plan if Redis has lost it: nothing removes it. Returns it; None if it was not lost."""
-        if plan == ServingPlan() or not await self._was_lost(redis, keys.SERVING):
-            return None
-        packed = msgspec.json.encode(plan)
-        if await stored(redis.set(keys.SERVING, packed, nx=True)):
+    async def _write_plan_again(self, redis: Redis, plan: ServingPlan, *, lost: bool) -> ServingPlan:
+        """Store the plan if Redis has lost it (nothing removes it), or has an older one after a failover.
+        Returns the plan that Redis has now."""
+        if not lost:
+            plan = await ServingRegister(redis, known=lambda: plan).change(lambda known: known)
+            said = f"{keys.SERVING} was older than a gateway knew, and is written again as it was"
+            await note_loss_async(redis, keys.SERVING, said)
+        elif plan == ServingPlan() or not await self._was_lost(redis, keys.SERVING):
+            return ServingPlan()
+        elif await stored(redis.set(keys.SERVING, msgspec.json.encode(plan), nx=True)):
             said = f"{keys.SERVING} was gone: a gateway has written the serving plan again, as it was"
             await note_loss_async(redis, keys.SERVING, said)
-        return packed
+        return plan
 
     async def _was_lost(self, redis: Redis, key: keys.Key) -> bool:
         return await was_lost(redis, key, had_secret=self._had_secret)

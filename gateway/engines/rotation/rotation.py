@@ -71,7 +71,7 @@ class Rotation:
     def admits(self, server: FleetServer) -> bool:
         """Whether its version may answer calls that wish no version."""
         # Policies are not pushed to bare engines, so their version does not matter.
-        admitted = not self._admitted or server.version in self._admitted
+        admitted = not self._admitted or server.version in self._admitted or server.ahead
         return server.registration.url is None or (admitted and server.id not in self._pinned)
 
     def choose(self, wanted: WantedServer) -> FleetServer | None:

@@ -19,6 +19,8 @@ class ServerStatus(ServiceMessage):
     """starting, loading, ready, draining or dead."""
     version: int | None
     manifest_sha256: str | None = None
+    push: int | None = None
+    """The push in which it has proved this version; None if no push brought it."""
     adapters: tuple[AdapterShape, ...] = ()
     """The adapters that calls may name, the newest last, after the weights without one. Empty if the engine
     has no adapters."""

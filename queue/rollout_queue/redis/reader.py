@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 from redis import Redis
-from redis.commands.core import Script
 from redis.exceptions import ResponseError
 
 from rollout_queue.contract.codec import decode
@@ -21,17 +20,18 @@ from rollout_queue.contract.tombstone import decode_tombstone
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available
 from rollout_queue.redis.client.losses import note_loss
+from rollout_queue.redis.client.replication import NO_REPLICAS, Replication
+from rollout_queue.redis.connection.replicas import Argument, RunScript
 from rollout_queue.redis.heads.reading import verdict_code
 from rollout_queue.redis.heads.refill import append_missing
 from rollout_queue.redis.lease.lease import UNFENCED, refused
 from rollout_queue.redis.pages import GROUP_GONE, NO_GROUP, Pages, RawEntry, older_state, place
-from rollout_queue.redis.policies.register import reserve_arguments
+from rollout_queue.redis.policies.register import reserve_arguments, reserving
 from rollout_queue.redis.scripts import consumer as consumer_scripts
-from rollout_queue.redis.scripts import policies as policy_scripts
 
 logger = logging.getLogger(__name__)
 
-
+Renew = Callable[[], None]
 STEPS_KEPT = 50_000
 """How many of the last steps Redis keeps, as what made each version: about 10 MB."""
 PAGE = 200
@@ -43,7 +43,9 @@ class RedisReader:
     """StreamReader on Redis. `redis` returns bytes (decode_responses off), `token` is of a claimed Lease, and
     `renew` renews it."""
 
-    def __init__(self, redis: Redis, token: str, renew: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, redis: Redis, token: str, renew: Renew = lambda: None, replication: Replication = NO_REPLICAS
+    ) -> None:
         self._redis, self._token, self._pages, self._renew = redis, token, Pages(redis, token), renew
         self._confirm = redis.register_script(consumer_scripts.CONFIRM)
         self._read = redis.register_script(consumer_scripts.READ)
@@ -51,7 +53,7 @@ class RedisReader:
         self._acknowledge = redis.register_script(consumer_scripts.ACKNOWLEDGE)
         self._free = redis.register_script(consumer_scripts.FREE)
         self._set_aside = redis.register_script(consumer_scripts.SET_ASIDE)
-        self._reserve = redis.register_script(policy_scripts.RESERVE)
+        self._reserve = reserving(redis, replication)
         self._report = redis.register_script(consumer_scripts.REPORT)
         self._refill = redis.register_script(consumer_scripts.REFILL)
         self._join = redis.register_script(consumer_scripts.JOIN)
@@ -166,9 +168,8 @@ class RedisReader:
             # redis-py replaces a closed connection silently, so only the run id shows a restarted Redis.
             before, self._run_id = self._run_id, self._redis.info("server").get("run_id")
             self._interrupted |= before != self._run_id
-            return bool(
-                self._redis.xread({keys.STREAM: self._delivered}, count=1, block=max(1, int(block_s * 1000)))
-            )
+            block_ms = max(1, int(block_s * 1000))
+            return bool(self._redis.xread({keys.STREAM: self._delivered}, count=1, block=block_ms))
 
     def _page(self, count: int, what: bytes) -> list[RawEntry]:
         if not self._joined:
@@ -258,7 +259,7 @@ class RedisReader:
         letter: list[str | bytes] = [*fields, b"entry", entry_id, b"error", str(error)]
         self._fenced(self._set_aside, [keys.STREAM, keys.DEAD_LETTERS], [keys.GROUP, entry_id, *letter])
 
-    def _fenced(self, script: Script, named: Sequence[str], arguments: Sequence[str | bytes | float]) -> Any:
+    def _fenced(self, script: RunScript, named: Sequence[str], arguments: Sequence[Argument]) -> Any:
         """What the script answers. Raises LeaseLost when another trainer has claimed the lease since."""
         with self._noticed():
             try:

@@ -22,9 +22,10 @@ from rollout_queue.contract.stream import NO_IMAGES
 from rollout_queue.contract.tombstone import Tombstone, decode_tombstone, user_digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available, stored
+from rollout_queue.redis.client.replication import NO_REPLICAS, Replication
 from rollout_queue.redis.connection.clock import RedisClock
-from rollout_queue.redis.connection.pipelined import Argument, PipelinedConnection
-from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication
+from rollout_queue.redis.connection.pipelined import PipelinedConnection
+from rollout_queue.redis.connection.replicas import Argument
 from rollout_queue.redis.heads.cache import CACHE_BYTES, HeadCache
 from rollout_queue.redis.heads.listing import positions_in, wanted_heads
 from rollout_queue.redis.heads.reading import fields_without_turns, read_head, reading
@@ -76,7 +77,7 @@ class RedisWriter:
         self._session_heads = SessionHeads(self._connection, self._heads)
         self._append_within_s = append_within_s
         self._clock = RedisClock(self._connection)
-        self._retractions = Retractions(redis, self._confirmed)
+        self._retractions = Retractions(redis, self.confirmed)
         self._deleted = 0
         """How many sessions had been deleted at the last `forget_deleted`."""
         self._open = redis.register_script(session_scripts.OPEN)
@@ -84,7 +85,7 @@ class RedisWriter:
         self._append_turn = redis.register_script(record_scripts.APPEND_TURN)
         self._append_reward = redis.register_script(record_scripts.APPEND_REWARD)
         self._append_outcome = redis.register_script(record_scripts.APPEND_OUTCOME)
-        self._descriptions = Descriptions(redis, self._confirmed)
+        self._descriptions = Descriptions(redis, self.confirmed)
         self._expiry = Expiry(redis)
         self._heartbeat = redis.register_script(session_scripts.HEARTBEAT)
 
@@ -99,7 +100,7 @@ class RedisWriter:
         return await self._descriptions.describe(spec, now, counts=counts)
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
-        match await self._confirmed(self._open_group, *group_arguments(specs)):
+        match await self.confirmed(self._open_group, *group_arguments(specs)):
             case b"exists":
                 raise Conflict(f"group {specs[0].shown_group} exists already")
             case b"owner":
@@ -235,7 +236,7 @@ class RedisWriter:
             raise
         return reply
 
-    async def _confirmed(self, script: AsyncScript, named: list[str], arguments: list[Argument]) -> Any:
+    async def confirmed(self, script: AsyncScript, named: list[str], arguments: list[Argument]) -> Any:
         """What the script answers, once the replicas have what it wrote. Raises StorageUnavailable."""
         if not self._replicated:
             return await stored(script(named, arguments))
@@ -253,7 +254,7 @@ class RedisWriter:
 
     async def append_reward(self, reward: Reward) -> Reward:
         late = msgspec.structs.replace(reward, late=True)
-        reply = await self._confirmed(
+        reply = await self.confirmed(
             self._append_reward,
             [keys.session(reward.session_id), keys.STREAM, keys.DELETED],
             [reward.session_id, f"r:{reward.key}", encode(reward), encode(late), repr(reward.value)],
@@ -268,7 +269,7 @@ class RedisWriter:
     ) -> Outcome:
         await self._retractions.settle(outcome.session_id)
         while True:
-            reply = await self._confirmed(self._append_outcome, *outcome_arguments(outcome, reward, verdict))
+            reply = await self.confirmed(self._append_outcome, *outcome_arguments(outcome, reward, verdict))
             if not isinstance(reply, list):
                 break
             if reply[0] != b"described":

@@ -32,7 +32,7 @@ from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import plan_of
 from rollout_queue.redis import keys
 from rollout_queue.redis.policies.register import PolicyRegister
-from rollout_queue.redis.policies.serving import ServingRegister
+from rollout_queue.redis.policies.serving import PushLease, ServingRegister
 from tests.support.gateway.fake_rollout_server import FakeRolloutServer
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.redis_clients import async_redis_at
@@ -250,6 +250,10 @@ class CountingRedis(Redis):
         self.sent[str(args[0])] += 1
         return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
 
+    def pipeline(self, *given: Any, **options: Any) -> Pipeline:
+        self.sent["PIPELINE"] += 1
+        return super().pipeline(*given, **options)
+
 
 async def test_registrations_are_read_after_a_change_and_a_renewal_reads_its_own(redis_url: str) -> None:
     redis = cast(CountingRedis, CountingRedis.from_url(redis_url))
@@ -331,6 +335,48 @@ async def test_a_push_waits_for_a_server_that_registered_at_another_gateway(
         plan = await serving.read()
         assert (plan.pushing, plan.serving) == ((True, None) if registered else (False, 1))
         await driver.close()
+
+
+async def test_a_step_over_a_thousand_servers_writes_its_notes_at_once_and_keeps_the_lease(
+    own_backends: Backends, turned: TurnedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is renewed while a step stands still."""
+    own_backends.clear(None)
+    redis = cast(CountingRedis, CountingRedis.from_url(own_backends.redis_url))
+    async with fleet_on(redis) as fleet:
+        register, serving = PolicyRegister(fleet.redis), ServingRegister(fleet.redis)
+        record = PolicyRecord(version=1, location="file:///policies/1", created_at=time.time())
+        assert await register.register(record, await register.look())
+        await serving.change(lambda plan: plan.begun(1, time.time(), force=False))
+        for number in range(1000):
+            registration = Registration(id=f"r{number}", url=NOWHERE, engine_url=NOWHERE)
+            fleet.servers[f"r{number}"] = FleetServer(registration, state="dead")
+        reached, go_on, look = asyncio.Event(), asyncio.Event(), PolicyRegister.record
+
+        async def late(register: PolicyRegister, version: int) -> PolicyRecord | None:
+            reached.set()
+            await go_on.wait()
+            return await look(register, version)
+
+        driver, other = PushDriver(fleet.redis, fleet, BOUNDS), PushLease(fleet.redis, BOUNDS.lease_s)
+        monkeypatch.setattr(PolicyRegister, "record", late)
+        stepping = asyncio.create_task(driver.step())
+        await reached.wait()
+        for _ in range(3):
+            await fleet.redis.pexpire(keys.PUSH_LEASE, 1000)  # most of the lease passes, by Redis' clock
+            turned.turn(BOUNDS.lease_s / 3)
+            while await fleet.redis.pttl(keys.PUSH_LEASE) <= 1000:  # noqa: ASYNC110 - Redis tells no event
+                await asyncio.sleep(0)
+            assert not await other.hold()
+        redis.sent.clear()
+        go_on.set()
+        await stepping
+        push = (await serving.read()).push
+        assert push is not None
+        assert len(await serving.server_pushes(push.id)) == 1000
+        assert redis.sent["EVALSHA"] + redis.sent["PIPELINE"] < 10, redis.sent
+        await driver.close()
+        assert await other.hold()
 
 
 # The limits of calls that follow the load of engines: properties of the arithmetic, and the settings

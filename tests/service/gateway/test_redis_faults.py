@@ -4,7 +4,7 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ from tokenizers import Tokenizer
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from tests.support.gateway.calls import Call
-from tests.support.gateway.deployment import Deploy, traffic
+from tests.support.gateway.deployment import Deploy, gateway_thread, ready, traffic
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.queue.load import NOBODY
 from tests.support.queue.servers import WatchedMaster
 from tests.support.redis_process import RedisProcess
-from tests.support.serving import serving
+from tests.support.serving import free_port, serving
 from tests.support.waiting import wait_until
 from weir.audit.audit import audit
 from weir.audit.sources import Sources
@@ -129,6 +129,62 @@ def test_the_fleet_serves_on_what_it_served_when_redis_is_emptied(deploy: Deploy
     deployment.announce(2)
     wait_until(lambda: deployment.plan()["serving"] == 2)
     assert gateway.chat().status_code == 200
+
+
+@pytest.mark.parametrize("gateway", ["stays", "starts again"])
+def test_a_failover_that_lost_the_plan_costs_no_call(
+    deploy: Deploy, own_backends: Backends, gateway: str
+) -> None:
+    """Redis has the plan and the register of version 1 again, as a replica that lagged; servers serve 2."""
+    planned = (keys.SERVING, keys.POLICIES, keys.RESERVED, keys.SERVER_PUSHES)
+    own_backends.clear(None)
+    redis, port = own_backends.redis, free_port()
+    with ExitStack() as stack:
+        served, first = stack.enter_context(gateway_thread(own_backends, port))
+        deployment = deploy(2, gateway=first, settle_s=0.5)
+        deployment.announce(1)
+        deployment.until("serving")
+        lagged = {key: redis.dump(key) for key in planned}
+        deployment.announce(2)
+        wait_until(lambda: deployment.plan()["push"]["version"] == 2)
+        deployment.until("serving")
+        if gateway == "starts again":
+            served.end()
+            served.join()
+        with redis.pipeline(transaction=True) as failover:
+            failover.delete(*planned)
+            for key, value in lagged.items():
+                if value is not None:
+                    failover.restore(key, 0, value)
+            failover.execute()
+        if gateway == "starts again":
+            _, deployment.gateway = stack.enter_context(gateway_thread(own_backends, port))
+            wait_until(lambda: ready(deployment.gateway) == 2)
+        with traffic(deployment.gateway, per_s=20.0) as seen:
+            wait_until(lambda: len(seen.heard) > 40)
+            assert deployment.versions() == [2, 2], "no server loads the older version"
+            if gateway == "stays":
+                wait_until(lambda: deployment.plan()["serving"] == 2 and redis.hexists(keys.POLICIES, "2"))
+            deployment.announce(3 if gateway == "stays" else 2)
+            wait_until(lambda: deployment.plan()["push"]["version"] > 1)
+            deployment.until("serving")
+        assert set(seen.statuses) == {200}
+
+
+def test_without_its_replicas_nothing_is_promised_of_versions_and_keys(own_backends: Backends) -> None:
+    """What a failover may lose is told to nobody as stored."""
+    own_backends.clear(None)
+    with own_backends.gateway(redis_wait_replicas=1, redis_wait_timeout_s=0.1) as gateway:
+        asked: dict[str, Any] = {
+            "/policies?wait=false": {"location": "file:///policies/1"},
+            "/keys": {"name": "team", "role": "client"},
+            "/adapters?wait=false": {"name": "a", "location": "file:///a", "manifest_sha256": 64 * "a"},
+            "/policies/hold": {"reason": "no"},
+        }
+        for path, body in asked.items():
+            reply = gateway.admin("POST", path, body)
+            assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable"), path
+            assert "0 of 1 replicas" in reply.json()["error"]["message"]
 
 
 @pytest.mark.failover

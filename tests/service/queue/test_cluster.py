@@ -10,8 +10,8 @@ from redis.crc import key_slot
 
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.redis.client.replication import Replication
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.connection.replicas import Replication
 from tests.support.queue.cluster import Cluster
 from tests.support.queue.load import Load
 from tests.support.waiting import PATIENCE_S

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.contract.records import Outcome
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import keys
+from rollout_queue.redis.client.replication import Replication
 from rollout_queue.redis.lease.holder import Holder
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import PAGE, RedisReader
@@ -24,6 +25,7 @@ from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import NOTHING, TRAINED
 from tests.support.redis_clients import redis_at
 from tests.support.redis_faults import break_script
+from tests.support.redis_process import RedisProcess
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
@@ -55,6 +57,20 @@ def letters(redis: Redis) -> list[dict[bytes, bytes]]:
 def owed(redis: Redis) -> int:
     pending: Any = redis.xpending(keys.STREAM, keys.GROUP)
     return int(pending["pending"])
+
+
+def test_a_number_is_reserved_once_a_replica_has_it(redis: Redis, tmp_path: Path) -> None:
+    """Otherwise a failover would give it to other weights."""
+    lease, replication = claimed(redis), Replication(1, 0.1)
+    with pytest.raises(StorageUnavailable, match="0 of 1 replicas"):
+        RedisReader(redis, lease.token, replication=replication).reserve(1, "file:///1")
+    with closing(RedisProcess(tmp_path / "master").start()) as master:
+        reader = RedisReader(master.client, claimed(master.client).token, replication=Replication(1, 5.0))
+        with closing(RedisProcess(tmp_path / "replica").start()) as replica:
+            replica.client.replicaof("127.0.0.1", str(master.port))
+            wait_until(lambda: replica.client.info("replication")["master_link_status"] == "up")
+            assert reader.reserve(1, "file:///1") < 1
+            assert replica.client.hget(keys.RESERVED, "version") == b"1"
 
 
 # Who may claim

@@ -9,8 +9,8 @@ import pytest
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis
+from rollout_queue.redis.client.replication import Replication
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.connection.replicas import Replication
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.load import Load
 from tests.support.queue.records import outcome, spec, turn

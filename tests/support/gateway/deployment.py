@@ -173,10 +173,12 @@ Deploy = Callable[..., Deployment]
 
 
 @contextmanager
-def gateway_thread(own_backends: Backends, **more: Any) -> Iterator[tuple[Served, RunningGateway]]:
+def gateway_thread(
+    own_backends: Backends, port: int | None = None, **more: Any
+) -> Iterator[tuple[Served, RunningGateway]]:
     """A gateway without bare engines, which a test may treat as a process."""
     settings: dict[str, Any] = {"engines": [], "push_lease_s": 1, "poll_every_s": 0.2, "engine_wait_s": 5.0}
-    served = Served(create_app(own_backends.settings(**settings | more)))
+    served = Served(create_app(own_backends.settings(**settings | more)), port)
     try:
         with httpx.Client(timeout=120) as http:
             yield served, RunningGateway(served.url, own_backends.engine, own_backends.redis, http)

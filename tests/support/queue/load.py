@@ -12,8 +12,8 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_async_redis, open_redis
+from rollout_queue.redis.client.replication import NO_REPLICAS, Replication
 from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader

@@ -119,10 +119,16 @@ class ServingPlan(msgspec.Struct, frozen=True):
         canary = self.active_canary
         return pin or (canary if canary is not None and server in canary.servers else None)
 
+    @property
+    def newest_id(self) -> int:
+        """The newest push, canary or pin; 0 if there is none. Every change that removes one brings a newer
+        one, so a plan with a smaller number is an older plan."""
+        used = [each.id for each in (self.push, self.canary, *self.pins) if each is not None]
+        return max(used, default=0)
+
     def next_id(self, now: float) -> int:
         """A number for a push, a canary or a pin. It grows with time, also after a loss of this plan."""
-        used = [each.id for each in (self.push, self.canary, *self.pins) if each is not None]
-        return max(max(used, default=0) + 1, int(now * 1000))
+        return max(self.newest_id + 1, int(now * 1000))
 
     def begun(self, version: int, now: float, *, force: bool) -> "ServingPlan":
         """A push of `version` begins."""

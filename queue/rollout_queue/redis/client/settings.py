@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, field_validator
 
 from rollout_queue.redis.client.address import read_address
+from rollout_queue.redis.client.replication import Replication
 
 PREFIX_PATTERN = r"^[A-Za-z0-9_.\-]{1,64}$"
 
@@ -37,9 +38,14 @@ class RedisSettings(BaseModel, hide_input_in_errors=True):  # the URL may have a
 
 
 class WriterRedisSettings(RedisSettings):
-    """The same for a service that records what clients were told."""
+    """The same for a service that records what others were told."""
 
     redis_wait_replicas: int = Field(0, ge=0, le=8)
-    """How many replicas of Redis must have a record before a client is told that it is stored."""
+    """How many replicas of Redis must have a record before anybody is told that it is stored: a turn, a
+    reward, an API key, a version and its number, the plan of what is served."""
     redis_wait_timeout_s: float = Field(1.0, gt=0, le=5)
     """How long the replicas may take. Then the client gets an error, and a turn is retracted."""
+
+    @property
+    def replication(self) -> Replication:
+        return Replication(self.redis_wait_replicas, self.redis_wait_timeout_s)

@@ -12,7 +12,7 @@ the version of redis-py that has these attributes.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -28,8 +28,9 @@ from rollout_queue import clock
 from rollout_queue.redis.client.departures import not_the_master
 from rollout_queue.redis.client.losses import noting
 from rollout_queue.redis.client.prefixes import Rename
+from rollout_queue.redis.client.replication import NO_REPLICAS, Replication
 from rollout_queue.redis.client.strangers import is_wrong_type, keys_in, moving, not_moved, sentences
-from rollout_queue.redis.connection.replicas import NO_REPLICAS, Replication, SharedWait
+from rollout_queue.redis.connection.replicas import Argument, SharedWait
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,6 @@ writes, reads and parses (`Connection._writer`, `._reader`, `._parser._reader`),
 READ_BYTES = 2**16
 LAST_LOOK_S = 0.1
 """How long what has arrived is read, before a connection is given up."""
-
-Argument = str | bytes | float
-Confirm = Callable[[AsyncScript, list[str], list[Argument]], Awaitable[Any]]
-"""What a script answers, once replicas have what it wrote. Raises StorageUnavailable."""
 
 
 class PipelinedConnection:

@@ -7,31 +7,39 @@ nothing else of the connection. So one WAIT stands for all appends that were ans
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
 
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis import Redis
+from redis.commands.core import AsyncScript, Script
 
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.client.replication import Replication
 
-class Replication(NamedTuple):
-    """How many replicas must have a record, and how long they may take. Of 0 replicas nothing is asked."""
-
-    replicas: int = 0
-    timeout_s: float = 1.0
-
-    @property
-    def command(self) -> tuple[str, str, str]:
-        return "WAIT", str(self.replicas), str(max(1, round(self.timeout_s * 1000)))
-
-    def require(self, confirmed: int) -> None:
-        """Raises redis' TimeoutError: the record is stored, and its caller must not be told so."""
-        if confirmed < self.replicas:
-            raise RedisTimeoutError(
-                f"{confirmed} of {self.replicas} replicas have the record after {self.timeout_s:g} s"
-            )
+Argument = str | bytes | float
+Confirm = Callable[[AsyncScript, list[str], list[Argument]], Awaitable[Any]]
+"""What a script answers, once replicas have what it wrote. Raises StorageUnavailable."""
+RunScript = Callable[[Sequence[str], Sequence[Argument]], Any]
+"""Runs a script with these keys and arguments. Raises RedisError."""
 
 
-NO_REPLICAS = Replication()
+async def unconfirmed(script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
+    """A `Confirm` that asks no replica."""
+    return await stored(script(keys, arguments))
+
+
+def confirmed_now(
+    redis: Redis, replication: Replication, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
+) -> Any:
+    """What the script answers a blocking client, once replicas have what it wrote. Raises RedisError."""
+    if not replication.replicas:
+        return script(keys, arguments)
+    with redis.pipeline(transaction=False) as pipeline:  # so that both have the same connection
+        script(keys, arguments, cast(Redis, pipeline))
+        pipeline.execute_command(*replication.command)  # type: ignore[no-untyped-call]
+        answer, confirmed = pipeline.execute()
+    replication.require(confirmed)
+    return answer
 
 
 class SharedWait:

@@ -10,6 +10,7 @@ from rollout_queue import clock
 from rollout_queue.contract.policies.adapter import PublishedAdapter
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.connection.replicas import Argument, Confirm, unconfirmed
 from rollout_queue.redis.scripts import adapters as scripts
 
 Added = Literal["added", "taken", "full"]
@@ -18,9 +19,9 @@ Added = Literal["added", "taken", "full"]
 class AdapterRegister:
     """The gateways' access to the adapters. Every method raises StorageUnavailable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, confirm: Confirm = unconfirmed) -> None:
         """`redis` returns bytes (decode_responses off)."""
-        self._redis = redis
+        self._redis, self._confirm = redis, confirm
         self._add = redis.register_script(scripts.ADD)
         self._remove = redis.register_script(scripts.REMOVE)
 
@@ -41,14 +42,13 @@ class AdapterRegister:
         """Add an adapter, unless its name has had this version or a later one, or there are `most`."""
         now_ms = int(clock.now() * 1000)
         packed = msgspec.json.encode(adapter)
-        arguments: list[str | bytes | int] = [adapter.field, packed, adapter.name, adapter.version]
+        arguments: list[Argument] = [adapter.field, packed, adapter.name, adapter.version]
         arguments += [most, now_ms, int(adapter.passing)]
-        answer = await stored(
-            self._add([keys.ADAPTERS, keys.ADAPTER_VERSIONS, keys.ADAPTERS_REVISION], arguments)
-        )
+        named: list[str] = [keys.ADAPTERS, keys.ADAPTER_VERSIONS, keys.ADAPTERS_REVISION]
+        answer = await self._confirm(self._add, named, arguments)
         return "added" if answer == 1 else "taken" if answer == 0 else "full"
 
     async def remove(self, adapter: PublishedAdapter) -> bool:
         """Remove an adapter. Returns whether it was there."""
-        arguments: list[str | int] = [adapter.field, int(clock.now() * 1000)]
-        return bool(await stored(self._remove([keys.ADAPTERS, keys.ADAPTERS_REVISION], arguments)))
+        arguments: list[Argument] = [adapter.field, int(clock.now() * 1000)]
+        return bool(await self._confirm(self._remove, [keys.ADAPTERS, keys.ADAPTERS_REVISION], arguments))

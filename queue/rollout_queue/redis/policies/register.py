@@ -6,14 +6,18 @@ gateway  ── REMOVE ──▶ weir:policies_removed, unless the version is ne
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.client.replication import Replication
+from rollout_queue.redis.connection.replicas import Argument, Confirm, RunScript, confirmed_now, unconfirmed
 from rollout_queue.redis.scripts import policies as policy_scripts
 
 
@@ -54,9 +58,9 @@ class KnownPolicies(NamedTuple):
 class PolicyRegister:
     """The gateways' end of the register. Every method raises StorageUnavailable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, confirm: Confirm = unconfirmed) -> None:
         """`redis` returns bytes (decode_responses off)."""
-        self._redis = redis
+        self._redis, self._confirm = redis, confirm
         self._register = redis.register_script(policy_scripts.REGISTER)
         self._register_again = redis.register_script(policy_scripts.REGISTER_AGAIN)
         self._store = redis.register_script(policy_scripts.STORE)
@@ -79,9 +83,9 @@ class PolicyRegister:
     async def register(self, record: PolicyRecord, known: KnownPolicies) -> bool:
         """Store the policy under its version. If `known` is out of date, store nothing and return False."""
         name = str(record.version)
-        arguments: list[str | bytes | float] = [name, _packed(record), len(known.packed)]
+        arguments: list[Argument] = [name, _packed(record), len(known.packed)]
         arguments += [known.packed.get(name.encode(), b""), known.packed_reserved.get(b"version", b"")]
-        return bool(await stored(self._register([keys.POLICIES, keys.RESERVED], arguments)))
+        return bool(await self._confirm(self._register, [keys.POLICIES, keys.RESERVED], arguments))
 
     async def register_first(self, record: PolicyRecord) -> None:
         """Register the version that the engines started with, unless it is known."""
@@ -90,28 +94,31 @@ class PolicyRegister:
     async def register_again(self, record: PolicyRecord, plan: bytes) -> bool:
         """Register a version that Redis has lost, while the serving plan is `plan`, which wants it. Returns
         whether it is registered."""
-        again = self._register_again(
-            [keys.POLICIES, keys.SERVING], [str(record.version), plan, _packed(record)]
-        )
-        return bool(await stored(again))
+        arguments: list[Argument] = [str(record.version), plan, _packed(record)]
+        return bool(await self._confirm(self._register_again, [keys.POLICIES, keys.SERVING], arguments))
 
     async def store(self, record: PolicyRecord) -> None:
         """Replace what is stored under the policy's version, if it is still registered."""
-        await stored(self._store([keys.POLICIES], [str(record.version), _packed(record)]))
+        await self._confirm(self._store, [keys.POLICIES], [str(record.version), _packed(record)])
 
     async def remove(self, version: int, plan: bytes) -> bool:
         """Remove a version whose files are to be removed, unless it is the newest one, or the serving plan is
         not `plan` any more. Returns whether it is removed."""
-        arguments: list[str | bytes | float] = [str(version), plan]
-        removing = self._remove([keys.POLICIES, keys.SERVING, keys.REMOVED], arguments)
-        return bool(await stored(removing))
+        arguments: list[Argument] = [str(version), plan]
+        named: list[str] = [keys.POLICIES, keys.SERVING, keys.REMOVED]
+        return bool(await self._confirm(self._remove, named, arguments))
 
     async def was_removed(self, version: int) -> bool:
         return bool(await stored(self._redis.sismember(keys.REMOVED, str(version))))
 
     async def forget(self, record: PolicyRecord) -> None:
         """Free the number of a version that no server has loaded, unless its record has changed."""
-        await stored(self._forget([keys.POLICIES], [str(record.version), _packed(record)]))
+        await self._confirm(self._forget, [keys.POLICIES], [str(record.version), _packed(record)])
+
+
+def reserving(redis: BlockingRedis, replication: Replication) -> RunScript:
+    """Runs the script RESERVE, and returns once replicas have the reservation."""
+    return partial(confirmed_now, redis, replication, redis.register_script(policy_scripts.RESERVE))
 
 
 def reserve_arguments(version: int, location: str) -> tuple[list[str], list[str | int]]:

@@ -21,10 +21,10 @@ end
 return 1
 """
 
-NOTE_SERVER = """
--- KEYS: server pushes   ARGV: server, server push
+NOTE_SERVERS = """
+-- KEYS: server pushes   ARGV: server, server push, …
 redis.call('HDEL', KEYS[1], '')
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('HSET', KEYS[1], unpack(ARGV))
 """
 
 HOLD_LEASE = """

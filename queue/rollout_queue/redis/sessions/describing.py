@@ -12,7 +12,7 @@ from rollout_queue.contract.records import SessionSpec
 from rollout_queue.contract.tombstone import user_digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.connection.pipelined import Argument, Confirm
+from rollout_queue.redis.connection.replicas import Argument, Confirm
 from rollout_queue.redis.heads.reading import reading
 from rollout_queue.redis.scripts import sessions as session_scripts
 from rollout_queue.redis.sessions.ending import terms_of

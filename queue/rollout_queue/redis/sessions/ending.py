@@ -6,7 +6,7 @@ from rollout_queue.contract.codec import encode
 from rollout_queue.contract.head import TERMS
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Verdict
 from rollout_queue.redis import keys
-from rollout_queue.redis.connection.pipelined import Argument
+from rollout_queue.redis.connection.replicas import Argument
 
 
 def terms_of(source: Outcome | SessionSpec) -> bytes:

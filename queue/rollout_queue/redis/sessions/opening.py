@@ -18,7 +18,7 @@ from rollout_queue.contract.errors import (
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.contract.tombstone import user_digest
 from rollout_queue.redis import keys
-from rollout_queue.redis.connection.pipelined import Argument
+from rollout_queue.redis.connection.replicas import Argument
 
 
 def open_arguments(spec: SessionSpec) -> tuple[list[str], list[Argument]]:

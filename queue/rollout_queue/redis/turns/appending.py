@@ -7,7 +7,7 @@ from rollout_queue.contract.records import SessionSpec, Turn
 from rollout_queue.contract.tombstone import user_digest
 from rollout_queue.contract.turn_parts.sums import NONE
 from rollout_queue.redis import keys
-from rollout_queue.redis.connection.pipelined import Argument
+from rollout_queue.redis.connection.replicas import Argument
 
 CONTINUATION_TTL_S = 30 * 86400.0
 """The longest lifetime of a continuation key; a longer one could overflow Redis' count of milliseconds."""

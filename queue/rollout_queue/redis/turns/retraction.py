@@ -19,7 +19,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
-from rollout_queue.redis.connection.pipelined import Confirm
+from rollout_queue.redis.connection.replicas import Confirm
 from rollout_queue.redis.scripts import records as record_scripts
 
 logger = logging.getLogger(__name__)

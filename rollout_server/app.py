@@ -69,7 +69,9 @@ def _reloading(server: RolloutServer) -> APIRouter:
         if body.prepare:
             seconds = await server.reloads.run(body.version, server.reloader.prefetch(wanted))
         else:
-            reload = server.reloader.reload(wanted, force=body.force)
+            # Whoever pushes to many servers lets others load meanwhile, and asks again.
+            patient = body.push is None
+            reload = server.reloader.reload(wanted, force=body.force, patient=patient)
             seconds = await server.reloads.run(body.version, reload)
             server.reloads.proved(body.version, body.push)
         parts = ReloadSeconds(fetch=seconds.fetch, verify=seconds.verify, load=seconds.load)

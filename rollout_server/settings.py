@@ -134,7 +134,8 @@ class RolloutServerSettings(ServiceSettings):
     collective_rest_s: float = 600.0
     """After an engine was lost while it received tensors, versions are loaded from files for so long."""
     engine_wait_s: float = 60.0
-    """How long a reload waits for an engine that is just starting."""
+    """How long a reload waits for an engine that is just starting. The load of a push does not wait: other
+    servers load meanwhile, and the gateway asks again."""
     hang_timeout_s: float = 120.0
     """An engine that does not answer for so long is killed and started again."""
     restart_backoff_s: float = 0.5

@@ -17,6 +17,7 @@ import asyncio
 import logging
 
 from rollout_queue import clock
+from rollout_queue.contract.policies.policy import Manifest
 from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import EngineUnavailable, VersionRefused
@@ -66,10 +67,16 @@ class Reloader:
         return self._loader.loading
 
     async def reload(
-        self, wanted: WantedPolicy, *, force: bool = False, instead_of: LocalPolicy | None = None
+        self,
+        wanted: WantedPolicy,
+        *,
+        force: bool = False,
+        patient: bool = True,
+        instead_of: LocalPolicy | None = None,
     ) -> Seconds:
         """Serve `wanted`. Raises ReloadError if the former version stays.
 
+        An engine that starts is waited for if the caller is `patient`; one that dies in this reload is not.
         With `instead_of`, nothing is loaded if an earlier reload has replaced that policy in the meantime.
         """
         place = self._preparation.place(wanted)
@@ -79,7 +86,7 @@ class Reloader:
                     if instead_of is not None and self._engine.policy != instead_of:
                         return Seconds()
                     if not self._engine.withheld:
-                        return await self._reload(wanted, place, force)
+                        return await self._reload(wanted, place, force, patient)
                 await self._wait_for_memory(wanted, force)
 
     async def prefetch(self, wanted: WantedPolicy) -> Seconds:
@@ -125,30 +132,33 @@ class Reloader:
             if self.waits == policy:
                 self.waits = None
 
-    async def _reload(self, wanted: WantedPolicy, place: Location | None, force: bool) -> Seconds:
+    async def _reload(
+        self, wanted: WantedPolicy, place: Location | None, force: bool, patient: bool
+    ) -> Seconds:
         served, seconds = self._engine.policy, Seconds()
         self._refuse_lower(wanted, force)
         if wanted.version == served.version and await self._is_same(wanted, place, served):
-            await self._until_serving()
+            await self._until_serving(patient)
             return seconds
         if wanted.version == served.version and not force:
             raise VersionRefused(f"version {wanted.version} is served already, with other content")
-        if place is not None and await self._receive(wanted, place, seconds):
-            return seconds
+        if place is not None and (offered := await self._received.offered(wanted, place)):
+            await self._until_serving(patient)
+            patient = False
+            if await self._receive(wanted, *offered, seconds):
+                return seconds
         policy = await self.prepare(wanted, seconds)
-        await self._until_serving()
+        await self._until_serving(patient)
         if self._engine.policy != policy:  # an engine that was dead may have booted into it
             await self._loader.load(policy, seconds)
         return seconds
 
-    async def _receive(self, wanted: WantedPolicy, place: Location, seconds: Seconds) -> bool:
-        """Have the engine receive the tensors from the trainer, if that sends them. Returns False if the
-        files have to be loaded; the engine has changed nothing then. Raises ReloadError."""
+    async def _receive(
+        self, wanted: WantedPolicy, policy: LocalPolicy, manifest: Manifest, seconds: Seconds
+    ) -> bool:
+        """Have the engine receive the tensors from the trainer. Returns False if the files have to be loaded;
+        the engine has changed nothing then. Raises ReloadError."""
         began_at = clock.monotonic()
-        if (offered := await self._received.offered(wanted, place)) is None:
-            return False
-        policy, manifest = offered
-        await self._until_serving()
         if self._engine.policy == policy:
             return True
         try:
@@ -173,7 +183,9 @@ class Reloader:
             return place is None and served == self._initial
         return await self._preparation.manifest_sha256(wanted, place) == served.manifest_sha256
 
-    async def _until_serving(self) -> None:
+    async def _until_serving(self, patient: bool) -> None:
+        if not (patient or self._engine.serving):
+            raise EngineUnavailable(f"the engine is {self._engine.state.value}: it takes the version later")
         try:
             await self._engine.wait_until_serving(self._engine_wait_s)
         except EngineFailed as error:

@@ -45,7 +45,7 @@ class Pair:
 
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    harness = make_harness(tmp_path, admin_keys=["key"])
+    harness = make_harness(tmp_path, admin_keys=["key"], engine_wait_s=1e6)
     harness.http.headers["authorization"] = "Bearer key"
     async with fake_trainer() as trainer, harness.started():
         harness.network.source = trainer.handle
@@ -212,6 +212,26 @@ async def test_an_engine_that_may_have_a_part_of_the_tensors_starts_again(pair: 
     assert [policy.version for policy in pair.harness.engine.boots] == [0, 0]
     again = await pair.harness.reload(1, directory)
     assert (again.status_code, "an engine was lost" in again.json()["fallback"]) == (200, True)
+
+
+@pytest.mark.parametrize("push", [None, 7])
+async def test_an_engine_that_dies_while_it_joins_is_not_waited_for(pair: Pair, push: int | None) -> None:
+    """It says that it cannot join, and is dead before the files could be loaded."""
+    directory, engine = pair.offer(1), pair.harness.engine
+    engine.refuses = "/init_weights_update_group"
+    engine.boot_gate.clear()
+    ask = pair.trainer.handle
+
+    async def dead(request: httpx.Request) -> httpx.Response:
+        if request.method == "DELETE":
+            await pair.harness.kill_engine()
+        return await ask(request)
+
+    pair.harness.network.source = dead
+    async with asyncio.timeout(PATIENCE_S):
+        answer = await pair.harness.reload(1, directory, push=push)
+    assert (answer.status_code, "engine_unavailable" in answer.text) == (503, True), answer.text
+    engine.boot_gate.set()
 
 
 async def test_an_engine_that_takes_the_version_and_keeps_its_weights_starts_again(pair: Pair) -> None:

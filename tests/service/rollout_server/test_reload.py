@@ -15,10 +15,10 @@ import httpx
 import pytest
 import zstandard
 
-from tests.support.rollout_server.harness import Harness, hastened
+from tests.support.rollout_server.harness import Harness, hastened, make_harness
 from tests.support.rollout_server.weights import WEIGHTS, float32_tensors, publish, write_safetensors
 from tests.support.turned_clock import TurnedClock
-from tests.support.waiting import wait_until_async
+from tests.support.waiting import PATIENCE_S, wait_until_async
 
 
 def error_of(answer: httpx.Response) -> dict[str, str]:
@@ -247,6 +247,20 @@ async def test_a_reload_fails_if_the_engine_does_not_start_in_time(
     await harness.kill_engine()
     answer = await hastened(turned, harness.reload(1, harness.policy(1)))
     assert (answer.status_code, error_of(answer)["type"]) == (503, "engine_unavailable")
+
+
+async def test_the_load_of_a_push_does_not_wait_for_an_engine_that_has_died(tmp_path: Path) -> None:
+    """Its place among the servers that load is another server's."""
+    async with make_harness(tmp_path, engine_wait_s=1e6).started() as harness:
+        first = harness.policy(1)
+        harness.engine.boot_gate.clear()
+        await harness.kill_engine()
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await harness.reload(1, first, push=7)
+        assert (answer.status_code, error_of(answer)["type"]) == (503, "engine_unavailable")
+        harness.engine.boot_gate.set()
+        await harness.until_ready()
+        assert (await harness.reload(1, first, push=7)).status_code == 200
 
 
 async def test_reloads_run_one_at_a_time(harness: Harness) -> None:

@@ -3,9 +3,10 @@
 POST /memory/release ─▶ pause ─▶ idle ─▶ release KV cache, weights ─▶ the trainer has the memory, for `for_s`
 POST /memory/resume, or `for_s` is over ─▶ take weights ─▶ load, prove ─▶ take KV cache ─▶ continue
 
-Both can be repeated: a second release begins `for_s` anew, and a second resume does nothing. So SGLang, which
-dies of a second one, never gets it. If anything fails, the engine is killed, and starts with its policy once
-the trainer has given the memory back.
+One holder has the memory at a time. It may repeat both: a second release begins `for_s` anew, and a second
+resume does nothing. So SGLang, which dies of a second one, never gets it. A trainer that starts again after a
+crash is another holder: it asks until the former one's time is over. If anything fails, the engine is killed,
+and starts with its policy once the trainer has given the memory back.
 """
 
 import logging
@@ -36,11 +37,17 @@ class EngineMemory:
 
     async def release(self, holder: str, for_s: float) -> bool:
         """Give the memory to `holder` for this time, from now on. Returns whether it had the memory already.
-        Waits while the engine loads a version. Raises MemoryRefused."""
+        Waits while the engine loads a version. Raises MemoryRefused, also while another one's time runs."""
         if not self._shared:
             raise MemoryRefused("the engine's memory is not shared: set rollout_server.memory to shared")
         async with self._reloader.swap:
             renewed = self._engine.withheld
+            if renewed and holder != self._holder and not self._is_over():
+                left_s = self._until - clock.monotonic()
+                raise MemoryRefused(
+                    f"{self._holder} has the engine's memory for {left_s:.0f} s more, or until it asks again "
+                    "or gives it back; POST /memory/resume without a holder takes it back now"
+                )
             self._holder, self._until = holder, clock.monotonic() + for_s
             if not renewed:
                 self._released_at = clock.monotonic()

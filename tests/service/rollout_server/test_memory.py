@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import httpx
@@ -113,15 +113,32 @@ async def test_a_trainer_that_dies_gives_the_memory_back_after_its_time(
     assert (await resume(shared)).status_code == 200, "the trainer was only slow"
 
 
-async def test_only_the_trainer_that_has_the_memory_or_an_operator_gives_it_back(shared: Harness) -> None:
-    await release(shared, holder="former")
-    await release(shared, holder="newer")
-    answer = await resume(shared, holder="former")
-    assert answer.status_code == 409
-    assert answer.json()["error"]["code"] == "memory_refused"
-    assert (await shared.status())["released"]
+async def test_memory_has_one_holder_and_the_next_one_waits_for_the_end_of_its_time(
+    turned: TurnedClock, shared: Harness
+) -> None:
+    """A trainer that starts again after a crash is another holder; an operator need not wait."""
+
+    async def refused(asked: Awaitable[httpx.Response]) -> str:
+        answer = await asked
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "memory_refused")
+        assert (await shared.status())["released"]
+        return str(answer.json()["error"]["message"])
+
+    await release(shared, for_s=60, holder="former")
+    said = await refused(release(shared, holder="newer"))
+    assert "former has the engine's memory for" in said
+    assert "/memory/resume" in said
+    await refused(resume(shared, holder="newer"))
+    assert (await release(shared, for_s=30, holder="former")).json()["renewed"], "it is still the holder"
+    turned.turn(31)
+    await wait_until_async(lambda: not shared.server.engine.withheld)
+    assert not (await release(shared, holder="newer")).json()["renewed"]
+    await refused(resume(shared, holder="former"))
+    await refused(release(shared, holder="former"))
     assert (await resume(shared, holder=None)).status_code == 200
     await shared.until_ready()
+    assert (await release(shared, holder="former")).status_code == 200
+    await resume(shared, holder="former")
 
 
 async def pushing(harness: Harness) -> "asyncio.Task[httpx.Response]":

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest
-from rollout_server.errors import LocationRefused
+from rollout_queue.contract.policies.object_prefix import ObjectPrefix
+from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest, WeightDelta
+from rollout_server.errors import LocationRefused, WeightsUnavailable
 from rollout_server.reloading.seconds import Seconds
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.failures import as_reload_errors
@@ -97,20 +98,34 @@ class Preparation:
         digest: str,
     ) -> Mapping[str, CheckedFile]:
         """Fetch the files of a version: as changes, if they come over a network and their base is here."""
-        delta = manifest.delta
-        if delta is not None and not isinstance(place, FileLocation):
-            base = self._store.path_of(delta.base_version, delta.base_manifest_sha256)
-            try:
-                if base.exists():
-                    await asyncio.to_thread(
-                        self._store.verify_again, base, delta.base_version, delta.base_manifest_sha256
-                    )
-                    return await self._fetcher.changed_files(place, manifest, delta, base, part)
-            except (BrokenWeights, OSError) as error:
-                logger.warning("version %d is fetched whole: %s", manifest.version, error)
-                self._store.begin(manifest.version)
-        peer = wanted.peer and HttpLocation.of_peer(wanted.peer, wanted.version, digest)
-        return await self._fetcher.files(place, manifest, part, peer or None)
+        peer = HttpLocation.of_peer(wanted.peer, wanted.version, digest) if wanted.peer else None
+        if manifest.delta is not None and not isinstance(place, FileLocation):
+            for source in (peer, place):
+                try:
+                    if source is not None and self._has_base(manifest.delta):
+                        return await self._changed_files(source, manifest, manifest.delta, part)
+                except (BrokenWeights, OSError) as error:
+                    logger.warning("version %d is fetched whole: %s", manifest.version, error)
+                    self._store.begin(manifest.version)
+                    break  # whole files, of the peer: only so many servers may read from the location
+                except WeightsUnavailable as error:
+                    if source is place:
+                        raise
+                    logger.warning("version %d is fetched from its own location: %s", manifest.version, error)
+                    peer, part = None, self._store.begin(manifest.version)
+        return await self._fetcher.files(place, manifest, part, peer)
+
+    def _has_base(self, delta: WeightDelta) -> bool:
+        return self._store.path_of(delta.base_version, delta.base_manifest_sha256).exists()
+
+    async def _changed_files(
+        self, source: HttpLocation | ObjectPrefix, manifest: Manifest, delta: WeightDelta, part: Path
+    ) -> Mapping[str, CheckedFile]:
+        """The files, made of the base and the changes. Raises BrokenWeights, WeightsUnavailable, OSError."""
+        version, digest = delta.base_version, delta.base_manifest_sha256
+        base = self._store.path_of(version, digest)
+        await asyncio.to_thread(self._store.verify_again, base, version, digest)
+        return await self._fetcher.changed_files(source, manifest, delta, base, part)
 
     async def _kept(self, wanted: WantedPolicy, digest: str, seconds: Seconds) -> LocalPolicy | None:
         """The policy of this content, if an earlier reload has left its files here and they are unchanged."""

@@ -90,7 +90,8 @@ class Fetcher:
         base: Path,
         into: Path,
     ) -> dict[str, CheckedFile]:
-        """As `files`, but the weights are made of the version in `base` and the files of changes.
+        """As `files`, but the weights are made of the version in `base` and the files of changes, which stay
+        beside them for other servers.
 
         Raises BrokenWeights if they do not fit each other, WeightsUnavailable, OSError.
         """
@@ -107,10 +108,7 @@ class Fetcher:
                     )
         finally:
             ended.set()
-        for file in delta.files:
-            (into / file.name).unlink()
-            del checked[file.name]
-        return checked
+        return {spec.name: checked[spec.name] for spec in manifest.files}
 
     async def _downloads(
         self,

@@ -5,6 +5,7 @@ Faults are in `test_push_faults`.
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -16,10 +17,13 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from rollout_queue.contract.policies.policy import FileSpec, TensorSpec, sha256_of
 from tests.support.gateway.deployment import Deploy, traffic
 from tests.support.object_store import BUCKET, CuttingProxy, object_store, set_environment
+from tests.support.rollout_server.weights import SHAPES, WEIGHTS, float32_tensors, write_safetensors
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
+from trainer_service.storage.policy_store import PolicyStore
 
 CALLS = 60
 
@@ -140,6 +144,46 @@ def test_servers_fetch_from_each_other_so_that_few_read_from_the_trainer(
         assert {raw for _, raw in weights} == {
             (tmp_path / "policies/v00000001/model.safetensors").read_bytes()
         }
+
+
+@pytest.mark.long
+def test_few_read_changes_from_the_trainer_at_once(deploy: Deploy, tmp_path: Path) -> None:
+    """Every server has the base, and one at most reads from the trainer."""
+    reading: list[str] = []
+    most: list[int] = []
+
+    async def slow(name: str) -> None:
+        if "safetensors" in name:
+            reading.append(name)
+            most.append(len(reading))
+            await asyncio.sleep(0.3)  # a slow trainer, from which others would read meanwhile
+            reading.remove(name)
+            asked[name] += 1
+
+    asked: Counter[str] = Counter()
+    with serving(files_of(tmp_path / "policies", slow)) as source:
+        deployment = deploy(5, fetch_fan_out=1, max_unavailable=1.0, locations=source)
+        store = PolicyStore(tmp_path / "policies", tmp_path / "model", keep=10, anchor_every=3)
+        for version in (1, 2):
+            store.write(version, version, weights_of(version))
+            asked.clear()
+            deployment.announce(version, f"{source}/v{version:08d}")
+            wait_until(lambda: deployment.plan()["push"]["version"] == version)  # noqa: B023
+            deployment.until("serving")
+        assert deployment.versions() == [2] * 5
+    assert max(most) == 1
+    assert set(asked) == {f"{WEIGHTS}.delta"}
+    assert asked.total() < 5, "the second server finds the first one"
+
+
+def weights_of(version: int) -> Callable[[Path], list[FileSpec]]:
+    def write(directory: Path) -> list[FileSpec]:
+        path = directory / WEIGHTS
+        write_safetensors(path, float32_tensors(1.0 + version / 1000))
+        tensors = [TensorSpec(name, shape, "F32") for name, shape in SHAPES.items()]
+        return [FileSpec(path.name, path.stat().st_size, sha256_of(path), tensors)]
+
+    return write
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rollout_queue.contract.policies.policy import MANIFEST, FileSpec, TensorSpec
 from rollout_server.weights.delta import apply_delta
 from rollout_server.weights.safetensors_file import BrokenWeights, tensors_of
-from tests.support.rollout_server.harness import Harness, make_harness
+from tests.support.rollout_server.harness import Harness, hastened, make_harness
 from tests.support.rollout_server.weights import (
     SHAPES,
     WEIGHTS,
@@ -25,10 +25,12 @@ from tests.support.rollout_server.weights import (
     write_model,
     write_safetensors,
 )
+from tests.support.turned_clock import TurnedClock
 from trainer_service.storage.delta_files import encode, write_delta
 from trainer_service.storage.policy_store import PolicyStore
 
-TRAINER = "http://127.0.0.1:8200"
+TRAINER, PEER = "http://127.0.0.1:8200", "http://peer:8100"
+CHANGES = f"{WEIGHTS}.delta"
 Words = npt.NDArray[np.uint16]
 
 
@@ -142,6 +144,8 @@ class Offered:
     def __init__(self, directory: Path) -> None:
         self.store = PolicyStore(directory / "offered", directory / "model", keep=10, anchor_every=3)
         self.asked: list[str] = []
+        self.at_peer: dict[str, int] = {}
+        """What another server, which has the versions, too, answers for a file in place of its content."""
 
     def write(self, version: int) -> None:
         def weights(directory: Path) -> list[FileSpec]:
@@ -156,9 +160,12 @@ class Offered:
         return FileSpec(spec.name, spec.size, spec.sha256, tensors)
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
-        version, name = str(request.url).removeprefix(f"{TRAINER}/weights/").split("/")
+        from_peer = str(request.url).startswith(PEER)
+        version, *_, name = request.url.path.removeprefix("/weights/").split("/")
+        if from_peer and (status := self.at_peer.get(name)):
+            return httpx.Response(status)
         if name != MANIFEST:
-            self.asked.append(name)
+            self.asked.append(f"peer: {name}" if from_peer else name)
         return httpx.Response(200, content=(self.store.path_of(int(version)) / name).read_bytes())
 
     def fetched(self) -> list[str]:
@@ -186,12 +193,40 @@ async def test_a_server_with_the_base_fetches_the_changes_and_another_one_the_wh
             continue  # the server misses a version
         assert (await harness.reload(version, f"{TRAINER}/weights/{version}")).status_code == 200
         fetched[version] = offered.fetched()
-    changes = f"{WEIGHTS}.delta"
-    with_changes = [(offered.store.path_of(version) / changes).exists() for version in range(1, 8)]
+    with_changes = [(offered.store.path_of(version) / CHANGES).exists() for version in range(1, 8)]
     assert with_changes == [False, True, True, False, True, True, False]
-    assert fetched == {1: [WEIGHTS], 3: [WEIGHTS], 4: [WEIGHTS], 5: [changes], 6: [changes], 7: [WEIGHTS]}
+    assert fetched == {1: [WEIGHTS], 3: [WEIGHTS], 4: [WEIGHTS], 5: [CHANGES], 6: [CHANGES], 7: [WEIGHTS]}
     assert harness.kept_weights(6) == (offered.store.path_of(6) / WEIGHTS).read_bytes()
-    assert not list(harness.own.glob(f"v00000006-*/{changes}"))
+    published = offered.store.path_of(6)
+    path = f"/weights/6/{hashlib.sha256((published / MANIFEST).read_bytes()).hexdigest()}"
+    for name in (CHANGES, WEIGHTS):  # other servers read them here
+        assert (await harness.http.get(f"{path}/{name}")).content == (published / name).read_bytes()
+
+
+PEERS: dict[str, tuple[dict[str, int], list[str]]] = {
+    "has the changes": ({}, [f"peer: {CHANGES}"]),
+    "has the whole file alone": ({CHANGES: 404}, [f"peer: {WEIGHTS}"]),
+    "has neither": ({CHANGES: 404, WEIGHTS: 404}, [WEIGHTS]),
+    "is away": ({CHANGES: 503, WEIGHTS: 503}, [CHANGES]),
+}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+async def test_a_server_reads_from_its_peer_also_if_it_has_the_base(
+    turned: TurnedClock, harness: Harness, tmp_path: Path, peer: str
+) -> None:
+    """So the gateway knows how many servers read from the trainer at once."""
+    offered = Offered(tmp_path)
+    harness.network.source = offered.handle
+    offered.write(1)
+    assert (await harness.reload(1, f"{TRAINER}/weights/1")).status_code == 200
+    offered.write(2)
+    offered.fetched()
+    offered.at_peer, expected = PEERS[peer]
+    answer = await hastened(turned, harness.reload(2, f"{TRAINER}/weights/2", peer=PEER))
+    assert answer.status_code == 200, answer.text
+    assert offered.fetched() == expected
+    assert harness.kept_weights(2) == (offered.store.path_of(2) / WEIGHTS).read_bytes()
 
 
 async def test_changes_that_do_not_fit_are_replaced_by_the_whole_file(
@@ -202,9 +237,9 @@ async def test_changes_that_do_not_fit_are_replaced_by_the_whole_file(
     for version in (1, 2):
         offered.write(version)
     assert (await harness.reload(1, f"{TRAINER}/weights/1")).status_code == 200
-    changes = offered.store.path_of(2) / f"{WEIGHTS}.delta"
+    changes = offered.store.path_of(2) / CHANGES
     changes.write_bytes(changes.read_bytes()[:-1] + b"!")
     assert (await harness.reload(2, f"{TRAINER}/weights/2")).status_code == 200
-    assert offered.fetched() == [WEIGHTS, WEIGHTS, f"{WEIGHTS}.delta", f"{WEIGHTS}.delta"]
+    assert offered.fetched() == [WEIGHTS, WEIGHTS, CHANGES, CHANGES]
     assert "version 2 is fetched whole" in caplog.text
     assert (await harness.status())["version"] == 2

@@ -230,8 +230,7 @@ class Fleet:
 
     def can_replace(self, server: FleetServer, wish: Wish, lives: Callable[[FleetServer], bool]) -> bool:
         """Whether another server, for which `lives` is true, can take over a call now."""
-        others = (other for other in self.rotation.candidates(wish, server.id) if other is not server)
-        return any(other.able and lives(other) for other in others)
+        return any(other.able and lives(other) for other in self.rotation.replacements(wish, server))
 
     def choose(self, session_id: str, wish: Wish = ANY, avoid: str = "") -> FleetServer | None:
         """The server that takes a call now, if any; the server `avoid` only if there is no other."""

@@ -176,18 +176,29 @@ class Rotation:
 
     # All servers
 
-    def candidates(self, wish: Wish, avoid: str) -> list[FleetServer]:
+    def replacements(self, wish: Wish, server: FleetServer) -> list[FleetServer]:
+        """The servers from which one for a call would be chosen if `server` were gone."""
+        others = {name: each for name, each in self.servers.items() if each is not server}
+        return self.candidates(wish, server.id, others)
+
+    def candidates(
+        self, wish: Wish, avoid: str, among: Mapping[str, FleetServer] | None = None
+    ) -> list[FleetServer]:
         """The servers from which the one for a call is chosen; those of a canary only if no other can."""
+        servers = self.servers if among is None else among
         if (version := wish.version) is not None:
-            return self._able(lambda server: server.can_answer(version, wish.adapter), avoid)
-        preferred = [s for s in self.servers.values() if s.version == wish.prefers and s.takes_calls]
+            return self._able(servers, lambda server: server.can_answer(version, wish.adapter), avoid)
+        preferred = [s for s in servers.values() if s.version == wish.prefers and s.takes_calls]
         found = [server for server in preferred if server.id != avoid] if wish.prefers is not None else []
-        if found := found or self._able(self.admits, avoid):
+        if found := found or self._able(servers, self.admits, avoid):
             return found
         canary = self.plan.active_canary
-        return self._able(lambda server: server.version == canary.version, avoid) if canary else []
+        return self._able(servers, lambda server: server.version == canary.version, avoid) if canary else []
 
-    def _able(self, serves: Callable[[FleetServer], bool], avoid: str) -> list[FleetServer]:
+    @staticmethod
+    def _able(
+        servers: Mapping[str, FleetServer], serves: Callable[[FleetServer], bool], avoid: str
+    ) -> list[FleetServer]:
         """The servers with such a version that can take a call.
 
         These are left out unless no other is left: servers with an open breaker, the server `avoid`, and
@@ -196,7 +207,7 @@ class Rotation:
         """
         able = [
             server
-            for server in self.servers.values()
+            for server in servers.values()
             if server.state in ("ready", "loading")
             and not (server.drained or server.silent)
             and serves(server)

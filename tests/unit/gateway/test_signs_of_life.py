@@ -10,10 +10,13 @@ import pytest
 from gateway.engines.engine_wait import EngineWait
 from gateway.engines.fleet import Fleet
 from gateway.engines.fleet_server import FleetServer, Registration
+from gateway.engines.placement.choice import Wish
 from gateway.engines.server_status import read_status
 from gateway.engines.silence import SILENCE_S, WATCH_EVERY_S, SilenceWatch
 from gateway.errors import EngineFault
 from gateway.metrics.metrics import Metrics
+from rollout_queue.contract.policies.canary import Canary
+from rollout_queue.contract.policies.serving import Admissible, ServingPlan
 from tests.support.turned_clock import TurnedClock
 
 NOBODY = cast(Any, None)
@@ -21,9 +24,10 @@ NOBODY = cast(Any, None)
 
 @dataclass
 class Engine:
-    """Answers requests for its status, and probes, unless it is late."""
+    """Answers requests for its status, and probes, unless it is late, or the URL is that of the late one."""
 
     late: bool = False
+    late_one: str | None = None
 
     async def get(self, url: str, timeout_s: float) -> bytes:
         if self.late:
@@ -31,7 +35,7 @@ class Engine:
         return b"{}"
 
     async def responds(self, url: str, timeout_s: float) -> bool:
-        return not self.late
+        return not self.late and (self.late_one is None or self.late_one not in url)
 
 
 async def test_a_server_is_dead_when_it_is_late_twice_in_a_row() -> None:
@@ -60,3 +64,39 @@ async def test_an_answer_without_bytes_stays_as_long_as_its_engine_responds_to_p
     await watch.close()
     with pytest.raises(EngineFault) if late else nullcontext(), wait:
         pass  # it raises here if the answer moves
+
+
+@dataclass
+class Answer:
+    """An answer that any engine can continue."""
+
+    wish: Wish
+    resumable: bool = True
+
+
+@pytest.mark.parametrize("arm", ["canary", "baseline"])
+@pytest.mark.parametrize("hangs", ["r0", "r1"])
+async def test_a_hung_server_is_left_after_the_usual_silence_also_while_a_canary_is_open(
+    stopped: TurnedClock, hangs: str, arm: str
+) -> None:
+    """r0 has the canary's version, r1 the fleet's."""
+    fleet = Fleet(NOBODY, NOBODY, None)
+    canary = Canary(id=2, version=2, baseline=1, servers=("r0",), share=0.5, state="open", started_at=0.0)
+    fleet.adopt(ServingPlan(admissible=(Admissible(1, 1),), canary=canary))
+    for name, version in (("r0", 2), ("r1", 1)):
+        registration = Registration(id=name, url=f"http://{name}", engine_url=f"http://{name}")
+        fleet.servers[name] = FleetServer(registration, state="ready", version=version)
+    watch = SilenceWatch(fleet, cast(Any, Engine(late_one=hangs)), Metrics(), 10 * SILENCE_S, 20 * SILENCE_S)
+    hung, other = fleet.servers[hangs], fleet.servers[{"r0": "r1", "r1": "r0"}[hangs]]
+    wait = EngineWait(cast(Any, Answer(Wish(prefers=2 if arm == "canary" else None))))
+    hung.begin_wait(wait)
+    for _ in range(round(2 * SILENCE_S / WATCH_EVERY_S)):
+        stopped.turn(WATCH_EVERY_S)
+        watch.check()
+        for _ in range(3):
+            await asyncio.sleep(0)  # the probes
+    await watch.close()
+    with pytest.raises(EngineFault), wait:
+        pass  # it raises here if the answer moves
+    assert fleet.choose("s", wait.wish, avoid=hangs) is other
+    assert "silent" in str(hung)

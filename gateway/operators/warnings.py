@@ -200,14 +200,21 @@ def failed_pushes(plan: ServingPlan, ended: Sequence[Push], servers: Iterable[Se
         pushes = counted(len(failed), "push", "pushes")
         yield f"the last {pushes} {how}: {failed[0].error}; the fleet serves version {plan.serving}"
     elif plan.push is not None:
-        for each in servers:
-            if each.state == "refused":
-                yield f"server {each.server} refused version {plan.push.version}: {each.error}"
+        yield from not_loaded(plan.push.version, servers)
     canary = plan.canary
     if canary is not None and canary.state == "rolled_back" and not failed:
         reason = canary.report.reason or ""
         if reason.startswith(NOT_LOADED):
             yield f"the canary of version {canary.version} was rolled back: {reason}"
+
+
+def not_loaded(version: int, servers: Iterable[ServerPush]) -> Iterator[str]:
+    """Which servers lack the version that they should have, and why. One that is away is not named here."""
+    for each in servers:
+        if each.state == "refused":
+            yield f"server {each.server} refused version {version}: {each.error}"
+        elif each.state == "failed":
+            yield f"server {each.server} did not load version {version}: {each.error}; it is asked again"
 
 
 def emptied_redis(

@@ -7,7 +7,7 @@ from msgspec.structs import asdict
 from gateway.admission.backpressure import Backpressure, read_backpressure
 from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
-from gateway.operators.warnings import emptied_redis, failed_pushes
+from gateway.operators.warnings import emptied_redis, failed_pushes, not_loaded
 from gateway.rest.access import admins_only
 from gateway.rest.admin import (
     actions,
@@ -41,6 +41,7 @@ from rollout_queue.protocol.status import (
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.policies.serving import ServingRegister
 
 SLOWEST_PARTS = 5
 """How many parts of the calls the status names."""
@@ -185,7 +186,11 @@ async def _redis_state(gateway: GatewayParts, pressure: Backpressure) -> tuple[T
 async def _push_warnings(gateway: GatewayParts) -> list[str]:
     plan = await gateway.policies.plan()
     servers = (await gateway.policies.report(plan.push)).servers if plan.push is not None else ()
-    return list(failed_pushes(plan, await gateway.policies.last_pushes(), servers))
+    found = list(failed_pushes(plan, await gateway.policies.last_pushes(), servers))
+    noted = ServingRegister(gateway.redis)
+    for push, version in {pin.id: pin.version for pin in plan.pins}.items():
+        found += not_loaded(version, (await noted.server_pushes(push)).values())
+    return found
 
 
 async def _secret_is_there(gateway: GatewayParts) -> bool:

@@ -165,6 +165,21 @@ def test_one_failure_is_207_and_the_failed_server_goes_on_with_the_version_befor
     assert fleet.engines_of_sessions(8) == {"r1"}, "a server too many versions behind gets no calls"
 
 
+def test_a_server_that_fails_is_named_as_long_as_it_lacks_the_version(fleet: Fleet) -> None:
+    """Within `max_version_lag` it goes on answering calls, so nothing else would show it."""
+    fleet.servers[0].refuse, fleet.servers[0].refusal = True, 500
+    said = "server r0 did not load version 3: a tensor is missing; it is asked again"
+    assert fleet.publish(3).status_code == 207
+    assert said in fleet.status()["warnings"]
+    fleet.servers[0].refuse = False
+    fleet.until(3)
+    wait_until(lambda: said not in fleet.status()["warnings"])
+    fleet.servers[0].refuse = True
+    assert fleet.post("/0/pin", {"servers": ["r0"]}).status_code in (200, 202)
+    said = "server r0 did not load version 0: a tensor is missing; it is asked again"
+    wait_until(lambda: said in fleet.status()["warnings"])
+
+
 def test_a_slow_server_does_not_keep_the_others_out_of_rotation(fleet: Fleet) -> None:
     fleet.servers[1].slow = True
     with ThreadPoolExecutor() as pool:

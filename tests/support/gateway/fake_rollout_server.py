@@ -17,6 +17,8 @@ class FakeRolloutServer:
     version: int = 0
     manifest: str | None = None
     refuse: bool = False
+    refusal: int = 422
+    """The status of an answer by which it refuses."""
     state: str = "ready"
     slow: bool = False
     """Whether it leaves a reload unanswered for now."""
@@ -51,7 +53,7 @@ class FakeRolloutServer:
     async def reload(self, request: Request) -> Response:
         self.reloads.append(await request.json())
         if self.refuse:
-            return JSONResponse({"error": {"message": "a tensor is missing"}}, 422)
+            return JSONResponse({"error": {"message": "a tensor is missing"}}, self.refusal)
         while self.slow:  # noqa: ASYNC110 - the test runs in another thread
             await asyncio.sleep(0.005)  # until the test clears `slow`
         if self.nonsense is not None:

@@ -15,5 +15,6 @@ def chosen_sinks(settings: TrainerSettings) -> list[Sink]:
     if settings.tensorboard_dir is not None:
         sinks.append(TensorBoard(settings.tensorboard_dir))
     if settings.wandb is not None:
-        sinks.append(WeightsAndBiases(settings.wandb, settings.algorithm.model_dump(mode="json")))
+        algorithm = settings.algorithm.model_dump(mode="json")
+        sinks.append(WeightsAndBiases(settings.wandb, algorithm, settings.metrics_path))
     return sinks

@@ -14,7 +14,8 @@ class Sink(Protocol):
     name: str
 
     def resume(self, step: int) -> None:
-        """Continue after `step`. Points of later steps that an earlier process wrote no longer count."""
+        """Continue after `step`. Points of later steps that an earlier process wrote no longer count. A sink
+        that may have lost points up to `step` writes them again."""
 
     def write(self, kind: PointKind, values: Mapping[str, float]) -> None:
         """Write one point. `step` is its place on the x axis, `time` is in seconds since 1970. If a step is

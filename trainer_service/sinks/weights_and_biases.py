@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from trainer_service.settings import WandbSettings
+from trainer_service.sinks.json_lines import last_points
 from trainer_service.sinks.sink import PointKind
 
 logger = logging.getLogger(__name__)
@@ -22,8 +24,12 @@ class WeightsAndBiases:
 
     name = "wandb"
 
-    def __init__(self, settings: WandbSettings, algorithm: Mapping[str, Any]) -> None:
-        """Raises SystemExit if the package or the key is missing, or W&B refuses the run. If W&B cannot be
+    def __init__(
+        self, settings: WandbSettings, algorithm: Mapping[str, Any], metrics_path: Path | None
+    ) -> None:
+        """`metrics_path` is the file of `JsonLines`, which has every point.
+
+        Raises SystemExit if the package or the key is missing, or W&B refuses the run. If W&B cannot be
         reached, the run is offline."""
         try:
             import wandb
@@ -31,6 +37,7 @@ class WeightsAndBiases:
             raise SystemExit(
                 "trainer.wandb is set, but the package wandb is not installed: pip install 'weir[wandb]'"
             ) from error
+        self._metrics_path = metrics_path
         settings.dir.mkdir(parents=True, exist_ok=True)
         try:
             self._run = _start_run(settings, settings.mode, algorithm)
@@ -48,7 +55,11 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def resume(self, step: int) -> None: ...
+    def resume(self, step: int) -> None:
+        """Write the last points up to `step` again: W&B held some of them in memory, which a process that is
+        killed loses."""
+        for kind, values in last_points(self._metrics_path, step) if self._metrics_path is not None else ():
+            self.write(kind, values)
 
     def write(self, kind: PointKind, values: Mapping[str, float]) -> None:
         self._run.log(dict(values))

@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import signal
 import struct
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -116,16 +118,24 @@ def test_a_sink_that_fails_is_counted_and_stops_neither_the_step_nor_the_others(
 def history(directory: Path) -> list[dict[str, float]]:
     """The metrics in the file of an offline run, whose records are in blocks as in LevelDB's log."""
     import wandb
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     wandb.teardown()  # waits for wandb's process, which may write the file after the end of the run
     (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
+    return records_in(path)
+
+
+def records_in(path: Path) -> list[dict[str, float]]:
+    """The metrics in one file, which ends anywhere if its process was killed."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
     content, at, rows = path.read_bytes(), 7, []
     part = b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
         size, kind = struct.unpack("<HB", content[at + 4 : at + 7])
+        if at + 7 + size > len(content):
+            break
         part += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
@@ -155,6 +165,53 @@ def test_weights_and_biases_has_every_step_also_a_repeated_one(
     assert harness.registry.get_sample_value("weir_trainer_sink_failures_total", {"sink": "wandb"}) is None
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trainer_service.settings import WandbSettings
+from trainer_service.sinks.json_lines import JsonLines
+from trainer_service.sinks.weights_and_biases import WeightsAndBiases
+
+root, first, last, resumes = Path(sys.argv[1]), *map(int, sys.argv[2:])
+path = root / "metrics.jsonl"
+settings = WandbSettings(project="weir", name="n", mode="offline", dir=root)
+sinks = [JsonLines(path), WeightsAndBiases(settings, {}, path)]
+for sink in sinks:
+    sink.resume(resumes)
+for step in range(first, last + 1):
+    names = {f"metric_{number}": float("nan") if number == 7 else step / 3 for number in range(60)}
+    for sink in sinks:
+        sink.write("step", {"step": step, "time": 1e9, "version": 100 * first + step, **names})
+        if step % 4 == 0:
+            sink.write("evaluation", {"step": step, "version": step, "eval": step})
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+def test_weights_and_biases_has_every_durable_step_after_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real package, offline: it loses what it holds in memory. Checkpoints have the steps 9 and 12."""
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    for first, last, resumes in ((1, 11, 0), (10, 14, 9), (13, 15, 12)):
+        run = [sys.executable, "-c", KILLED, str(tmp_path), *map(str, (first, last, resumes))]
+        assert subprocess.run(run, start_new_session=True, check=False).returncode == -signal.SIGKILL
+    sink = WeightsAndBiases(
+        WandbSettings(project="weir", name="n", mode="offline", dir=tmp_path), {}, tmp_path / "metrics.jsonl"
+    )
+    sink.resume(13)
+    sink.close()
+    import wandb
+
+    wandb.teardown()
+    rows = [row for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb") for row in records_in(path)]
+    written = {(row["step"], row["version"]) for row in rows if "time" in row}
+    durable = {(step, 100 + step) for step in range(1, 10)} | {(step, 1000 + step) for step in range(10, 13)}
+    assert written >= durable | {(13, 1313)}
+    assert {row["step"] for row in rows if "eval" in row} >= {4, 8, 12}
+
+
 def test_weights_and_biases_that_is_away_stops_no_training(
     make_harness: MakeHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,4 +233,4 @@ def test_a_missing_wandb_package_is_an_error_only_if_the_settings_ask_for_it(
     monkeypatch.setitem(sys.modules, "wandb", None)
     make_harness().start().step("g")
     with pytest.raises(SystemExit, match=r"trainer\.wandb is set, but .* pip install 'weir\[wandb\]'"):
-        WeightsAndBiases(WandbSettings(project="weir"), {})
+        WeightsAndBiases(WandbSettings(project="weir"), {}, None)

@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from types import TracebackType
 from typing import Protocol
@@ -20,6 +20,7 @@ from rollout_queue import clock
 from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.memory import MemoryReleased, ReleaseBody, ResumeBody
 from rollout_queue.protocol.message import MalformedMessage, ServiceMessage
+from rollout_queue.protocol.status import ServerStatus
 from trainer_service.status.heartbeat import Heartbeat, Stopped
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 LEASE_S = 30.0
 """If the trainer dies, the engines take their memory back after this time."""
 ASK_EVERY_S = 5.0
+START_POLL_S = 0.5
+"""How often a server is asked whether its engine has started."""
 TIMEOUT_S = 20.0
 ATTEMPTS = 3
 """How often a server is asked to take its memory back. After LEASE_S, it does so by itself."""
@@ -50,6 +53,18 @@ class RolloutMemory:
     def __init__(self, client: httpx.Client, url: str) -> None:
         self._client, self.url = client, url.rstrip("/")
         self._holder = f"trainer-{uuid.uuid4().hex}"
+
+    def starts(self) -> bool:
+        """Whether the engine starts: it takes the memory, and a release would throw its start away. Waits
+        for a moment then."""
+        with suppress(httpx.HTTPError, MalformedMessage):
+            reply = self._client.get(f"{self.url}/status", timeout=TIMEOUT_S)
+            if reply.status_code == httpx.codes.OK:
+                said = ServerStatus.read(reply.content)
+                if said.state == "starting" and not said.released:
+                    clock.pause(START_POLL_S)
+                    return True
+        return False
 
     def release(self) -> bool:
         """Have the engine give its memory away for LEASE_S from now on. Returns whether it had done so
@@ -149,17 +164,21 @@ class DeviceMemory:
 
     def _ask_all(self) -> None:
         """Raises MemoryUnavailable unless all engines have given their memory away at the same time."""
+        while any(self._each(RolloutMemory.starts)):
+            pass
         for _ in range(ATTEMPTS):
-            asked = [
-                thread.submit(server.release)
-                for thread, server in zip(self._threads, self._servers, strict=True)
-            ]
-            for each in asked:
-                self._heartbeat.wait_for(each, "waiting", lambda: self._sentence)
-            renewed = [each.result() for each in asked]
-            if all(renewed):
+            if all(self._each(RolloutMemory.release)):  # each had given it away before
                 return
         raise MemoryUnavailable("an engine has taken it back meanwhile")
+
+    def _each(self, ask: Callable[[RolloutMemory], bool]) -> list[bool]:
+        """What all servers answer. Raises Stopped when told to stop meanwhile."""
+        asked = [
+            thread.submit(ask, server) for thread, server in zip(self._threads, self._servers, strict=True)
+        ]
+        for each in asked:
+            self._heartbeat.wait_for(each, "waiting", lambda: self._sentence)
+        return [each.result() for each in asked]
 
     def _submit(self, work: Callable[[RolloutMemory], None]) -> None:
         """Have each thread do this after what it was given before."""

@@ -126,6 +126,14 @@ def test_the_weights_of_policy_and_critic_are_elsewhere_between_steps(make_share
     assert all(one != other for one, other in zip(in_step, places(), strict=True))
 
 
+def test_an_engine_that_starts_is_not_killed_for_the_trainers_own_start(
+    make_shared: MakeShared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "START_POLL_S", 0.01)
+    _, server = make_shared(MemoryServer(starting=3))
+    assert server.events[:5] == [*["starts"] * 3, "release", "reload_states"]
+
+
 def test_a_step_whose_gradient_is_not_finite_gives_the_memory_back(make_shared: MakeShared) -> None:
     harness, server = make_shared()
     server.events.clear()
@@ -299,7 +307,12 @@ def _forwarded(harness: Harness) -> Callable[[httpx.Request], httpx.Response]:
     """Passes the trainer's requests on to the rollout server."""
     http = httpx.Client(headers={"authorization": f"Bearer {ADMIN_KEY}"}, timeout=120)
     harness.closing.callback(http.close)
-    return lambda request: http.post(str(request.url), json=json.loads(request.content))
+
+    def forwarded(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else None
+        return http.request(request.method, str(request.url), json=body)
+
+    return forwarded
 
 
 def test_steps_with_a_real_rollout_server(

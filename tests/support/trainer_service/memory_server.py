@@ -18,12 +18,19 @@ class MemoryServer:
     on_refusal: Callable[[], object] = lambda: None
     """Called before a request that nobody answers."""
     releases: int = 0
+    starting: int = 0
+    """How often it says that its engine starts: a release would kill the engine."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if self.away:
             self.away -= 1
             self.on_refusal()
             raise httpx.ConnectError("refused", request=request)
+        if request.url.path == "/status":
+            if starting := self.starting > 0:
+                self.starting -= 1
+                self.events.append("starts")
+            return httpx.Response(200, json={"state": "starting" if starting else "ready", "version": 0})
         body = json.loads(request.content)
         assert body["holder"]
         if request.url.path == "/memory/release":

@@ -2,6 +2,9 @@
 
 complete groups ─ in_order ─▶ (select) ─ note ─▶ the groups that a step passed over ─ overtaken ─▶ they end
                                        └─ beyond_bound ─▶ the groups that are too many ─▶ they end
+
+Groups pile up while the trainer is away. If it then took the newest first, the others, and those that arrive
+meanwhile, would get too old. So after a restart it takes the oldest first, until none waits.
 """
 
 from collections import deque
@@ -18,8 +21,18 @@ class Order:
 
     def __init__(self) -> None:
         self._passed_over: set[str] = set()
+        self._catching_up = False
+        self._waited: int | None = None
+        """How many groups waited when the catching up was looked at last."""
+        self._steps = 0
+        """Steps since then."""
         self._beyond_bound: list[Group] = []
         """Of the last order: the groups that the bound has no place for, the newest first."""
+
+    def catch_up(self) -> None:
+        """From now on, take the oldest groups first: until none waits, or there are too many to train them in
+        time."""
+        self._catching_up, self._waited, self._steps = True, None, 0
 
     def in_order(
         self,
@@ -39,7 +52,8 @@ class Order:
         self._beyond_bound = waiting[: max(0, len(waiting) - bound)][::-1]
         for preferred in (True, False):
             part = [group for group in waiting[len(self._beyond_bound) :] if prefers(group) == preferred]
-            ordered += mixed(part, algorithm.replay_share) if algorithm.intake == "newest" else part
+            newest_first = algorithm.intake == "newest" and not self._catching_up
+            ordered += mixed(part, algorithm.replay_share) if newest_first else part
         return ordered + self._beyond_bound
 
     def overtaken(
@@ -49,12 +63,14 @@ class Order:
         if algorithm.intake != "newest":
             return []
         self._passed_over.intersection_update(group.name for group in complete)
-        reason = "newer groups were trained until all of its rollouts were too old"
-        return [
+        reason = "other groups were trained until all of its rollouts were too old"
+        ends = [
             skipped_for_newer(group, version, reason)
             for group in complete
             if group.name in self._passed_over and is_too_old(group, version, algorithm)
         ]
+        self._catching_up &= not ends
+        return ends
 
     def beyond_bound(self, batch: Batch, version: int, algorithm: AlgorithmSettings) -> list[ScreenedGroup]:
         """The ends of the groups that the bound has no place for. While the batch is not full, it needs every
@@ -69,10 +85,23 @@ class Order:
             if group.name not in taken
         ]
 
-    def note(self, complete: Iterable[Group], batch: Batch) -> None:
+    def note(self, complete: Iterable[Group], batch: Batch, algorithm: AlgorithmSettings) -> None:
         """Note the groups that a full batch leaves out."""
         if batch.full:
-            self._passed_over |= {group.name for group in complete} - _names(batch)
+            left = {group.name for group in complete} - _names(batch)
+            self._passed_over |= left
+            self._note_waiting(len(left), algorithm.max_staleness)
+
+    def _note_waiting(self, waiting: int, within_steps: int) -> None:
+        """End the catching up if none waits, or if no fewer do than so many steps ago."""
+        if self._waited is None:
+            self._waited = waiting
+        self._steps += 1
+        if not waiting:
+            self._catching_up = False
+        elif self._steps > within_steps:
+            self._catching_up &= waiting < self._waited
+            self._waited, self._steps = waiting, 0
 
 
 def mixed(oldest_first: Sequence[Group], replay_share: float) -> list[Group]:

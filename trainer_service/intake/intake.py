@@ -97,6 +97,8 @@ class Intake:
         trained = set(state.owed.entry_ids)
         self._acknowledger.resume(state.owed, {entry.entry_id for entry in pending})
         self._reader.add((entry for entry in pending if entry.entry_id not in trained), self._assembler)
+        if pending or state.step:
+            self._order.catch_up()
         logger.info("%d pending entries; the checkpoint contains %d entries", len(pending), len(trained))
 
     def read(self) -> None:
@@ -119,7 +121,7 @@ class Intake:
             oldest_allowed = version - algorithm.max_staleness
             self._too_old_after_step = self._assembler.count_oldest_at(oldest_allowed, complete)
         batch = batch._replace(full=batch.full and not self._too_old_after_step)
-        self._order.note(complete, batch)
+        self._order.note(complete, batch, algorithm)
         self._was_full = batch.full
         return batch
 

@@ -331,6 +331,28 @@ def test_a_replay_share_takes_the_oldest_groups_beside_the_newest(make_harness: 
     assert groups(harness, "trained") == ["a", "b", "e", "f"]
 
 
+@pytest.mark.parametrize(("arriving", "lost"), [(1, 0), (2, 6)], ids=["below capacity", "at capacity"])
+def test_after_a_restart_the_oldest_groups_come_first_until_none_waits(
+    make_harness: MakeHarness, arriving: int, lost: int
+) -> None:
+    """A step takes two groups. Six arrive while the trainer is away. If one more arrives for each step, all
+    can be trained in time; the newest first would lose two of them."""
+    bounds = {"max_staleness": 3, "min_live_rows": 4, "max_rows": 4}
+    harness = make_harness(algorithm=bounds).start()
+    arrive(harness, "a", "b", at=100.0)
+    assert harness.trainer.run_once()
+    harness.save()
+    arrive(harness, *(f"away{number}" for number in range(6)), at=200.0)
+    again = harness.restart()
+    for number in range(24):
+        arrive(again, *(f"new{number:02}-{each}" for each in range(arriving)), at=300.0 + 2 * number)
+        again.trainer.run_once()
+        if number == 1:
+            assert {"away0", "away1", "away2", "away3"} <= {*groups(again, "trained")}
+    assert len(groups(again, "skipped_for_newer")) == lost, "no more than are too many"
+    assert again.told["staleness/total_max"] == 0, "the newest come first again"
+
+
 class CountingStream(MemoryStream):
     """Counts the verdicts that each session gets."""
 

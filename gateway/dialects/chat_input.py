@@ -229,7 +229,7 @@ def _check_part(part: Any, where: str, sees: bool) -> None:
     if sees and kind == "image_url":
         return
     if kind not in TEXT_PARTS:
-        raise _invalid(where, f"this model reads text, not {kind}")
+        raise _invalid(where, f"this model reads text here, not {kind}")
     name = "refusal" if kind == "refusal" else "text"
     if not isinstance(part.get(name), str):
         raise _invalid(where, "the text of a part is not a string")

@@ -29,8 +29,8 @@ IN_QUESTION = frozenset({"text", "tool_result", "document"})
 IN_TEXT = frozenset({"text", "document"})
 IN_RESULT = IN_TEXT | {"tool_reference"}
 """The blocks of an answer, of a user's message, of a system prompt, and of a tool's result."""
-MOST_TOKENS = 2**31
-"""The greatest budget of a thought."""
+LEAST_TOKENS, MOST_TOKENS = 1024, 2**31
+"""The smallest and the greatest budget of a thought."""
 OMITTED = "omitted"
 """The `display` of a client that wants no text of thoughts. It sends back signatures that carry the text."""
 
@@ -62,14 +62,23 @@ def thinking_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
         raise InvalidRequest("thinking.type: enabled, disabled or adaptive", param="thinking.type")
     if given.get("display") not in (None, "summarized", OMITTED):
         raise InvalidRequest("thinking.display: summarized or omitted", param="thinking.display")
-    if not (type(budget) is int and 0 < budget <= MOST_TOKENS) and (budget is not None or kind == "enabled"):
-        message = f"thinking.budget_tokens: a number from 1 to {MOST_TOKENS}"
-        raise InvalidRequest(message, param="thinking.budget_tokens")
+    if budget is not None or kind == "enabled":
+        _check_budget(budget, request)
     if kind == "adaptive":
         return wish, param
     if kind == "disabled":
         return ThinkingWish(False, wish.effort), "thinking"
     return ThinkingWish(True, wish.effort, budget), "thinking"
+
+
+def _check_budget(budget: Any, request: MessagesRequest) -> None:
+    """Raises InvalidRequest for a budget that is none, or is not less than `max_tokens`. With tools, thoughts
+    between their calls may have more."""
+    param, most = "thinking.budget_tokens", request.max_tokens
+    if not (type(budget) is int and LEAST_TOKENS <= budget <= MOST_TOKENS):
+        raise _invalid(param, f"a number from {LEAST_TOKENS} to {MOST_TOKENS}")
+    if most is not None and budget >= most and not request.tools:
+        raise _invalid(param, f"less than max_tokens, which is {most}")
 
 
 def _effort_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:

@@ -92,10 +92,12 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
     with _stored(session_id, "reward"):
         stored = await gateway.writer.append_outcome(outcome, reward, verdict)
     head = await gateway.sessions.head(session_id, caller)
+    verdict = await gateway.sessions.verdict(head)
     same_again = stored.status == body.status and _finish_reward(head) == body.reward
     if stored != outcome and not same_again:
+        if verdict.code == "expired":
+            raise StateConflict(f"session {session_id} has expired: {verdict.detail}", code="session_expired")
         raise StateConflict(f"session {session_id} is finished as {stored.status}", param="status")
-    verdict = await gateway.sessions.verdict(head)
     return JSONResponse(
         {
             "session_id": session_id,

@@ -215,7 +215,7 @@ def _part(part: Any, where: str) -> str:
         raise _invalid(where, "a part is an object")
     kind = part.get("type")
     if kind not in TEXT_PARTS:
-        raise _invalid(where, f"this model reads text, not {kind}")
+        raise _invalid(where, f"this model reads text here, not {kind}")
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
         raise _invalid(where, "the text of a part is not text")

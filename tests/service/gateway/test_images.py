@@ -265,10 +265,18 @@ def test_an_image_in_a_wrong_place_is_refused(seeing: RunningGateway) -> None:
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
+def test_an_image_that_is_not_read_here_says_so(seeing: RunningGateway) -> None:
+    """The model reads images, in other messages."""
+    system = asking(WIDE) | {"role": "system"}
+    reply = seeing.post(CHAT, {"messages": [system, {"role": "user", "content": "hi"}]})
+    assert reply.status_code == 400
+    assert "this model reads text here, not image_url" in reply.json()["error"]["message"]
+
+
 def test_a_text_model_refuses_images(gateway: RunningGateway) -> None:
     reply = gateway.post(CHAT, {"messages": [asking(WIDE)]})
     assert reply.status_code == 400
-    assert "this model reads text, not image_url" in reply.json()["error"]["message"]
+    assert "this model reads text here, not image_url" in reply.json()["error"]["message"]
 
 
 def test_a_prompt_of_ids_has_no_pads(seeing: RunningGateway, pad: int) -> None:

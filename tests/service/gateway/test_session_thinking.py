@@ -16,7 +16,7 @@ HI = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": HI},
     "responses": {"input": "hi"},
-    "messages": {"messages": HI, "max_tokens": 99},
+    "messages": {"messages": HI, "max_tokens": 2049},
 }
 ON: dict[str, dict[str, Any]] = {
     "chat/completions": {"reasoning_effort": "low"},

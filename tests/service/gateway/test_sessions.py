@@ -218,6 +218,9 @@ def test_an_expired_session_says_so(gateway: RunningGateway) -> None:
     refused = gateway.chat(session=session)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_expired")
     assert refused.headers["x-should-retry"] == "false"
+    late = gateway.post(f"{path}/finish", {"status": "completed", "reward": 1.0})
+    assert (late.status_code, late.json()["error"]["code"]) == (409, "session_expired")
+    assert "no reward and finish within 0.2 s" in late.json()["error"]["message"]
 
 
 def test_sessions_are_listed_filtered_and_paged(gateway: RunningGateway) -> None:

@@ -238,6 +238,8 @@ MESSAGES: list[Row] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "contents": "hi"}]}, "messages[0].contents"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1023}, "max_tokens": 9999}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 2048}, "max_tokens": 2048}, "thinking.budget_tokens"),
     ({"thinking": {"type": "loud"}}, "thinking.type"),
     ({"thinking": {"type": "disabled", "tempo": 3}}, "thinking.tempo"),
     ({"output_config": {"effort": "much"}}, "output_config.effort"),

@@ -12,6 +12,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from gateway.settings.service import LimitSettings
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.worked_example import (
     DOCUMENT,
@@ -52,6 +53,17 @@ FAMILIES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def example() -> Example:
     return Example.of_document()
+
+
+def test_the_modes_of_training_are_settings_that_both_services_take() -> None:
+    _, _, section = DOCUMENT.read_text(encoding="utf-8").partition("### Modes of training\n")
+    rows = re.findall(r"^\| ([a-z ]+) \| `(\{.*?\})` \| `(\{.*?\})` \|", section.partition("\n#")[0], re.M)
+    assert [name for name, *_ in rows] == ["synchronous", "one step off", "bounded", "partial rollout"]
+    for name, algorithm, limits in rows:
+        took = AlgorithmSettings.model_validate(yaml.safe_load(algorithm))
+        versions = LimitSettings.model_validate(yaml.safe_load(limits)).staleness_versions
+        assert versions is not None
+        assert versions <= took.max_staleness, name
 
 
 def close(told: Iterable[float], found: Iterable[float]) -> bool:

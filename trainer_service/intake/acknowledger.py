@@ -6,7 +6,8 @@ a group that a step has trained ───▶ owe ─▶ contain: a checkpoint �
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamReader
@@ -18,8 +19,9 @@ logger = logging.getLogger(__name__)
 
 RECENT = 8
 """How many of the last acknowledgements are kept in memory."""
-GROUPS_AT_ONCE = 500
-"""How many groups one transaction acknowledges. Redis serves no other client meanwhile."""
+SESSIONS_AT_ONCE = 250
+"""How many sessions the groups have at most that are acknowledged together, if they are several. The sessions
+get their verdicts in one transaction, so that no group is ended in part."""
 
 
 class Acknowledger:
@@ -62,8 +64,8 @@ class Acknowledger:
         self._contained = len(self._owed)
 
     def acknowledge_contained(self) -> None:
-        """Acknowledge what the last checkpoint contains, in one transaction. The checkpoint must be durable.
-        Raises Stopped."""
+        """Acknowledge what the last checkpoint contains, which is durable. If the trainer ends meanwhile,
+        the next one repeats it. Raises Stopped."""
         if self._contained:
             self._acknowledge(self._owed[: self._contained])
             self._owed, self._contained = self._owed[self._contained :], 0
@@ -76,21 +78,39 @@ class Acknowledger:
             waiting.insert(0, Acknowledgement(freed, {}, []))
         if late:
             logger.info("%d entries came after their session had ended", len(late))
-            # If entries are owed, the late ones are acknowledged in the same transaction: a crash must not
-            # leave some entries of a session acknowledged and others not.
+            # If entries are owed, the late ones are acknowledged after them: a crash must not leave some
+            # entries of a session acknowledged and others not.
             (self._owed or waiting).append(Acknowledgement(late, {}, []))
             if self._contained == len(self._owed) - 1:  # all sessions that are owed
                 self._contained += 1
             late_ids = set(late)
             waiting += [each for each in self._recent if late_ids.intersection(each.entry_ids)]
-        for start in range(0, len(waiting), GROUPS_AT_ONCE):
-            self._acknowledge(waiting[start : start + GROUPS_AT_ONCE])
+        self._acknowledge(waiting)
 
     def _acknowledge(self, parts: Sequence[Acknowledgement]) -> None:
+        for number, some in enumerate(_at_once(parts)):
+            if number:
+                self._heartbeat.beat("waiting", "Redis to take the verdicts of many sessions")
+            part = Acknowledgement.joined(some)
+            self._heartbeat.retry(partial(self._send, part), StorageUnavailable, "waiting")
+            self._metrics.acknowledged(part)
         whole = Acknowledgement.joined(parts)
-        self._heartbeat.retry(
-            lambda: self._stream.acknowledge(whole.entry_ids, whole.verdicts), StorageUnavailable, "waiting"
-        )
-        self._metrics.acknowledged(whole)
         if whole.sessions and whole not in self._recent:
             self._recent.append(whole)
+
+    def _send(self, part: Acknowledgement) -> None:
+        self._stream.acknowledge(part.entry_ids, part.verdicts)
+
+
+def _at_once(parts: Sequence[Acknowledgement]) -> Iterator[list[Acknowledgement]]:
+    """The parts that are acknowledged together. What has no session stays with the part before it, so that
+    entries come last."""
+    some, sessions = list[Acknowledgement](), 0
+    for part in parts:
+        if some and part.sessions and sessions + len(part.sessions) > SESSIONS_AT_ONCE:
+            yield some
+            some, sessions = [], 0
+        some.append(part)
+        sessions += len(part.sessions)
+    if some:
+        yield some

@@ -239,10 +239,13 @@ class StreamReader(Protocol):
         ...
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
-        """Write the verdicts and acknowledge the entries in one transaction; then free their memory.
+        """Write the verdicts, acknowledge the entries, and free their memory, in as many transactions as its
+        size needs.
 
-        The same transaction stores the steps, and what they used of each turn's tokens, beside the turn's
-        verdict. A deleted session gets nothing. Repeating an acknowledgement changes and counts nothing.
+        If it ends between two of them, entries are left, and everything before is written: verdicts of turns
+        first, then the steps and all verdicts of sessions, then entries. What a step used of a turn's tokens
+        is stored with the turn's verdict. Up to 1024 sessions get their verdicts in one transaction. A
+        deleted session gets nothing. Repeating an acknowledgement changes and counts nothing.
         """
         ...
 

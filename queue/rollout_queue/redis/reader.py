@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 from redis import Redis
 from redis.exceptions import ResponseError
 
@@ -28,12 +27,11 @@ from rollout_queue.redis.lease.lease import UNFENCED, refused
 from rollout_queue.redis.pages import GROUP_GONE, NO_GROUP, Pages, RawEntry, older_state, place
 from rollout_queue.redis.policies.register import reserve_arguments, reserving
 from rollout_queue.redis.scripts import consumer as consumer_scripts
+from rollout_queue.redis.turns.acknowledging import Page, pages
 
 logger = logging.getLogger(__name__)
 
 Renew = Callable[[], None]
-STEPS_KEPT = 50_000
-"""How many of the last steps Redis keeps, as what made each version: about 10 MB."""
 PAGE = 200
 """How many entries, verdicts or groups are read at once. Redis serves nobody else meanwhile."""
 NO_VERDICTS = Verdicts(sessions={}, turns={})
@@ -83,7 +81,7 @@ class RedisReader:
             cursor = raw[-1][0]
             # Redis 6.2 keeps deleted entries in the pending list, and they would stop the trim.
             if gone := [entry_id.decode() for entry_id, fields in raw if fields is None]:
-                self._acknowledged(gone, NO_VERDICTS)
+                self._acknowledged(gone)
             yield from self._decoded(_drained(raw))
 
     def read(self, count: int, block_s: float) -> Sequence[Entry]:
@@ -95,13 +93,10 @@ class RedisReader:
         return entries
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
-        self._acknowledged(entry_ids, verdicts)
-        try:
-            freed = [*entry_ids, *([self._left] if self._left else [])]
-            left = self._fenced(self._free, [keys.STREAM], [keys.GROUP, *freed])
-            self._left = None if left is None else left.decode()
-        except StorageUnavailable as error:  # they are acknowledged, and go when all before them are
-            logger.warning("acknowledged entries stay in the stream for now: %s", error)
+        for page in pages(entry_ids, verdicts):
+            self._send(page)
+            if page.entry_ids or not entry_ids:
+                self._free_entries(page.entry_ids)
 
     def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
         codes: dict[str, str] = {}
@@ -211,7 +206,7 @@ class RedisReader:
         while place(delivered) < place(self._position) and (raw := self._read_page(PAGE, b">")):
             delivered = raw[-1][0]
             if self._left is not None and any(entry_id == self._left.encode() for entry_id, _ in raw):
-                self._acknowledged([self._left], NO_VERDICTS)
+                self._acknowledged([self._left])
         self._position = delivered
 
     def _append_again(self) -> None:
@@ -226,23 +221,22 @@ class RedisReader:
         if lost is not None:
             note_loss(self._redis, keys.STREAM, lost)
 
-    def _acknowledged(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
-        places: dict[str, int] = {}
-        arguments: list[str | bytes | int] = [keys.GROUP, len(entry_ids), len(verdicts.steps), STEPS_KEPT]
-        arguments += entry_ids
-        for step in verdicts.steps:
-            arguments += (step.version, msgspec.json.encode(step))
-        for session_id, verdict in verdicts.sessions.items():
-            place = places.setdefault(session_id, len(places) + 1)
-            version = verdict.version if verdict.code == "trained" else None
-            packed = msgspec.json.encode(verdict)
-            arguments += (place, session_id, "verdict", packed, "" if version is None else version, b"")
-        for (session_id, turn_id), verdict in verdicts.turns.items():
-            place = places.setdefault(session_id, len(places) + 1)
-            numbers = verdicts.tokens.get((session_id, turn_id), b"")
-            arguments += (place, session_id, f"v:{turn_id}", msgspec.json.encode(verdict), "", numbers)
-        named = [keys.STREAM, keys.VERDICTS, keys.DEADLINES, keys.SETTLED, keys.TRAINED, keys.STEPS]
-        self._fenced(self._acknowledge, [*named, *map(keys.session, places)], arguments)
+    def _acknowledged(self, entry_ids: Sequence[str]) -> None:
+        for page in pages(entry_ids, NO_VERDICTS):
+            self._send(page)
+
+    def _send(self, page: Page) -> None:
+        self._fenced(self._acknowledge, *page.arguments())
+
+    def _free_entries(self, entry_ids: Sequence[str]) -> None:
+        """Free the memory of acknowledged entries, and of what an earlier call has left."""
+        freed, more = [*entry_ids, *([self._left] if self._left else [])], 1
+        try:
+            while more:
+                more, *left = self._fenced(self._free, [keys.STREAM], [keys.GROUP, *freed])
+                self._left, freed = left[0].decode() if left else None, []
+        except StorageUnavailable as error:  # they are acknowledged, and go when all before them are
+            logger.warning("acknowledged entries stay in the stream for now: %s", error)
 
     def _decoded(self, raw: Iterable[RawEntry]) -> Iterator[Entry]:
         for entry_id, fields in raw:

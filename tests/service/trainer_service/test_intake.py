@@ -89,7 +89,7 @@ def test_after_an_outage_a_step_screens_only_the_groups_that_it_may_take(
 def test_many_groups_are_acknowledged_in_several_transactions(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.intake.acknowledger.GROUPS_AT_ONCE", 2)
+    monkeypatch.setattr("trainer_service.intake.acknowledger.SESSIONS_AT_ONCE", 4)
     harness = make_harness().start()
     acknowledged, acknowledge = list[int](), harness.stream.acknowledge
 

@@ -49,12 +49,14 @@ ACKNOWLEDGE = (
 -- ARGV: token, group, how many entries, how many steps, steps kept, entry…, (version, step)…, and for each
 --       verdict: index of session, id, field, verdict, version that a session has trained or '', numbers of
 --       a trained turn's tokens or ''
--- A full Redis accepts XACK, and then refuses no later write of the script.
+redis.call('HDEL', KEYS[3], '') -- a full Redis accepts this, and then refuses no later write
 local last = 5 + tonumber(ARGV[3])
 for first = 6, last, 1000 do -- `unpack` is limited by the size of Lua's stack
     redis.call('XACK', KEYS[2], ARGV[2], unpack(ARGV, first, math.min(first + 999, last)))
 end
 local function code(verdict) return string.match(verdict, '"code":"([^"]*)"') end
+local counts = {}
+local function count(name, number) counts[name] = (counts[name] or 0) + number end
 local verdicts = last + 2 * ARGV[4]
 for at = last + 1, verdicts, 2 do -- no two steps make one version
     redis.call('ZREMRANGEBYSCORE', KEYS[7], ARGV[at], ARGV[at])
@@ -69,19 +71,25 @@ for at = verdicts + 1, #ARGV, 6 do
     -- once.
     if before ~= verdict and (before or redis.call('EXISTS', session) == 1) then
         local kind = field == 'verdict' and 'session:' or 'turn:'
-        if before then redis.call('HINCRBY', KEYS[3], kind .. code(before), -1) end
-        redis.call('HSET', session, field, verdict)
-        redis.call('HINCRBY', KEYS[3], kind .. code(verdict), 1)
+        if before then count(kind .. code(before), -1) end
+        count(kind .. code(verdict), 1)
+        if numbers ~= '' then
+            redis.call('HSET', session, field, verdict, 'n:' .. string.sub(field, 3), numbers)
+        else
+            redis.call('HSET', session, field, verdict)
+        end
         if field == 'verdict' then
             redis.call('ZREM', KEYS[4], id)
             settle(KEYS[5], KEYS[2], id)
-            redis.call('ZREM', KEYS[6], id)
-            if version ~= '' then redis.call('ZADD', KEYS[6], version, id) end
-        elseif numbers ~= '' then
-            redis.call('HSET', session, 'n:' .. string.sub(field, 3), numbers)
+            if version ~= '' then
+                redis.call('ZADD', KEYS[6], version, id)
+            else
+                redis.call('ZREM', KEYS[6], id)
+            end
         end
     end
 end
+for name, number in pairs(counts) do redis.call('HINCRBY', KEYS[3], name, number) end
 """
 )
 
@@ -91,15 +99,21 @@ FREE = (
     + """
 -- KEYS: fence, stream   ARGV: token, group, acknowledged entry…
 -- Acknowledging frees no memory. What is below the oldest unacknowledged entry goes at once, also what an
--- earlier call has left; the acknowledged entries above it go one by one. The last delivered entry stays; it
--- is returned if it is acknowledged.
+-- earlier call has left; the acknowledged entries above it go one by one. The last delivered entry stays.
+-- Returns 1 if more is below the oldest unacknowledged entry, or 0; then the last delivered entry, if it is
+-- acknowledged.
 local last = last_delivered(KEYS[2], ARGV[2])
-if not last then return end
-redis.call('XTRIM', KEYS[2], 'MINID', '=', redis.call('XPENDING', KEYS[2], ARGV[2])[2] or last)
+if not last then return {0} end
+local oldest = redis.call('XPENDING', KEYS[2], ARGV[2])[2] or last
+-- Only `~` has a limit. It removes whole nodes of about 100 entries; what `=` removes then is in one node.
+local trimmed = redis.call('XTRIM', KEYS[2], 'MINID', '~', oldest, 'LIMIT', 1000)
+local more = trimmed > 500
+if not more then redis.call('XTRIM', KEYS[2], 'MINID', '=', oldest) end
 for at = 3, #ARGV do
     if ARGV[at] ~= last then redis.call('XDEL', KEYS[2], ARGV[at]) end
 end
-return not redis.call('XPENDING', KEYS[2], ARGV[2], last, last, 1)[1] and last
+local left = not redis.call('XPENDING', KEYS[2], ARGV[2], last, last, 1)[1] and last or nil
+return {more and 1 or 0, left}
 """
 )
 

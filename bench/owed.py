@@ -1,0 +1,198 @@
+"""What Redis does after a checkpoint of very many turns: how long a script takes, and what a kill loses.
+
+python -m bench.owed [--turns N] [--kills N] [--server PROGRAM …]
+
+a trainer with N owed turns ─▶ kill -9 between two pages of its acknowledgement ─▶ the next one, … ─▶ counts
+"""
+
+import argparse
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from redis import Redis
+from redis.exceptions import RedisError
+
+from bench.processes import free_port, module, running
+from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.records import Verdict
+from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
+from rollout_queue.redis import keys
+from rollout_queue.redis.lease.lease import Lease
+from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.scripts.consumer import ACKNOWLEDGE, FREE
+from trainer_service.groups.acknowledgement import AcknowledgedTurn, Acknowledgement
+from trainer_service.intake.acknowledger import Acknowledger
+from trainer_service.metrics import TrainerMetrics
+from trainer_service.status.heartbeat import Heartbeat
+from trainer_service.status.shared_state import SharedState
+from weir.stack.redis_server import CONFIGURATION, executable
+
+TURNS_A_SESSION = 20
+RECORD = bytes(300)
+PLANT = """
+-- KEYS: stream, session   ARGV: first turn, how many, record
+redis.call('HSET', KEYS[2], 'spec', '')
+for turn = ARGV[1], ARGV[1] + ARGV[2] - 1 do
+    redis.call('HSET', KEYS[2], string.format('t:t%d', turn), ARGV[3])
+    redis.call('XADD', KEYS[1], string.format('%d-1', turn + 1), 'r', ARGV[3])
+end
+"""
+DELIVER = """
+-- KEYS: stream   ARGV: group, consumer
+return #redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1000, 'STREAMS', KEYS[1], '>')[1][2]
+"""
+
+
+class Found(NamedTuple):
+    """What Redis holds, and what its log of slow commands says."""
+
+    pending: int
+    left: int
+    """Entries in the stream: one, the last delivered one, once all are acknowledged."""
+    trained: int
+    sessions: int
+    steps: int
+    scripts: int
+    slowest_ms: float
+
+    def check(self, turns: int) -> None:
+        """Raises SystemExit if something is lost, or counted twice."""
+        counts = self.pending, self.left, self.trained, self.sessions, self.steps
+        if counts != (0, 1, turns, turns // TURNS_A_SESSION, 1):
+            raise SystemExit(f"something is lost, or counted twice: {self}")
+
+
+@contextmanager
+def server(program: str, folder: Path) -> Iterator[str]:
+    port = free_port()
+    place = ["--port", str(port), "--dir", str(folder), "--logfile", str(folder / "redis.log")]
+    slow = ["--slowlog-log-slower-than", "0", "--slowlog-max-len", "100000"]
+    with running([program, str(CONFIGURATION), *place, *slow, "--appendfsync", "everysec"], ends_within_s=60):
+        url = f"redis://127.0.0.1:{port}/0"
+        while True:
+            try:
+                Redis.from_url(url).ping()
+                break
+            except RedisError:
+                time.sleep(0.05)
+        yield url
+
+
+def plant(redis: Redis, turns: int) -> Acknowledgement:
+    """Write sessions whose entries the trainer has read. Returns what a checkpoint of one step owes."""
+    redis.xgroup_create(keys.STREAM, keys.GROUP, "0", mkstream=True)
+    script = redis.register_script(PLANT)
+    redis.script_load(PLANT)
+    verdict = Verdict(code="trained", step=1, version=1)
+    sessions = {f"s{number}": verdict for number in range(turns // TURNS_A_SESSION)}
+    with redis.pipeline(transaction=False) as pipeline:
+        for number, name in enumerate(sessions):
+            first = number * TURNS_A_SESSION
+            script([keys.STREAM, keys.session(name)], [first, TURNS_A_SESSION, RECORD], client=pipeline)
+            if number % 500 == 499:
+                pipeline.execute()
+        pipeline.execute()
+    deliver = redis.register_script(DELIVER)
+    for _ in range(0, turns, 1000):
+        deliver([keys.STREAM], [keys.GROUP, keys.CONSUMER])
+    owned = [f"s{turn // TURNS_A_SESSION}" for turn in range(turns)]
+    tokens = TrainedTokens(240).pack()
+    owed = [AcknowledgedTurn(name, f"t{turn}", verdict, tokens) for turn, name in enumerate(owned)]
+    entry_ids = [f"{turn + 1}-1" for turn in range(turns)]
+    return Acknowledgement(
+        entry_ids, sessions, owed, [TrainedStep(1, 1, 0, turns, len(sessions), 240 * turns)]
+    )
+
+
+def found(redis: Redis) -> Found:
+    slow: Any = redis.execute_command("SLOWLOG", "GET", 100_000)  # type: ignore[no-untyped-call]
+    names = {redis.script_load(script).encode() for script in (ACKNOWLEDGE, FREE)}
+    took = [duration for _, _, duration, command, *_ in slow if names.intersection(command)]
+    counts: Any = redis.hgetall(keys.VERDICTS)
+    pending: Any = redis.xpending(keys.STREAM, keys.GROUP)
+    return Found(
+        pending["pending"],
+        redis.xlen(keys.STREAM),
+        int(counts.get(b"turn:trained", 0)),
+        int(counts.get(b"session:trained", 0)),
+        redis.zcard(keys.STEPS),
+        len(took),
+        max(took, default=0) / 1000,
+    )
+
+
+def trainer(url: str, checkpoint: Path) -> None:
+    """A trainer that starts from this checkpoint, and only acknowledges."""
+    redis = Redis.from_url(url)
+    lease = Lease(redis, 30.0)
+    redis.delete(keys.LEASE)
+    lease.claim()
+    stream = RedisReader(redis, lease.token, lease.renew)
+    heartbeat, metrics = Heartbeat(stream, SharedState(), 0.1), TrainerMetrics(CollectorRegistry())
+    owed = msgspec.msgpack.decode(checkpoint.read_bytes(), type=Acknowledgement)
+    pending: Any = redis.xpending_range(keys.STREAM, keys.GROUP, "-", "+", 1)
+    Acknowledger(stream, heartbeat, metrics).resume(owed, {each["message_id"].decode() for each in pending})
+
+
+def acknowledge(redis: Redis, url: str, checkpoint: Path, kills: int) -> float:
+    """Start trainers; kill all but the last one when a further part is acknowledged. Returns the seconds of
+    the last one."""
+    sent = script_calls(redis)
+    for _ in range(kills):
+        process = subprocess.Popen(module("bench.owed", "--trainer", url, checkpoint))
+        before = sent
+        while (sent := script_calls(redis)) < before + 5 and process.poll() is None:
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+    began = time.perf_counter()
+    subprocess.run(module("bench.owed", "--trainer", url, checkpoint), check=True)
+    return time.perf_counter() - began
+
+
+def script_calls(redis: Redis) -> int:
+    stats: Any = redis.info("commandstats")
+    return int(stats.get("cmdstat_evalsha", {}).get("calls", 0))
+
+
+def measure(program: str, turns: int, kills: int) -> Found:
+    with tempfile.TemporaryDirectory() as folder, server(program, Path(folder)) as url:
+        redis, checkpoint = Redis.from_url(url), Path(folder) / "owed"
+        checkpoint.write_bytes(msgspec.msgpack.encode(plant(redis, turns)))
+        redis.slowlog_reset()
+        redis.config_resetstat()
+        took_s = acknowledge(redis, url, checkpoint, kills)
+        result = found(redis)
+        version = redis.info("server")["redis_version"]
+        print(
+            f"| {Path(program).parent.name} {version} | {turns:,} | {kills} | {result.scripts:,} | "
+            f"{result.slowest_ms:.1f} | {took_s:.1f} |"
+        )
+    result.check(turns)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--turns", type=int, default=1_000_000, help="a multiple of 20")
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--server", nargs="+", default=[executable()], help="programs of Redis or Valkey")
+    parser.add_argument("--trainer", nargs=2, metavar=("URL", "CHECKPOINT"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.trainer:
+        trainer(asked.trainer[0], Path(asked.trainer[1]))
+        return
+    print("| server | turns | kills | scripts | slowest ms | last trainer s |\n|---|--:|--:|--:|--:|--:|")
+    for program in asked.server:
+        measure(program, asked.turns, asked.kills)
+
+
+if __name__ == "__main__":
+    main()

@@ -40,6 +40,7 @@ SHORT_NAMES = frozenset(
     {
         *("redis_url", "redis_password_file", "redis_sentinel_password_file", "redis_key_prefix"),
         *("redis_ca_file", "redis_certificate_file", "redis_key_file", "redis_check_hostname"),
+        *("redis_wait_replicas", "redis_wait_timeout_s"),
         *("gateway_url", "client_keys", "admin_keys"),
         *("rollout_server_key", "trainer_key", "engine_key"),
         *("model_path", "model_name", "engines", "router_replay"),

@@ -1,4 +1,4 @@
-"""The documents agree with the code: the map, the glossary, the settings, the reasons of dependencies."""
+"""The documents agree with the code: map, glossary, settings, variables, reasons of dependencies."""
 
 import re
 import subprocess
@@ -6,8 +6,18 @@ import sys
 import tomllib
 from pathlib import Path
 
-from gateway.settings.service import GatewaySettings, LimitSettings, SamplingSettings, WarningSettings
+from pydantic.fields import FieldInfo
 
+from gateway.settings.service import GatewaySettings, LimitSettings, SamplingSettings, WarningSettings
+from rollout_queue.redis.client.settings import WriterRedisSettings
+from rollout_queue.settings import SECRETS, SHORT_NAMES, ServiceSettings
+from rollout_server.settings import RolloutServerSettings
+from trainer_service.settings import TrainerSettings
+from weir.stack.settings import StackSettings
+
+SECTIONS: dict[str, type[ServiceSettings]] = {
+    kind.section: kind for kind in (GatewaySettings, RolloutServerSettings, TrainerSettings, StackSettings)
+}
 ROOT = Path(__file__).parents[2]
 ROOMS = (
     "gateway",
@@ -58,6 +68,41 @@ def test_every_setting_of_the_gateway_is_explained() -> None:
     names += [f"sampling.{name}" for name in SamplingSettings.model_fields]
     names += [f"warnings.{name}" for name in WarningSettings.model_fields]
     assert not [name for name in names if f"`{name}" not in document]
+
+
+def test_every_documented_variable_is_read() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "queue/README.md"]
+    named = {
+        name for page in pages for name in re.findall(r"\bWEIR_[A-Z0-9_]*[A-Z0-9]", page.read_text("utf-8"))
+    }
+    rows = re.findall(r"`(redis_\w+)`", (ROOT / "docs/redis.md").read_text("utf-8"))
+    named |= {f"WEIR_{name.upper()}" for name in rows if name in WriterRedisSettings.model_fields}
+    named -= {"WEIR_KEY"}  # of an agent, in an example
+    assert len(named) > 40
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / name for name in listed.stdout.split() if not name.endswith((".md", ".json"))]
+    literal = {
+        name.decode()
+        for path in files
+        if path.is_file()
+        for name in re.findall(rb"\bWEIR_[A-Z0-9_]*[A-Z0-9]", path.read_bytes())
+    }
+    short = {f"WEIR_{name.upper()}" for name in SHORT_NAMES}
+    short |= {f"WEIR_{name.upper()}_FILE" for name in SECRETS}
+    unread = {name for name in named if "__" not in name} - short - literal
+    assert not unread
+    assert not [name for name in named if "__" in name and not _is_field(name)]
+
+
+def _is_field(variable: str) -> bool:
+    """Whether a variable such as WEIR_GATEWAY__LIMITS__TOKENS names a setting."""
+    section, *path = variable.removeprefix("WEIR_").lower().split("__")
+    fields: dict[str, FieldInfo] = SECTIONS[section].model_fields
+    for name in path:
+        if name not in fields:
+            return False
+        fields = getattr(fields[name].annotation, "model_fields", {})
+    return True
 
 
 def test_every_dependency_has_a_reason() -> None:

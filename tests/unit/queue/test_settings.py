@@ -8,6 +8,7 @@ import pytest
 from gateway.settings.service import GatewaySettings
 from rollout_queue.http.starting import start
 from rollout_queue.redis.client.address import read_address
+from rollout_queue.redis.client.settings import WriterRedisSettings
 from rollout_queue.settings import MOST_SECRET_BYTES, MalformedSettings, ServiceSettings, read_settings
 from rollout_server.settings import RolloutServerSettings
 from weir.configuration import service_settings
@@ -45,6 +46,17 @@ def test_the_address_of_redis_may_have_a_password(tmp_path: Path, monkeypatch: p
     (tmp_path / "url").write_text("redis://:secret@redis:6379/0\n")
     monkeypatch.setenv("WEIR_REDIS_URL_FILE", str(tmp_path / "url"))
     assert settings().redis_url == "redis://:secret@redis:6379/0"
+
+
+@pytest.mark.parametrize("name", WriterRedisSettings.model_fields)
+def test_each_field_of_redis_has_a_variable_for_all_services(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"redis_url": "redis://elsewhere:1/2", "redis_key_prefix": "other", "redis_wait_timeout_s": "2.5"}
+    given |= {"redis_check_hostname": "false", "redis_wait_replicas": "2"}
+    value = given.get(name, "a/file")
+    monkeypatch.setenv(f"WEIR_{name.upper()}", value)
+    assert str(getattr(settings(), name)).lower() == value
 
 
 def test_a_secret_that_cannot_be_read_opens_nothing(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from rollout_queue.redis.client.opening import open_redis
 from rollout_queue.redis.client.replication import Replication
 from rollout_queue.redis.client.settings import RedisSettings
 from tests.support.queue.cluster import Cluster
+from tests.support.queue.dead_nodes import down, pinged
 from tests.support.queue.load import Load
 from tests.support.waiting import PATIENCE_S
 
@@ -42,6 +43,16 @@ def settings_of(cluster: Cluster) -> RedisSettings:
         redis.flushdb()
         redis.hset(keys.POLICIES, "0", "{}")
     return settings
+
+
+def test_nodes_that_are_down_are_asked_once_and_briefly(cluster: Cluster) -> None:
+    with down() as dead:
+        host, others = cluster.url.partition("://")[::2]
+        settings = RedisSettings(redis_url=f"{host}://{dead.addresses},{others}")
+        with closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis:
+            assert redis.ping()
+        assert asyncio.run(pinged(settings))
+        assert dead.asked == [2, 2]
 
 
 def test_a_slot_that_moves_is_followed(cluster: Cluster, tmp_path: Path) -> None:

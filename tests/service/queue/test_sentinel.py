@@ -2,20 +2,23 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import keys
-from rollout_queue.redis.client.opening import open_async_redis
+from rollout_queue.redis.client.masters import PATIENCES_S
+from rollout_queue.redis.client.opening import open_async_redis, open_redis
 from rollout_queue.redis.client.replication import Replication
 from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.redis.writer import RedisWriter
+from tests.support.queue.dead_nodes import down, pinged
 from tests.support.queue.load import Load
 from tests.support.queue.records import outcome, spec, turn
 from tests.support.queue.servers import WatchedMaster
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from weir.audit.facts import ClientAnswer
 
 pytestmark = pytest.mark.failover
@@ -134,6 +137,18 @@ def test_a_turn_that_replicas_do_not_confirm_is_refused_and_retracted(watched: W
         await redis.aclose()
 
     asyncio.run(gateway())
+
+
+def test_sentinels_that_are_down_are_asked_once_and_briefly(watched: WatchedMaster) -> None:
+    with down() as dead:
+        host, others = watched.url.partition("://")[::2]
+        settings = RedisSettings(redis_url=f"{host}://{dead.addresses},{others}")
+        with closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis:
+            assert redis.ping()
+        assert dead.asked == [1, 1]
+        assert asyncio.run(pinged(settings))
+        assert dead.asked == [2, 2]
+    assert max(PATIENCES_S[:1]) <= 0.3
 
 
 def test_a_demoted_master_is_not_written_to(watched: WatchedMaster) -> None:

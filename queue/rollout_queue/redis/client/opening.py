@@ -22,7 +22,7 @@ from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.redis.client.strangers import CarefulAsyncRedis, CarefulRedis
 
 CONNECT_TIMEOUT_S = 2.0
-"""How long one attempt to connect may take, to Redis and to each sentinel or node that is asked for it."""
+"""How long one attempt to connect to Redis may take."""
 DRIVER = DriverInfo()
 """What every connection says of redis-py. Without it, each would read the metadata of the package anew."""
 
@@ -73,12 +73,7 @@ def _finder(
     secured: dict[str, Any],
     prefix: str,
 ) -> MasterFinder:
-    asked: dict[str, Any] = {
-        "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_timeout": CONNECT_TIMEOUT_S,
-        "ssl": address.tls,
-        **secured,
-    }
+    asked: dict[str, Any] = {"ssl": address.tls, **secured}
     if address.master is not None:
         if settings.redis_sentinel_password_file is not None:
             asked["credential_provider"] = PasswordFile(settings.redis_sentinel_password_file)

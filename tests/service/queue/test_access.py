@@ -74,7 +74,7 @@ def test_the_url_has_a_password_and_a_database(guarded: RedisServer) -> None:
 
 
 def test_a_password_file_is_read_whenever_a_connection_is_opened(
-    guarded: RedisServer, tmp_path: Path
+    guarded: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "password"
     file.write_text(f"{PASSWORD}\n")
@@ -84,6 +84,7 @@ def test_a_password_file_is_read_whenever_a_connection_is_opened(
         redis = open_async_redis(settings, timeout_s=PATIENCE_S)
         writer = RedisWriter(redis)
         await writer.open_session(spec("one"))
+        assert not caplog.records, "no library warns of how the file is read"
         guarded.client.config_set("requirepass", "another")
         guarded.client.client_kill_filter(_type="normal", skipme=True)
         with pytest.raises(StorageUnavailable) as refused:

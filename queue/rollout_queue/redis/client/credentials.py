@@ -20,3 +20,6 @@ class PasswordFile(CredentialProvider):
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
             raise RedisConnectionError(f"the password file {self._path} cannot be read: {reason}") from None
         return (password,) if self._user is None else (self._user, password)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from redis.exceptions import RedisError
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from gateway.admission.backpressure import full_redis
 from gateway.dialects.base import Dialect
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -54,11 +55,12 @@ from gateway.wiring.background import background_tasks, reload_on_hangup
 from gateway.wiring.parts import GatewayParts, opened
 from rollout_queue.http.api_page import api_page
 from rollout_queue.http.browsers import public_hosts
-from rollout_queue.http.errors import RequestIds, install_error_handlers
+from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.probes import probes
 from rollout_queue.http.workers.private_server import private_server
 from rollout_queue.http.workers.siblings import Siblings
 from rollout_queue.http.workers.worker import Worker
+from rollout_queue.redis.availability import refusal
 
 
 def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeApp:
@@ -144,7 +146,7 @@ def endpoints_of(
     }
 
 
-async def _why_not_ready(app: FastAPI, edge: EdgeApp) -> str | None:
+async def _why_not_ready(app: FastAPI, edge: EdgeApp) -> str | ApiError | None:
     """Why the gateway cannot answer a call; None when it can."""
     if edge.leaving:
         return "the gateway leaves, because it got SIGTERM"
@@ -152,5 +154,11 @@ async def _why_not_ready(app: FastAPI, edge: EdgeApp) -> str | None:
     try:
         await gateway.redis.ping()
     except (RedisError, OSError) as error:
-        return f"Redis does not answer: {error}"
+        return _without_redis(refusal(error) or f"Redis does not answer: {error}")
+    if full := full_redis(gateway.admission.backpressure):
+        return _without_redis(full)
     return gateway.fleet.fault()
+
+
+def _without_redis(why: str) -> ApiError:
+    return ApiError(503, why, type="storage_unavailable")

@@ -3,6 +3,9 @@
 The gateway reads it at every poll, never per call. Where too much waits, new sessions are refused.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 from redis.asyncio import Redis
 
@@ -54,6 +57,9 @@ class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "paused" and clock.now() - self.last_seen <= SILENT_S
 
 
+NO_EVICTION = "noeviction"
+
+
 class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
     """How much waited at one poll."""
 
@@ -66,8 +72,12 @@ class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int = 0
     max_bytes: int = 0
     """0 for a Redis without `maxmemory`."""
+    full: bool = False
+    """Whether Redis refused writes for want of memory."""
     evicted: int = 0
     """How many keys Redis has removed for want of memory since it started."""
+    eviction: str = NO_EVICTION
+    """Redis' maxmemory-policy."""
     sessions: int = 0
     """How many sessions were ever opened."""
     trainer: TrainerBacklog | None = None
@@ -106,9 +116,29 @@ async def read_backpressure(redis: Redis) -> Backpressure:
         unfinished=unfinished,
         used_bytes=memory.get("used_memory", 0),
         max_bytes=memory.get("maxmemory", 0),
+        full=_full(memory),
         evicted=stats.get("evicted_keys", 0),
+        eviction=memory.get("maxmemory_policy", NO_EVICTION),
         sessions=sessions + forgotten_sessions(forgotten),
         trainer=_backlog(report),
+    )
+
+
+def _full(memory: Mapping[str, Any]) -> bool:
+    """Whether Redis refuses writes. What replicas and the append-only file wait for does not count."""
+    most = memory.get("maxmemory", 0)
+    used = memory.get("used_memory", 0) - memory.get("mem_not_counted_for_evict", 0)
+    return bool(most) and used >= most and memory.get("maxmemory_policy", NO_EVICTION) == NO_EVICTION
+
+
+def full_redis(pressure: Backpressure) -> str | None:
+    """That Redis was full at the last poll, as a sentence; None if it was not."""
+    if not pressure.full:
+        return None
+    return (
+        f"Redis is full: it uses {pressure.used_bytes / pressure.max_bytes:.0%} of its maxmemory, and "
+        "refuses every write, so no call can be recorded. Raise maxmemory, lower gateway.retention_s, or let "
+        "the trainer train what waits"
     )
 
 

@@ -15,7 +15,7 @@ from gateway.engines.placement.concurrency import EngineLoad
 from gateway.errors import EngineFault
 from rollout_queue import clock
 from rollout_queue.protocol.adapters import AdapterShape
-from rollout_queue.protocol.status import ServerShape
+from rollout_queue.protocol.status import NO_SIGN_OF_LIFE, ServerShape
 
 Life = Literal["process", "scheduler"]
 """The part of an engine that gives a sign of life (`silence.py`)."""
@@ -232,7 +232,7 @@ class FleetServer:
             in_flight=self.in_flight,
             breaker=self.breaker.state,
             last_seen=self.seen_at or None,
-            error="its engine gives no sign of life" if self.silent else self.error,
+            error=NO_SIGN_OF_LIFE if self.silent else self.error,
             load=self.load,
             limit=self.limit,
             kv_usage=None if self.engine_load is None else self.engine_load.kv_usage,

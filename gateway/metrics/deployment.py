@@ -22,6 +22,8 @@ class DeploymentGauges:
         self.redis_up = self._gauge("weir_redis_up", "1 if Redis answered at the last poll, else 0")
         self.used_bytes = self._gauge("weir_redis_used_bytes", "Memory that Redis uses")
         self.max_bytes = self._gauge("weir_redis_max_bytes", "Redis' maxmemory; 0 for none")
+        self.evicted = self._gauge("weir_redis_evicted_keys", "Keys that Redis has evicted since it started")
+        self.evicts = self._gauge("weir_redis_evicts", "1 if a full Redis would evict keys, else 0")
         self.entries = self._gauge("weir_queue_entries", "Records in the stream for the trainer")
         self.dead_letters = self._gauge("weir_queue_dead_letters", "Records that the trainer could not read")
         self.unfinished = self._gauge(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from gateway.admission.backpressure import UNBOUNDED, Backpressure
+from gateway.admission.backpressure import NO_EVICTION, UNBOUNDED, Backpressure, full_redis
 from gateway.engines.policies.push_progress import NOT_LOADED
 from gateway.operators.formatting import counted, duration
 from gateway.settings.service import LimitSettings, WarningSettings
@@ -161,13 +161,11 @@ class WarningMonitor:
                 f"{counted(pressure.entries, 'record is', 'records are')} in the stream; from "
                 f"{limits.queue_entries} on (gateway.limits.queue_entries) new sessions are refused"
             )
-        if pressure.evicted:
-            yield (
-                f"Redis has evicted {counted(pressure.evicted, 'key')} since it started: set its "
-                "maxmemory-policy to noeviction, and run `weir audit`, which names what is lost"
-            )
+        yield from _eviction(pressure)
         if not pressure.max_bytes:
             yield UNBOUNDED
+        elif full := full_redis(pressure):
+            yield full
         elif limits.queue_memory is not None:
             full = pressure.used_bytes / pressure.max_bytes
             if full >= share * limits.queue_memory:
@@ -175,6 +173,20 @@ class WarningMonitor:
                     f"Redis has used {full:.0%} of its maxmemory; from {limits.queue_memory:.0%} on "
                     "(gateway.limits.queue_memory) new sessions are refused"
                 )
+
+
+def _eviction(pressure: Backpressure) -> Iterator[str]:
+    """What Redis has removed for want of memory, or would remove."""
+    if pressure.evicted:
+        yield (
+            f"Redis has evicted {counted(pressure.evicted, 'key')} since it started: set its "
+            "maxmemory-policy to noeviction, and run `weir audit`, which names what is lost"
+        )
+    elif pressure.eviction != NO_EVICTION:
+        yield (
+            f"Redis will evict sessions when it is full: its maxmemory-policy is {pressure.eviction}; set it "
+            "to noeviction, so that it refuses new sessions instead"
+        )
 
 
 def _set_back(trainer: TrainerReport, *, why: bool) -> Iterator[str]:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from gateway.admission.backpressure import NO_EVICTION
 from gateway.conversations.conversation import clear_prompt_cache
 from gateway.conversations.digests import clear_digest_cache
 from gateway.engines.cancellation import cancel_and_wait
@@ -117,6 +118,8 @@ def _show_deployment(gateway: GatewayParts) -> None:
     seen = admission.backpressure
     shown.used_bytes.set(seen.used_bytes)
     shown.max_bytes.set(seen.max_bytes)
+    shown.evicted.set(seen.evicted)
+    shown.evicts.set(seen.eviction != NO_EVICTION)
     shown.entries.set(seen.entries)
     shown.dead_letters.set(seen.dead)
     shown.unfinished.set(seen.unfinished)

@@ -165,7 +165,7 @@ def _system(gateway: ServiceFacts) -> tuple[ServiceFacts, SystemStatus | None]:
     try:
         return gateway, SystemStatus.read(gateway.body)
     except MalformedMessage as error:
-        return replace(gateway, report_failed=str(error)), None
+        return replace(gateway, report_unreadable=str(error)), None
 
 
 def _server(service: ServiceFacts) -> tuple[ServiceFacts, ServerStatus | None]:
@@ -174,7 +174,7 @@ def _server(service: ServiceFacts) -> tuple[ServiceFacts, ServerStatus | None]:
     try:
         return service, ServerStatus.read(service.body)
     except MalformedMessage as error:
-        return replace(service, report_failed=str(error)), None
+        return replace(service, report_unreadable=str(error)), None
 
 
 async def _manifest(http: httpx.AsyncClient, trainer_url: str | None, patience_s: float) -> Manifest | None:

@@ -26,7 +26,9 @@ class ServiceFacts:
     """Why it cannot do its work; None if it can, or if it is silent."""
     key_refused: bool = False
     report_failed: str | None = None
-    """Why its report cannot be read, though it answers."""
+    """Why it gives no report, though it answers."""
+    report_unreadable: str | None = None
+    """Why this build cannot read its report."""
     body: bytes = b""
     """Its report."""
     clock_ahead_s: float | None = None
@@ -39,6 +41,8 @@ class RedisFacts:
 
     address: str
     silent: str | None = None
+    refused: str | None = None
+    """Why it refuses the doctor, if it is silent for that."""
     info: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, str] | None = None
     """`CONFIG GET *`; None if this Redis does not allow it."""

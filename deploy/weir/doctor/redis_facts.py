@@ -12,6 +12,7 @@ from rollout_queue import clock
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
+from rollout_queue.redis.availability import refusal
 from rollout_queue.redis.client.losses import recent_losses
 from rollout_queue.redis.client.opening import open_async_redis
 from weir.audit.sources import Sources
@@ -33,7 +34,7 @@ async def read_redis(url: str, timeout_s: float) -> RedisFacts:
     except TimeoutError:
         return RedisFacts(**facts, silent=f"no answer within {timeout_s:g} s")
     except (RedisError, OSError, ValueError) as error:
-        return RedisFacts(**facts, silent=str(error) or type(error).__name__)
+        return RedisFacts(**facts, silent=str(error) or type(error).__name__, refused=refusal(error))
 
 
 async def _read(redis: Redis, facts: Mapping[str, Any]) -> RedisFacts:

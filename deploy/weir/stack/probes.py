@@ -14,6 +14,7 @@ from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.errors import ErrorReply
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
+from rollout_queue.redis.availability import refusal
 from rollout_queue.redis.client.opening import open_redis
 from rollout_queue.redis.client.settings import RedisSettings
 from weir.stack.process import Readiness
@@ -55,7 +56,7 @@ def redis_ready(settings: RedisSettings) -> Readiness:
                 client.ping()
             return None
         except RedisError as error:
-            return str(error) or "it does not answer yet"
+            return refusal(error) or str(error) or "it does not answer yet"
 
     return ready
 

@@ -11,8 +11,8 @@ from rollout_queue.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-Readiness = Callable[[], Awaitable[str | None]]
-"""Returns why the service cannot do its work; None when it can."""
+Readiness = Callable[[], Awaitable[str | ApiError | None]]
+"""Returns why the service cannot do its work; None when it can. A text is a 503 `engine_unavailable`."""
 
 
 MetricsText = Callable[[], Awaitable[bytes]]
@@ -21,7 +21,7 @@ MetricsText = Callable[[], Awaitable[bytes]]
 
 def probes(readiness: Readiness, metrics_text: MetricsText) -> APIRouter:
     router = APIRouter(tags=["probes"])
-    last: str | None = None
+    last: str | ApiError | None = None
 
     @router.head("/live", include_in_schema=False)
     @router.get("/live")
@@ -38,7 +38,9 @@ def probes(readiness: Readiness, metrics_text: MetricsText) -> APIRouter:
         if last is not None and reason is None:
             logger.info("ready again: it was not, because %s", last)  # `weir doctor` reads it
         last = reason
-        return ApiError(503, reason).response() if reason else JSONResponse({"ready": True})
+        if not reason:
+            return JSONResponse({"ready": True})
+        return (reason if isinstance(reason, ApiError) else ApiError(503, reason)).response()
 
     @router.head("/metrics", include_in_schema=False)
     @router.get("/metrics", response_class=PlainTextResponse)

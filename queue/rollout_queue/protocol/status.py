@@ -8,6 +8,9 @@ from rollout_queue.protocol.model_checks import ModelCheck
 from rollout_queue.protocol.policies import ServingShape
 from rollout_queue.protocol.trainer import TrainerReport
 
+NO_SIGN_OF_LIFE = "its engine gives no sign of life"
+"""The `error` of a server whose engine hangs, or cannot be reached."""
+
 
 class ServerStatus(ServiceMessage):
     """What a rollout server says of itself: rollout server ─▶ gateway, `GET /status`."""

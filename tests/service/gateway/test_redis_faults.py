@@ -16,7 +16,7 @@ from rollout_queue.redis import keys
 from tests.support.gateway.calls import Call
 from tests.support.gateway.deployment import Deploy, gateway_thread, ready, traffic
 from tests.support.gateway.fake_engine import FakeEngine
-from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.queue.load import NOBODY
 from tests.support.queue.servers import WatchedMaster
 from tests.support.redis_process import RedisProcess
@@ -40,6 +40,11 @@ def alone(redis: RedisProcess, tiny_model: Path, tokenizer: Tokenizer) -> Iterat
     backends = Backends(redis.url, tiny_model, tokenizer, redis.client, FakeEngine(tokenizer))
     with serving(backends) as backends.engine_url, backends.ready_gateway() as running:
         yield running
+
+
+def warnings_of(gateway: RunningGateway) -> list[str]:
+    found: list[str] = gateway.get("/admin/status", key=ADMIN_KEY).json()["warnings"]
+    return found
 
 
 def gauge(gateway: RunningGateway, name: str) -> str | None:
@@ -77,12 +82,44 @@ def test_the_state_at_the_last_poll_is_shown_and_a_redis_that_ends(
     assert {name: gauge(alone, name) for name in shown} == shown
     redis.terminate()
     wait_until(lambda: gauge(alone, "weir_redis_up") == "0.0")
+    unready = alone.get("/ready")
+    assert unready.json()["error"]["type"] == "storage_unavailable"
+    assert "Redis does not answer" in unready.json()["error"]["message"]
     assert gauge(alone, "weir_rollouts_waiting") == "7.0"
     alone.engine.requests.clear()
     for stream in (False, True):
         reply = alone.chat("second", stream=stream)
         assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
     assert alone.engine.requests == []
+
+
+def test_a_redis_that_evicts_is_a_warning_before_and_after_and_a_metric(
+    alone: RunningGateway, redis: RedisProcess
+) -> None:
+    redis.client.config_set("maxmemory-policy", "allkeys-random")
+    wait_until(lambda: gauge(alone, "weir_redis_evicts") == "1.0")
+    assert any("its maxmemory-policy is allkeys-random" in each for each in warnings_of(alone))
+    assert gauge(alone, "weir_redis_evicted_keys") == "0.0"
+    for number in range(50):
+        redis.client.setrange(f"other-{number}", 100_000, b"x")
+    used: Any = redis.client.info("memory")
+    redis.client.config_set("maxmemory", used["used_memory"] - 1_000_000)
+    wait_until(lambda: float(gauge(alone, "weir_redis_evicted_keys") or 0) > 0)
+    assert any("keys since it started: set its maxmemory-policy" in each for each in warnings_of(alone))
+
+
+def test_a_redis_that_is_full_is_told_by_the_probe_and_as_a_warning(
+    alone: RunningGateway, redis: RedisProcess
+) -> None:
+    redis.client.setrange("ballast", 20 * 2**20, b"x")
+    redis.client.config_set("maxmemory", 10 * 2**20)
+    wait_until(lambda: alone.get("/ready").status_code == 503)
+    told = alone.get("/ready").json()["error"]
+    assert told["type"] == "storage_unavailable"
+    assert "Redis is full" in told["message"]
+    assert told["message"] in warnings_of(alone)
+    redis.client.delete("ballast")
+    wait_until(lambda: alone.get("/ready").status_code == 200)
 
 
 def test_a_turn_whose_client_was_told_that_it_failed_is_not_trained(

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -26,6 +27,7 @@ from gateway.settings.service import GatewaySettings
 from reward_service.app import create_app as create_rewards
 from reward_service.settings import RewardSettings
 from rollout_queue.protocol.model_checks import ModelCheck
+from rollout_queue.protocol.status import NO_SIGN_OF_LIFE, SystemStatus
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
 from tests.support.serving import free_port, serving
@@ -34,6 +36,8 @@ from tests.support.waiting import wait_until
 from tests.support.weir.examined import ExaminedSystem, examined_system
 from weir.__main__ import app
 from weir.doctor.asking import DATE_AGES_S
+from weir.doctor.doctor import examined
+from weir.doctor.facts import DeploymentFacts, RedisFacts, ServiceFacts
 from weir.stack.keys import with_keys
 from weir.stack.settings import StackSettings
 from weir.stack.state import ProcessState, StackState
@@ -214,7 +218,8 @@ def test_keys_that_differ_are_found(system: ExaminedSystem) -> None:
 
 def test_a_report_of_another_release_is_found(system: ExaminedSystem) -> None:
     system.server.status_nonsense = {"state": "ready", "version": "zero"}
-    assert "gives no report: not a ServerStatus: version" in system.problems()["report_unreadable"]
+    said = "cannot read the report of r0: not a ServerStatus: version"
+    assert said in system.problems()["report_unreadable"]
     system.server.status_nonsense = {"state": "ready", "version": 0, "release": "0.0.9, schema 1"}
     assert "r0 0.0.9, schema 1" in system.problems()["releases_differ"]
 
@@ -278,6 +283,35 @@ def test_keys_that_everybody_knows_are_found(tmp_path: Path, tiny_model: Path) -
         assert system.problems() == {
             "default_keys": "everybody knows the keys dev-admin-key: set WEIR_CLIENT_KEYS and WEIR_ADMIN_KEYS"
         }
+
+
+def test_a_redis_that_is_away_is_the_one_cause_that_is_named(tmp_path: Path, tiny_model: Path) -> None:
+    with examined_system(tmp_path, tiny_model) as system:
+        system.redis.kill()
+        wait_until(lambda: httpx.get(f"{system.gateway_url}/ready").status_code == 503)
+        found = system.examined()
+    checks = {each.check for each in found}
+    assert checks == {"redis_silent", "service_unready"}
+    assert "release" not in " ".join(each.advice for each in found)
+    assert "gateway is not ready: Redis does not answer" in " ".join(each.sentence for each in found)
+
+
+def test_an_engine_that_hangs_is_an_error_and_not_called_ready(system: ExaminedSystem) -> None:
+    status = SystemStatus.read(system.admin("GET", "/admin/status").content)
+    (server,) = status.rollout_servers
+
+    def told(error: str) -> list[tuple[str, str]]:
+        hung = server.model_copy(update={"error": error})
+        facts = DeploymentFacts(
+            gateway=ServiceFacts(kind="gateway", name="gateway", url=system.gateway_url),
+            redis=RedisFacts(address="redis://127.0.0.1", config={}),
+            system=status.model_copy(update={"rollout_servers": (hung,)}),
+        )
+        found = [each for each in examined(facts).problems if each.check == "server_down"]
+        return [(each.severity, each.sentence) for each in found]
+
+    assert told(NO_SIGN_OF_LIFE) == [("error", f"engine {server.id} gets no calls: {NO_SIGN_OF_LIFE}")]
+    assert told("HTTP 500") == [("warning", f"engine {server.id} gets no calls: HTTP 500")]
 
 
 def test_what_listens_beyond_this_machine_without_keys_is_found(system: ExaminedSystem) -> None:

@@ -16,12 +16,14 @@ from rollout_queue.contract.policies.policy import FileSpec, Manifest, PolicyRec
 from rollout_queue.machine_memory import MachineMemory, machine_memory
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
+from rollout_queue.redis.client.settings import RedisSettings
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
 from tests.support.waiting import PATIENCE_S, wait_until
 from weir.doctor.doctor import examine, examined
 from weir.doctor.facts import DeploymentFacts, DiskFacts, MachineFacts, RedisFacts, ServiceFacts
 from weir.doctor.targets import Targets
+from weir.stack.probes import redis_ready
 from weir.stack.state import ProcessState, StackState
 
 NOBODY = f"http://127.0.0.1:{free_port()}"
@@ -70,15 +72,38 @@ def test_redis_that_is_away_is_found(redis: RedisProcess) -> None:
     assert f"Redis at {redis.url} does not answer: " in told(redis)["redis_silent"]
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [("", "asks for a password, and none was given"), (":wrong@", "refuses the user or the password")],
+)
+def test_redis_that_refuses_the_password_is_not_called_silent(
+    redis: RedisProcess, given: str, says: str
+) -> None:
+    redis.client.config_set("requirepass", "hush")
+    redis.client.config_set("maxmemory", 0)
+    found = told(redis, redis_url=redis.url.replace("//", f"//{given}"))
+    assert list(found) == ["redis_refuses"]
+    assert says in found["redis_refuses"]
+    assert "HELLO" not in found["redis_refuses"]
+    assert (
+        redis_ready(RedisSettings(redis_url=redis.url.replace("//", f"//{given}")))()
+        == found["redis_refuses"].partition(" in: ")[2]
+    )
+
+
 def test_a_password_is_not_shown(redis: RedisProcess) -> None:
     found = told(redis, redis_url=f"redis://:hush@127.0.0.1:{free_port()}/0")
     assert "hush" not in found["redis_silent"]
 
 
 def test_redis_that_is_nearly_full_or_has_evicted_is_found(redis: RedisProcess) -> None:
+    redis.client.setrange("ballast", 10 * 2**20, b"x")
     used: Any = redis.client.info("memory")
     redis.client.config_set("maxmemory", str(int(used["used_memory"] * 1.05)))
-    assert "redis_nearly_full" in told(redis)
+    assert "% of its maxmemory" in told(redis)["redis_nearly_full"]
+    redis.client.config_set("maxmemory", str(int(used["used_memory"] * 0.9)))
+    assert "is full" in told(redis)["redis_nearly_full"]
+    assert "refuses every write" in told(redis)["redis_nearly_full"]
     redis.client.config_set("maxmemory-policy", "allkeys-lru")
     redis.client.config_set("maxmemory", str(used["used_memory"] + 1_000_000))
     for number in range(200):
@@ -110,8 +135,13 @@ def test_redis_that_others_reach_without_a_password_is_found(redis: RedisProcess
 
 
 def test_redis_that_hides_its_configuration_is_found(redis: RedisProcess) -> None:
+    """INFO tells most of it."""
+    redis.client.config_set("maxmemory-policy", "volatile-ttl")
     redis.client.acl_setuser("default", commands=["-config"], enabled=True)
-    assert list(told(redis)) == ["redis_hides_configuration"]
+    found = told(redis)
+    assert list(found) == ["redis_evicts", "redis_hides_configuration"]
+    assert "volatile-ttl" in found["redis_evicts"]
+    assert "persistence" not in found["redis_hides_configuration"]
 
 
 def test_a_trainer_that_is_silent_or_paused_is_told_without_a_gateway(redis: RedisProcess) -> None:

@@ -132,6 +132,7 @@ CASES = (
         {"weir_redis_used_bytes": "85x70", "weir_redis_max_bytes": "100x70"},
         {"weir_redis_used_bytes": "85x70", "weir_redis_max_bytes": "0x70"},
     ),
+    gauge("WeirRedisEvicts", "weir_redis_evicted_keys", "3", "0"),
     gauge("WeirRedisUnbounded", "weir_redis_max_bytes", "0", "100"),
     Case(
         "WeirRolloutsWait",

@@ -1,5 +1,6 @@
 """Checks of the fleet: which servers serve which version, and what the last push came to."""
 
+from rollout_queue.protocol.status import NO_SIGN_OF_LIFE
 from weir.doctor.facts import DeploymentFacts
 from weir.doctor.problem import Found
 from weir.doctor.words import duration
@@ -32,6 +33,13 @@ def server_down(facts: DeploymentFacts) -> Found:
     for each in facts.system.rollout_servers if facts.system is not None else ():
         if each.state in ("dead", "draining") or each.error:
             why = f": {each.error}" if each.error else ""
+            if each.state == "ready":  # and it gets no calls
+                yield (
+                    "error" if each.error == NO_SIGN_OF_LIFE else "warning",
+                    f"engine {each.id} gets no calls{why}",
+                    "wait, if it was just started; else read its log, and restart it if it hangs",
+                )
+                continue
             advice = (
                 f"POST /admin/rollout_servers/{each.id}/resume, if it is to take calls"
                 if each.state == "draining"

@@ -18,11 +18,20 @@ MENDED = {
 
 
 def redis_silent(facts: DeploymentFacts) -> Found:
-    if facts.redis.silent is not None:
+    if facts.redis.silent is not None and facts.redis.refused is None:
         yield (
             "error",
             f"Redis at {facts.redis.address} does not answer: {facts.redis.silent}",
             "start Redis, or set WEIR_REDIS_URL; until then gateways refuse calls and the trainer waits",
+        )
+
+
+def redis_refuses(facts: DeploymentFacts) -> Found:
+    if facts.redis.refused is not None:
+        yield (
+            "error",
+            f"Redis at {facts.redis.address} runs, and does not let the doctor in: {facts.redis.refused}",
+            "the services need the same: until then gateways refuse calls and the trainer waits",
         )
 
 
@@ -86,7 +95,14 @@ def redis_unbounded(facts: DeploymentFacts) -> Found:
 
 def redis_nearly_full(facts: DeploymentFacts) -> Found:
     used, most = (int(facts.redis.info.get(name, 0)) for name in ("used_memory", "maxmemory"))
-    if most and used >= NEARLY_FULL * most:
+    beside = int(facts.redis.info.get("mem_not_counted_for_evict", 0))
+    if most and used - beside >= most:
+        yield (
+            "error",
+            f"Redis is full ({size(used)} of {size(most)}) and refuses every write, so every call fails",
+            "raise maxmemory, lower gateway.retention_s, or let the trainer train what waits",
+        )
+    elif most and used >= NEARLY_FULL * most:
         yield (
             "warning",
             f"Redis uses {used / most:.0%} of its maxmemory ({size(used)} of {size(most)})",
@@ -175,19 +191,23 @@ def redis_hides_configuration(facts: DeploymentFacts) -> Found:
     if facts.redis.silent is None and facts.redis.config is None:
         yield (
             "warning",
-            "this Redis does not allow CONFIG GET, so its persistence and eviction could not be checked",
-            "make sure by its own console that it has appendonly yes and maxmemory-policy noeviction",
+            "this Redis does not allow CONFIG GET, so appendfsync and who can reach it could not be checked",
+            "make sure by its own console that it has appendfsync always and a password",
         )
 
 
 def _config(facts: DeploymentFacts, name: str, default: str) -> str:
-    """A setting of Redis; `default`, with which no check finds anything, if it is not known."""
-    found: Any = (facts.redis.config or {}).get(name, default)
+    """A setting of Redis, which some are without CONFIG GET, too; `default`, with which no check finds
+    anything, if it is not known."""
+    told = {"maxmemory-policy": facts.redis.info.get("maxmemory_policy", default)}
+    told["appendonly"] = "yes" if facts.redis.info.get("aof_enabled", 1) else "no"
+    found: Any = (facts.redis.config or told).get(name, default)
     return str(found)
 
 
 CHECKS = (
     redis_silent,
+    redis_refuses,
     redis_loses_data,
     redis_syncs_late,
     redis_evicts,

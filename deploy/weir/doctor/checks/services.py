@@ -66,11 +66,22 @@ def keys_differ(facts: DeploymentFacts) -> Found:
 
 def report_unreadable(facts: DeploymentFacts) -> Found:
     for service in facts.services:
-        if service.report_failed is not None and not service.key_refused:
+        if service.report_unreadable is not None:
+            yield (
+                "error",
+                f"this build cannot read the report of {service.name}: {service.report_unreadable}",
+                "run the same release everywhere",
+            )
+
+
+def no_report(facts: DeploymentFacts) -> Found:
+    """A service that says by itself why it is not ready needs no second finding."""
+    for service in facts.services:
+        if service.report_failed is not None and not service.key_refused and service.unready is None:
             yield (
                 "error",
                 f"{service.name} gives no report: {service.report_failed}",
-                "run the same release everywhere; its log says more",
+                "its log says more",
             )
 
 
@@ -165,6 +176,7 @@ CHECKS = (
     service_unready,
     keys_differ,
     report_unreadable,
+    no_report,
     clocks_apart,
     releases_differ,
     default_keys,

@@ -26,7 +26,7 @@ UNKNOWN_HOSTS = ("", "?", None)
 """What a node says in place of its own host, if it does not know it."""
 PATIENCES_S = (0.25, 2.0)
 """How long a node may take to be connected and to answer: at first, and if none did."""
-ONCE, ONCE_ASYNC = Retry(NoBackoff(), 0), AsyncRetry(NoBackoff(), 0)  # type: ignore[no-untyped-call]
+ONCE, ONCE_ASYNC = Retry(NoBackoff(), 0), AsyncRetry(NoBackoff(), 0)
 """redis-py's own attempts would come with pauses of seconds."""
 
 

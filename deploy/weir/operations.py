@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +16,8 @@ from weir.options import AsJson, Config, RunDir, settings_from, settings_of_run
 from weir.stack.settings import service_field
 
 console = Console(soft_wrap=True)
+
+REQUEUE_TIMEOUT_S = 60.0
 
 GatewayUrl = Annotated[str | None, typer.Option("--gateway-url", help="gateway to ask, instead of the run's")]
 CheckpointDir = Annotated[
@@ -31,6 +35,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("backup")(backup)
     app.command("restore")(restore)
     app.command("top")(top)
+    app.command("requeue")(requeue)
 
 
 def doctor(
@@ -79,6 +84,54 @@ def top(
         show_live(targets.gateway_url, targets.admin_key, console)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
+
+
+def requeue(
+    config: Config = None,
+    run_dir: RunDir = None,
+    redis_url: Annotated[
+        str | None, typer.Option("--redis-url", help="Redis to write to, instead of the run's")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="say what would be done, and change nothing")
+    ] = False,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="remove the records that cannot be trained any more")
+    ] = False,
+) -> None:
+    """Put records that the trainer could not read (weir:dead) back into the stream, now that it can.
+
+    Upgrade the trainer first. A run that was interrupted may be repeated; exits with 1 if records stay.
+    """
+    from rollout_queue.redis.client.opening import open_redis
+    from rollout_queue.redis.turns.dead_letters import requeue as move
+    from weir.audit.sources import sources_of
+
+    sources, fates, why = sources_of(settings_of_run(config, run_dir), redis_url), Counter[str](), ""
+    with open_redis(sources.redis, REQUEUE_TIMEOUT_S) as redis:
+        for letter in move(redis, dry_run=dry_run, discard=discard):
+            fates[letter.fate] += 1
+            why = letter.why or why
+    for sentence in _fates(fates, dry_run=dry_run, discard=discard, why=why):
+        _say(sentence)
+    left = fates["unreadable"] + (0 if discard else fates["decided"] + fates["gone"])
+    raise typer.Exit(1 if left else 0)
+
+
+def _fates(fates: Counter[str], *, dry_run: bool, discard: bool, why: str) -> Iterator[str]:
+    would, removed = "would be" if dry_run else "were", "are kept (--discard removes them)"
+    if discard:
+        removed = "would be removed" if dry_run else "were removed"
+    yield f"{fates['requeued']} records {would} put back into the stream"
+    if fates["decided"]:
+        yield (
+            f"{fates['decided']} are of sessions that got their verdict without them, and {removed}; export "
+            "such a session and import it as a new one to train it"
+        )
+    if fates["gone"]:
+        yield f"{fates['gone']} are of sessions that were deleted or forgotten, and {removed}"
+    if fates["unreadable"]:
+        yield f"{fates['unreadable']} cannot be read by this build either, and are kept; the last: {why}"
 
 
 def backup(

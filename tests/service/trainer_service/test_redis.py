@@ -14,10 +14,11 @@ from redis import Redis
 from redis.connection import Connection
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from rollout_queue.contract.codec import decode
 from rollout_queue.contract.episodes import row_of, session_part
-from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.errors import StorageUnavailable, UnknownSchema
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Verdict
+from rollout_queue.contract.records import Outcome, Record, Reward, SessionSpec, Verdict
 from rollout_queue.contract.rows import ExportRow, row_to_json
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import keys
@@ -25,6 +26,7 @@ from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.redis.heads.reading import read_head
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.scripts.consumer import ACKNOWLEDGE
+from rollout_queue.redis.turns.dead_letters import requeue
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.long_cases import cases
@@ -124,6 +126,28 @@ def test_repeated_entries_of_a_settled_session_are_acknowledged_and_not_trained(
     assert not system.runs_once()
     assert system.pending() == 0
     assert system.redis.hget(keys.VERDICTS, "session:trained") in (b"2", b"4")
+
+
+def test_what_an_older_trainer_could_not_read_is_trained_after_it_was_put_back(system: RedisTrainer) -> None:
+    """The older one has read the outcome of `half-0`, and not its turn."""
+    system.agents.group("half", [1.0, 0.0])
+    system.agents.group("new", [1.0, 0.0])
+
+    def older(packed: bytes) -> Record:
+        record = decode(packed)
+        if isinstance(record, Outcome) and record.session_id == "half-0":
+            return record
+        raise UnknownSchema("record schema 2; this build reads schema 1")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout_queue.redis.reader.decode", older)
+        assert not system.runs_once()
+    assert not any(system.codes().values())
+    system.start()
+    assert {each.fate for each in requeue(system.redis)} == {"requeued"}
+    assert system.runs_once()
+    assert set(system.codes().values()) == {"trained"}
+    assert system.findings() == ()
 
 
 @pytest.mark.parametrize("how", cases([ENDINGS[1], ENDINGS[2]], long=[ENDINGS[0], ENDINGS[3]]))

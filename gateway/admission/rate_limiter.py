@@ -16,13 +16,15 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
+BUCKETS_AT_ONCE = 500
+"""Redis serves nobody else while a script runs, so no script looks at more buckets than this."""
 SHARE = """
 -- KEYS: bucket…   ARGV: seconds since this gateway last shared; for each bucket, seconds poured since then
 -- Returns, for each bucket, the seconds until it is empty. A bucket's value is: when empty, when written.
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local left = {}
-for index, key in ipairs(KEYS) do
+for index, key in ipairs(KEYS) do -- bounded: BUCKETS_AT_ONCE
     local poured = tonumber(ARGV[index + 1])
     local empty_at, written_at = string.match(redis.call('GET', key) or '0 0', '(%S+) (%S+)')
     empty_at, written_at = tonumber(empty_at or 0), tonumber(written_at or 0)
@@ -88,9 +90,11 @@ class RateLimiter:
         poured = [usage.unshared_s for usage in usages.values()]
         for usage in usages.values():
             usage.unshared_s = 0.0
-        names = [keys.bucket(self._name, owner) for owner in usages]
+        names, left = [keys.bucket(self._name, owner) for owner in usages], list[float]()
         try:
-            left = await stored(self._share(names, [started - self._shared_at, *poured]))
+            for first in range(0, len(names), BUCKETS_AT_ONCE):
+                page = slice(first, first + BUCKETS_AT_ONCE)
+                left += await stored(self._share(names[page], [started - self._shared_at, *poured[page]]))
         except StorageUnavailable:
             for usage, seconds in zip(usages.values(), poured, strict=True):
                 usage.unshared_s += seconds

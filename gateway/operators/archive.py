@@ -69,7 +69,7 @@ async def _read(redis: Redis, names: Sequence[str]) -> list[ArchivedSession]:
         for name in names:
             pipeline.hgetall(keys.session(name))
         # Read tombstones last: a session that is deleted meanwhile is found as a session or as a tombstone.
-        pipeline.hmget(keys.DELETED, list(names))
+        pipeline.hmget(keys.DELETED, list(names))  # bounded: by the page
         *hashes, tombstones = await stored(pipeline.execute())
     found = []
     for name, tombstone, fields in zip(names, tombstones, hashes, strict=True):

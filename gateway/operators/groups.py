@@ -3,7 +3,6 @@
 from collections.abc import Awaitable, Callable, Sequence
 from math import fsum
 from statistics import stdev
-from typing import Any
 
 from redis.asyncio import Redis
 from typing_extensions import TypedDict
@@ -14,6 +13,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Verdict, VerdictCode
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.heads.listing import members_of
 from rollout_queue.redis.policies.lineage import heads_without_tokens
 
 Verdicts = Callable[[Sequence[SessionHead]], Awaitable[Sequence[Verdict]]]
@@ -49,10 +49,9 @@ class GroupShape(TypedDict):
 async def group_of(redis: Redis, verdicts_of: Verdicts, group_id: str) -> GroupShape:
     """Raises ObjectNotFound, StorageUnavailable."""
     size: bytes | None = await stored(redis.hget(keys.group(group_id), "size"))
-    listed: Any = await stored(redis.smembers(keys.group_members(group_id)))
-    if not listed:
+    names = await members_of(redis, group_id)
+    if not names:
         raise ObjectNotFound(f"no group {group_id[:300]!r}")
-    names = sorted(name.decode() for name in listed)
     shown = names[:MOST_MEMBERS]
     heads = await heads_without_tokens(redis, shown)
     gone = [name for name in shown if name not in heads]

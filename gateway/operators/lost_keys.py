@@ -100,7 +100,7 @@ class LostKeys:
             for key in WATCHED:
                 pipeline.exists(key)
             for key in WATCHED:
-                pipeline.execute_command(*OF_ITS_TYPE[key.kind](key))
+                pipeline.execute_command(*OF_ITS_TYPE[key.kind](key))  # bounded: by one of these commands
             named, *found = await stored(pipeline.execute())
         there = frozenset(key for key, exists in zip(WATCHED, found, strict=False) if exists)
         return frozenset(key for key in WATCHED if key.encode() in named), there

@@ -49,11 +49,13 @@ class PageSessions:
             beginning.set(name, msgspec.json.encode(session), ex=self._idle_s(session, now))
             beginning.zadd(of_key, {digest(token): session.ends_at})
             beginning.zremrangebyscore(of_key, 0, now)
+            # bounded: what one more sign-in is too many
             beginning.zrange(of_key, 0, -self._settings.sessions_per_key - 1)
             beginning.zremrangebyrank(of_key, 0, -self._settings.sessions_per_key - 1)
             beginning.expire(of_key, int(self._settings.longest_s) + 1)
             *_, oldest, _, _ = await stored(beginning.execute())
         if oldest:
+            # bounded: so, too
             await stored(self._redis.delete(*(keys.page_session(each.decode()) for each in oldest)))
         return token, session
 

@@ -176,7 +176,7 @@ def _groups(redis: Redis, sessions: Iterable[SessionFact]) -> Mapping[str, Group
         with redis.pipeline(transaction=False) as pipeline:
             for name in chunk:
                 pipeline.hmget(keys.group(name), "size", "forgotten")
-                pipeline.smembers(keys.group_members(name))
+                pipeline.smembers(keys.group_members(name))  # bounded: the sessions that were read
             replies = pipeline.execute()
         for name, (size, forgotten), members in zip(chunk, replies[::2], replies[1::2], strict=True):
             members = frozenset(member.decode() for member in members)
@@ -218,7 +218,7 @@ def _taught(redis: Redis) -> Mapping[str, int]:
 
 
 def _counts(redis: Redis, key: str) -> Mapping[str, int]:
-    counts: Any = _reply(redis.hgetall(key))
+    counts: Any = _reply(redis.hgetall(key))  # bounded: a number for each verdict
     return {name.decode(): int(count) for name, count in counts.items()}
 
 

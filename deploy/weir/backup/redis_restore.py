@@ -40,7 +40,7 @@ def has_keys(redis: Redis) -> bool:
 def clear(redis: Redis) -> None:
     """Remove all keys of a deployment."""
     for page in _pages(redis.scan_iter(match=f"{PREFIX.decode()}*", count=PAGE)):
-        redis.unlink(*page)
+        redis.unlink(*page)  # bounded: PAGE
 
 
 def write_keys(redis: Redis, directory: Any, values: StoredValues) -> int:
@@ -54,7 +54,7 @@ def write_keys(redis: Redis, directory: Any, values: StoredValues) -> int:
         if key.size > BULK_LIMIT:
             _raise_limit(redis, key)
         expires = ("ABSTTL",) if key.expires_ms is not None else ()
-        pending.execute_command(
+        pending.execute_command(  # bounded: by the key that is restored
             "RESTORE", key.name, key.expires_ms or 0, values.value(key), "REPLACE", *expires
         )
         count, size = count + 1, size + key.size

@@ -24,12 +24,15 @@ from rollout_queue.commands.result import Kept
 from rollout_queue.contract.errors import UserDeleted
 from rollout_queue.contract.tombstone import user_digest
 from rollout_queue.redis import keys
-from rollout_queue.redis.availability import stored
+from rollout_queue.redis.availability import available, stored
 from rollout_queue.redis.commands.submission import CommandSubmissions, Gone
 from rollout_queue.redis.scripts import client_sessions as scripts
 
 logger = logging.getLogger(__name__)
 
+
+MADE_AT_ONCE = 500
+"""How many models and sampling sessions are read at once. Redis serves nobody else meanwhile."""
 
 R = TypeVar("R", ClientSession, ClientModel, SamplingTarget)
 
@@ -114,9 +117,13 @@ class TinkerStore:
 
     async def made_in(self, session: ClientSession) -> tuple[list[str], list[str]]:
         """The ids of the models and of the sampling sessions of a session."""
-        found: Any = await stored(self._redis.smembers(keys.made_in(session.session_id)))
-        ids = sorted(each.decode() for each in found)
+        ids = await self._made_in(session.session_id)
         return [each for each in ids if ":train:" in each], [each for each in ids if ":sample:" in each]
+
+    async def _made_in(self, session_id: str) -> list[str]:
+        with available():
+            members = self._redis.sscan_iter(keys.made_in(session_id), count=MADE_AT_ONCE)
+            return sorted({each.decode() async for each in members})
 
     async def beat(self, session: ClientSession) -> bool:
         """Note a sign of life. Returns False if the session has finished."""
@@ -132,8 +139,7 @@ class TinkerStore:
         From the first end on, the records of the session have a time to live."""
         named = [keys.client_session(session_id), keys.CLIENT_SESSIONS_ENDED]
         await stored(self._end_session(named, [session_id, clock.now(), finished]))
-        found: Any = await stored(self._redis.smembers(keys.made_in(session_id)))
-        for made in sorted(each.decode() for each in found):
+        for made in await self._made_in(session_id):
             if ":train:" in made:
                 if await self._log.end(made, why):
                     logger.info("model %s ends: %s", made, why)

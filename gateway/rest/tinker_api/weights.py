@@ -11,8 +11,8 @@ from gateway.rest.tinker_api.records import KeptTerms, encode_record, read_terms
 from rollout_queue import clock
 from rollout_queue.commands.result import Kept
 from rollout_queue.redis import keys
-from rollout_queue.redis.availability import stored
-from rollout_queue.redis.commands.submission import CommandSubmissions
+from rollout_queue.redis.availability import available, stored
+from rollout_queue.redis.commands.submission import KEPT_AT_ONCE, CommandSubmissions
 from rollout_queue.redis.scripts.client_sessions import NOTE_TERMS
 from rollout_queue.redis.scripts.drops import CHANGE
 
@@ -77,8 +77,9 @@ class KeptWeightsStore:
 
     async def all_kept(self, model_id: str) -> list[KeptWeights]:
         """The named weights of a model that have not expired, the newest first."""
-        found: Any = await stored(self._redis.hgetall(keys.kept_terms(model_id)))
-        terms = {name.decode(): read_terms(packed) for name, packed in found.items()}
+        with available():
+            found = self._redis.hscan_iter(keys.kept_terms(model_id), count=KEPT_AT_ONCE)
+            terms = {name.decode(): read_terms(packed) async for name, packed in found}
         kept = [
             KeptWeights(kept_path(model_id, name), each, terms.get(f"{name}#{each.number}", KeptTerms()))
             for name, each in (await self._log.kept(model_id)).items()

@@ -244,7 +244,7 @@ class StreamReader(Protocol):
 
         If it ends between two of them, entries are left, and everything before is written: verdicts of turns
         first, then the steps and all verdicts of sessions, then entries. What a step used of a turn's tokens
-        is stored with the turn's verdict. Up to 1024 sessions get their verdicts in one transaction. A
+        is stored with the turn's verdict. Up to 512 sessions get their verdicts in one transaction. A
         deleted session gets nothing. Repeating an acknowledgement changes and counts nothing.
         """
         ...
@@ -257,7 +257,7 @@ class StreamReader(Protocol):
         ...
 
     def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
-        """The members of each of these groups."""
+        """The members of each of these groups; of a group of no fixed size, perhaps none."""
         ...
 
     def image_bytes(self, hashes: Collection[str]) -> Mapping[str, bytes]:

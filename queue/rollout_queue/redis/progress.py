@@ -13,7 +13,7 @@ from rollout_queue.redis.availability import stored
 from rollout_queue.redis.heads.reading import UNREADABLE
 from rollout_queue.redis.scripts import sessions as session_scripts
 
-SESSIONS_PER_SCRIPT = 100
+SESSIONS_PER_SCRIPT = 20
 """Redis serves nobody else while a script runs, so no script looks at more sessions than this."""
 
 

@@ -21,7 +21,7 @@ from rollout_queue.redis.availability import available
 from rollout_queue.redis.client.losses import note_loss
 from rollout_queue.redis.client.replication import NO_REPLICAS, Replication
 from rollout_queue.redis.connection.replicas import Argument, RunScript
-from rollout_queue.redis.heads.reading import verdict_code
+from rollout_queue.redis.heads.reading import pages_of, verdict_code
 from rollout_queue.redis.heads.refill import append_missing
 from rollout_queue.redis.lease.lease import UNFENCED, refused
 from rollout_queue.redis.pages import GROUP_GONE, NO_GROUP, Pages, RawEntry, older_state, place
@@ -100,7 +100,7 @@ class RedisReader:
 
     def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
         codes: dict[str, str] = {}
-        for page in _pages(session_ids):
+        for page in pages_of(session_ids, PAGE):
             with self._noticed(), self._redis.pipeline(transaction=False) as pipeline:
                 pipeline.hmget(keys.DELETED, page)
                 for session_id in page:
@@ -115,18 +115,20 @@ class RedisReader:
 
     def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
         groups: dict[str, GroupMembers] = {}
-        for page in _pages(group_ids):
+        for page in pages_of(group_ids, PAGE):
             with self._noticed(), self._redis.pipeline(transaction=False) as pipeline:
                 for group_id in page:
                     pipeline.hmget(keys.group(group_id), "size", "forgotten")
-                    pipeline.smembers(keys.group_members(group_id))
-                replies = pipeline.execute()
-            for group_id, counts, members in zip(page, replies[::2], replies[1::2], strict=True):
-                size, forgotten = (int(count) if count else None for count in counts)
-                groups[group_id] = GroupMembers(
-                    size, frozenset(name.decode() for name in members), forgotten or 0
-                )
+                counts = zip(page, pipeline.execute(), strict=True)
+            for group_id, (size, forgotten) in counts:
+                members = self._members(group_id) if size else frozenset()
+                groups[group_id] = GroupMembers(int(size or 0) or None, members, int(forgotten or 0))
         return groups
+
+    def _members(self, group_id: str) -> frozenset[str]:
+        with self._noticed():
+            found: Any = self._redis.smembers(keys.group_members(group_id))  # bounded: by the group's size
+        return frozenset(name.decode() for name in found)
 
     def image_bytes(self, hashes: Collection[str]) -> Mapping[str, bytes]:
         found: dict[str, bytes] = {}
@@ -274,11 +276,6 @@ class RedisReader:
             if str(error) == UNFENCED:
                 self._renew()
             raise
-
-
-def _pages(names: Collection[str]) -> Iterator[list[str]]:
-    named = list(names)
-    return (named[start : start + PAGE] for start in range(0, len(named), PAGE))
 
 
 def _drained(raw: list[RawEntry]) -> Iterator[RawEntry]:

@@ -104,7 +104,7 @@ class RedisForgetter:
                 pipeline.exists(keys.session(name.decode()))
             there = await stored(pipeline.execute())
         if gone := [name for (name, _), exists in zip(page, there, strict=True) if not exists]:
-            await stored(self._redis.zrem(keys.TRAINED, *gone))
+            await stored(self._redis.zrem(keys.TRAINED, *gone))  # bounded: ADOPTED_AT_ONCE
 
     async def _heads(self, names: Sequence[str]) -> list[Mapping[bytes, bytes]]:
         async with self._redis.pipeline(transaction=False) as pipeline:

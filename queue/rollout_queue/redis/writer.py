@@ -19,7 +19,7 @@ from rollout_queue.contract.listing import ALL_SESSIONS, ListedSession, ListPosi
 from rollout_queue.contract.progress import GroupProgress, group_progress
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import NO_IMAGES
-from rollout_queue.contract.tombstone import Tombstone, decode_tombstone, user_digest
+from rollout_queue.contract.tombstone import Tombstone, user_digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import available, stored
 from rollout_queue.redis.client.replication import NO_REPLICAS, Replication
@@ -27,7 +27,7 @@ from rollout_queue.redis.connection.clock import RedisClock
 from rollout_queue.redis.connection.pipelined import PipelinedConnection
 from rollout_queue.redis.connection.replicas import Argument
 from rollout_queue.redis.heads.cache import CACHE_BYTES, HeadCache
-from rollout_queue.redis.heads.listing import positions_in, wanted_heads
+from rollout_queue.redis.heads.listing import members_of, positions_in, tombstones_of, wanted_heads
 from rollout_queue.redis.heads.reading import fields_without_turns, read_head, reading
 from rollout_queue.redis.heads.session_heads import SessionHeads
 from rollout_queue.redis.progress import progress_of
@@ -127,7 +127,7 @@ class RedisWriter:
     async def load(self, session_id: str, *, turns: bool = True) -> SessionHead | None:
         key = keys.session(session_id)
         if turns:
-            fields = await stored(self._redis.hgetall(key))
+            fields = await stored(self._redis.hgetall(key))  # bounded: one session
         else:
             fields = await fields_without_turns(self._redis, key)
         with reading(session_id):
@@ -151,19 +151,12 @@ class RedisWriter:
         positions = await positions_in(self._redis, after, count, scope)
         names = [each.session_id for each in positions]
         heads, gone = await wanted_heads(self._redis, names, wanted, turns=scope.turns)
-        tombstones = await self._tombstones(gone)
+        tombstones = await tombstones_of(self._redis, gone)
         found: dict[str, SessionHead | Tombstone] = {**tombstones, **heads}
         return [ListedSession(position, found.get(position.session_id)) for position in positions]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
-        return (await self._tombstones([session_id])).get(session_id)
-
-    async def _tombstones(self, session_ids: Sequence[str]) -> Mapping[str, Tombstone]:
-        if not session_ids:
-            return {}
-        found: list[bytes | None] = await stored(self._redis.hmget(keys.DELETED, list(session_ids)))
-        raw = zip(session_ids, found, strict=True)
-        return {name: decode_tombstone(value) for name, value in raw if value is not None}
+        return (await tombstones_of(self._redis, [session_id])).get(session_id)
 
     async def user_deleted(self, user: str) -> bool:
         digest = user_digest(user)
@@ -173,7 +166,7 @@ class RedisWriter:
         deleted: int = await stored(self._redis.hlen(keys.DELETED))
         if deleted == self._deleted:
             return
-        for session_id in await self._tombstones(self._heads.session_ids()):
+        for session_id in await tombstones_of(self._redis, self._heads.session_ids()):
             self._heads.drop(session_id)
         self._deleted = deleted
 
@@ -209,9 +202,11 @@ class RedisWriter:
         return known.head.by_id.get(turn.turn_id) or related(turn, known.head.turns), known.fields
 
     async def images(self, hashes: Collection[str]) -> Mapping[str, bytes]:
-        wanted = sorted(hashes)
-        found: list[bytes | None] = await stored(self._redis.mget([keys.image(each) for each in wanted]))
-        return {sha256: png for sha256, png in zip(wanted, found, strict=True) if png is not None}
+        images: dict[str, bytes] = {}
+        for sha256 in sorted(hashes):  # one by one: an image may have megabytes
+            if (png := await stored(self._redis.get(keys.image(sha256)))) is not None:
+                images[sha256] = png
+        return images
 
     async def _append(
         self,
@@ -249,6 +244,7 @@ class RedisWriter:
         if not digests:
             return []
         names = [keys.continuation(owner, digest) for digest in digests]
+        # bounded: by the messages of one call
         found: list[bytes | None] = await stored(self._connection.command("MGET", *names))
         return [None if name is None else name.decode() for name in found]
 
@@ -284,8 +280,7 @@ class RedisWriter:
 
     async def group_progress(self, group_id: str) -> GroupProgress:
         size = await stored(self._redis.hget(keys.group(group_id), "size"))
-        members = await stored(self._redis.smembers(keys.group_members(group_id)))
-        found = await progress_of(self._redis, sorted(member.decode() for member in members))
+        found = await progress_of(self._redis, await members_of(self._redis, group_id))
         return group_progress(int(size or 0) or None, (each.stage for each in found))
 
     async def heartbeat(self, session_id: str, now: float, at_least_s: float = 0.0) -> float:

@@ -16,6 +16,7 @@ from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.episodes import Episode
 from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
 from rollout_queue.redis import keys
+from rollout_queue.redis.progress import SESSIONS_PER_SCRIPT
 from rollout_queue.redis.restore import restore
 from rollout_queue.redis.scripts import sessions as session_scripts
 from rollout_queue.redis.sessions.indexes import SCAN_EVERY_S
@@ -175,7 +176,7 @@ def test_a_look_at_a_hundred_thousand_sessions_is_a_look_at_two_thousand(
         assert looks == first, "the answer is kept for a while"
     assert (report["looked_at"], report["may_expire"]) == (2000, 100_000)
     assert report["sentences"][0].startswith("100000 sessions may still expire; of these")
-    assert first == [100] * 20
+    assert first == [SESSIONS_PER_SCRIPT] * (2000 // SESSIONS_PER_SCRIPT)
 
 
 # Warnings

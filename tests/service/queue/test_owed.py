@@ -22,7 +22,7 @@ from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import SharedState
 
 TURNS = 3000
-MOST_ARGUMENTS = 6 * 500 + 600
+MOST_ARGUMENTS = 6 * 250 + 350
 """Six arguments a verdict, and one a session."""
 STALE = Verdict(code="stale")
 
@@ -64,7 +64,7 @@ class KilledTrainer:
 @pytest.fixture
 def clients(redis_url: str) -> Iterator[list[Redis]]:
     """One for each of the trainers of a test."""
-    made = [redis_at(redis_url) for _ in range(60)]
+    made = [redis_at(redis_url) for _ in range(120)]
     made[0].flushdb()
     yield made
     for each in made:
@@ -84,12 +84,12 @@ def test_a_trainer_that_is_killed_between_any_two_scripts_loses_nothing_and_coun
         found(clients[0]).check(TURNS)
         if lived:
             break
-    assert killed_at > 2 * TURNS // 500
+    assert killed_at > 2 * TURNS // 250
     assert max(trainer.sizes) <= MOST_ARGUMENTS
 
 
-@pytest.mark.parametrize("sessions", [600, 1800])
-def test_many_groups_end_in_pages_and_a_group_of_up_to_a_thousand_sessions_ends_as_a_whole(
+@pytest.mark.parametrize("sessions", [500, 1500])
+def test_many_groups_end_in_pages_and_a_group_of_up_to_512_sessions_ends_as_a_whole(
     clients: list[Redis], sessions: int
 ) -> None:
     """The sessions have five turns each. The rest of a group of which one has a verdict would be late."""
@@ -97,7 +97,7 @@ def test_many_groups_end_in_pages_and_a_group_of_up_to_a_thousand_sessions_ends_
     for name in names:
         clients[0].hset(keys.session(name), "spec", b"")
     turns = [AcknowledgedTurn(name, f"t{number}", STALE) for name in names for number in range(5)]
-    size = 600
+    size = 500
     groups = [
         Acknowledgement(
             [], dict.fromkeys(names[first : first + size], STALE), turns[5 * first : 5 * first + 5 * size]
@@ -115,7 +115,7 @@ def test_many_groups_end_in_pages_and_a_group_of_up_to_a_thousand_sessions_ends_
     trainer.redis.evalsha = noting  # type: ignore[assignment,method-assign]
     trainer.acknowledger.end(groups, [], [])
     assert all(whole)
-    assert max(trainer.sizes) <= 7 * 1024 + 20
+    assert max(trainer.sizes) <= 7 * 512 + 20
     assert clients[0].hgetall(keys.VERDICTS) == {
         b"session:stale": b"%d" % sessions,
         b"turn:stale": b"%d" % len(turns),

@@ -42,7 +42,7 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 -- A response that was cancelled or deleted while its answer was made stays so.
 if ARGV[3] ~= '' and redis.sha1hex(redis.call('GET', KEYS[2]) or '') ~= ARGV[3] then return 2 end
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
-for before = 3, #KEYS do redis.call('PEXPIRE', KEYS[before], ARGV[2]) end
+for before = 3, #KEYS do redis.call('PEXPIRE', KEYS[before], ARGV[2]) end -- bounded: MAX_PREVIOUS
 return 1
 """
 
@@ -200,6 +200,7 @@ class ResponseStore:
         names = [name for name in response_ids if RESPONSE_ID.fullmatch(name)]
         if not names:
             return {}
+        # bounded: MAX_PREVIOUS
         found: list[bytes | None] = await stored(self._redis.mget([keys.response(name) for name in names]))
         loaded = {name: unpacked(raw) for name, raw in zip(names, found, strict=True) if raw is not None}
         return {name: each for name, each in loaded.items() if self._caller.owns(each)}

@@ -54,7 +54,7 @@ class ClientSessionExport:
                     yield some
             targets = [keys.sampling_target(each) for each in names if ":train:" not in each]
             if targets:
-                found: Any = await stored(self._redis.mget(targets))
+                found: Any = await stored(self._redis.mget(targets))  # bounded: AT_ONCE
                 yield [{"type": "sampler", **msgspec.json.decode(each)} for each in found if each]
         async for names in self._members(keys.user_sessions(session.session_id)):
             yield [{"type": "sample", "session_id": each} for each in names]
@@ -70,7 +70,9 @@ class ClientSessionExport:
         for first in range(max(0, following - REMEMBERED), following + MOST_EARLY + 1, AT_ONCE):
             numbers = range(first, first + AT_ONCE)
             told: Any = await stored(
-                self._redis.hmget(keys.model(model_id), [f"k:{number}" for number in numbers])
+                self._redis.hmget(
+                    keys.model(model_id), [f"k:{number}" for number in numbers]
+                )  # bounded: AT_ONCE
             )
             known = ((number, each.decode()) for number, each in zip(numbers, told, strict=True) if each)
             yield [_command(model_id, number, each, reached, following) for number, each in known]

@@ -86,7 +86,7 @@ class ClientRecordRemoval:
                 else:
                     await self.delete_session(name)
                     sessions += 1
-            await stored(self._redis.srem(records, *names))
+            await stored(self._redis.srem(records, *names))  # bounded: AT_ONCE
         return sessions
 
     async def _remove(self, session_id: str, how: str) -> RemovedRecords:
@@ -109,8 +109,8 @@ class ClientRecordRemoval:
             targets = [keys.sampling_target(each) for each in names if MODEL not in each]
             async with self._redis.pipeline(transaction=True) as pipeline:
                 if targets:
-                    pipeline.unlink(*targets)
-                pipeline.srem(made, *names)
+                    pipeline.unlink(*targets)  # bounded: AT_ONCE
+                pipeline.srem(made, *names)  # bounded: AT_ONCE
                 await stored(pipeline.execute())
             removed.samplers += len(targets)
         if said == b"deleted":  # samples name their client session as their user

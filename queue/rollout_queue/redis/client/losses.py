@@ -51,7 +51,7 @@ def noting(key: str, said: str) -> tuple[str | bytes | int, ...]:
 def note_loss(redis: Redis, key: str, said: str) -> None:
     """Log and store it. If Redis fails, the log alone has it."""
     try:
-        redis.execute_command(*noting(key, said))  # type: ignore[no-untyped-call]
+        redis.execute_command(*noting(key, said))  # type: ignore[no-untyped-call] # bounded: one sentence
     except (RedisError, OSError) as error:
         logger.warning("%s does not have this loss: %s", keys.LOSSES, error)
 
@@ -59,7 +59,7 @@ def note_loss(redis: Redis, key: str, said: str) -> None:
 async def note_loss_async(redis: AsyncRedis, key: str, said: str) -> None:
     """The same in an event loop."""
     try:
-        await redis.execute_command(*noting(key, said))  # type: ignore[no-untyped-call]
+        await redis.execute_command(*noting(key, said))  # type: ignore[no-untyped-call] # bounded: one sentence
     except (RedisError, OSError) as error:
         logger.warning("%s does not have this loss: %s", keys.LOSSES, error)
 

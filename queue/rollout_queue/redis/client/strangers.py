@@ -23,7 +23,7 @@ MOVE = """
 -- KEYS: (key, place aside)…   ARGV: the type of each key's value
 -- Returns, of each value of another type, the number of its key, and its type.
 local moved = {}
-for at = 1, #KEYS, 2 do
+for at = 1, #KEYS, 2 do -- bounded: the keys of one command
     local found = redis.call('TYPE', KEYS[at]).ok
     if found ~= 'none' and found ~= ARGV[(at + 1) / 2] then
         redis.call('RENAME', KEYS[at], KEYS[at + 1])
@@ -76,12 +76,12 @@ class CarefulRedis(Redis):
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call] # bounded: by the caller
         except ResponseError as error:
             if not is_wrong_type(error):
                 raise
             self._clear(args, error)
-        return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        return super().execute_command(*args, **options)  # type: ignore[no-untyped-call] # bounded: by the caller
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
         return CarefulPipeline(self, transaction, shard_hint)
@@ -118,12 +118,12 @@ class CarefulAsyncRedis(AsyncRedis):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
-            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call] # bounded: by the caller
         except ResponseError as error:
             if not is_wrong_type(error):
                 raise
             await self._clear(args, error)
-        return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call] # bounded: by the caller
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> AsyncPipeline:
         return CarefulAsyncPipeline(self, transaction, shard_hint)

@@ -100,8 +100,8 @@ class RedisCommandReader:
 
     def dropped(self) -> Dropped:
         with available(), self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.hgetall(keys.DROPPED)
-            pipeline.hgetall(keys.DROPPED_ADAPTERS)
+            pipeline.hgetall(keys.DROPPED)  # bounded: what was deleted since the trainer's last step
+            pipeline.hgetall(keys.DROPPED_ADAPTERS)  # bounded: so, too
             weights, adapters = pipeline.execute()
         return Dropped(
             {_split(member): _drops(text.decode()) for member, text in weights.items()},

@@ -10,7 +10,7 @@ from rollout_queue.commands.codec import decode_answer, decode_kept, encode
 from rollout_queue.commands.command import Command, ForwardBackward, request_id
 from rollout_queue.commands.result import Answer, Kept
 from rollout_queue.redis import keys
-from rollout_queue.redis.availability import stored
+from rollout_queue.redis.availability import available, stored
 from rollout_queue.redis.scripts import commands as scripts
 from rollout_queue.redis.scripts.client_sessions import FORGET_RESULTS
 from rollout_queue.redis.scripts.drops import DROP
@@ -18,6 +18,7 @@ from rollout_queue.redis.scripts.drops import DROP
 MOST_EARLY = 10_000
 """How far a command may be ahead of the next one of its model."""
 RESULTS_AT_ONCE = 500
+KEPT_AT_ONCE = 500
 """How many results one script removes: Redis serves nobody else meanwhile."""
 READ_TTL_S = 900.0
 """How long a result can be read again, after it was read for the first time: its answer may be lost."""
@@ -113,8 +114,9 @@ class CommandSubmissions:
     async def kept(self, model_id: str) -> Mapping[str, Kept]:
         """The checkpoints of a model, its weights to sample from, and its exports: `weights/{name}`,
         `sampler_weights/{name}`, `external_weights/{name}`."""
-        found: Any = await stored(self._redis.hgetall(keys.kept(model_id)))
-        return {name.decode(): decode_kept(packed) for name, packed in found.items()}
+        with available():
+            found = self._redis.hscan_iter(keys.kept(model_id), count=KEPT_AT_ONCE)
+            return {name.decode(): decode_kept(packed) async for name, packed in found}
 
     async def kept_as(self, model_id: str, name: str) -> Kept | None:
         """What a model has made under this name."""

@@ -61,7 +61,7 @@ class PipelinedConnection:
         self._connection = pool.connection_class(**pool.connection_kwargs | {"socket_timeout": None})
         self._timeout_s, self._on_connect = timeout_s, on_connect
         self._replication = replication
-        self._wait = SharedWait(lambda: self.command(*replication.command))
+        self._wait = SharedWait(lambda: self.command(*replication.command))  # bounded: WAIT
         self._opened = 0
         """How many connections there have been."""
         self._still_s, self._watch_due, self._looks_again = 0.0, 0.0, False
@@ -92,9 +92,9 @@ class PipelinedConnection:
 
     async def script(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
         """What the script answers. If Redis does not know the script, its text is sent. Raises RedisError."""
-        try:
+        try:  # bounded: by the script
             return await self.command("EVALSHA", script.sha, str(len(keys)), *keys, *arguments)
-        except NoScriptError:
+        except NoScriptError:  # bounded: so, too
             return await self.command("EVAL", cast(str, script.script), str(len(keys)), *keys, *arguments)
 
     async def confirmed(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:

@@ -5,7 +5,7 @@ positions after a position ──▶ specs ──the caller wants──▶ whole
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -14,17 +14,19 @@ from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.listing import ListPosition, ListScope, after_position
 from rollout_queue.contract.records import SessionSpec
+from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
 from rollout_queue.redis import keys
-from rollout_queue.redis.availability import stored
-from rollout_queue.redis.heads.reading import UNREADABLE, batches, read_summary, readable_head
+from rollout_queue.redis.availability import available, stored
+from rollout_queue.redis.heads.reading import UNREADABLE, batches, pages_of, read_summary, readable_head
 from rollout_queue.redis.scripts import sessions as session_scripts
 
 logger = logging.getLogger(__name__)
 
 FIELDS_AT_ONCE = 100
 """See `batches`."""
-SUMMARIES_AT_ONCE = 100
-"""Redis serves nobody else while a script runs, so no script looks at more sessions than this."""
+SUMMARY_FIELDS_AT_ONCE = 2000
+"""Redis serves nobody else while a script runs, so no script looks at sessions with more fields than this."""
+NAMES_AT_ONCE = 500
 MOST_MEMBERS = 5000
 """If a group, a user or a step has more sessions, their list looks at all sessions."""
 
@@ -45,7 +47,8 @@ async def positions_in(
     """As `positions_after`; if the scope names a group, a user or a version, only of their sessions."""
     for key in _indexes(scope):
         if await stored(redis.scard(key)) <= MOST_MEMBERS:
-            return await _positions_of(redis, list(await stored(redis.smembers(key))), position, count, scope)
+            members = await stored(redis.smembers(key))  # bounded: MOST_MEMBERS
+            return await _positions_of(redis, list(members), position, count, scope)
     if (version := scope.trained_version) is not None:
         trained: Any = await stored(
             redis.zrange(keys.TRAINED, version, version, byscore=True, offset=0, num=MOST_MEMBERS + 1)
@@ -59,6 +62,7 @@ async def _positions_of(
     redis: Redis, names: Sequence[Any], position: ListPosition, count: int, scope: ListScope
 ) -> list[ListPosition]:
     """The next positions after `position` among the sessions with these ids, in bytes."""
+    # bounded: MOST_MEMBERS
     ages = await stored(redis.zmscore(keys.SESSIONS, list(names))) if names else []
     members = [
         ListPosition(float(at), name.decode()) for name, at in zip(names, ages, strict=True) if at is not None
@@ -95,8 +99,7 @@ async def _summaries(redis: Redis, names: Sequence[str]) -> dict[str, SessionHea
     be read."""
     script = redis.register_script(session_scripts.SUMMARIES)
     heads: dict[str, SessionHead] = {}
-    for start in range(0, len(names), SUMMARIES_AT_ONCE):
-        page = names[start : start + SUMMARIES_AT_ONCE]
+    for page in batches(await _sizes(redis, names), SUMMARY_FIELDS_AT_ONCE):
         found: list[list[Any]] = await stored(script([keys.session(name) for name in page]))
         for name, (turns, *fields) in zip(page, found, strict=True):
             try:
@@ -109,14 +112,8 @@ async def _summaries(redis: Redis, names: Sequence[str]) -> dict[str, SessionHea
 
 
 async def _whole(redis: Redis, names: Sequence[str]) -> dict[str, SessionHead]:
-    if not names:
-        return {}
-    async with redis.pipeline(transaction=False) as pipeline:
-        for name in names:
-            pipeline.hlen(keys.session(name))
-        sizes = list(zip(names, await stored(pipeline.execute()), strict=True))
     heads: dict[str, SessionHead] = {}
-    for batch in batches(sizes, FIELDS_AT_ONCE):
+    for batch in batches(await _sizes(redis, names), FIELDS_AT_ONCE):
         async with redis.pipeline(transaction=False) as pipeline:
             for name in batch:
                 pipeline.hgetall(keys.session(name))
@@ -124,6 +121,35 @@ async def _whole(redis: Redis, names: Sequence[str]) -> dict[str, SessionHead]:
                 if (head := readable_head(name, fields)) is not None:
                     heads[name] = head
     return heads
+
+
+async def _sizes(redis: Redis, names: Sequence[str]) -> list[tuple[str, int]]:
+    """How many fields each session has."""
+    async with redis.pipeline(transaction=False) as pipeline:
+        for name in names:
+            pipeline.hlen(keys.session(name))
+        return list(zip(names, await stored(pipeline.execute()), strict=True))
+
+
+async def tombstones_of(redis: Redis, session_ids: Collection[str]) -> Mapping[str, Tombstone]:
+    """The tombstones of those that were deleted, by id. Raises StorageUnavailable."""
+    tombstones: dict[str, Tombstone] = {}
+    for page in pages_of(session_ids, NAMES_AT_ONCE):
+        found: list[bytes | None] = await stored(redis.hmget(keys.DELETED, page))  # bounded: by the page
+        raw = zip(page, found, strict=True)
+        tombstones |= {name: decode_tombstone(value) for name, value in raw if value is not None}
+    return tombstones
+
+
+async def members_of(redis: Redis, group_id: str) -> list[str]:
+    """The ids of a group's sessions, sorted. Raises StorageUnavailable."""
+    with available():
+        return sorted(
+            {
+                name.decode()
+                async for name in redis.sscan_iter(keys.group_members(group_id), count=NAMES_AT_ONCE)
+            }
+        )
 
 
 def _chosen(name: str, spec: bytes, wanted: Callable[[SessionSpec], bool]) -> bool:

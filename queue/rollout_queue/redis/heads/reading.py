@@ -1,7 +1,7 @@
 """Reads sessions from their hashes."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
@@ -61,6 +61,12 @@ def batches(sizes: Iterable[tuple[str, int]], fields_at_once: int) -> Iterator[l
         yield batch
 
 
+def pages_of(names: Collection[str], most: int) -> Iterator[list[str]]:
+    """The names, at most so many at once."""
+    named = list(names)
+    return (named[start : start + most] for start in range(0, len(named), most))
+
+
 def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead | None:
     """The head; None if it cannot be read, so that a list goes on without it. The log has the reason."""
     try:
@@ -72,8 +78,9 @@ def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead
 
 async def fields_without_turns(redis: Redis, key: str) -> dict[bytes, bytes]:
     """The fields of a session's hash, except those of its turns. Raises StorageUnavailable."""
-    names: list[bytes] = await stored(redis.hkeys(key))
+    names: list[bytes] = await stored(redis.hkeys(key))  # bounded: one session
     others = [name for name in names if name[:2] not in (b"t:", b"v:", b"n:", b"q:")]
+    # bounded: one session
     values: list[bytes | None] = await stored(redis.hmget(key, others)) if others else []
     return {name: value for name, value in zip(others, values, strict=True) if value is not None}
 

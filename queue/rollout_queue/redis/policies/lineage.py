@@ -19,6 +19,7 @@ from rollout_queue.redis.heads.reading import readable_head
 STEPS_AT_ONCE = 64
 MOST_STEPS = 1024
 """How many steps one version can be traced back."""
+NAMES_AT_ONCE = 1000
 SESSIONS_AT_ONCE = 100
 NOT_READ = (b"t:", b"q:")
 """Fields with tokens, which are most of a session, and marks of retried requests."""
@@ -47,8 +48,14 @@ async def is_known(redis: Redis, version: int) -> bool:
 async def trained_sessions(redis: Redis, version: int) -> list[str]:
     """The ids of the sessions that the step which made `version` has trained, sorted. Deleted and forgotten
     ones are not among them. Raises StorageUnavailable."""
-    found: Any = await stored(redis.zrange(keys.TRAINED, version, version, byscore=True))
-    return sorted(name.decode() for name in found)
+    names: list[str] = []
+    while True:
+        page: Any = await stored(
+            redis.zrange(keys.TRAINED, version, version, byscore=True, offset=len(names), num=NAMES_AT_ONCE)
+        )
+        names += [name.decode() for name in page]
+        if len(page) < NAMES_AT_ONCE:
+            return sorted(set(names))
 
 
 async def heads_without_tokens(redis: Redis, session_ids: Sequence[str]) -> Mapping[str, SessionHead]:

@@ -97,10 +97,14 @@ FORGET_MODEL = (
 -- because the log has its commands, perhaps.
 redis.call('HDEL', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end -- removed meanwhile, and its user's data, perhaps
-for _, name in ipairs(redis.call('HKEYS', KEYS[2])) do
+for _, name in ipairs(redis.call('HKEYS', KEYS[2])) do -- bounded: what one model has saved
     if not string.find(name, '/~', 1, true) then
-        for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-            if string.match(field, '^[dk]:') then redis.call('HDEL', KEYS[1], field) end
+        local known = {{}}
+        for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do -- bounded: by REMEMBERED commands
+            if string.match(field, '^[dk]:') then known[#known + 1] = field end
+        end
+        for first = 1, #known, 1000 do
+            redis.call('HDEL', KEYS[1], unpack(known, first, math.min(first + 999, #known))) -- bounded: so
         end
         if ARGV[2] ~= '' then redis.call('SADD', KEYS[7], ARGV[1]) end
         return 0
@@ -117,7 +121,7 @@ return 1
 
 FORGET_RESULTS = f"""
 -- KEYS: unread, held, result…   ARGV: request id…
-for at = 3, #KEYS do
+for at = 3, #KEYS do -- bounded: RESULTS_AT_ONCE
     local size = redis.call('STRLEN', KEYS[at]) + {OVERHEAD}
     if redis.call('ZREM', KEYS[1], ARGV[at - 2] .. '|' .. size) == 1 then
         redis.call('HINCRBY', KEYS[2], 'unread', -size)

@@ -68,7 +68,7 @@ if number > next then
     return {{'new'}}
 end
 local command = ARGV[4]
-while command do
+while command do -- bounded: the commands that came early, whose bytes are bounded
     redis.call('XADD', KEYS[2], '*', 'm', ARGV[1], 'n', next, 'c', command)
     redis.call('HDEL', KEYS[1], 'e:' .. next)
     next = next + 1
@@ -146,12 +146,13 @@ END = f"""
 redis.call('HDEL', KEYS[1], '')
 if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[1], 'ended') == 1 then return 0 end
 redis.call('HSET', KEYS[1], 'ended', ARGV[1])
-local fields, size = redis.call('HGETALL', KEYS[1]), 0
-for at = 1, #fields, 2 do
-    local kind, number = string.match(fields[at], '^([de]):(%d+)$')
-    if kind == 'e' then
-        size = size + #fields[at + 1] + {OVERHEAD}
-        redis.call('HDEL', KEYS[1], fields[at], 'd:' .. number, 'k:' .. number)
+local size = 0
+-- bounded: a model has REMEMBERED commands, and as many that came early as the log lets it
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+    local number = string.match(field, '^e:(%d+)$')
+    if number then
+        size = size + redis.call('HSTRLEN', KEYS[1], field) + {OVERHEAD}
+        redis.call('HDEL', KEYS[1], field, 'd:' .. number, 'k:' .. number)
     end
 end
 if size > 0 then redis.call('HINCRBY', KEYS[2], 'bytes', -size) end

@@ -27,7 +27,7 @@ READ = (
 -- KEYS: fence, stream   ARGV: token, group, consumer, count, start
 -- `start` is '>' for new entries; for pending ones, the id before the first.
 local what = {'GROUP', ARGV[2], ARGV[3], 'COUNT', ARGV[4], 'STREAMS', KEYS[2], ARGV[5]}
-local found = redis.call('XREADGROUP', unpack(what))
+local found = redis.call('XREADGROUP', unpack(what)) -- bounded: by the page
 return found and found[1][2]
 """
 )
@@ -52,6 +52,7 @@ ACKNOWLEDGE = (
 redis.call('HDEL', KEYS[3], '') -- a full Redis accepts this, and then refuses no later write
 local last = 5 + tonumber(ARGV[3])
 for first = 6, last, 1000 do -- `unpack` is limited by the size of Lua's stack
+    -- bounded: by the page
     redis.call('XACK', KEYS[2], ARGV[2], unpack(ARGV, first, math.min(first + 999, last)))
 end
 local function code(verdict) return string.match(verdict, '"code":"([^"]*)"') end
@@ -63,7 +64,7 @@ for at = last + 1, verdicts, 2 do -- no two steps make one version
     redis.call('ZADD', KEYS[7], ARGV[at], ARGV[at + 1])
 end
 if verdicts > last then redis.call('ZREMRANGEBYRANK', KEYS[7], 0, -1 - ARGV[5]) end
-for at = verdicts + 1, #ARGV, 6 do
+for at = verdicts + 1, #ARGV, 6 do -- bounded: by the page
     local session, id, field, verdict = KEYS[7 + ARGV[at]], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
     local version, numbers = ARGV[at + 4], ARGV[at + 5]
     local before = redis.call('HGET', session, field)
@@ -108,8 +109,8 @@ local oldest = redis.call('XPENDING', KEYS[2], ARGV[2])[2] or last
 -- Only `~` has a limit. It removes whole nodes of about 100 entries; what `=` removes then is in one node.
 local trimmed = redis.call('XTRIM', KEYS[2], 'MINID', '~', oldest, 'LIMIT', 1000)
 local more = trimmed > 500
-if not more then redis.call('XTRIM', KEYS[2], 'MINID', '=', oldest) end
-for at = 3, #ARGV do
+if not more then redis.call('XTRIM', KEYS[2], 'MINID', '=', oldest) end -- bounded: one node
+for at = 3, #ARGV do -- bounded: by the page
     if ARGV[at] ~= last then redis.call('XDEL', KEYS[2], ARGV[at]) end
 end
 local left = not redis.call('XPENDING', KEYS[2], ARGV[2], last, last, 1)[1] and last or nil
@@ -124,7 +125,7 @@ REFILL = (
 -- Appends these records of a session again. Returns how many; none if the session has its verdict.
 if redis.call('HEXISTS', KEYS[3], 'verdict') == 1 then return 0 end
 local appended = 0
-for at = 2, #ARGV do
+for at = 2, #ARGV do -- bounded: one session
     local record = redis.call('HGET', KEYS[3], ARGV[at])
     if record then
         redis.call('XADD', KEYS[2], '*', 'r', record)
@@ -142,7 +143,7 @@ SET_ASIDE = (
 local pending = redis.call('XACK', KEYS[2], ARGV[2], ARGV[3]) == 1
 -- An entry that was deleted in the meantime becomes no dead letter.
 if pending and redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3])[1] then
-    redis.call('XADD', KEYS[3], '*', unpack(ARGV, 4))
+    redis.call('XADD', KEYS[3], '*', unpack(ARGV, 4)) -- bounded: one entry
 end
 """
 )
@@ -152,6 +153,6 @@ REPORT = (
     + """
 -- KEYS: fence, trainer   ARGV: token, field, value, …
 redis.call('HDEL', KEYS[2], '') -- a full Redis accepts this, and then refuses no later write
-redis.call('HSET', KEYS[2], unpack(ARGV, 2))
+redis.call('HSET', KEYS[2], unpack(ARGV, 2)) -- bounded: a report
 """
 )

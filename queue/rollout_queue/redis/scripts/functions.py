@@ -38,7 +38,7 @@ local function may_expire(session)
     local fields = redis.call('HMGET', session, 'verdict', 'outcome')
     if fields[1] then return false end
     if not fields[2] then return true end
-    for _, field in ipairs(redis.call('HKEYS', session)) do
+    for _, field in ipairs(redis.call('HKEYS', session)) do -- bounded: one session
         if string.sub(field, 1, 2) == 'r:' then return false end
     end
     return true
@@ -60,7 +60,7 @@ local function remove_references(first, sorted_sets, users, responses, images)
         redis.call('SREM', KEYS[at + 1], ARGV[1])
         if redis.call('EXISTS', KEYS[at + 1]) == 0 then redis.call('DEL', KEYS[at]) end
     end
-    for at = images + 1, #KEYS do -- another session may own the continuation by now
+    for at = images + 1, #KEYS do -- bounded: one session; another one may own the continuation by now
         if redis.call('GET', KEYS[at]) == ARGV[1] then redis.call('DEL', KEYS[at]) end
     end
 end

@@ -14,14 +14,14 @@ RESERVE = (
 -- Returns the highest version that was registered or reserved before. The hash has the highest reservation,
 -- and the locations of the last 100 that may still be registered, by their numbers.
 local registered = -1
-for _, version in ipairs(redis.call('HKEYS', KEYS[3])) do
+for _, version in ipairs(redis.call('HKEYS', KEYS[3])) do -- bounded: versions whose files are there
     registered = math.max(registered, tonumber(version))
 end
 local newest = math.max(registered, tonumber(redis.call('HGET', KEYS[2], 'version') or -1))
 local asked = tonumber(ARGV[2])
 if asked > newest then
     redis.call('HDEL', KEYS[2], '') -- a full Redis accepts this, and then refuses no later write
-    for _, name in ipairs(redis.call('HKEYS', KEYS[2])) do
+    for _, name in ipairs(redis.call('HKEYS', KEYS[2])) do -- bounded: some 100
         local number = tonumber(name)
         if number and (number <= registered or number <= asked - 100) then
             redis.call('HDEL', KEYS[2], name)
@@ -65,13 +65,13 @@ REMOVE = """
 -- Returns 1 if the version is removed. The newest version stays, because its number is never given again.
 if (redis.call('GET', KEYS[2]) or '') ~= ARGV[2] then return 0 end
 local newer = false
-for _, version in ipairs(redis.call('HKEYS', KEYS[1])) do
+for _, version in ipairs(redis.call('HKEYS', KEYS[1])) do -- bounded: so, too
     newer = newer or tonumber(version) > tonumber(ARGV[1])
 end
 if not newer then return 0 end
 if redis.call('HDEL', KEYS[1], ARGV[1]) == 1 then redis.call('SADD', KEYS[3], ARGV[1]) end
 if redis.call('SCARD', KEYS[3]) > 2000 then -- of older ones nobody asks
-    for _, version in ipairs(redis.call('SMEMBERS', KEYS[3])) do
+    for _, version in ipairs(redis.call('SMEMBERS', KEYS[3])) do -- bounded: 2001
         if tonumber(version) <= tonumber(ARGV[1]) - 1000 then redis.call('SREM', KEYS[3], version) end
     end
 end

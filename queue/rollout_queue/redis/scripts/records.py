@@ -65,7 +65,7 @@ for image = 1, images do
     if bytes ~= '' then redis.call('SET', KEYS[key], bytes, 'NX') end
     redis.call('SADD', KEYS[key + 1], ARGV[1])
 end
-for continuation = 8 + users + 2 * images, #KEYS do
+for continuation = 8 + users + 2 * images, #KEYS do -- bounded: one turn
     redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ttl_ms)
 end
 -- The turn comes last: if another program's value under one of the keys ends the script, it is repeated.
@@ -101,7 +101,7 @@ local function within(session, value)
     local sum, count = string.match(redis.call('HGET', session, 'magnitude') or '', '^(%S+) (%d+)$')
     if not sum then
         sum, count = 0, 0
-        for _, field in ipairs(redis.call('HKEYS', session)) do
+        for _, field in ipairs(redis.call('HKEYS', session)) do -- bounded: one session
             if string.sub(field, 1, 2) == 'r:' then
                 count = count + 1
                 local packed = redis.call('HGET', session, field)

@@ -36,7 +36,7 @@ end
 redis.call('HSET', KEYS[1], 'spec', ARGV[2])
 redis.call('ZADD', KEYS[3], ARGV[3], id)
 for set = 10, 9 + users + images do redis.call('SADD', KEYS[set], id) end
-for index = 12 + users, #ARGV, 3 do
+for index = 12 + users, #ARGV, 3 do -- bounded: one session
     redis.call('HSET', KEYS[1], ARGV[index], ARGV[index + 1])
     local record = ARGV[index + 2]
     if record == 'SAME' then record = ARGV[index + 1] end

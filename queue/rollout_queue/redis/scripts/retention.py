@@ -49,7 +49,7 @@ local since, verdict = redis.call('ZSCORE', KEYS[2], id), code(redis.call('HGET'
 if not since or tonumber(since) > tonumber(ARGV[3]) or not verdict then return nil end
 if redis.call('HLEN', session) ~= tonumber(ARGV[2]) then return nil end
 local counts = {['session:' .. verdict] = 1}
-for at = 11, #ARGV, 2 do
+for at = 11, #ARGV, 2 do -- bounded: one session
     local own = code(redis.call('HGET', session, 'v:' .. ARGV[at]))
     if own then counts['turn:' .. own] = (counts['turn:' .. own] or 0) + 1 end
     if own == 'trained' then counts['tokens:trained'] = (counts['tokens:trained'] or 0) + ARGV[at + 1] end
@@ -63,7 +63,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZADD', KEYS[5], now, 's:' .. id)
 local function any_left()
-    for _, member in ipairs(redis.call('SMEMBERS', KEYS[7])) do
+    for _, member in ipairs(redis.call('SMEMBERS', KEYS[7])) do -- bounded: the group's size
         if redis.call('EXISTS', ARGV[4] .. member) == 1 then return true end
     end
 end
@@ -101,7 +101,7 @@ ADOPT = (
 -- KEYS: settled, stream, session…   ARGV: id…
 -- Notes the present time for each session that has a verdict and no time of its verdict.
 redis.call('ZREM', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
-for at = 3, #KEYS do
+for at = 3, #KEYS do -- bounded: ADOPTED_AT_ONCE
     local id = ARGV[at - 2]
     if redis.call('HEXISTS', KEYS[at], 'verdict') == 1 and not redis.call('ZSCORE', KEYS[1], id) then
         settle(KEYS[1], KEYS[2], id)

@@ -100,7 +100,7 @@ if first then return 'exists' end
 local user = ARGV[5] ~= ''
 if user and redis.call('SISMEMBER', KEYS[5], ARGV[5]) == 1 then return 'user deleted' end
 redis.call('HSET', KEYS[1], 'size', ARGV[1], 'owner', ARGV[2], 'opened_at', ARGV[3])
-for member = 8, #KEYS do
+for member = 8, #KEYS do -- bounded: the group's size
     local id, spec = ARGV[2 * member - 9], ARGV[2 * member - 8]
     redis.call('SADD', KEYS[2], id)
     redis.call('ZADD', KEYS[3], ARGV[3], id)
@@ -177,7 +177,7 @@ end
 local command, last = 'ZRANGEBYSCORE', '+inf'
 if newest then command, last = 'ZREVRANGEBYSCORE', '-inf' end
 local found, offset = {}, 0
-repeat
+repeat -- bounded: it goes on only among sessions of one creation time
     local page = redis.call(command, KEYS[1], ARGV[1], last, 'WITHSCORES', 'LIMIT', offset, most)
     for at = 1, #page, 2 do
         local after = tonumber(page[at + 1]) ~= created or behind(page[at])
@@ -196,9 +196,9 @@ SUMMARIES = """
 -- Returns of each session how many turns its hash has, and the other fields with their values, but neither
 -- verdicts and numbers of trained turns nor marks of retried requests. A list reads no tokens by it.
 local found = {}
-for at, session in ipairs(KEYS) do
+for at, session in ipairs(KEYS) do -- bounded: SUMMARY_FIELDS_AT_ONCE
     local turns, names = 0, {}
-    for _, field in ipairs(redis.call('HKEYS', session)) do
+    for _, field in ipairs(redis.call('HKEYS', session)) do -- bounded: one session
         local kind = string.sub(field, 1, 2)
         if kind == 't:' then turns = turns + 1
         elseif kind ~= 'v:' and kind ~= 'n:' and kind ~= 'q:' then names[#names + 1] = field end
@@ -216,11 +216,11 @@ return found
 PROGRESS = """
 -- KEYS: session…   Returns of each: spec, outcome, whether it has a verdict, whether it has a reward
 local found = {}
-for _, session in ipairs(KEYS) do
+for _, session in ipairs(KEYS) do -- bounded: SESSIONS_PER_SCRIPT
     local spec, outcome, verdict = unpack(redis.call('HMGET', session, 'spec', 'outcome', 'verdict'))
     local rewarded = 0
     if outcome and not verdict then
-        for _, field in ipairs(redis.call('HKEYS', session)) do
+        for _, field in ipairs(redis.call('HKEYS', session)) do -- bounded: one session
             if string.sub(field, 1, 2) == 'r:' then rewarded = 1 break end
         end
     end

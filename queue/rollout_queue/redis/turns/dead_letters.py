@@ -92,7 +92,8 @@ def _judged(redis: Redis, letter_id: bytes, packed: bytes) -> Letter:
         return Letter(letter_id, "requeued", packed)
     session = keys.session(record.session_id)
     with available():
-        spec, verdict = redis.hmget(session, "spec", "verdict")
+        found: Any = redis.hmget(session, "spec", "verdict")
+    spec, verdict = found
     if spec is None:
         return Letter(letter_id, "gone")
     if verdict is not None and verdict_code(record.session_id, verdict) not in CLOSING:

@@ -46,7 +46,7 @@ from gateway.rest.admin import deployment, users
 from gateway.rest.admin.actions import LogAdminActions
 from gateway.rest.agent import models, responses
 from gateway.rest.json_bodies import JsonBodies
-from gateway.rest.openapi import openapi_document
+from gateway.rest.openapi import BODIES, openapi_document
 from gateway.rest.tinker_api import routes as tinker
 from gateway.rest.tinker_api.door import opened_door
 from gateway.rest.workers import metrics_text, private_app
@@ -100,7 +100,7 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
 
     app = FastAPI(title="Weir gateway", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.siblings = siblings
-    install_error_handlers(app)
+    install_error_handlers(app, BODIES)
     install_gateway_errors(app)
     # The address that a proxy reports is used only in the `base_url` that the reply to POST /sessions and
     # POST /groups contains. A sender of a false address misleads only itself, so every sender is trusted.

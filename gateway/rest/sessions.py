@@ -38,6 +38,10 @@ router = APIRouter(tags=["sessions"], route_class=JsonRoute)
 
 LONGEST_S = 30 * 86400.0
 """The longest `ttl_s` of a session."""
+ALONE = (
+    "a group of one session is compared with no other, so by default no step trains it: open the attempts at "
+    "one task as one group"
+)
 
 
 class SamplingBody(RestBody):
@@ -98,7 +102,8 @@ async def create_group(body: GroupBody, request: Request) -> Response:
     members: Sequence[SessionSpec] = [_spec_of(named, gateway, caller) for _ in range(body.size)]
     members = await gateway.sessions.open_group(members)
     new_sessions = [_new_session(gateway, spec, request) for spec in members]
-    return JSONResponse({"group_id": group_id, "sessions": new_sessions}, 201)
+    notice = ALONE if body.size == 1 else None
+    return JSONResponse({"group_id": group_id, "sessions": new_sessions, "notice": notice}, 201)
 
 
 @router.get("/sessions/{session_id}", responses={200: {"model": SessionShape}})

@@ -27,6 +27,8 @@ class NewSession(TypedDict):
 class NewGroup(TypedDict):
     group_id: str
     sessions: list[NewSession]
+    notice: str | None
+    """Why the group will probably not be trained; null if nothing is known."""
 
 
 class RewardShape(TypedDict):

@@ -7,7 +7,7 @@ turn ▸ advantages of its tokens ─────────▶ spans of tokens
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gateway.sessions.verdicts import moment
+from gateway.sessions.verdicts import STEP, moment
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn, Verdict
 
@@ -80,7 +80,7 @@ def _sentence(head: SessionHead, verdict: Verdict) -> str:
         case "group_incomplete":
             return f"It came after its group had been decided: {detail}."
         case "ready":
-            return "Its session is rewarded and its group complete: it waits for a step of the trainer."
+            return _ready(detail)
         case "stale":
             return f"The weights had changed too much since it was sampled: {detail}."
         case "skipped_for_newer":
@@ -109,6 +109,12 @@ def _sentence(head: SessionHead, verdict: Verdict) -> str:
             return "Its session was deleted."
         case _:
             return detail
+
+
+def _ready(detail: str) -> str:
+    if detail.endswith(STEP):
+        return f"Its session is rewarded and its group complete: it {STEP}."
+    return f"It is {detail}."
 
 
 def _no_advantage(head: SessionHead, verdict: Verdict, rewards: Sequence[float]) -> str:

@@ -9,6 +9,8 @@ from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.verdicts import OPENED_UNTRAINED, exclusion
 
+STEP = "waits for a step of the trainer"
+
 
 def waits_for_group(head: SessionHead) -> bool:
     """Whether the verdict depends on the other sessions of the group."""
@@ -33,8 +35,19 @@ def session_verdict(head: SessionHead, group: GroupProgress | None) -> Verdict:
     if group is not None and group.waiting_for:
         detail = f"{group.ended} of {group.size} sessions of group {head.spec.shown_group} have ended"
         return Verdict(code="group_incomplete", detail=f"{detail}; {group.waiting_for}")
-    whole = "" if group is None else f", and so are all {group.size} of its group"
-    return Verdict(code="ready", detail=f"finished and rewarded{whole}: waits for a step of the trainer")
+    return Verdict(code="ready", detail=f"finished and rewarded{_outlook(head, group)}")
+
+
+def _outlook(head: SessionHead, group: GroupProgress | None) -> str:
+    """What will become of a session that is finished and rewarded, as far as it is known here."""
+    if head.sums.turns == 0:
+        return ", but the model was never called in it, so there is nothing to train"
+    if group is None or group.size == 1:
+        return (
+            ", but it is compared with no other session, so by default no step trains it: open the attempts "
+            "at one task as a group (POST /groups)"
+        )
+    return f", and so are all {group.size} of its group: {STEP}"
 
 
 def turn_verdict(head: SessionHead, turn: Turn, session: Verdict) -> Verdict:

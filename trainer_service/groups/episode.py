@@ -8,16 +8,13 @@ from typing import NamedTuple
 from msgspec import structs
 
 from rollout_queue.contract.records import Deletion, LateJoin, Outcome, Reward, Turn, Verdict
+from rollout_queue.contract.rewards import LARGEST_REWARD
 from rollout_queue.contract.stream import Entry
 from rollout_queue.contract.verdicts import OPENED_UNTRAINED
 from trainer_service.groups.evaluation import Evaluation, evaluation_of
 from trainer_service.rows.images import ImageRule
 from trainer_service.rows.rows import planned_rows
 from trainer_service.rows.turns import contradiction, exclusions
-
-LARGEST_REWARD = 1e9
-"""The largest absolute value of a reward, and of a session's sum of rewards. Far larger rewards make
-gradients overflow; a restarted trainer would read them again and fail again."""
 
 
 class Rules(NamedTuple):

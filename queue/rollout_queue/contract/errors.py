@@ -3,7 +3,7 @@
 QueueError
 ├─ InvalidRecord          a record that contradicts itself, when it is made or decoded
 ├─ UnknownSchema          bytes written by a newer build
-├─ RewardsTooLarge        with this reward, the session's rewards could add up to infinity
+├─ RewardsTooLarge        with this reward, the session's rewards would add up to more than 1e9
 ├─ TooManyRewards         the session has as many rewards as it may have
 ├─ StorageUnavailable     Redis cannot be reached or refuses to store
 ├─ SessionClosed          the session ended; nothing can be added to it
@@ -34,10 +34,13 @@ class UnknownSchema(QueueError):
 
 
 class RewardsTooLarge(QueueError):
-    """With this reward, the session's rewards could add up to infinity."""
+    """With this reward, the magnitudes of the session's rewards would add up to more than 1e9."""
 
     def __init__(self, session_id: str) -> None:
-        super().__init__(f"the rewards of session {session_id} would add up to infinity")
+        super().__init__(
+            f"the magnitudes of the rewards of session {session_id} would add up to more than 1e9, beyond "
+            "which nothing is trained: give smaller ones, such as from 0 to 1"
+        )
 
 
 class TooManyRewards(QueueError):

@@ -2,8 +2,8 @@
 
 import logging
 import re
-from collections.abc import Mapping
-from http import HTTPStatus
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -40,6 +40,9 @@ TYPES = {
     504: "timeout_error",
 }
 RETRY_AFTER_S = 1
+MOST_SHOWN = 200
+"""The most characters of a path in a sentence."""
+PHRASES = ("Not Found", "Method Not Allowed")
 FINAL = (409, 410)
 """Statuses after which a retry cannot succeed; OpenAI's and Anthropic's SDKs would retry a 409."""
 
@@ -86,8 +89,10 @@ def gone(error: Deleted) -> ApiError:
     return ApiError(410, str(error))
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Make every failure of `app` an answer with an ErrorReply as its body."""
+def install_error_handlers(app: FastAPI, served_elsewhere: Iterable[str] = ()) -> None:
+    """Make every failure of `app` an answer with an ErrorReply as its body. `served_elsewhere` are paths that
+    another application in front of it serves."""
+    routes = Routes(app, served_elsewhere)
 
     async def on_api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)  # noqa: S101 - registered for this class alone
@@ -101,9 +106,14 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, Deleted)  # noqa: S101
         return gone(error).response()
 
-    async def on_http_error(_: Request, error: Exception) -> Response:
+    async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101
-        return ApiError(error.status_code, _sentence(error), headers=error.headers).response()
+        told = str(error.detail)
+        if told in PHRASES:
+            told = routes.refusal(request, error.status_code)
+        if isinstance(why := error.__cause__, UnicodeDecodeError | RecursionError):  # FastAPI says nothing
+            told = f"the body is no JSON: {why}"
+        return ApiError(error.status_code, told, headers=error.headers).response()
 
     async def on_bad_body(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)  # noqa: S101
@@ -157,8 +167,33 @@ class RequestIds:
             await error.response()(scope, receive, send_named)
 
 
-def _sentence(error: HTTPException) -> str:
-    if isinstance(why := error.__cause__, UnicodeDecodeError | RecursionError):  # FastAPI does not say what
-        return f"the body is no JSON: {why}"
-    standard = HTTPStatus(error.status_code).phrase
-    return standard if error.detail == standard else str(error.detail)
+class Routes:
+    """The paths of an application, to say which one was meant."""
+
+    def __init__(self, app: FastAPI, served_elsewhere: Iterable[str]) -> None:
+        self._app, self._elsewhere = app, tuple(served_elsewhere)
+
+    @cached_property
+    def _by_core(self) -> Mapping[str, str]:
+        """Each path by what is left of it if users write it otherwise."""
+        paths = [path for route in self._app.routes if (path := getattr(route, "path", None))]
+        of_sessions = [path.removeprefix("/sessions/{session_id}") for path in paths]
+        return {_core(path): path for path in [*of_sessions, *paths, *self._elsewhere]}
+
+    def refusal(self, request: Request, status: int) -> str:
+        """The sentence for a path that does not exist (404), or not for this method (405)."""
+        path = str(request.scope["path"])
+        shown = f"{request.method} {path[:MOST_SHOWN]}"
+        if status != 404:
+            return f"{shown}: this path has other methods, which /openapi.json lists"
+        whose, _, rest = path.removeprefix("/sessions/").partition("/")
+        before = f"/sessions/{whose}" if path.startswith("/sessions/") and rest else ""
+        known = self._by_core.get(_core(f"/{rest}" if before else path))
+        meant = f"did you mean {before}{known}?" if known else "/openapi.json lists all paths"
+        return f"{shown}: there is no such path; {meant}"
+
+
+def _core(path: str) -> str:
+    """The path without `/v1`, `s` at its end and slashes: what is often added or left out."""
+    parts = [part for part in path[:MOST_SHOWN].lower().split("/") if part not in ("", "v1")]
+    return "/".join(parts).rstrip("s")

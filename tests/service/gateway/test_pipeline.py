@@ -391,6 +391,7 @@ def test_what_is_still_missing_is_said(gateway: RunningGateway) -> None:
         said = gateway.get(f"/sessions/{member['session_id']}").json()["verdict"]
         return said["code"], said["detail"]
 
+    gateway.chat(session=members[0])
     gateway.finish(members[0], reward=1.0)
     waits = "1 of 3 sessions of group g have ended; 2 go on"
     assert verdict(members[0]) == ("group_incomplete", waits)

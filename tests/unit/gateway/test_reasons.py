@@ -76,6 +76,28 @@ def test_a_session_waits_for_its_group_and_then_for_the_trainer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("of", "group", "expected"),
+    [
+        (head(outcome=outcome(), rewards=(reward(),)), None, "compared with no other session, so by default"),
+        (head(outcome=outcome(), rewards=(reward(),)), GroupProgress(1, 1), "compared with no other session"),
+        (
+            SessionHead(spec=spec(group_id="g"), outcome=outcome(), rewards=(reward(),)),
+            GroupProgress(4, 4),
+            "the model was never called in it",
+        ),
+    ],
+    ids=["no group", "a group of one", "no call"],
+)
+def test_a_session_that_no_step_trains_is_not_promised_one(
+    of: SessionHead, group: GroupProgress | None, expected: str
+) -> None:
+    verdict = session_verdict(of, group)
+    for told in (verdict.detail or "", why_session(of, verdict) or ""):
+        assert expected in told
+        assert "waits for a step" not in told
+
+
+@pytest.mark.parametrize(
     ("group_id", "rewards", "expected"),
     [
         ("g", (0.5, 0.5, 0.5, 0.5), "All 4 rewards of its group are 0.5, so its advantage is 0."),

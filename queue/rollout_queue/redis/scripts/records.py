@@ -4,7 +4,7 @@ A caller that has received no answer may repeat any of them.
 """
 
 from rollout_queue.contract.errors import MOST_REWARDS
-from rollout_queue.contract.rewards import LARGEST_SUM
+from rollout_queue.contract.rewards import LARGEST_REWARD
 from rollout_queue.redis.scripts.functions import SETTLE
 
 APPEND_TURN = """
@@ -114,7 +114,7 @@ local function within(session, value)
     end
     sum, count = sum + math.abs(tonumber(value)), count + 1
     if count > {MOST_REWARDS} then return nil, 'too many' end
-    if not (sum <= {LARGEST_SUM!r}) then return nil, 'too large' end
+    if not (sum <= {LARGEST_REWARD!r}) then return nil, 'too large' end
     return string.format('%.17g %d', sum, count)
 end
 """

@@ -170,9 +170,14 @@ class SessionClient:
                     raise refused(f"{method} {path}: {status}: {why}")
             pause_s = pause_after(attempt, wished_s)
             if clock.monotonic() + pause_s > min(deadline, patience.until if patience else deadline):
-                raise GatewayFault(f"the gateway at {self._url} did not serve {method} {path}: {why}")
+                raise GatewayFault(
+                    f"the gateway at {self._url} did not serve {method} {path}: {why}; is it there "
+                    "(`weir status`)?"
+                )
             level = logging.WARNING if attempt == TOLD_AFTER else logging.INFO
-            logger.log(level, "the gateway at %s is waited for: %s", self._url, why)
+            logger.log(
+                level, "the gateway at %s is waited for, at most %g s: %s", self._url, self._waits_s, why
+            )
             # until the gateway may serve it again
             await clock.sleep(pause_s)
         raise AssertionError

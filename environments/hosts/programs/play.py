@@ -85,9 +85,28 @@ class LibraryServer:
         return await self._library.play(**given)
 
 
+class NoLibrary:
+    """Answers every request with the error because of which there is no library."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def describe(self, **_: Any) -> Any:
+        raise self._error
+
+    tasks = play = describe
+
+    async def stop(self) -> None:
+        """Nothing was started."""
+
+
 async def serve(kind: str, name: str, options: dict[str, Any], answers: TextIO) -> None:
-    library = importlib.import_module(kind).library(name, options)
-    await library.start()
+    try:
+        library = importlib.import_module(kind).library(name, options)
+        await library.start()
+    except Exception as error:
+        traceback.print_exc()
+        library = NoLibrary(error)
     await LibraryServer(library, answers).serve()
 
 

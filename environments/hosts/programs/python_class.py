@@ -29,15 +29,39 @@ import said
 def environments(name: str, options: dict[str, Any]) -> "UserEnvironments":
     module, _, attribute = name.partition(":")
     sys.path.append(str(Path.cwd()))
-    return UserEnvironments(
-        name, getattr(importlib.import_module(module), attribute or "Environment"), options
-    )
+    return UserEnvironments(name, _class_of(module, attribute or "Environment"), options)
+
+
+def _class_of(module: str, attribute: str) -> Any:
+    """Raises said.Mistake if there is no such module or class."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and lacks another one
+        raise said.Mistake(
+            f"there is no module {module!r}, neither in {Path.cwd()} nor installed: run `weir env` where its "
+            "file is"
+        ) from None
+    if not hasattr(found, attribute):
+        classes = [name for name, each in vars(found).items() if isinstance(each, type)]
+        raise said.Mistake(
+            f"the module {module!r} has no class {attribute!r}; it has {', '.join(classes) or 'none'}"
+        )
+    return getattr(found, attribute)
 
 
 class UserEnvironments:
     def __init__(self, name: str, made: Any, options: dict[str, Any]) -> None:
         self._name, self._made, self._options = name, made, options
-        self._probe = made(**options)
+        try:
+            self._probe = made(**options)
+        except TypeError as error:
+            if not options:
+                raise
+            raise said.Mistake(
+                f"{name} cannot be made with the options {', '.join(options)}: {error}"
+            ) from error
 
     def describe(self) -> dict[str, Any]:
         tools = [functions.tool(each) for each in _tools(self._probe).values()]

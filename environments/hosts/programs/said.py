@@ -3,6 +3,18 @@
 import math
 from typing import Any
 
+MOST_ERROR = 2000
+"""The most characters of an error's text."""
+
+
+class Mistake(Exception):
+    """The user named what does not exist. The text is the whole sentence."""
+
+
+def fault(error: BaseException) -> str:
+    """An error as the runner tells it."""
+    return str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"[:MOST_ERROR]
+
 
 def step(
     observation: Any,

@@ -21,8 +21,7 @@ import sys
 import traceback
 from typing import Any
 
-MOST_ERROR = 2000
-"""The most characters of an error's text."""
+import said
 
 
 class Server:
@@ -48,6 +47,26 @@ class Server:
         return playing.step(**given) if do == "step" else playing.call(**given)
 
 
+class Nothing(Server):
+    """Answers every request with the error because of which there are no environments."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(None)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        named = f"{said.fault(error)} ({last.filename}, line {last.lineno})"
+        self._error = error if isinstance(error, said.Mistake) else said.Mistake(named)
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        raise self._error
+
+
+def made(kind: str, name: str, options: dict[str, Any]) -> Server:
+    try:
+        return Server(importlib.import_module(kind).environments(name, options))
+    except Exception as error:
+        return Nothing(error)
+
+
 def end_with_parent() -> None:
     """A hung environment must not outlive a runner that was killed (Linux: PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -59,15 +78,14 @@ def main() -> None:
     options = json.loads(sys.stdin.readline())  # not an argument, which other users of the machine read
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not lie between the answers
-    server = Server(importlib.import_module(kind).environments(name, options))
+    server = made(kind, name, options)
     for line in sys.stdin:
         request = json.loads(line)
         try:
             reply = json.dumps({"id": request["id"], "ok": server.answer(request)}, allow_nan=False)
         except Exception as error:
             traceback.print_exc()
-            text = f"{type(error).__name__}: {error}"[:MOST_ERROR]
-            reply = json.dumps({"id": request["id"], "error": text})
+            reply = json.dumps({"id": request["id"], "error": said.fault(error)})
         answers.write(reply + "\n")
         answers.flush()
 

@@ -467,7 +467,7 @@ async def test_a_frozen_opponent_is_neither_rewarded_nor_trained(running: RunTes
 async def test_a_mistake_in_a_name_is_told_at_once(running: RunTest) -> None:
     with pytest.raises(UnknownEnvironment, match="no environments of 'reasoning_gim'"):
         await play_run(RunSettings(environment="reasoning_gim:chain_sum"), running.place, lambda line: None)
-    with pytest.raises(UnknownEnvironment, match="no attribute 'Duoble'"):
+    with pytest.raises(UnknownEnvironment, match=r"has no class 'Duoble'; it has .*Double"):
         await running.play("Duoble")
     with pytest.raises(UnknownEnvironment, match=r"cannot be started: .*nowhere"):
         await running.play("Double", python="/nowhere/python")

@@ -1,6 +1,7 @@
-"""How much memory this machine has, or the container in which this process runs."""
+"""How much memory this machine has, or the container of this process; how a process ends for want of it."""
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,3 +48,12 @@ def cgroup_memory(root: Path = CGROUPS) -> tuple[int | None, int]:
         return int(text), max(0, used - int(facts.get("inactive_file", 0)))
     except (OSError, ValueError):
         return None, 0
+
+
+def ending(exit_code: int) -> str:
+    """How a process ended, in words. One that the system kills for want of memory gets SIGKILL."""
+    if exit_code == -signal.SIGKILL:
+        return "was killed by SIGKILL: by the system (memory? `dmesg` says so) or by hand"
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"

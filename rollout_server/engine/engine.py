@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from rollout_queue import clock
 from rollout_server.engine.adapters import EngineAdapters
 from rollout_server.engine.control import KV_CACHE, WEIGHTS, EngineControl, EngineFailed
-from rollout_server.engine.handle import ProcessHandle
+from rollout_server.engine.handle import ProcessHandle, how_it_ended
 from rollout_server.engine.state import ServerState
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import LocalPolicy
@@ -264,7 +264,7 @@ class Engine:
             if self.withheld:
                 raise EngineFailed("ended while it started, because its memory is withheld")
             if process.exited:
-                raise EngineFailed(f"died while it started:\n{process.log_tail()}")
+                raise EngineFailed(f"while it started, it {await how_it_ended(process)}")
             if clock.monotonic() - started_at > self._settings.boot_timeout_s:
                 raise EngineFailed(f"not up after {self._settings.boot_timeout_s:.0f} s")
             await clock.sleep(POLL_S)
@@ -283,7 +283,7 @@ class Engine:
             process.note_memory()
             try:
                 async with clock.timeout(WATCH_S):
-                    code = await process.wait()
+                    await process.wait()
             except TimeoutError:
                 # While weights load, the load's own timeouts apply.
                 if self._phase is ServerState.LOADING or await self.client.is_alive():
@@ -291,7 +291,7 @@ class Engine:
                 elif clock.monotonic() - alive_at > self._settings.hang_timeout_s:
                     raise EngineFailed(f"did not answer for {self._settings.hang_timeout_s:.0f} s") from None
             else:
-                raise EngineFailed(f"exited with {code}:\n{process.log_tail()}")
+                raise EngineFailed(f"it {await how_it_ended(process)}")
 
     async def _become(self, phase: ServerState) -> None:
         async with self._changed:

@@ -214,6 +214,17 @@ async def test_an_engine_that_dies_in_the_load_comes_back_on_the_old_version(har
     assert (await harness.status())["version"] == 0
 
 
+async def test_an_engine_that_was_killed_is_told_in_a_sentence(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    await harness.kill_engine()
+    await harness.until_ready()
+    (failed,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert failed == (
+        "engine failed: it was killed by SIGKILL: by the system (memory? `dmesg` says so) or by hand"
+    )
+
+
 async def test_an_idle_engine_that_is_killed_boots_into_the_current_policy(harness: Harness) -> None:
     """But not with weights that have changed on disk."""
     await harness.reload(1, harness.policy(1))

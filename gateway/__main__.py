@@ -15,10 +15,9 @@ from gateway.keys.key_file import WrongKeyFile
 from gateway.settings.service import GatewaySettings
 from rollout_queue.http.keys import refuse_open_binding
 from rollout_queue.http.server import LAST_WORDS_S, serve
+from rollout_queue.http.starting import begin
 from rollout_queue.http.workers.parent import run_workers
 from rollout_queue.http.workers.worker import Worker, bound_sockets, end_with_parent
-from rollout_queue.settings import CONFIG_VARIABLE
-from rollout_queue.signals.log_start import begin_log
 from rollout_queue.signals.tracing.start import begin_tracing
 
 logger = logging.getLogger("gateway")
@@ -37,12 +36,10 @@ def main() -> None:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)  # set for each of several workers
     parser.add_argument("--sockets", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.config:
-        os.environ[CONFIG_VARIABLE] = arguments.config
     if arguments.workers is not None:
         os.environ["WEIR_GATEWAY__WORKERS"] = str(arguments.workers)
-    settings = GatewaySettings()
-    begin_log(settings, "" if arguments.worker is None else f"worker {arguments.worker}")
+    process = "" if arguments.worker is None else f"worker {arguments.worker}"
+    settings = begin(GatewaySettings, arguments.config, process)
     try:
         keys = ApiKeys(configured_keys(settings))
     except WrongKeyFile as error:

@@ -25,6 +25,7 @@ from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.http.addresses import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
 from rollout_queue.http.keys import Keyring, bearer, refuse_open_binding
 from rollout_queue.http.server import HttpThread
+from rollout_queue.http.starting import begin
 from rollout_queue.redis.client.address import read_address
 from rollout_queue.redis.client.opening import open_redis
 from rollout_queue.redis.client.settings import RedisSettings
@@ -32,9 +33,7 @@ from rollout_queue.redis.commands.reader import RedisCommandReader
 from rollout_queue.redis.connection.schema import SchemaTooNew, claim_schema
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
-from rollout_queue.settings import CONFIG_VARIABLE
 from rollout_queue.signals.access_log import AccessLog
-from rollout_queue.signals.log_start import begin_log
 from rollout_queue.signals.tracing.start import begin_tracing
 from trainer_service.app import create_app
 from trainer_service.commands.ranks import follow_models
@@ -79,11 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--config", help="weir.yaml; its section `trainer` is read")
     parser.add_argument("--local_rank", help="added by the DeepSpeed launcher; LOCAL_RANK is read instead")
     given = parser.parse_args(arguments)
-    if given.config:
-        os.environ[CONFIG_VARIABLE] = given.config
     os.environ |= joined(os.environ, torch.cuda.device_count())
-    settings = TrainerSettings()
-    begin_log(settings, f"rank {own_rank()}" if own_rank() else "")
+    settings = begin(TrainerSettings, given.config, f"rank {own_rank()}" if own_rank() else "")
     settings = resolved(settings, find_gpu(settings), own_ranks())
     if own_rank() > 0:
         by_commands = settings.source == "commands"

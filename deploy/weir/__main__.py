@@ -6,25 +6,26 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
-from pydantic_settings import SettingsError
 from rich.console import Console
 
+from rollout_queue.config_file import CONFIG_VARIABLE, MalformedSettings, config_file
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.http.release import release
 from rollout_queue.redis.client.address import without_password
-from rollout_queue.settings import MalformedSettings
 from weir import status
-from weir.configuration import effective_configuration
+from weir.configuration import check_configuration, effective_configuration
 from weir.env.commands import app as env_commands
 from weir.errors import StackError
 from weir.operations import add_commands
-from weir.options import Config, RunDir, settings_from, settings_of_run, use
+from weir.options import STYLE, Config, RunDir, settings_from, settings_of_run, use
 from weir.stack import down as stopping
 from weir.stack import state, supervisor
 from weir.stack.keys import directory_of, of_run, variables, with_keys
+from weir.stack.preflight import check_machine, check_place, check_ports
+from weir.stack.services import determined_sections, services_of
 from weir.stack.settings import PYTHON, StackSettings, redis_access, service_field
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+app = typer.Typer(help=__doc__, **STYLE)
 app.add_typer(env_commands, name="env")
 add_commands(app)
 console = Console(soft_wrap=True)
@@ -38,6 +39,22 @@ Model = Annotated[
 ]
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"weir {release()}")
+        raise typer.Exit
+
+
+@app.callback()
+def weir(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print the release, and exit", callback=_say_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Options of `weir` itself; each command says with -h what it does."""
+
+
 @app.command()
 def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) -> None:
     """Start all services in the background, and return when they are ready."""
@@ -45,16 +62,13 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
     running = state.read(settings.run_dir)
     if running and running.parent.process():
         console.print(f"already up, pid {running.parent.pid}: see `weir status`")
-        _say_keys(settings)
+        _say_what_to_do(settings)
         return
+    _say_configuration(settings)
     if running and running.running():
         _say(stopping.stop(settings.run_dir, settings.stop_timeout_s))
-    if settings.model_path is None:
-        from weir.demo.settings import with_demo_model  # trains a tiny model the first time
-
-        console.print("WEIR_MODEL_PATH is not set: using the demo's model", highlight=False)
-        settings, _ = with_demo_model(settings, 0, console.print)
-    settings = with_keys(settings)
+    settings = _with_model(_checked(settings))
+    check_machine(settings)
     child = supervisor.start_detached(settings)
     console.print(f"starting, for some minutes; logs: {settings.logs_dir}", highlight=False)
     try:
@@ -67,7 +81,29 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
         raise typer.Exit(130) from None
     for name, service in found.services.items():
         console.print(f"{name:16} {without_password(service.url)}", highlight=False)
-    _say_keys(settings)
+    _say_what_to_do(settings)
+
+
+def _checked(settings: StackSettings) -> StackSettings:
+    """The settings with keys, once this machine has what the services need beside a model: making or fetching
+    one takes minutes. Raises StackError."""
+    check_place(settings)
+    settings = with_keys(settings)
+    check_ports(services_of(settings))
+    return settings
+
+
+def _with_model(settings: StackSettings) -> StackSettings:
+    """The settings with a model that is on this machine. Raises StackError."""
+    if settings.model_path is None:
+        from weir.demo.settings import with_demo_model  # trains a tiny model the first time
+
+        console.print("WEIR_MODEL_PATH is not set: using the demo's model", highlight=False)
+        return with_demo_model(settings, 0, console.print)[0]
+    from weir.hub import on_this_machine
+
+    path = on_this_machine(settings.model_path, settings.models_dir, lambda line: _say([line]))
+    return settings.model_copy(update={"model_path": path})
 
 
 @app.command()
@@ -86,18 +122,15 @@ def show_status(config: Config = None, run_dir: RunDir = None) -> None:
     settings = settings_of_run(config, run_dir)
     found = state.read(settings.run_dir)
     admin_key = next(iter(settings.admin_keys or settings.client_keys), None)
-    gateway_url = service_field("trainer", "gateway_url")
-    if found is None and gateway_url is not None:
+    if found is None or found.phase == "failed":
+        gateway_url = service_field("trainer", "gateway_url") or f"http://127.0.0.1:{settings.gateway_port}"
         redis_url = service_field("trainer", "redis_url") or settings.redis_url
         rows = status.rows_elsewhere(gateway_url.rstrip("/"), redis_access(redis_url), admin_key)
-        console.print(status.table_of(rows))
-        raise typer.Exit(0 if all(row.up for row in rows) else 1)
-    if found is None or found.phase == "failed":
-        errors.print(found.detail if found else f"no services run in {settings.run_dir}", markup=False)
-        raise typer.Exit(1)
-    rows = status.rows_of(found, admin_key)
-    console.print(status.table_of(rows))
-    if not found.parent.process():
+    else:
+        rows = status.rows_of(found, admin_key)
+    for line in status.lines_of(rows):
+        console.print(line, highlight=False)
+    if found is not None and not found.parent.process():
         errors.print("the parent process has ended, so no service is restarted; `weir down` stops the rest")
     if not all(row.up for row in rows):
         raise typer.Exit(1)
@@ -106,7 +139,7 @@ def show_status(config: Config = None, run_dir: RunDir = None) -> None:
 @app.command("config")
 def show_config(config: Config = None) -> None:
     """Print the complete effective configuration of all services, without keys and passwords."""
-    use(config)
+    _say_configuration(settings_from(config))
     typer.echo(effective_configuration(), nl=False)
 
 
@@ -117,6 +150,7 @@ def demo(
     run_dir: RunDir = None,
 ) -> None:
     """Train a tiny model to use its tool, on this machine, with a live view."""
+    use(config, own_file=False)
     from weir.demo.run import run  # slow to import, because of matplotlib and openai
     from weir.demo.settings import on_own_ports
 
@@ -166,9 +200,10 @@ def show_audit(
     from weir.audit.sources import sources_of
 
     try:
-        sources = sources_of(settings_of_run(config, run_dir), redis_url, trainer_url, checkpoint_dir)
+        settings = settings_of_run(config, run_dir, None, redis_url)
+        sources = sources_of(settings, redis_url, trainer_url, checkpoint_dir)
         report = audit(sources, read_answers(answers) if answers else [])
-    except (StackError, ValidationError, MalformedSettings, SettingsError) as error:
+    except (StackError, MalformedSettings) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
         raise typer.Exit(2) from None
     if as_json:
@@ -196,7 +231,7 @@ def import_sessions(
     from weir.audit.sources import sources_of
     from weir.importing.run import import_files
 
-    sources = sources_of(settings_of_run(config, run_dir), redis_url)
+    sources = sources_of(settings_of_run(config, run_dir, None, redis_url), redis_url)
     with open_redis(sources.redis, IMPORT_TIMEOUT_S) as redis:
         account = import_files(redis, files, as_new, strict, lambda why: errors.print(why, markup=False))
     _say(list(account.sentences()))
@@ -208,7 +243,7 @@ def main() -> None:
     """Run a command. An expected failure prints one sentence; only a bug prints a traceback."""
     try:
         app()
-    except (StackError, StorageUnavailable, ValidationError, MalformedSettings, SettingsError) as error:
+    except (StackError, StorageUnavailable, MalformedSettings) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
         sys.exit(1)
 
@@ -225,13 +260,28 @@ def _run_here(module: str, section: str, settings: StackSettings) -> None:
     os.execv(PYTHON, [PYTHON, "-m", module])  # noqa: S606 - our own command
 
 
-def _say_keys(settings: StackSettings) -> None:
-    """How agents and people reach what asks for keys."""
+def _say_configuration(settings: StackSettings) -> None:
+    """Which file is read, and what in it or in the environment nobody reads. Raises MalformedSettings."""
+    if (path := config_file()) is not None:
+        errors.print(f"configuration: {path}", markup=False, highlight=False)
+    elif os.environ.get(CONFIG_VARIABLE) is None and Path("weir.yml").is_file():
+        raise MalformedSettings("weir.yml is not read: rename it to weir.yaml, or name it with --config")
+    for sentence in check_configuration(settings):
+        errors.print(f"warning: {sentence}", markup=False, highlight=False)
+
+
+def _say_what_to_do(settings: StackSettings) -> None:
+    """How agents and people reach what asks for keys, what to do next, and where the trained model is."""
     gateway, directory = f"http://127.0.0.1:{settings.gateway_port}", directory_of(settings.run_dir)
+    policies = determined_sections(settings)["trainer"]["policies_dir"]
+    example = Path("examples/tool_agent.py")
+    plays = f".venv/bin/python {example}" if example.is_file() else "weir env run LIBRARY:NAME"
     _say(
         [
             f"agents:  base_url {gateway}/v1, with the key in {directory}/client_keys",
             f"people:  open {gateway}/, and sign in with the key in {directory}/admin_keys",
+            f"next:    `{plays}` plays episodes to learn from; `weir top` shows the training",
+            f"model:   each trained version is a directory in {policies}; `weir export-model DIR` copies one",
         ]
     )
 

@@ -1,13 +1,17 @@
-"""`weir config`: the complete effective configuration of every service, with defaults, without secrets."""
+"""`weir config`: the complete effective configuration of every service, with defaults, without secrets.
+
+The same is read before `weir up` starts anything, so that a fault in any section is told first.
+"""
 
 import re
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from rollout_queue.settings import ServiceSettings, file_document
-from weir.stack.settings import StackSettings
+from rollout_queue.config_file import refuse_unknown_sections
+from rollout_queue.settings import ServiceSettings, check_names, read_settings
+from weir.stack.services import determined_sections
+from weir.stack.settings import StackSettings, service_field
 
 SECRET_FIELDS = frozenset(
     {
@@ -41,29 +45,37 @@ def service_settings() -> list[type[ServiceSettings]]:
     ]
 
 
+def check_configuration(settings: StackSettings) -> list[str]:
+    """Sentences about variables that nobody reads. Raises MalformedSettings for the first fault in any
+    section, with what the stack gives each service."""
+    kinds = service_settings()
+    unread = check_names(*kinds)
+    given = determined_sections(settings)
+    refuse_unknown_sections(settings.services)
+    for kind in kinds:
+        fields = given.get(kind.section, {})
+        _section(kind, **{name: value for name, value in fields.items() if value is not None})
+    return unread
+
+
 def effective_configuration() -> str:
-    """The configuration as YAML that is valid as a weir.yaml. It begins with the names of what it lacks."""
+    """The configuration as YAML that is valid as a weir.yaml. It begins with the names of what it lacks.
+    Raises MalformedSettings."""
     left_out = list[str]()
     document = {kind.section: _public(_section(kind), kind.section, left_out) for kind in service_settings()}
-    unknown = set(file_document()) - set(document)
-    notes = [f"no service reads the section {name!r}" for name in sorted(unknown)]
-    if left_out:
-        notes.append(f"left out, because secret: {', '.join(left_out)}")
-    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-    return "".join(f"# {note}\n" for note in notes) + text
+    note = f"# left out, because secret: {', '.join(left_out)}\n" if left_out else ""
+    return note + yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
-def _section(kind: type[ServiceSettings]) -> dict[str, Any]:
-    try:
-        return kind().model_dump(mode="json")
-    except ValidationError as error:
-        # If a field is missing, pydantic also reports each field whose default depends on it. Only the
-        # missing field is a fault.
-        faults = [each["loc"] for each in error.errors() if each["type"] != "default_factory_not_called"]
-        if faults != [("model_path",)]:
-            raise
-        placeholder: dict[str, Any] = {"model_path": "unset"}
-        return kind(**placeholder).model_dump(mode="json") | {"model_path": None}
+def _section(kind: type[ServiceSettings], **given: Any) -> dict[str, Any]:
+    """All fields of a section. Its model may be missing, because `weir up` can make one. Raises
+    MalformedSettings."""
+    field = kind.model_fields.get("model_path")
+    missing = field is not None and field.is_required() and not given.get("model_path")
+    if missing and service_field(kind.section, "model_path") is None:
+        placeholder = {**given, "model_path": "unset"}
+        return read_settings(kind, **placeholder).model_dump(mode="json") | {"model_path": None}
+    return read_settings(kind, **given).model_dump(mode="json")
 
 
 def _public(value: Any, place: str, left_out: list[str]) -> Any:

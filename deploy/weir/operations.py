@@ -3,7 +3,8 @@
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,11 @@ from rich.console import Console
 
 from rollout_queue import clock
 from weir.options import AsJson, Config, RunDir, settings_from, settings_of_run
+from weir.stack.keys import of_run
 from weir.stack.settings import service_field
 
 console = Console(soft_wrap=True)
-
+FOLLOW_EVERY_S = 0.3
 REQUEUE_TIMEOUT_S = 60.0
 
 GatewayUrl = Annotated[str | None, typer.Option("--gateway-url", help="gateway to ask, instead of the run's")]
@@ -36,6 +38,9 @@ def add_commands(app: typer.Typer) -> None:
     app.command("restore")(restore)
     app.command("top")(top)
     app.command("requeue")(requeue)
+    app.command("logs")(logs)
+    app.command("restart")(restart)
+    app.command("export-model")(export_model)
 
 
 def doctor(
@@ -55,7 +60,7 @@ def doctor(
     from weir.doctor.doctor import examine, show
     from weir.doctor.targets import targets_of
 
-    settings = settings_of_run(config, run_dir, gateway_url)
+    settings = settings_of_run(config, run_dir, gateway_url, redis_url)
     found = examine(targets_of(settings, gateway_url, redis_url, patience_s))
     if as_json:
         typer.echo(msgspec.json.encode(found))
@@ -107,7 +112,8 @@ def requeue(
     from rollout_queue.redis.turns.dead_letters import requeue as move
     from weir.audit.sources import sources_of
 
-    sources, fates, why = sources_of(settings_of_run(config, run_dir), redis_url), Counter[str](), ""
+    sources = sources_of(settings_of_run(config, run_dir, None, redis_url), redis_url)
+    fates, why = Counter[str](), ""
     with open_redis(sources.redis, REQUEUE_TIMEOUT_S) as redis:
         for letter in move(redis, dry_run=dry_run, discard=discard):
             fates[letter.fate] += 1
@@ -134,6 +140,68 @@ def _fates(fates: Counter[str], *, dry_run: bool, discard: bool, why: str) -> It
         yield f"{fates['unreadable']} cannot be read by this build either, and are kept; the last: {why}"
 
 
+def logs(
+    service: Annotated[str | None, typer.Argument(help="one of them; without it, all")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="how many of its last lines")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with what is written")] = False,
+    config: Config = None,
+    run_dir: RunDir = None,
+) -> None:
+    """Print the end of the logs of `weir up`: of its services, of the engine, and of their supervisor."""
+    from weir.stack.logs import logs_in
+
+    def show(name: str, written: Iterable[str]) -> None:
+        for line in written:
+            typer.echo(line if service else f"{name:16} {line}")
+
+    chosen = logs_in(settings_from(config, run_dir=run_dir).logs_dir, service)
+    for name, log in chosen.items():
+        show(name, log.last(lines))
+    with suppress(KeyboardInterrupt):
+        while follow:
+            clock.pause(FOLLOW_EVERY_S)
+            for name, log in chosen.items():
+                show(name, log.new())
+
+
+def restart(
+    service: Annotated[str, typer.Argument(help="its name in `weir status`")],
+    config: Config = None,
+    run_dir: RunDir = None,
+) -> None:
+    """Stop one service of `weir up`, and wait until it is ready again. It keeps the settings that it had."""
+    from weir.stack.restart import restart as again
+
+    settings = settings_from(config, run_dir=run_dir)
+    _say(f"{service} is ready again, pid {again(settings, service, _say)}")
+
+
+def export_model(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
+    version: Annotated[
+        int | None, typer.Option("--version", help="the one to copy; by default, the one that answers calls")
+    ] = None,
+    config: Config = None,
+    run_dir: RunDir = None,
+    policies_dir: PoliciesDir = None,
+) -> None:
+    """Copy a trained version as a directory that transformers loads (docs/your_model.md).
+
+    Nothing needs to run. If nothing does, or the version that answers calls is not there any more, the newest
+    one is copied. After a failure, nothing is left in DIR.
+    """
+    from weir.exporting.export import chosen, export, refuse_used
+    from weir.exporting.served import served_version
+    from weir.stack.services import effective_sections
+
+    refuse_used(directory)
+    settings = of_run(settings_from(config, run_dir=run_dir))
+    trainer = effective_sections(settings)["trainer"]
+    policies = policies_dir or Path(service_field("trainer", "policies_dir") or trainer["policies_dir"])
+    wanted = chosen(policies, version, served_version(settings) if version is None else None)
+    _say(export(policies, wanted, directory).sentence)
+
+
 def backup(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
     config: Config = None,
@@ -158,7 +226,7 @@ def backup(
     from weir.backup.backup import BackupPlan, back_up
     from weir.stack.services import effective_sections
 
-    settings = settings_of_run(config, run_dir)
+    settings = settings_of_run(config, run_dir, None, redis_url)
     sources = sources_of(settings, redis_url, checkpoint_dir=checkpoint_dir)
     own = service_field("trainer", "policies_dir") or effective_sections(settings)["trainer"]["policies_dir"]
     plan = BackupPlan(

@@ -1,18 +1,20 @@
-"""`weir status`: one table of the services, their addresses and the gateway's report of each."""
+"""`weir status`: the services, their addresses and what the gateway says of them, in lines of any length."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
-from rich.table import Table
+from rich.text import Text
 
 from rollout_queue import clock
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
 from rollout_queue.redis.client.address import without_password
 from rollout_queue.redis.client.settings import RedisSettings
-from weir.stack.probes import http_ready, redis_ready, reward_status, system_status
+from weir.stack.probes import http_ready, ready_of, redis_ready, reward_status, system_status
 from weir.stack.process import Readiness
 from weir.stack.state import ProcessState, StackState
+from weir.words import counted
 
 TRAINER_SILENT_S = 60.0
 """A trainer that has not reported for this time counts as down."""
@@ -81,22 +83,20 @@ def _with_detail(row: ServiceStatus, detail: str) -> ServiceStatus:
     return row if row.detail else replace(row, detail=detail)
 
 
-def table_of(rows: list[ServiceStatus]) -> Table:
-    table = Table("service", "pid", "state")
-    table.add_column("address", no_wrap=True)
-    table.add_column("detail")
+def lines_of(rows: Sequence[ServiceStatus]) -> Iterator[Text]:
+    """A line for each service, and below it what it says of itself."""
+    wide = max((len(row.name) for row in rows), default=0)
     for row in rows:
-        colour = "green" if row.up else "red"
-        table.add_row(row.name, str(row.pid or ""), f"[{colour}]{row.state}[/]", row.address, row.detail)
-    return table
+        pid = f"  pid {row.pid}" if row.pid else ""
+        state = (f"{row.state:9}", "green" if row.up else "red")
+        yield Text.assemble(f"{row.name:{wide}}  ", state, f"  {row.address}{pid}")
+        yield from (Text(f"    {part}") for part in row.detail.split("; ") if part)
 
 
 def _row(name: str, service: ProcessState, detail: str) -> ServiceStatus:
     if service.process() is None:
         return ServiceStatus(name, service.pid, "down", without_password(service.url), f"log: {service.log}")
-    is_redis = service.url.startswith("redis:")
-    ready = redis_ready(RedisSettings(redis_url=service.url)) if is_redis else http_ready(service.url)
-    reason = ready()
+    reason = ready_of(service.url)()
     restarts = f"restarts: {service.restarts}" if service.restarts else ""
     text = "; ".join(part for part in (reason or detail, restarts) if part)
     address = without_password(service.url)
@@ -122,7 +122,8 @@ def _reward_details(found: StackState, admin_key: str | None) -> dict[str, str]:
         report = reward_status(service.url, admin_key)
     except (OSError, msgspec.DecodeError) as error:
         return {"reward_service": f"no answer from /status: {error}"}
-    facts = _facts(in_work=report.in_work, dead_letters=len(report.dead_letters))
+    dead = counted(len(report.dead_letters), "dead letter")
+    facts = f"{counted(report.in_work, 'session')} in work, {dead}"
     alone = "" if report.python_isolated is not False else "; Python graders are not isolated"
     return {"reward_service": facts + alone}
 
@@ -131,18 +132,23 @@ def details_from(status: SystemStatus) -> dict[str, str]:
     """For each service, the few facts of GET /admin/status that fit on one line."""
     policy, trainer, queue = status.policy, status.trainer, status.queue
     return {
-        "gateway": _facts(serving=policy.serving, target=policy.target)
+        "gateway": _facts(serves_version=policy.serving, target=_other(policy.target, policy.serving))
         + "".join(f"; {warning}" for warning in status.warnings),
         "rollout_server": ", ".join(_facts(version=server.version) for server in status.rollout_servers),
-        "trainer_service": _facts(state=trainer.state, step=trainer.step, version=trainer.version),
-        "redis": _facts(
-            stream_length=queue.stream_length,
-            sessions=queue.sessions,
-            unfinished_sessions=queue.unfinished_sessions,
-            dead_letters=queue.dead_letters,
+        "trainer_service": _facts(state=trainer.state, step=trainer.step, version=trainer.version)
+        + (f"; waits for {trainer.waiting_for}" if trainer.waiting_for else ""),
+        "redis": (
+            f"{counted(queue.stream_length, 'record')} for the trainer, "
+            f"{counted(queue.sessions, 'session')}, {queue.unfinished_sessions} unfinished, "
+            f"{counted(queue.dead_letters, 'dead letter')}"
         ),
     }
 
 
 def _facts(**facts: object) -> str:
-    return ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+    named = {name.replace("_", " "): value for name, value in facts.items() if value is not None}
+    return ", ".join(f"{name} {value}" for name, value in named.items())
+
+
+def _other(value: int | None, than: int | None) -> int | None:
+    return None if value == than else value

@@ -7,12 +7,12 @@ A secret may stand in a file: WEIR_ADMIN_KEYS_FILE names one with the value of W
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -33,9 +33,16 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from rollout_queue.config_file import (
+    SECTIONS,
+    MalformedSettings,
+    file_document,
+    refuse_unknown_sections,
+    unknown_variables,
+)
+
 logger = logging.getLogger(__name__)
 
-CONFIG_VARIABLE = "WEIR_CONFIG"
 SHORT_NAMES = frozenset(
     {
         *("redis_url", "redis_password_file", "redis_sentinel_password_file", "redis_key_prefix"),
@@ -54,10 +61,6 @@ SECRETS = frozenset(
 )
 """Fields whose short variable may name a file in place of the value: WEIR_ADMIN_KEYS_FILE."""
 MOST_SECRET_BYTES = 65536
-
-
-class MalformedSettings(ValueError):
-    """The configuration cannot be read. The text says where, for the user."""
 
 
 def _split(value: object) -> object:
@@ -97,6 +100,8 @@ class ServiceSettings(BaseSettings):
     """One section of the configuration. A subclass names its section and its fields."""
 
     section: ClassVar[str]
+    owners: ClassVar[Mapping[str, str]] = {}
+    """For a field that is set in another section: SECTION.FIELD, by which users know it."""
     retired: ClassVar[frozenset[str]] = frozenset()
     """Fields of former versions. A configuration may still have them: a warning says that they do nothing."""
     log_format: Literal["text", "json"] = "text"
@@ -197,38 +202,71 @@ def _file_section(section: str) -> dict[str, Any]:
     return file_document().get(section, {})
 
 
-def file_document() -> dict[str, dict[str, Any]]:
-    """All sections of weir.yaml, with an empty one in place of null; empty if no file is given. Raises
-    MalformedSettings."""
-    path = os.environ.get(CONFIG_VARIABLE)
-    if not path:
-        return {}
-    try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeError) as error:
-        raise MalformedSettings(f"{path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:  # its text would quote the file, and so a secret
-        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise MalformedSettings(f"{path} cannot be read: it is not YAML{where}") from None
-    if not isinstance(document, dict):
-        raise MalformedSettings(f"{path} has no sections: write gateway: and the like, with fields below")
-    for section, fields in document.items():
-        if not isinstance(fields, dict | None):
-            raise MalformedSettings(f"{path}: the section {section!r} has no fields: write NAME: VALUE below")
-    return {section: fields or {} for section, fields in document.items()}
-
-
 def read_settings(kind: type[S], **given: Any) -> S:
     """The settings of a service. Raises MalformedSettings with the first fault as one sentence."""
     try:
         return kind(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join([kind.section, *map(str, first["loc"])])
-        said = str(first.get("ctx", {}).get("error", first["msg"]))
-        # The sentences of our own checks name the field where more than one is concerned.
-        named = said.startswith(f"{kind.section}.")
-        raise MalformedSettings(said if named else f"{where}: {said}") from error
+        raise MalformedSettings(sentence_of(kind, error)) from error
     except SettingsError as error:  # a variable is not JSON
         raise MalformedSettings(f"{kind.section}: {error}: {error.__cause__}") from error
+
+
+def check_names(*kinds: type[ServiceSettings]) -> list[str]:
+    """Sentences about variables that nobody reads. Raises MalformedSettings for an unknown section of
+    weir.yaml, and for an unknown section or field in a variable. `kinds` are those whose fields are known."""
+    fields = {kind.section: {*kind.model_fields, *kind.retired} for kind in kinds}
+    refuse_unknown_sections(file_document(), {**dict.fromkeys(SECTIONS), **fields})
+    return unknown_variables(fields, SHORT_NAMES)
+
+
+def sentence_of(kind: type[ServiceSettings], error: ValidationError) -> str:
+    """The first fault of a section, in a sentence that names the field."""
+    # If a field is wrong, pydantic also reports each field whose default depends on it.
+    faults = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
+    first = faults[0]
+    field, *below = map(str, first["loc"] or ("",))
+    where = ".".join(filter(None, [kind.owners.get(field, f"{kind.section}.{field}".strip(".")), *below]))
+    if first["type"] == "extra_forbidden":
+        return f"{where}: there is no such setting{_meant_field(kind, [*map(str, first['loc'])])}"
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        name = str(first["loc"][0])
+        variable = f"WEIR_{name}" if name in SHORT_NAMES else f"WEIR_{kind.section}__{name}"
+        return f"{where} has no default: set it in weir.yaml, or set {variable.upper()}"
+    said = str(first.get("ctx", {}).get("error", first["msg"]))
+    # The sentences of our own checks name the field where more than one is concerned.
+    return said if said.startswith(f"{kind.section}.") else f"{where}: {said}"
+
+
+def _meant_field(kind: type[ServiceSettings], place: Sequence[str]) -> str:
+    """The setting that was probably meant: one of this name elsewhere in the section, or one of the same
+    group with a similar name."""
+    paths = [*_paths(kind)]
+    group = f"{place[0]}." if len(place) > 1 else ""
+    beside = [path for path in paths if path.startswith(group) and (group or "." not in path)]
+    for several, names in (
+        (paths, [place[-1]]),
+        (beside, get_close_matches(place[-1], map(_last, beside), 1)),
+    ):
+        if found := [path for path in several if _last(path) in names]:
+            return f"; did you mean {kind.section}.{min(found, key=lambda path: path.count('.'))}?"
+    return ""
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _paths(kind: type[BaseModel]) -> Iterator[str]:
+    """All fields of a section, those in groups of fields as GROUP.FIELD."""
+    for name, field in kind.model_fields.items():
+        yield name
+        for group in _models_in(field.annotation):
+            yield from (f"{name}.{inner}" for inner in _paths(group))
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for each in get_args(annotation):
+        yield from _models_in(each)

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from weir.audit.facts import Finding
 from weir.audit.totals import Totals
+from weir.words import counted
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +57,8 @@ def _table(totals: Totals) -> Table:
 
 def _lines(totals: Totals) -> list[str]:
     return [
-        f"{name}: {fate.sessions} sessions, {fate.turns} turns, {fate.tokens} tokens"
+        f"{name}: {counted(fate.sessions, 'session')}, {counted(fate.turns, 'turn')}, "
+        f"{counted(fate.tokens, 'token')}"
         for name, fate in totals.fates.items()
     ]
 

@@ -50,8 +50,8 @@ from weir.backup.point import CheckpointWatch, FileHolder, PointMissed
 from weir.backup.policies import folder_of, hold_versions, needed_adapters, needed_versions
 from weir.backup.records import INDEX, VALUES
 from weir.backup.redis_copy import CopiedRedis, copy_redis, known_prefix
-from weir.doctor.words import size
 from weir.errors import StackError
+from weir.words import size
 
 TRIES = 5
 FRESH_TIMEOUT_S = 90.0

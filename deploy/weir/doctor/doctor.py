@@ -14,6 +14,7 @@ from weir.doctor.facts import DeploymentFacts
 from weir.doctor.model_table import ModelRow
 from weir.doctor.problem import Check, Problem, problems_of
 from weir.doctor.targets import Targets
+from weir.words import counted
 
 CHECKS: tuple[Check, ...] = (
     *redis.CHECKS,
@@ -75,5 +76,5 @@ def show(examination: Examination, console: Console) -> None:
     if examination.model:
         console.print(model_table.table_of(examination.model), highlight=False)
     done = f"{examination.checks} checks of {examination.gateway} and {examination.redis}"
-    found = f"{len(examination.problems)} problems" if examination.problems else "nothing is wrong"
+    found = counted(len(examination.problems), "problem") if examination.problems else "nothing is wrong"
     console.print(f"{done} in {examination.seconds:.1f} s: {found}", markup=False, highlight=False)

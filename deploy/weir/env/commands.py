@@ -19,11 +19,10 @@ from environments.results.summary import judged
 from environments.settings import Mode, RunSettings
 from rollout_queue import clock
 from weir.errors import StackError
+from weir.options import STYLE, settings_from, settings_of_run, use
 from weir.stack import state
-from weir.stack.keys import of_run
-from weir.stack.settings import StackSettings
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+app = typer.Typer(help=__doc__, **STYLE)
 console = Console(soft_wrap=True)
 
 RUNS_DIR = Path("run/environments/runs")
@@ -137,7 +136,8 @@ def run_demo(seed: Seed = 0) -> None:
     from weir.demo.settings import on_own_ports
     from weir.env.demo import run
 
-    settings = on_own_ports(StackSettings(run_dir=DEMO_RUN_DIR))
+    use(None, own_file=False)
+    settings = on_own_ports(settings_from(None, run_dir=DEMO_RUN_DIR))
     if not run(settings, seed, lambda line: console.print(line, highlight=False)):
         raise typer.Exit(1)
 
@@ -153,6 +153,11 @@ def _play(
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", settings.environment)
     began = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock.now()))
     run_dir = run_dir or RUNS_DIR / f"{name}-{settings.mode}-{began}"
+    if settings.mode == "train" and settings.group_size == 1:
+        console.print(
+            "warning: an episode in a group of one is compared with no other, so by default none is trained: "
+            "give --group-size 2 or more"
+        )
     url, key = _gateway(gateway or os.environ.get("WEIR_GATEWAY_URL"))
     try:
         if resume:
@@ -171,12 +176,13 @@ def _play(
 
 
 def _gateway(named: str | None) -> tuple[str, str | None]:
-    """The gateway's address, and the client key for it: those of `weir up`, unless others are named."""
-    settings = StackSettings()
+    """The gateway's address, and the client key for it: those of `weir up`, unless others are named. Raises
+    StackError if nothing runs there."""
+    settings = settings_of_run(None, None, named)
     found = state.read(settings.run_dir)
     own = None if found is None else found.gateway_url
     url = (named or own or f"http://127.0.0.1:{settings.gateway_port}").rstrip("/")
-    return url, next(iter(of_run(settings, url).client_keys), None)
+    return url, next(iter(settings.client_keys), None)
 
 
 def _resumed(document: dict[str, Any], now: RunSettings) -> RunSettings:

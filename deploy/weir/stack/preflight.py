@@ -10,8 +10,9 @@ import psutil
 
 from rollout_queue.base_model.headers import BrokenWeights
 from rollout_queue.base_model.model_files import ModelFiles
+from rollout_queue.config_file import MalformedSettings
 from rollout_queue.machine_memory import machine_memory
-from rollout_queue.settings import MalformedSettings, read_settings
+from rollout_queue.settings import read_settings
 from rollout_server.engine.command import cpu_kv_tokens, engine_dtype, find_device, kv_bytes_of_token
 from rollout_server.settings import RolloutServerSettings
 from weir.errors import StackError
@@ -34,6 +35,12 @@ def check_machine(settings: StackSettings) -> None:
         )
     if not (settings.model_path / "config.json").is_file():
         raise StackError(f"{settings.model_path} is not a Hugging Face directory: it has no config.json")
+    check_place(settings)
+    check_memory(settings)
+
+
+def check_place(settings: StackSettings) -> None:
+    """Raises StackError when the engine's Python or disk space is missing."""
     if not settings.engine_python.is_file():
         raise StackError(
             f"the engine's Python {settings.engine_python} is missing: run `make install`, "
@@ -46,7 +53,6 @@ def check_machine(settings: StackSettings) -> None:
             f"the disk of {settings.run_dir} has {free_bytes / 2**30:.1f} GiB left, and a run needs "
             f"{settings.free_disk_bytes / 2**30:.1f}: free some space, or set stack.free_disk_bytes"
         )
-    check_memory(settings)
 
 
 def check_memory(settings: StackSettings) -> None:

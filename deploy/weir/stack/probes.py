@@ -61,6 +61,11 @@ def redis_ready(settings: RedisSettings) -> Readiness:
     return ready
 
 
+def ready_of(url: str) -> Readiness:
+    """The probe of a service of `weir up`, by the kind of its address."""
+    return redis_ready(RedisSettings(redis_url=url)) if url.startswith("redis:") else http_ready(url)
+
+
 def system_status(gateway_url: str, admin_key: str | None) -> SystemStatus:
     """The gateway's report of the system. Raises OSError if the gateway gives none, MalformedMessage if this
     build cannot read it."""

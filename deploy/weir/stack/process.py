@@ -1,7 +1,6 @@
 """Runs a service as a child process with a log of its own, and ends it with all of its descendants."""
 
 import os
-import signal
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from rollout_queue.machine_memory import ending
 from rollout_queue.private_file import append_private
 from weir.errors import ServiceDied
 
@@ -87,7 +87,7 @@ class ServiceProcess:
         if self.exit_code is None:
             return
         raise ServiceDied(
-            f"{self.service.name} {_how(self.exit_code)}; the end of {self.log_path}:\n{self.log_tail()}"
+            f"{self.service.name} {ending(self.exit_code)}; the end of {self.log_path}:\n{self.log_tail()}"
         )
 
     def log_tail(self) -> str:
@@ -139,9 +139,3 @@ class ServiceProcess:
     def _pid_is_of_another(self) -> bool:
         mine = {each for each in self._family if each.pid == self.pid}
         return psutil.pid_exists(self.pid) and not any(each.is_running() for each in mine)
-
-
-def _how(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"

@@ -12,14 +12,9 @@ from typing import Any
 
 import yaml
 
+from rollout_queue.config_file import CONFIG_VARIABLE, MalformedSettings, file_document
 from rollout_queue.private_file import write_private
-from rollout_queue.settings import (
-    CONFIG_VARIABLE,
-    SHORT_NAMES,
-    MalformedSettings,
-    file_document,
-    read_settings,
-)
+from rollout_queue.settings import SHORT_NAMES, read_settings
 from weir.errors import StackError
 from weir.stack.keys import variables
 from weir.stack.probes import http_ready

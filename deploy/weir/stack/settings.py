@@ -6,6 +6,7 @@ reads it there as well, so that both use one setting.
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -14,6 +15,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
+from rollout_queue.config_file import file_document
 from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.settings import (
     SECRETS,
@@ -21,7 +23,6 @@ from rollout_queue.settings import (
     CommaSeparated,
     ServiceKey,
     ServiceSettings,
-    file_document,
     secret,
 )
 
@@ -42,6 +43,7 @@ class StackSettings(ServiceSettings):
     """Section `stack` of weir.yaml."""
 
     section: ClassVar[str] = "stack"
+    owners: ClassVar[Mapping[str, str]] = {field: ".".join(owner) for field, owner in OWNERS.items()}
 
     run_dir: Path = Path("run")
     """The directory of everything that a run writes: logs, Redis' file, policies, checkpoints, weir.yaml,

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 import psutil
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from rollout_queue.private_file import make_private_directory, write_private
 from weir.errors import StackError
@@ -68,11 +68,16 @@ def path_in(run_dir: Path) -> Path:
 
 
 def read(run_dir: Path) -> StackState | None:
-    """The stored state; None if nothing was started in this directory, or everything was stopped."""
+    """The stored state; None if nothing was started in this directory, or everything was stopped. Raises
+    StackError."""
+    path = path_in(run_dir)
     try:
-        return StackState.model_validate_json(path_in(run_dir).read_bytes())
+        return StackState.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
+    except (OSError, ValidationError) as error:
+        why = "it is not whole" if isinstance(error, ValidationError) else error.strerror
+        raise StackError(f"{path} cannot be read: {why}; stop what runs, and remove the file") from error
 
 
 def own_run_dir(run_dir: Path) -> None:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 WATCH_EVERY_S = 0.5
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 30.0
+STILL_EVERY_S = 15.0
+"""How long nothing is said while nothing changes."""
 STAY = b"stay\n"
 """What `weir up` writes when all services are ready."""
 STEADY_AFTER_S = 60.0
@@ -55,7 +57,7 @@ class Backoff:
 
 def stop_if_abandoned(stdin: BinaryIO) -> None:
     """End this process if `weir up` ends before all services are ready. Otherwise services would start that
-    nobody waits for."""
+    nobody waits for. `stdin` has no buffer: Python cannot end while a thread waits in one."""
 
     def watch() -> None:
         if stdin.readline() != STAY:
@@ -140,14 +142,19 @@ def wait_up(
 def _waited(
     child: subprocess.Popen[bytes], settings: StackSettings, on_wait: Callable[[str], None]
 ) -> StackState:
-    reported = ""
+    reported, began_at = "", clock.monotonic()
+    told_at = began_at
     while child.poll() is None:
         now = state.read(settings.run_dir)
         if now and now.phase == "up":
             return now
-        if now and now.detail and now.detail != reported:
-            reported = now.detail
+        detail, at = (now.detail if now else ""), clock.monotonic()
+        if detail and detail != reported:
+            reported, told_at = detail, at
             on_wait(reported)
+        elif at - told_at >= STILL_EVERY_S:
+            told_at = at
+            on_wait(f"{reported or 'the supervisor'} ({at - began_at:.0f} s so far)")
         clock.pause(WATCH_EVERY_S)
     last = state.read(settings.run_dir)
     reason = last.detail if last else f"the supervisor has ended: see {settings.logs_dir / 'supervisor.log'}"
@@ -156,6 +163,7 @@ def _waited(
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    given = StackSettings.model_validate_json(sys.stdin.buffer.readline())
-    stop_if_abandoned(sys.stdin.buffer)
+    unbuffered = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - open as long as the process
+    given = StackSettings.model_validate_json(unbuffered.readline())
+    stop_if_abandoned(unbuffered)
     sys.exit(run(given))

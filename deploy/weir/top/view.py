@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from rollout_queue.protocol.status import SystemStatus
-from weir.doctor.words import duration, size
+from weir.words import counted, duration, size
 
 METRICS = (
     ("reward", "reward_mean"),
@@ -21,6 +21,8 @@ METRICS = (
 )
 """How the view calls a metric of the last step, and its name."""
 LEAST_WIDTH = 40
+BELOW = " " * 11
+"""What a line begins with that goes on with the one above."""
 STATES = {"ready": "green", "loading": "yellow", "starting": "yellow", "draining": "yellow"}
 
 
@@ -57,12 +59,22 @@ class History:
 
 
 def lines(history: History, width: int) -> Iterator[Text]:
-    """The view, each line at most `width` cells wide."""
+    """The view, each line at most `width` cells wide. What is longer goes on below."""
     width = max(width, LEAST_WIDTH)
     for line in _lines(history):
-        if cell_len(line.plain) > width:
-            line = Text(set_cell_size(line.plain, width - 1) + "…", style=line.style)
-        yield line
+        for number, part in enumerate(_parts(line.plain, width)):
+            yield Text(f"{BELOW if number else ''}{part}", style=line.style)
+
+
+def _parts(text: str, width: int) -> Iterator[str]:
+    """The text in pieces, cut between words where there are any. Those after the first fit beside BELOW."""
+    room = width
+    while cell_len(text) > room:
+        whole = set_cell_size(text, room).rstrip()
+        cut = whole.rfind(" ") if " " in whole[room // 2 :] else len(whole)
+        yield text[:cut].rstrip()
+        text, room = text[cut:].lstrip(), width - len(BELOW)
+    yield text
 
 
 def _lines(history: History) -> Iterator[Text]:
@@ -95,14 +107,15 @@ def _lines(history: History) -> Iterator[Text]:
         )
     rates = _rates(history)
     yield Text(
-        f"sessions   {queue.unfinished_sessions} open of {queue.sessions}, {rates['ended']} ended/min, "
+        f"sessions   {queue.unfinished_sessions} unfinished of {queue.sessions}, {rates['ended']} ended/min, "
         f"{rates['trained']} trained/min"
     )
     memory = ""
     if queue.used_bytes is not None:
         most = f" of {size(queue.max_bytes)}" if queue.max_bytes else ""
         memory = f", Redis {size(queue.used_bytes)}{most}"
-    yield Text(f"queue      {queue.stream_length} records{memory}, {queue.dead_letters} dead letters")
+    dead = counted(queue.dead_letters, "dead letter")
+    yield Text(f"queue      {counted(queue.stream_length, 'record')}{memory}, {dead}")
     yield from _fleet(status)
     yield from _steps(history)
     for warning in status.warnings:

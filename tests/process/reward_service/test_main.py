@@ -123,7 +123,7 @@ def test_in_a_stack_it_rewards_is_told_and_comes_back_after_a_kill(
             return row.name, row.state, row.detail
 
         # The session is in work until the service has heard that the gateway took its reward.
-        wait_until(lambda: said() == ("reward_service", "ready", "in_work 0, dead_letters 0"))
+        wait_until(lambda: said() == ("reward_service", "ready", "0 sessions in work, 0 dead letters"))
         (unauthorised,) = status.rows_of(running, "unknown")
         assert "401" in unauthorised.detail
         supervisor = Supervisor(stack)

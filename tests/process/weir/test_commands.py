@@ -2,6 +2,7 @@
 
 import re
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 from gateway.settings.service import GatewaySettings
-from rollout_queue.settings import MalformedSettings, read_settings
+from rollout_queue.config_file import MalformedSettings
+from rollout_queue.settings import read_settings
+from tests.support.weir.commands import weir
 from weir.__main__ import app, main
 from weir.stack import supervisor
 from weir.stack.services import services_of
@@ -24,13 +27,14 @@ runner = CliRunner()
 @pytest.fixture(autouse=True)
 def own_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIR_STACK__RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("WEIR_ROLLOUT_SERVER__ENGINE_PYTHON", sys.executable)
     monkeypatch.delenv("WEIR_MODEL_PATH", raising=False)
 
 
 def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     file = tmp_path / "weir.yaml"
     file.write_text(
-        "gateway: {port: 8351, admin_keys: [hush], redis_url: 'redis://:hush@hush@host/0'}\ngate: {}\n"
+        "gateway: {port: 8351, admin_keys: [hush], redis_url: 'redis://:hush@hush@host/0'}\n"
         "stack: {admin_keys: [hush], redis_password: hush}\n"
         "rewards: {judge: {base_url: 'http://u:hush@host/v1', api_key: hush}, rules: ["
         "{name: far, kind: http, url: 'http://host/?a=1&password=hush', api_key: hush}]}\n"
@@ -40,8 +44,8 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     shown = runner.invoke(app, ["config", "--config", str(file)], env={"WEIR_CONFIG": None})
     assert shown.exit_code == 0, shown.output
     assert "hush" not in shown.output
-    assert "no service reads the section 'gate'" in shown.output
-    document = yaml.safe_load(shown.output)
+    assert f"configuration: {file}" in shown.stderr
+    document = yaml.safe_load(shown.stdout)
     assert list(document) == ["gateway", "rollout_server", "trainer", "rewards", "fine_tuning", "stack"]
     assert document["gateway"]["port"] == document["stack"]["gateway_port"] == 8351
     assert document["gateway"]["redis_url"] == document["trainer"]["redis_url"] == "redis://host/0"
@@ -61,20 +65,23 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
 
 def test_what_config_writes_configures_the_same(tmp_path: Path) -> None:
     file = tmp_path / "weir.yaml"
-    file.write_text(runner.invoke(app, ["config"]).output)
+    file.write_text(runner.invoke(app, ["config"]).stdout)
     again = runner.invoke(app, ["config", "--config", str(file)], env={"WEIR_CONFIG": None})
-    assert again.output == file.read_text()
+    assert again.stdout == file.read_text()
 
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    status = runner.invoke(app, ["status"])
-    assert (status.exit_code, "no services run in" in status.output) == (1, True)
-    result = runner.invoke(app, ["up", "--model-path", str(tmp_path / "nowhere")])
-    assert result.exit_code == 1
-    assert "is not a Hugging Face directory" in str(result.exception)
-    assert "is not a Hugging Face directory" in runner.invoke(app, ["status"]).output
-    down = runner.invoke(app, ["down"])
-    assert (down.exit_code, "no services run in" in down.output) == (0, True)
+    status = weir("status")
+    assert (status.status, "there is no run in" in status.err) == (1, True)
+    result = weir("up", "--model-path", str(tmp_path / "nowhere"))
+    assert (result.status, "is not a Hugging Face directory" in result.err) == (1, True)
+    assert "no services run in" in weir("status").err
+    StackState(parent=ProcessState.of(0), phase="failed", detail="no memory").write(tmp_path / "run")
+    status = weir("status")
+    assert (status.status, "the last start failed: no memory" in status.err) == (1, True)
+    down = weir("down")
+    assert (down.status, "no services run in" in down.out) == (0, True)
+    assert "no services run in" in weir("status").err
 
 
 def test_up_says_what_it_waits_for_also_without_a_terminal(
@@ -87,6 +94,8 @@ def test_up_says_what_it_waits_for_also_without_a_terminal(
 
     monkeypatch.setattr(supervisor, "start_detached", lambda _: None)
     monkeypatch.setattr(supervisor, "wait_up", waited)
+    for check in ("check_machine", "check_ports"):
+        monkeypatch.setattr(f"weir.__main__.{check}", lambda _: None)
     shown = runner.invoke(app, ["up", "--model-path", str(tmp_path)]).output
     assert [line for line in shown.splitlines() if "waiting" in line] == [
         "waiting for gateway: it is starting",
@@ -96,7 +105,7 @@ def test_up_says_what_it_waits_for_also_without_a_terminal(
 
 
 class StartedStacks:
-    """`weir up`, whose services are not started."""
+    """`weir up`, whose services are not started, and whose model and ports are not looked at."""
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run_dir = run_dir
@@ -104,6 +113,8 @@ class StartedStacks:
         up = StackState(parent=ProcessState.of(0), phase="up")
         monkeypatch.setattr(supervisor, "start_detached", self.started.append)
         monkeypatch.setattr(supervisor, "wait_up", lambda *_: up)
+        for check in ("check_machine", "check_ports"):
+            monkeypatch.setattr(f"weir.__main__.{check}", lambda _: None)
 
     def up(self, *options: str) -> tuple[StackSettings, str]:
         shown = runner.invoke(app, ["up", "--model-path", str(self.run_dir.parent), *options])

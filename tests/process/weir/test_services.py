@@ -12,8 +12,8 @@ import pytest
 import yaml
 from redis.exceptions import AuthenticationError
 
+from rollout_queue.config_file import MalformedSettings
 from rollout_queue.machine_memory import MachineMemory
-from rollout_queue.settings import MalformedSettings
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from weir.errors import StackError

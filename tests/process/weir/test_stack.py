@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,9 +19,11 @@ from tests.support.long_cases import cases
 from tests.support.system_status import server_shape, system_status
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
+from tests.support.weir.commands import weir
 from weir import status
 from weir.errors import ServiceDied, StackError
 from weir.stack import down, state
+from weir.stack.logs import LogEnd
 from weir.stack.probes import http_ready
 from weir.stack.process import Service
 from weir.stack.settings import StackSettings
@@ -117,7 +120,7 @@ def test_a_killed_service_takes_its_orphans_along(
         stack.check()
         os.kill(stack.processes["rollout_server"].pid, signal.SIGKILL)
         wait_until(lambda: stack.processes["rollout_server"].exit_code is not None)
-        with pytest.raises(ServiceDied, match="was killed by SIGKILL"):
+        with pytest.raises(ServiceDied, match=r"was killed by SIGKILL: by the system \(memory\?"):
             stack.check()
         assert alive(grandchild)
     assert not alive(grandchild)
@@ -249,6 +252,51 @@ def test_a_service_that_dies_is_started_again_without_its_orphans(
         assert written(settings).services["rollout_server"].restarts == 1
 
 
+def test_one_service_is_restarted_and_its_log_is_read(
+    settings: StackSettings, fake_service: FakeService, notes: Path, turned: TurnedClock
+) -> None:
+    run_dir = ["--run-dir", str(settings.run_dir)]
+    with Stack(settings, [fake_service("redis"), fake_service("gateway")]) as stack:
+        stack.wait_ready()
+        supervisor, first = Supervisor(stack), stack.processes["gateway"].pid
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(weir, "restart", "gateway", *run_dir)
+            while not told.done():
+                turned.turn(FIRST_BACKOFF_S)
+                supervisor.check()
+        assert told.result().status == 0, told.result().err
+        second = stack.processes["gateway"].pid
+        assert second != first
+        assert told.result().out.splitlines()[-1] == f"gateway is ready again, pid {second}"
+        assert notes.read_text().split() == ["gateway"], "it was asked to end, and nothing else was"
+        unknown = weir("restart", "gatway", *run_dir)
+        assert (unknown.status, "no service 'gatway'" in unknown.err) == (1, True)
+        assert "did you mean gateway?" in unknown.err
+    for name in ("redis", "gateway"):
+        (settings.logs_dir / f"{name}.log").write_text("".join(f"{name} {line}\n" for line in range(30)))
+    assert weir("logs", "gateway", "-n", "2", *run_dir).out.splitlines() == ["gateway 28", "gateway 29"]
+    both = weir("logs", *run_dir).out.splitlines()
+    assert len(both) == 40
+    assert both[-1] == f"{'redis':16} redis 29"
+
+
+def test_a_log_is_followed_also_when_it_is_begun_anew(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("before\nand bef")
+    end = LogEnd(log)
+    assert end.last(7) == ["before"]
+    with log.open("a") as file:
+        file.write("ore\none\ntw")
+        file.flush()
+        assert end.new() == ["and before", "one"]
+        file.write("o\n")
+    assert end.new() == ["two"]
+    log.rename(tmp_path / "engine.log.1")
+    assert end.new() == []
+    log.write_text("new\n")
+    assert end.new() == ["new"]
+
+
 def test_a_service_that_keeps_dying_waits_longer_each_time() -> None:
     backoff = Backoff(started_at=0.0)
     waits: list[float] = []
@@ -318,11 +366,27 @@ def test_status_says_what_the_gateway_knows() -> None:
         )
     )
     assert details == {
-        "gateway": "serving 3, target 4; no reward for 60 s",
+        "gateway": "serves version 3, target 4; no reward for 60 s",
         "rollout_server": "version 3",
         "trainer_service": "state training, step 12, version 4",
-        "redis": "stream_length 5, sessions 9, unfinished_sessions 2, dead_letters 0",
+        "redis": "5 records for the trainer, 9 sessions, 2 unfinished, 0 dead letters",
     }
+
+
+def test_a_supervisor_that_ends_while_weir_up_waits_says_why_and_nothing_else(
+    settings: StackSettings,
+) -> None:
+    """Python cannot end while a thread waits in a buffer, and would write a fatal error."""
+    command = [sys.executable, "-m", "weir.stack.supervisor"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(settings.model_dump_json().encode() + b"\n")
+        process.stdin.flush()
+        said = process.stderr.read().decode()  # until it ends
+    assert process.returncode == 1
+    assert len(said.splitlines()) == 1, said
+    assert "no model is set" in said
 
 
 @pytest.mark.parametrize("told", [b"", STAY])
@@ -330,8 +394,8 @@ def test_services_stop_if_weir_up_is_killed_at_their_start(tmp_path: Path, told:
     """The end of stdin without a word is what a killed `weir up` leaves."""
     program = (
         "import sys, threading; from weir.stack.supervisor import stop_if_abandoned; "
-        "sys.stdin.buffer.readline();"
-        "stop_if_abandoned(sys.stdin.buffer); threading.Event().wait(600 if not sys.argv[1:] else 0.5)"
+        "stdin = open(0, 'rb', buffering=0, closefd=False); stdin.readline();"
+        "stop_if_abandoned(stdin); threading.Event().wait(600 if not sys.argv[1:] else 0.5)"
     )
     more = ["stays"] if told else []
     process = subprocess.Popen([sys.executable, "-c", program, *more], stdin=subprocess.PIPE)

@@ -67,7 +67,7 @@ def test_the_view_has_versions_fleet_rates_and_steps() -> None:
         "trainer    waiting, step 4, version 4",
         "waits for  12 more live rows",
         "groups     2 of 7 had different rewards",
-        "2 open of 9, 30 ended/min, 30 trained/min",
+        "2 unfinished of 9, 30 ended/min, 30 trained/min",
         "queue      4 records",
         "fleet      1 of 1 ready, 0 calls in flight",
         "\n3 ",

@@ -293,7 +293,9 @@ def test_the_trainers_report_reaches_the_operators_pages(
     metrics = {"loss": 0.5, "kl": None, "eval/reward": 0.25}
     assert status.trainer == said.model_copy(update={"metrics": metrics})
     assert "the trainer is paused and waits for POST /resume" in status.warnings
-    assert details_from(status)["trainer_service"] == "state paused, step 12, version 4"
+    assert details_from(status)["trainer_service"] == (
+        "state paused, step 12, version 4; waits for POST /resume"
+    )
     assert services.get("/admin/pipeline").json()["trainer"] == "POST /resume"
 
 

@@ -119,7 +119,7 @@ def test_a_person_reads_lines_and_the_exit_code_says_the_rest(sources: Sources, 
     put(redis, "s1", turns=2)
     code, said = invoked(sources)
     assert code == 0
-    assert "waiting: 1 sessions, 2 turns, 6 tokens" in said
+    assert "waiting: 1 session, 2 turns, 6 tokens" in said
     assert "every turn was trained once, waits, or has a final verdict" in said
     redis.xdel(keys.STREAM, put(redis, "s2"))
     code, said = invoked(sources)
@@ -136,7 +136,7 @@ def test_in_a_container_the_address_of_redis_stands_in_a_file(
     file.write_text(f"{sources.redis_url}\n")
     monkeypatch.setenv("WEIR_REDIS_URL_FILE", str(file))
     result = CliRunner().invoke(app, ["audit", "--checkpoint-dir", str(sources.checkpoint_dir)])
-    assert (result.exit_code, "waiting: 1 sessions" in result.output) == (0, True), result.output
+    assert (result.exit_code, "waiting: 1 session" in result.output) == (0, True), result.output
     file.write_text("\n")
     result = CliRunner().invoke(app, ["audit", "--checkpoint-dir", str(sources.checkpoint_dir)])
     assert (result.exit_code, f"WEIR_REDIS_URL_FILE: {file} is empty" in result.output) == (2, True)

@@ -80,7 +80,7 @@ def test_the_command_prints_sentences_or_json_and_exits_with_1_if_something_is_w
     assert said.exit_code == 1
     assert "warning: Redis syncs its file everysec" in said.output
     assert "[redis_syncs_late]\n    set appendfsync always" in said.output
-    found = json.loads(told.output)
+    found = json.loads(told.stdout)
     assert (found["ok"], found["gateway"]) == (False, system.gateway_url)
     assert "redis_syncs_late" in {problem["check"] for problem in found["problems"]}
 
@@ -99,7 +99,7 @@ def run_dir(system: ExaminedSystem, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["status"], "serving 0"),
+        (["status"], "serves version 0"),
         (["top", "--once"], "v0"),
         (["doctor", "--json"], '"problems"'),
         (["audit", "--json"], '"ledger": "http://'),
@@ -155,7 +155,7 @@ def test_what_services_found_out_about_the_model_is_one_table_and_two_models_are
         said = CliRunner().invoke(app, command, env={"COLUMNS": "200"}).output
         assert "the model, checked at the start" in said
         assert re.search(r"trainer .* output head .* differs .* lm_head.weight equals the embedding", said)
-        told = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)["model"]
+        told = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)["model"]
         assert [(each["service"], each["check"]) for each in told] == [
             ("gateway", "chat template"),
             ("gateway", "end tokens"),
@@ -372,7 +372,7 @@ def test_graders_that_are_not_isolated_are_told_by_doctor_and_status(
             found = system.problems(stack=stack, run_dir=tmp_path)
             (row,) = rows_of(stack, ADMIN_KEY)
         assert ("graders_not_isolated" in found) is (isolated is False)
-        assert row.detail == f"in_work 0, dead_letters 0{said}"
+        assert row.detail == f"0 sessions in work, 0 dead letters{said}"
 
 
 def test_a_push_that_failed_and_a_fleet_that_is_held_are_found(system: ExaminedSystem) -> None:

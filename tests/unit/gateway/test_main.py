@@ -9,6 +9,7 @@ import pytest
 
 import gateway.__main__
 from gateway.settings.service import GatewaySettings
+from rollout_queue.http import starting
 from rollout_queue.http.server import KEEP_ALIVE_S
 from tests.support.service_log import log_of
 
@@ -19,7 +20,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[GatewaySetti
     found = list[GatewaySettings]()
     monkeypatch.setattr(sys, "argv", ["gateway"])
     monkeypatch.setattr(gateway.__main__, "serve_gateway", found.append)
-    monkeypatch.setattr(gateway.__main__, "begin_log", lambda *_: None)  # `log_of` has begun it
+    monkeypatch.setattr(starting, "begin_log", lambda *_: None)  # `log_of` has begun it
     for name in ("WEIR_CLIENT_KEYS", "WEIR_ADMIN_KEYS", "WEIR_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WEIR_MODEL_PATH", str(tmp_path))

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 import pytest
 
 from gateway.settings.service import GatewaySettings
+from rollout_queue.config_file import MalformedSettings
 from rollout_queue.http.starting import start
 from rollout_queue.redis.client.address import read_address
 from rollout_queue.redis.client.settings import WriterRedisSettings
-from rollout_queue.settings import MOST_SECRET_BYTES, MalformedSettings, ServiceSettings, read_settings
+from rollout_queue.settings import MOST_SECRET_BYTES, ServiceSettings, read_settings
 from rollout_server.settings import RolloutServerSettings
 from weir.configuration import service_settings
 

@@ -28,7 +28,9 @@ def refusal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
 
 
 def test_a_server_without_a_model_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert refusal(monkeypatch) == "rollout_server.model_path: Field required"
+    assert refusal(monkeypatch) == (
+        "rollout_server.model_path has no default: set it in weir.yaml, or set WEIR_MODEL_PATH"
+    )
     said = refusal(monkeypatch, WEIR_MODEL_PATH=str(tmp_path))
     assert said.startswith("rollout_server.model_path is not a model that can be served")
     assert "\n" not in said

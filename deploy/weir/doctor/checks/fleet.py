@@ -3,7 +3,7 @@
 from rollout_queue.protocol.status import NO_SIGN_OF_LIFE
 from weir.doctor.facts import DeploymentFacts
 from weir.doctor.problem import Found
-from weir.doctor.words import duration
+from weir.words import duration
 
 SLOW_PUSH_S = 900.0
 

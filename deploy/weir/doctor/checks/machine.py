@@ -4,7 +4,7 @@ from pathlib import Path
 
 from weir.doctor.facts import DeploymentFacts, DiskFacts
 from weir.doctor.problem import Found
-from weir.doctor.words import size
+from weir.words import size
 
 MORE_PARTS = 2
 """A checkpoint is written before an older one is removed, and so is a version."""

@@ -5,7 +5,7 @@ from typing import Any
 from rollout_queue.http.keys import LOOPBACK
 from weir.doctor.facts import DeploymentFacts
 from weir.doctor.problem import Found
-from weir.doctor.words import duration, size
+from weir.words import duration, size
 
 NEARLY_FULL = 0.85
 SLOW_REWRITE_S = 600

@@ -2,8 +2,8 @@
 
 from weir.doctor.facts import DeploymentFacts
 from weir.doctor.problem import Found
-from weir.doctor.words import duration
 from weir.status import TRAINER_SILENT_S
+from weir.words import duration
 
 NO_VERDICT_S = 3600.0
 NOTHING_NEW_S = 6 * 3600.0

@@ -1,4 +1,4 @@
-"""Sizes and times in sentences."""
+"""Numbers, sizes and times in sentences."""
 
 
 def size(count: float) -> str:
@@ -16,3 +16,8 @@ def duration(seconds: float) -> str:
         if seconds < unit_s * until:
             return f"{max(0.0, seconds) / unit_s:.0f} {name}"
     return f"{seconds / 86400:.0f} days"
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """`1 session`, `12 sessions`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

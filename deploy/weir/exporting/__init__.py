@@ -1,0 +1,1 @@
+"""Copies a trained model out of a run."""

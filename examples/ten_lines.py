@@ -7,7 +7,7 @@ from openai import OpenAI
 
 key = Path("run/keys/client_keys").read_text().split()[0]  # `make up` made it
 gateway = httpx.Client(base_url="http://127.0.0.1:8000", headers={"x-api-key": key})
-session = gateway.post("/sessions", json={"task_id": "greeting"}).json()
+session = gateway.post("/sessions", json={"task_id": "greeting"}).raise_for_status().json()
 
 client = OpenAI(base_url=session["base_url"], api_key=session["api_key"])
 reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "value of c?"}])

@@ -1,6 +1,7 @@
-"""Samples one task eight times: a group of sessions, each with a tool loop and a reward."""
+"""Plays groups of eight sessions of one task, each with a tool loop and a reward, until a step was made."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from openai import OpenAI
 GATEWAY = "http://127.0.0.1:8000"
 KEYS = Path("run/keys/client_keys")
 """`make up` writes them."""
+MOST_GROUPS = 24
+"""A step needs several groups whose rewards differ."""
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -37,15 +40,38 @@ def solve(client: OpenAI, question: str) -> str:
     return ""
 
 
-def main() -> None:
-    gateway = httpx.Client(base_url=GATEWAY, headers={"x-api-key": KEYS.read_text().split()[0]})
-    group = gateway.post("/groups", json={"size": 8, "task_id": "value-of-c"}).json()
-    for session in group["sessions"]:
+def play_group(gateway: httpx.Client) -> list[float]:
+    """The rewards of eight attempts at the task, made at once."""
+    opened = gateway.post("/groups", json={"size": 8, "task_id": "value-of-c"}).raise_for_status().json()
+
+    def play(session: dict[str, Any]) -> float:
         answer = solve(OpenAI(base_url=session["base_url"], api_key=session["api_key"]), "value of c?")
         reward = 1.0 if answer == WORLD["c"] else 0.0
         ending = {"status": "completed", "reward": reward}
         gateway.post(f"/sessions/{session['session_id']}/finish", json=ending).raise_for_status()
-        print(f"{session['session_id']}: {answer!r} → {reward}")
+        return reward
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(play, opened["sessions"]))
+
+
+def version_of(gateway: httpx.Client) -> int | None:
+    """The version that answers calls now."""
+    version: int | None = gateway.get("/v1/models").raise_for_status().json()["data"][0]["version"]
+    return version
+
+
+def main() -> None:
+    gateway = httpx.Client(base_url=GATEWAY, headers={"x-api-key": KEYS.read_text().split()[0]}, timeout=60)
+    before = version_of(gateway)
+    for number in range(1, MOST_GROUPS + 1):
+        rewards = play_group(gateway)
+        use = "" if len(set(rewards)) > 1 else ": all alike, so nothing is learned from it"
+        print(f"group {number}: rewards {rewards}{use}", flush=True)
+        if (now := version_of(gateway)) != before:
+            print(f"version {now} has learned from such groups, and answers calls now")
+            return
+    print("no new version yet: `weir top` says what the trainer waits for")
 
 
 if __name__ == "__main__":

@@ -167,10 +167,10 @@ class WarningMonitor:
         elif full := full_redis(pressure):
             yield full
         elif limits.queue_memory is not None:
-            full = pressure.used_bytes / pressure.max_bytes
-            if full >= share * limits.queue_memory:
+            used = pressure.used_bytes / pressure.max_bytes
+            if used >= share * limits.queue_memory:
                 yield (
-                    f"Redis has used {full:.0%} of its maxmemory; from {limits.queue_memory:.0%} on "
+                    f"Redis has used {used:.0%} of its maxmemory; from {limits.queue_memory:.0%} on "
                     "(gateway.limits.queue_memory) new sessions are refused"
                 )
 

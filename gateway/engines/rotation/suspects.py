@@ -86,6 +86,7 @@ class Suspects:
         """Read what any gateway has noted. Raises StorageUnavailable."""
         now, since = clock.monotonic(), clock.now() - REMEMBERED_S
         self._read_at, self._read_every_s = now, min(now - self._read_at, LONGEST_S)
+        # bounded: MOST_REMEMBERED are kept
         found = await stored(self._redis.zrange(keys.SUSPECTS, since, "+inf", byscore=True))
         guilty: dict[str, bool] = {}
         for name, _, digest in (member.decode().partition(":") for member in found):
@@ -140,7 +141,7 @@ class Suspects:
     async def end_trial(self, trial: SuspectTrial) -> None:
         if self._leave(trial):
             try:
-                await stored(self._redis.delete(*trial.keys))
+                await stored(self._redis.delete(*trial.keys))  # bounded: two
             except StorageUnavailable as error:
                 logger.warning("a trial at %s hinders others until it expires: %s", trial.server_id, error)
 
@@ -151,7 +152,8 @@ class Suspects:
             try:
                 new = await stored(self._redis.set(key, text, nx=True, px=int(TRIAL_S * 1000)))
                 if not new and await stored(self._redis.get(key)) != text.encode():
-                    await stored(self._redis.delete(*trial.keys[:number])) if number else None
+                    if number:
+                        await stored(self._redis.delete(*trial.keys[:number]))  # bounded: one
                     return False
             except StorageUnavailable:
                 return True  # without Redis, only this process takes care

@@ -119,7 +119,7 @@ async def test_a_session_that_is_deleted_meanwhile_does_not_come_back(
     set_aside(stream)
     assert [each.fate for each in requeue(other, dry_run=True)] == ["requeued"] * 3
     script = other.register_script(MOVE)
-    letter = stream.redis.xrange(keys.DEAD_LETTERS)[0][0]  # type: ignore[index]
+    letter: bytes = stream.redis.xrange(keys.DEAD_LETTERS)[0][0]  # type: ignore[index,assignment]
     await stream.deleted("s1")
     assert not script([keys.DEAD_LETTERS, keys.STREAM, keys.session("s1")], [letter, encode(turn())])
     assert len(stream.records()) == 1, "the deletion alone"

@@ -36,6 +36,7 @@ def confirmed_now(
         return script(keys, arguments)
     with redis.pipeline(transaction=False) as pipeline:  # so that both have the same connection
         script(keys, arguments, cast(Redis, pipeline))
+        # bounded: WAIT and its two arguments
         pipeline.execute_command(*replication.command)  # type: ignore[no-untyped-call]
         answer, confirmed = pipeline.execute()
     replication.require(confirmed)

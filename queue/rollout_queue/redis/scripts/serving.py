@@ -24,7 +24,7 @@ return 1
 NOTE_SERVERS = """
 -- KEYS: server pushes   ARGV: server, server push, …
 redis.call('HDEL', KEYS[1], '')
-redis.call('HSET', KEYS[1], unpack(ARGV))
+redis.call('HSET', KEYS[1], unpack(ARGV)) -- bounded: NOTES servers
 """
 
 HOLD_LEASE = """

@@ -1,8 +1,10 @@
 """python -m tests.soak --minutes 30: agents of all dialects, some calls hostile, while engines die and hang.
 
+Gateways stand still meanwhile, and at the end Redis evicts keys.
+
 It runs real gateways and a real Redis; the engines are fakes in processes of their own. The exit code is 1 if
 something unexpected happened, if a gateway's memory grows, or if the audit has a finding. It is also 1 if the
-soak shows nothing, because no agent used one of the dialects or no engine was killed or suspended.
+soak shows nothing, because no agent used one of the dialects or one kind of fault was never made.
 """
 
 import argparse

@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -16,6 +17,7 @@ from tests.soak.memory import BEGINS, WINDOW, MemoryRow, MemorySample, judged, s
 from tests.soak.result import CallRow, SoakResult
 from tests.soak.system import SoakSystem, soak_system
 from tests.support.gateway.running import ADMIN_KEY
+from tests.support.redis_clients import redis_at
 from weir.audit.audit import audit
 from weir.audit.evidence import read_answers
 from weir.audit.sources import Sources
@@ -72,6 +74,9 @@ def soak(run_dir: Path, model_path: Path, minutes: float, agents: int, seed: int
         look_inside(system, journal, run_dir, before)
         sources = Sources(system.redis_url, None, ADMIN_KEY, ledger)
         report = audit(sources, read_answers(answers))
+        evict(system, journal)
+        if not audit(sources, read_answers(answers)).findings:
+            journal.surprised("Redis has evicted sessions, and the audit finds nothing")
     return SoakResult(
         minutes=minutes,
         agents=agents,
@@ -84,6 +89,24 @@ def soak(run_dir: Path, model_path: Path, minutes: float, agents: int, seed: int
         memory=done.memory(),
         findings=tuple(f"{each.kind}: {each.sentence} ({each.rule})" for each in report.findings),
     )
+
+
+def evict(system: SoakSystem, journal: Journal) -> None:
+    """Have Redis evict keys, as one does that operators have not set up. Report if no gateway warns of it."""
+    with redis_at(system.redis_url) as redis:
+        used: Any = redis.info("memory")
+        redis.config_set("maxmemory-policy", "allkeys-random")
+        redis.config_set("maxmemory", used["used_memory"] * 9 // 10)
+        redis.set("one", "more")
+        redis.config_set("maxmemory", 0)
+        redis.config_set("maxmemory-policy", "noeviction")
+        stats: Any = redis.info("stats")
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(any("has evicted" in each for each in said) for said in system.warnings()):
+        if time.monotonic() > deadline:
+            journal.surprised(f"{stats['evicted_keys']} keys were evicted, and a gateway does not warn of it")
+            break
+        time.sleep(0.5)  # gateways look every few seconds
 
 
 def look_inside(system: SoakSystem, journal: Journal, run_dir: Path, before: Counter[str]) -> None:

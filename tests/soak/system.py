@@ -86,6 +86,12 @@ class SoakSystem:
             found += reply.raise_for_status().json()["data"]
         return found
 
+    def warnings(self) -> list[list[str]]:
+        """What each gateway warns of."""
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        found = [httpx.get(f"{url}/admin/status", headers=headers, timeout=60) for url in self.gateways]
+        return [each.raise_for_status().json()["warnings"] for each in found]
+
     def well(self) -> bool:
         """Whether every gateway sends calls to every engine. A half-open breaker lets the next call pass."""
         return all(each["state"] == "ready" and each["breaker"] != "open" for each in self.servers())

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rollout_queue.redis import keys
 from tests.support.gateway.disagreements import disagreements
 from tests.support.gateway.push_system import PUSH_TIMEOUT_S, SHORT, PushSystem, limit_files, push_system
 from tests.support.gateway.running import Backends
@@ -62,6 +63,28 @@ def test_a_server_that_dies_takes_the_version_when_it_is_back(system: PushSystem
         states = {name: result["state"] for name, result in system.results(system.newest).items()}
         assert states[f"r{victim}"] == "unavailable"
         system.replace_server(victim)
+    system.check(seen)
+
+
+def test_a_failover_of_redis_that_loses_the_last_push_costs_no_call(system: PushSystem) -> None:
+    """A replica is promoted that lacks the plan and the register of the last two pushes."""
+    lost = (keys.SERVING, keys.POLICIES, keys.RESERVED, keys.SERVER_PUSHES, keys.PUSHES)
+    redis = system.gateway.redis
+    with system.traffic() as seen:
+        system.publish(wait=True)
+        lagged = {key: redis.dump(key) for key in lost}
+        for _ in range(2):
+            system.publish(wait=True)
+        with redis.pipeline(transaction=True) as failover:
+            failover.delete(*lost)
+            for key, value in lagged.items():
+                if value is not None:
+                    failover.restore(key, 0, value)
+            failover.execute()
+        wait_until(lambda: system.served(system.newest))
+        wait_until(lambda: redis.hexists(keys.POLICIES, str(system.newest)))
+        system.publish(wait=True)
+    assert set(seen.statuses) == {200}
     system.check(seen)
 
 

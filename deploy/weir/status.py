@@ -134,7 +134,10 @@ def details_from(status: SystemStatus) -> dict[str, str]:
     return {
         "gateway": _facts(serves_version=policy.serving, target=_other(policy.target, policy.serving))
         + "".join(f"; {warning}" for warning in status.warnings),
-        "rollout_server": ", ".join(_facts(version=server.version) for server in status.rollout_servers),
+        "rollout_server": ", ".join(
+            _facts(version=server.version) + (f" ({server.error})" if server.error else "")
+            for server in status.rollout_servers
+        ),
         "trainer_service": _facts(state=trainer.state, step=trainer.step, version=trainer.version)
         + (f"; waits for {trainer.waiting_for}" if trainer.waiting_for else ""),
         "redis": (

@@ -22,7 +22,7 @@ def system_status(
     )
 
 
-def server_shape(server_id: str, version: int) -> ServerShape:
+def server_shape(server_id: str, version: int, error: str | None = None) -> ServerShape:
     """A rollout server that is ready and serves `version`."""
     return ServerShape(
         id=server_id,
@@ -33,5 +33,5 @@ def server_shape(server_id: str, version: int) -> ServerShape:
         in_flight=0,
         breaker="closed",
         last_seen=1.0,
-        error=None,
+        error=error,
     )

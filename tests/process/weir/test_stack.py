@@ -358,7 +358,10 @@ def test_status_says_what_the_gateway_knows() -> None:
         system_status(
             policy=ServingShape(serving=3, target=4),
             trainer=TrainerReport(state="training", step=12, version=4),
-            servers=(server_shape("rollout-0", version=3),),
+            servers=(
+                server_shape("rollout-0", version=3),
+                server_shape("rollout-1", version=3, error="its engine gives no sign of life"),
+            ),
             queue=QueueReport(
                 stream_length=5, sessions=9, unfinished_sessions=2, verdicts={}, dead_letters=0
             ),
@@ -367,7 +370,7 @@ def test_status_says_what_the_gateway_knows() -> None:
     )
     assert details == {
         "gateway": "serves version 3, target 4; no reward for 60 s",
-        "rollout_server": "version 3",
+        "rollout_server": "version 3, version 3 (its engine gives no sign of life)",
         "trainer_service": "state training, step 12, version 4",
         "redis": "5 records for the trainer, 9 sessions, 2 unfinished, 0 dead letters",
     }

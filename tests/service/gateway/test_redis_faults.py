@@ -178,7 +178,7 @@ def test_a_failover_that_lost_the_plan_costs_no_call(
     redis, port = own_backends.redis, free_port()
     with ExitStack() as stack:
         served, first = stack.enter_context(gateway_thread(own_backends, port))
-        deployment = deploy(2, gateway=first, settle_s=0.5)
+        deployment = deploy(2, gateway=first, server={"settle_s": 0.5})
         deployment.announce(1)
         deployment.until("serving")
         lagged = {key: redis.dump(key) for key in planned}

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Lock
@@ -346,6 +347,27 @@ def test_steps_with_a_real_rollout_server(
     wait_until(lambda: rollout_server.status()["state"] == "ready")
     assert rollout_server.status()["restarts"] == 0
     assert "engine is dead" not in rollout_server.log.read_text()
+
+
+def test_trainer_and_engine_that_start_together_start_once(
+    make_harness: MakeHarness, rollout_settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with server_thread(tmp_path, rollout_settings) as server:
+        server.control(ready=False)
+        harness = make_harness(memory="shared", shared_with=[server.url])
+        harness.memory_server = _forwarded(harness)
+        with ThreadPoolExecutor(1) as pool:
+            starting = pool.submit(harness.start)
+            wait_until(
+                lambda: "the engine's memory" in str(harness.shared_state.snapshot.report().waiting_for)
+            )
+            assert not server.status()["released"]
+            server.control()
+            starting.result()
+        wait_until(server.is_ready)
+        assert server.status()["restarts"] == 0
+        assert "engine failed" not in server.log.read_text()
+        harness.step("g0")
 
 
 def test_a_rollout_server_that_is_killed_in_a_step_does_not_start_its_engine_before_the_end(

@@ -68,7 +68,7 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
             lora: dict[str, Any] | None = None,
             first: int = 0,
             memory: str = "exclusive",
-            settle_s: float = 60.0,
+            server: dict[str, Any] | None = None,
             **settings: Any,
         ) -> Deployment:
             if gateway is None:
@@ -89,7 +89,7 @@ def deploy(own_backends: Backends, tmp_path: Path) -> Iterator[Deploy]:
                     "weights_dir": tmp_path / "weights",
                     "policies_dir": tmp_path / "policies",
                     "memory": memory,
-                    "settle_s": settle_s,
+                    **(server or {}),
                 } | ({"locations": f"{tmp_path},{locations}"} if locations else {})
                 given |= {"lora": lora} if lora else {}
                 made.servers.append(started.enter_context(server_thread(tmp_path, given)))

@@ -29,9 +29,9 @@ from tests.support.rollout_server.weights_sampler import WeightsSampler
 ROOT = Path(__file__).parents[3]
 DELAYS = {"/update_weights_from_disk": "load_s", "/weights_checker": "checksum_s"}
 Faults = dict[str, Any]
-"""How long a load (`load_s`), a checksum (`checksum_s`) and a token (`pace_s`) take, and the log-probability
-that a version gives every token of a prompt (`scores`). In this process, `load` may be called when a load
-begins, and returns a function that says whether it may end."""
+"""How long a load (`load_s`), a checksum (`checksum_s`) and a token (`pace_s`) take, the log-probability that
+a version gives every token of a prompt (`scores`), and whether it has started (`ready`). In this process,
+`load` may be called when a load begins, and returns a function that says whether it may end."""
 
 
 class StubEngine:
@@ -78,6 +78,8 @@ class StubEngine:
         path = request.url.path
         if self._key is not None and request.headers.get("authorization") != f"Bearer {self._key}":
             return Response("Unauthorized", 401)
+        if path == "/ready" and not self._faults().get("ready", True):
+            return Response("it starts", 503)
         if self._sampler is not None and path == "/generate":
             return self._generate(self._sampler, json.loads(content))
         if path in DELAYS:

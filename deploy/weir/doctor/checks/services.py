@@ -11,6 +11,8 @@ from weir.doctor.problem import Found
 from weir.stack.probes import RewardStatus
 
 SECTIONS = ("gateway", "rollout_server", "trainer")
+READ_PIPELINE = "see GET /admin/pipeline, and `gateway.warnings` in docs/gateway.md"
+READ_PUSH = "GET /admin/policies/{version} has each server's error, and the server's log says more"
 
 
 def service_silent(facts: DeploymentFacts) -> Found:
@@ -164,7 +166,8 @@ def gateway_warns(facts: DeploymentFacts) -> Found:
     for warning in _warnings(facts):
         of_push = told and warning.startswith("the last ")
         if not of_push and not any(known in warning for known in ("everybody knows the keys", "maxmemory")):
-            yield "warning", warning, "see GET /admin/pipeline, and `gateway.warnings` in docs/gateway.md"
+            of_server = warning.startswith("server ")
+            yield "warning", warning, READ_PUSH if of_server else READ_PIPELINE
 
 
 def _warnings(facts: DeploymentFacts) -> tuple[str, ...]:

@@ -49,9 +49,13 @@ def main() -> None:
     console = Console()
     console.print(table([run.result]), markup=False, highlight=False)
     console.print(f"the agents counted: {run.counts}", markup=False, highlight=False)
-    show(run.report, console)
+    if run.report is not None:
+        show(run.report, console)
+    if run.gave_up is not None:
+        said = f"gave up after {len(run.kills)} of {asked.kills} kills: {run.gave_up}"
+        console.print(said, markup=False, highlight=False)
     console.print(f"seed {asked.seed}; all files are in {run_dir}", markup=False, highlight=False)
-    sys.exit(run.report.exit_code)
+    sys.exit(run.exit_code)
 
 
 if __name__ == "__main__":

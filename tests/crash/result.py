@@ -13,6 +13,7 @@ class Kill(msgspec.Struct, frozen=True):
     hit: bool
     """Whether the kill hit the window. False if the moment did not come, or had passed."""
     healed_s: float
+    """If it was not well again in time, the run has given up after this kill."""
     answers: int
     """How many successes agents were told of after the recovery from the previous kill, and until the
     recovery from this one."""
@@ -26,6 +27,8 @@ class Result(msgspec.Struct, frozen=True):
     answers: int
     """All successes that the audit checked, including those after the last kill."""
     findings: tuple[str, ...]
+    gave_up: str | None = None
+    """Why no further kill was made, although some were left; None if all were made."""
 
 
 def write(result: Result, path: Path) -> None:

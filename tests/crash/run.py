@@ -3,7 +3,7 @@
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from tests.crash.waits import NeverCame
 from tests.crash.windows import OF_CLUSTER, WINDOWS, Window
 from weir.audit.audit import audit
 from weir.audit.evidence import read_answers
+from weir.audit.ledger import EvidenceMissing
 from weir.audit.report import Report
 from weir.audit.sources import Sources
 
@@ -40,17 +41,26 @@ def plan(kills: int, seed: int, only: str = "", redis: str = "single") -> list[W
 
 def drive(
     system: CrashSystem, windows: Sequence[Window], seed: int, told: Callable[[Kill], None]
-) -> Iterator[Kill]:
-    draw, heard = random.Random(seed), 0
+) -> tuple[list[Kill], str | None]:
+    """The kills, and why the run gave up before the last one, if it did."""
+    draw, kills = random.Random(seed), list[Kill]()
     for window in windows:
         time.sleep(draw.uniform(0.2, 1.5))  # kills come at any time
-        done = _kill(system, window, draw, heard)
-        heard += done.answers
+        try:
+            done, why = _kill(system, window, draw, sum(kill.answers for kill in kills))
+        except Exception as error:  # what was killed before is worth an audit
+            logger.exception("%s", window.title)
+            return kills, f"{window.title}: {error!r}"
+        kills.append(done)
         told(done)
-        yield done
+        if why is not None:
+            logger.error("giving up after %d of %d kills: %s", len(kills), len(windows), why)
+            return kills, why
+    return kills, None
 
 
-def _kill(system: CrashSystem, window: Window, draw: random.Random, heard: int) -> Kill:
+def _kill(system: CrashSystem, window: Window, draw: random.Random, heard: int) -> tuple[Kill, str | None]:
+    """The kill, and why the system is not well after it; None if it is."""
     victim = system.process_of(window.victim)  # before the wait, because the search may outlast the window
     came = _came(system, window)
     time.sleep(draw.uniform(0, window.lasting_s))  # the kill comes anywhere in a lasting state
@@ -63,9 +73,13 @@ def _kill(system: CrashSystem, window: Window, draw: random.Random, heard: int) 
         logger.info("%s: %r", window.title, error)
         came = False
     hit = came and window.hit(system)
-    healed_s = system.recover(window.victim) if window.stands_still_s else system.heal(window.victim)
-    window.after(system)
-    return Kill(window.title, hit, healed_s, system.agents.heard - heard)
+    began, why = time.monotonic(), None
+    try:
+        healed_s = system.recover(window.victim) if window.stands_still_s else system.heal(window.victim)
+        window.after(system)
+    except TimeoutError as error:
+        healed_s, why = time.monotonic() - began, str(error)
+    return Kill(window.title, hit, healed_s, system.agents.heard - heard), why
 
 
 def _came(system: CrashSystem, window: Window) -> bool:
@@ -94,14 +108,21 @@ class CrashRun:
     kills: Sequence[Kill]
     counts: dict[str, int]
     """The agents' actions and answers, counted by kind."""
-    report: Report
+    report: Report | None
+    """None if the run gave up, and left nothing that could be audited."""
+    gave_up: str | None = None
 
     @property
     def result(self) -> Result:
-        findings = tuple(
-            f"{finding.kind}: {finding.sentence} ({finding.rule})" for finding in self.report.findings
-        )
-        return Result(self.seed, tuple(self.kills), self.report.answers, findings)
+        found = () if self.report is None else self.report.findings
+        findings = tuple(f"{finding.kind}: {finding.sentence} ({finding.rule})" for finding in found)
+        answers = 0 if self.report is None else self.report.answers
+        return Result(self.seed, tuple(self.kills), answers, findings, self.gave_up)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if every kill was made, and the audit found nothing."""
+        return 1 if self.gave_up or self.report is None else self.report.exit_code
 
 
 def crash(
@@ -118,7 +139,7 @@ def crash(
     with crash_system(run_dir, model_path, engine_python, redis) as system:
         system.agents = Agents(system.stack.gateway_url, CLIENT_KEY, answers, seed)
         with system.agents:
-            kills = list(drive(system, windows, seed, told))
+            kills, gave_up = drive(system, windows, seed, told)
         settle(system)
         sources = Sources(
             redis_url=system.redis_url,
@@ -126,4 +147,11 @@ def crash(
             admin_key=ADMIN_KEY,
             checkpoint_dir=system.checkpoints,
         )
-        return CrashRun(seed, kills, system.agents.counts, audit(sources, read_answers(answers)))
+        try:
+            report = audit(sources, read_answers(answers))
+        except EvidenceMissing as error:
+            if gave_up is None:
+                raise
+            logger.error("nothing can be audited: %s", error)
+            report = None
+        return CrashRun(seed, kills, system.agents.counts, report, gave_up)

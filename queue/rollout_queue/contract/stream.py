@@ -153,7 +153,8 @@ class StreamWriter(Protocol):
         ...
 
     async def retract_failed(self) -> None:
-        """Retract the turns that Redis may have stored although it did not answer their append."""
+        """Retract the turns that Redis may have stored although it did not answer their append; and if it was
+        away, note which of the last records it has lost."""
         ...
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:

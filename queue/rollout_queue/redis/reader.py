@@ -77,6 +77,7 @@ class RedisReader:
 
     def reclaim(self) -> Iterator[Entry]:
         cursor, self._interrupted = b"0-0", False
+        self._compare(self._fenced(self._delivered_last, [keys.STREAM], [keys.GROUP]))
         while raw := self._page(PAGE, cursor):
             cursor = raw[-1][0]
             # Redis 6.2 keeps deleted entries in the pending list, and they would stop the trim.
@@ -175,11 +176,18 @@ class RedisReader:
         if not raw:
             delivered = self._fenced(self._delivered_last, [keys.STREAM], [keys.GROUP])
             self._delivered = delivered or self._delivered
+            self._compare(delivered)
         elif what == b">":
             if place(raw[0][0]) <= place(self._position):
                 note_loss(self._redis, keys.STREAM, older_state(self._position))
             self._position = raw[-1][0]
         return raw
+
+    def _compare(self, delivered: bytes | None) -> None:
+        """Notice that Redis has delivered less, as far as it knows, than this process has read."""
+        if delivered and place(delivered) < place(self._position):
+            note_loss(self._redis, keys.STREAM, older_state(self._position))
+            self._position = delivered
 
     def _read_page(self, count: int, what: bytes) -> list[RawEntry]:
         with self._noticed():

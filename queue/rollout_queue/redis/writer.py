@@ -44,6 +44,7 @@ from rollout_queue.redis.sessions.opening import (
     refusal,
 )
 from rollout_queue.redis.turns.appending import append_arguments
+from rollout_queue.redis.turns.last_appended import LastAppended
 from rollout_queue.redis.turns.retraction import Retractions
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ class RedisWriter:
         `timeout_s` is how long an answer of Redis may take."""
         self._redis = redis
         self._heads = HeadCache(head_cache_bytes)
-        # A Redis that was restarted after a power failure may hold less than the cached heads say.
-        self._connection = PipelinedConnection(redis, self._heads.clear, replication, timeout_s)
+        self._last = LastAppended(redis, self._heads.clear)
+        self._connection = PipelinedConnection(redis, self._last.connected, replication, timeout_s)
         self._replicated = replication.replicas > 0
         self._session_heads = SessionHeads(self._connection, self._heads)
         self._append_within_s = append_within_s
@@ -193,6 +194,7 @@ class RedisWriter:
             raise refusal(turn.session_id, reply)
         before, after = reply
         self._heads.grow(before, after, recorded)
+        self._last.note(turn.session_id, f"t:{recorded.turn_id}")
         return recorded
 
     async def _related(self, turn: Turn) -> tuple[Turn, int | None]:
@@ -239,6 +241,7 @@ class RedisWriter:
 
     async def retract_failed(self) -> None:
         await self._retractions.settle_all()
+        await self._last.check()
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
         if not digests:
@@ -257,6 +260,7 @@ class RedisWriter:
         )
         if isinstance(reply, list):
             raise refusal(reward.session_id, reply[0])
+        self._last.note(reward.session_id, f"r:{reward.key}")
         with reading(reward.session_id):
             return cast(Reward, decode(reply))
 
@@ -272,6 +276,7 @@ class RedisWriter:
                 raise refusal(outcome.session_id, reply[0])
             with reading(outcome.session_id):
                 outcome = with_terms(outcome, decode_spec(reply[1]))
+        self._last.note(outcome.session_id, "outcome")
         with reading(outcome.session_id):
             return cast(Outcome, decode(reply))
 

@@ -122,6 +122,23 @@ def test_a_redis_that_is_full_is_told_by_the_probe_and_as_a_warning(
     wait_until(lambda: alone.get("/ready").status_code == 200)
 
 
+def test_the_last_writes_that_redis_has_lost_are_a_warning(
+    alone: RunningGateway, redis: RedisProcess
+) -> None:
+    """A power cut has taken the end of the file."""
+    kept, lost = alone.session(), alone.session()
+    assert alone.chat(key=kept["api_key"]).status_code == 200
+    before = redis.written
+    assert alone.chat(key=lost["api_key"]).status_code == 200
+    redis.kill()
+    redis.cut(to=before)
+    redis.start()
+    assert alone.chat("meanwhile").status_code in (200, 503)
+    wait_until(lambda: any("without its last writes" in each for each in warnings_of(alone)))
+    (said,) = {each for each in warnings_of(alone) if "without its last writes" in each}
+    assert f"lack 1 records that clients were told are stored, of session {lost['session_id']};" in said
+
+
 def test_a_turn_whose_client_was_told_that_it_failed_is_not_trained(
     alone: RunningGateway, redis: RedisProcess
 ) -> None:

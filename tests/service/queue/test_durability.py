@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from rollout_queue.contract.records import Outcome, Reward, Span, Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
+from rollout_queue.redis.client.losses import losses_in
 from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
@@ -193,6 +195,27 @@ def test_after_a_power_cut_both_ends_go_on_by_themselves(redis: RedisProcess, tm
 
 
 # Full
+
+
+def test_a_trainer_that_has_read_more_than_redis_knows_says_so(redis: RedisProcess) -> None:
+    client = redis.client
+    lease = Lease(client, 1000.0)
+    lease.claim()
+    reader = RedisReader(client, lease.token)
+    asyncio.run(talk(redis, 1))
+    assert reader.read(1000, 0.1)
+    before = redis.written
+    asyncio.run(talk(redis, 2))
+    assert reader.read(1000, 0.1)
+    redis.kill()
+    redis.cut(to=before)
+    redis.start()
+    with suppress(StorageUnavailable):
+        reader.read(1000, 0.1)
+    asyncio.run(talk(redis, 3))  # what comes now hides nothing
+    list(reader.reclaim())
+    (loss,) = losses_in(cast(Any, client.hgetall(keys.LOSSES)))
+    assert "came back with an older state" in loss.said
 
 
 async def fill(url: str) -> int:

@@ -27,6 +27,7 @@ from rollout_queue.contract.sampling import SamplingPolicy
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.contract.turn_parts.experts import RoutedExperts
 from rollout_queue.contract.turn_parts.images import TurnImage
+from rollout_queue.http.release import release
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_schema_1.json").read_text(encoding="utf-8"))
 
@@ -166,3 +167,16 @@ def test_a_row_of_schema_1_is_read() -> None:
         "truncated",
     )
     assert row.rewards[0].value == -0.5
+
+
+def test_a_release_tells_two_builds_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two source trees of one version and schema."""
+    monkeypatch.setattr("rollout_queue.http.release.PACKAGE", tmp_path)
+    told = list[str]()
+    for text in ("a = 1", "a = 2", "a = 1"):
+        (tmp_path / "module.py").write_text(text)
+        release.cache_clear()
+        told.append(release())
+    release.cache_clear()
+    assert told[0] == told[2] != told[1]
+    assert f"schema {SCHEMA}, build " in told[0]

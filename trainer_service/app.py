@@ -28,18 +28,20 @@ from rollout_queue.protocol.trainer import (
     MOST_BUCKETS,
     MOST_METRIC_NAMES,
     MOST_METRICS,
+    ROOM_ON_DISK,
     RestoreBody,
     TrainerReport,
 )
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender
 from trainer_service.sinks.curves import IN_NO_NAME, Curves
-from trainer_service.status.shared_state import NotRestorable, SharedState
+from trainer_service.status.shared_state import NotRestorable, SharedState, StatusSnapshot
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 
 LEDGER_LIMIT = 1000
 TASKS_LIMIT = 1000
 CHECKPOINT_TIMEOUT_S = 60.0
+LOOK_EVERY_S = 0.05
 DISCONNECT_POLL_S = 0.5
 """How often it is checked whether a rollout server still waits for a sender."""
 STATUS = {"state", "step", "version", "waiting_for", "metrics", "model_checks"}
@@ -93,6 +95,20 @@ def _show_disk(store: PolicyStore, registry: CollectorRegistry) -> None:
     free.set_function(lambda: store.free)
 
 
+async def _saved(shared_state: SharedState) -> StatusSnapshot:
+    """Ask for a checkpoint. Raises ApiError if it is not durable in time, or the disk has no room."""
+    asked, until = shared_state.request_checkpoint(), clock.monotonic() + CHECKPOINT_TIMEOUT_S
+    while not asked.done() and clock.monotonic() < until:
+        waits_for = shared_state.snapshot.waiting_for or ""
+        if ROOM_ON_DISK in waits_for:
+            why = f"the checkpoint is written later: the trainer waits for {waits_for}"
+            raise ApiError(503, why, type="storage_unavailable")
+        await clock.sleep(LOOK_EVERY_S)
+    if not asked.done():
+        raise ApiError(504, "the trainer is busy; it writes the checkpoint later")
+    return asked.result()
+
+
 def _control(shared_state: SharedState) -> APIRouter:
     router = APIRouter()
 
@@ -115,11 +131,7 @@ def _control(shared_state: SharedState) -> APIRouter:
     @router.post("/checkpoint")
     async def checkpoint() -> JSONResponse:
         """Write a checkpoint after the running step. The answer comes when the checkpoint is durable."""
-        try:
-            async with clock.timeout(CHECKPOINT_TIMEOUT_S):
-                saved = await asyncio.wrap_future(shared_state.request_checkpoint())
-        except TimeoutError as error:
-            raise ApiError(504, "the trainer is busy; it writes the checkpoint later") from error
+        saved = await _saved(shared_state)
         return JSONResponse({"step": saved.step, "version": saved.version})
 
     @router.get("/rollback")

@@ -19,7 +19,7 @@ from gateway.settings.service import LimitSettings, WarningSettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.protocol.trainer import ROOM_ON_DISK, TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 
@@ -124,6 +124,8 @@ class WarningMonitor:
             yield f"the trainer has been silent for {silent_s:.0f} s"
         elif trainer.state == "paused":
             yield f"the trainer is paused and waits for {trainer.waiting_for}"
+        if ROOM_ON_DISK in (trainer.waiting_for or "") and trainer.state != "paused":
+            yield f"the trainer waits for {trainer.waiting_for}"
         yield from _set_back(trainer, why=True)
 
     def _stall_warnings(self, now: CountsAt) -> Iterator[str]:

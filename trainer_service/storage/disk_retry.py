@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+from rollout_queue.protocol.trainer import ROOM_ON_DISK
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.status.heartbeat import Heartbeat
 from trainer_service.status.shared_state import Phase
@@ -48,4 +49,4 @@ class DiskRetry:
 
 
 def _room_for(what: str) -> str:
-    return f"room on the disk for {what}"
+    return f"{ROOM_ON_DISK} for {what}"

@@ -12,6 +12,8 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError
 from rollout_queue.protocol.message import ServiceMessage
 from rollout_queue.protocol.model_checks import ModelCheck
 
+ROOM_ON_DISK = "room on the disk"
+"""Begins what a trainer waits for whose disk is full."""
 TEXTS = frozenset({"state", "waiting_for", "url", "source", "release"})
 MOST_BUCKETS = 1000
 """The most points of one curve that `GET /learning` answers with."""

@@ -112,6 +112,19 @@ def test_an_operator_asks_for_a_checkpoint_over_the_gateway(
     assert (reply.status_code, reply.json()) == (200, {"step": 3, "version": 3})
 
 
+def test_a_checkpoint_for_which_the_disk_has_no_room_is_a_503_and_a_warning(
+    gateway: RunningGateway, trainer: SharedState
+) -> None:
+    full = "room on the disk for a checkpoint (No space left on device)"
+    trainer.snapshot = replace(trainer.snapshot, state="waiting", waiting_for=full)
+    reply = gateway.admin("POST", "/trainer/checkpoint", {})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
+    assert reply.json()["error"]["message"].endswith(f"the trainer waits for {full}")
+    report: Any = trainer.snapshot.report().model_copy(update={"last_seen": time.time()}).fields()
+    gateway.redis.hset(keys.TRAINER, mapping=report)
+    assert f"the trainer waits for {full}" in gateway.admin("GET", "/status").json()["warnings"]
+
+
 def test_an_operator_sets_the_training_back_over_the_gateway(
     gateway: RunningGateway, trainer: SharedState
 ) -> None:

@@ -1,6 +1,7 @@
 """A stack starts and stops its services, restarts those that die, and is found by other processes."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,8 +29,8 @@ from weir.stack.probes import http_ready
 from weir.stack.process import Service
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
-from weir.stack.state import ProcessState, StackState
-from weir.stack.supervisor import FIRST_BACKOFF_S, STAY, WATCH_EVERY_S, Backoff, Supervisor
+from weir.stack.state import Phase, ProcessState, StackState
+from weir.stack.supervisor import FIRST_BACKOFF_S, STAY, WATCH_EVERY_S, Backoff, Supervisor, wait_up
 
 FakeService = Callable[..., Service]
 
@@ -374,6 +375,27 @@ def test_status_says_what_the_gateway_knows() -> None:
         "trainer_service": "state training, step 12, version 4",
         "redis": "5 records for the trainer, 9 sessions, 2 unfinished, 0 dead letters",
     }
+
+
+def test_a_start_in_which_nothing_changes_is_not_mute(settings: StackSettings, turned: TurnedClock) -> None:
+    told = list[str]()
+
+    def write(phase: Phase) -> None:
+        parent, waits = ProcessState.of(os.getpid()), "gateway: it is starting"
+        StackState(parent=parent, phase=phase, detail=waits).write(settings.run_dir)
+
+    def on_wait(sentence: str) -> None:
+        told.append(sentence)
+        turned.turn(20)
+        if len(told) == 3:
+            write("up")
+
+    write("starting")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        wait_up(child, settings, on_wait)
+    first, *others = told
+    assert first == "gateway: it is starting"
+    assert [re.sub(r"\d+", "n", each) for each in others] == ["gateway: it is starting (n s so far)"] * 2
 
 
 def test_a_supervisor_that_ends_while_weir_up_waits_says_why_and_nothing_else(

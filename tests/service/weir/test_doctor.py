@@ -108,6 +108,7 @@ def run_dir(system: ExaminedSystem, tmp_path: Path) -> Path:
 def test_commands_find_the_keys_by_the_run_directory(run_dir: Path, command: list[str], says: str) -> None:
     said = CliRunner().invoke(app, [*command, "--run-dir", str(run_dir)]).output
     assert says in said
+    assert f"looking at the stack in {run_dir}, gateway http://" in said
     assert not re.search("no answer from|keys_differ|API key|401", said), said
 
 

@@ -87,6 +87,7 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
 def _checked(settings: StackSettings) -> StackSettings:
     """The settings with keys, once this machine has what the services need beside a model: making or fetching
     one takes minutes. Raises StackError."""
+    state.own_run_dir(settings.run_dir)
     check_place(settings)
     settings = with_keys(settings)
     check_ports(services_of(settings))
@@ -243,7 +244,7 @@ def main() -> None:
     """Run a command. An expected failure prints one sentence; only a bug prints a traceback."""
     try:
         app()
-    except (StackError, StorageUnavailable, MalformedSettings) as error:
+    except (StackError, StorageUnavailable, MalformedSettings, OSError) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
         sys.exit(1)
 

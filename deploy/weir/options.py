@@ -59,12 +59,15 @@ def settings_of_run(config: Path | None, run_dir: Path | None, *named: str | Non
 
 def place_of(settings: StackSettings, run_dir: Path | None, *named: str | None) -> str:
     """What a command looks at, in words. Raises StackError if that is nothing."""
+    elsewhere = [service_field("trainer", name) for name in ("gateway_url", "redis_url")]
+    for gateway in (next(iter(named), None), elsewhere[0]):
+        if gateway is not None and not gateway.startswith(("http://", "https://")):
+            raise StackError(f"{gateway!r} is no address of a gateway: give http://HOST:PORT")
     if given := [without_password(each) for each in named if each]:
         return " and ".join(given)
     found = state.read(settings.run_dir)
     if found is not None and found.services:
         return f"the stack in {settings.run_dir}, gateway {found.gateway_url or 'none'}"
-    elsewhere = [service_field("trainer", name) for name in ("gateway_url", "redis_url")]
     if run_dir is None and (set_by_variables := [without_password(each) for each in elsewhere if each]):
         return f"{' and '.join(set_by_variables)}, as the settings say"
     raise StackError(_nothing_there(settings.run_dir, found.detail if found is not None else ""))

@@ -233,9 +233,15 @@ def sentence_of(kind: type[ServiceSettings], error: ValidationError) -> str:
         name = str(first["loc"][0])
         variable = f"WEIR_{name}" if name in SHORT_NAMES else f"WEIR_{kind.section}__{name}"
         return f"{where} has no default: set it in weir.yaml, or set {variable.upper()}"
-    said = str(first.get("ctx", {}).get("error", first["msg"]))
+    said = why(error)
     # The sentences of our own checks name the field where more than one is concerned.
     return said if said.startswith(f"{kind.section}.") else f"{where}: {said}"
+
+
+def why(error: ValidationError) -> str:
+    """What is wrong with the first faulty field, without its name."""
+    first = next(each for each in error.errors() if each["type"] != "default_factory_not_called")
+    return str(first.get("ctx", {}).get("error", first["msg"]))
 
 
 def _meant_field(kind: type[ServiceSettings], place: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from rollout_queue.protocol.ids import ID
 from rollout_queue.redis.restore import Restored, restore
 from weir.errors import StackError
 from weir.importing.files import LocatedRow, rows_of
+from weir.words import counted
 
 CONFLICTS: dict[Restored, str] = {
     "owner": "its group belongs to another client key",
@@ -43,18 +44,22 @@ class ImportReport:
     """How many members a group still lacks, by group id; 0 for a complete one."""
 
     def sentences(self) -> Iterator[str]:
-        yield f"{self.sessions} sessions with {self.turns} turns were imported"
+        yield f"{_sessions(self.sessions, 'was', 'were')} imported, with {counted(self.turns, 'turn')}"
         if self.existing:
-            yield f"{self.existing} sessions exist already and were not changed"
+            yield f"{_sessions(self.existing, 'exists', 'exist')} already, and did not change"
         if self.deleted:
-            yield f"{self.deleted} sessions were deleted before and were not imported"
+            yield f"{_sessions(self.deleted, 'was', 'were')} deleted before and not imported"
         if self.refused:
-            yield f"{self.refused} sessions or rows were refused"
+            yield f"{counted(self.refused, 'session or row was', 'sessions or rows were')} refused"
         if partial := sum(missing > 0 for missing in self.groups.values()):
             yield (
-                f"{partial} groups are incomplete: the trainer goes on without the missing members after its "
-                "group_wait_s"
+                f"{counted(partial, 'group is', 'groups are')} incomplete: the trainer goes on without the "
+                "missing members after its group_wait_s"
             )
+
+
+def _sessions(number: int, one: str, many: str) -> str:
+    return counted(number, f"session {one}", f"sessions {many}")
 
 
 class ReadableRow(NamedTuple):

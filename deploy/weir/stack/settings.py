@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from rollout_queue.config_file import file_document
+from rollout_queue.config_file import MalformedSettings, file_document
+from rollout_queue.redis.client.address import without_password
 from rollout_queue.redis.client.settings import RedisSettings
 from rollout_queue.settings import (
     SECRETS,
@@ -24,6 +25,7 @@ from rollout_queue.settings import (
     ServiceKey,
     ServiceSettings,
     secret,
+    why,
 )
 
 OWNERS = {
@@ -129,10 +131,13 @@ def service_field(section: str, name: str) -> str | None:
 
 
 def redis_access(url: str) -> RedisSettings:
-    """How the trainer of this configuration reaches the Redis at `url`. Raises pydantic's ValidationError."""
+    """How the trainer of this configuration reaches the Redis at `url`. Raises MalformedSettings."""
     found = {name: service_field("trainer", name) for name in RedisSettings.model_fields}
     given = {name: value for name, value in found.items() if value is not None}
-    return RedisSettings.model_validate(given | {"redis_url": url})
+    try:
+        return RedisSettings.model_validate(given | {"redis_url": url})
+    except ValidationError as error:
+        raise MalformedSettings(f"{without_password(url)} is no address of Redis: {why(error)}") from error
 
 
 PYTHON = sys.executable

@@ -76,8 +76,10 @@ def read(run_dir: Path) -> StackState | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        why = "it is not whole" if isinstance(error, ValidationError) else error.strerror
-        raise StackError(f"{path} cannot be read: {why}; stop what runs, and remove the file") from error
+        why = "it is not whole; stop what runs, and remove it"
+        if isinstance(error, OSError):
+            why = f"{error.strerror}; name the directory of a run (--run-dir, WEIR_STACK__RUN_DIR)"
+        raise StackError(f"{path} cannot be read: {why}") from error
 
 
 def own_run_dir(run_dir: Path) -> None:

@@ -64,7 +64,7 @@ def test_what_comes_out_goes_in_and_comes_out_the_same(
     emptied(gateway.redis)
     done = weir_import(gateway, file)
     assert done.exit_code == 0, done.output
-    assert "6 sessions with 10 turns were imported" in done.output
+    assert "6 sessions were imported, with 10 turns" in done.output
     assert told(export(gateway, empty=True)) == told(before)
     assert gateway.redis.xlen(keys.STREAM) == stream
     for name, code in (("failed", "failed"), ("turnless", "abandoned"), ("open", "open")):
@@ -124,7 +124,7 @@ def test_what_was_deleted_stays_deleted(gateway: RunningGateway, tmp_path: Path)
     gateway.call("DELETE", "/sessions/open")
     gateway.call("DELETE", "/admin/users/bob/data", key=ADMIN_KEY)
     done = weir_import(gateway, file)
-    assert "3 sessions were deleted before and were not imported" in done.output
+    assert "3 sessions were deleted before and not imported" in done.output
     assert {row["verdict"]["code"] for row in export(gateway) if "turn_id" not in row} == {"deleted"}
     assert len([row for row in export(gateway) if "turn_id" not in row]) == 3
     # A deleted user's sessions are not imported under new names either.
@@ -184,7 +184,7 @@ def test_a_bad_row_is_named_and_stops_nothing(
     assert done.exit_code == 1
     assert f"{file}:" in done.output
     assert why in done.output
-    assert "2 sessions with 4 turns were imported" in done.output
+    assert "2 sessions were imported, with 4 turns" in done.output
     assert {row["session_id"] for row in export(gateway)} == {"a", "c"}
 
 
@@ -205,7 +205,7 @@ def test_a_session_may_begin_in_one_file_and_end_in_the_next(gateway: RunningGat
     two.write_text("\n".join(good[3:]) + "\n")
     assert weir_import(gateway, two).exit_code == 1  # only a part of session b is here, and it is refused
     done = weir_import(gateway, one, two)
-    assert (done.exit_code, "1 sessions exist already" in done.output) == (0, True)
+    assert (done.exit_code, "1 session exists already" in done.output) == (0, True)
     assert {row["session_id"] for row in export(gateway)} == {"a", "b", "c"}
 
 
@@ -216,4 +216,4 @@ def test_a_group_with_missing_members_is_told(gateway: RunningGateway, tmp_path:
     file = tmp_path / "export.jsonl"
     file.write_bytes(gateway.get("/admin/export", key=ADMIN_KEY).content)
     emptied(gateway.redis)
-    assert "1 groups are incomplete" in weir_import(gateway, file).output
+    assert "1 group is incomplete" in weir_import(gateway, file).output

@@ -51,7 +51,7 @@ def check_configuration(settings: StackSettings) -> list[str]:
     kinds = service_settings()
     unread = check_names(*kinds)
     given = determined_sections(settings)
-    refuse_unknown_sections(settings.services)
+    refuse_unknown_sections("stack.services", settings.services)
     for kind in kinds:
         fields = given.get(kind.section, {})
         _section(kind, **{name: value for name, value in fields.items() if value is not None})

@@ -17,7 +17,7 @@ OTHER_VARIABLES = frozenset(
     {"WEIR_REDIS_MEMORY", "WEIR_MEMINFO", "WEIR_CGROUPS", "WEIR_PYTHON", "WEIR_RETRY_S", "WEIR_MODEL_DIR"}
 )
 """What the start of Redis, the batch script and the containers read."""
-FOREIGN = re.compile(r"WEIR_(TEST_\w+|\w*SERVICE_(HOST|PORT)(_\w+)?|\w+_TCP(_\w+)?)")
+FOREIGN = re.compile(r"WEIR_(TEST_\w+|\w*SERVICE_(HOST|PORT)(_\w+)?|\w+_(TCP|UDP)(_\w+)?)")
 """What tests read, and what Kubernetes sets for a service of this name."""
 KUBERNETES_ADDRESS = "tcp://"
 Document = dict[str, dict[str, Any]]
@@ -54,12 +54,14 @@ def file_document() -> Document:
     return {section: fields or {} for section, fields in document.items()}
 
 
-def refuse_unknown_sections(document: Mapping[str, object], known: Collection[str] = SECTIONS) -> None:
-    """Raises MalformedSettings for a section that no service reads."""
+def refuse_unknown_sections(
+    where: object, document: Mapping[str, object], known: Collection[str] = SECTIONS
+) -> None:
+    """Raises MalformedSettings for a section that no service reads. `where` names the document."""
     for section in document:
         if section not in known:
             raise MalformedSettings(
-                f"{config_file()}: no service reads the section {section!r}{meant(section, known)}"
+                f"{where}: no service reads the section {section!r}{meant(section, known)}"
             )
 
 
@@ -75,12 +77,11 @@ def unknown_variables(fields: Mapping[str, Collection[str]], short_names: Collec
     """A sentence for each variable WEIR_… that nobody reads. `fields` are those of the sections that are
     known here. Raises MalformedSettings for one in a section's form that names no section or field."""
     known = {f"WEIR_{name}".upper() for name in short_names} | OTHER_VARIABLES | {CONFIG_VARIABLE}
-    known |= {f"{name}_FILE" for name in known}
     written = {f"WEIR_{section}__{field}".upper() for section, names in fields.items() for field in names}
     unread = list[str]()
     for name in sorted(os.environ):
         section, separated, rest = name.upper().removeprefix("WEIR_").lower().partition("__")
-        if not name.upper().startswith("WEIR_") or name.upper() in known or FOREIGN.match(name):
+        if not name.upper().startswith("WEIR_") or name.upper() in known or FOREIGN.fullmatch(name.upper()):
             continue
         if separated and section not in SECTIONS:
             raise MalformedSettings(f"{name}: there is no section {section!r}{meant(section, SECTIONS)}")

@@ -36,6 +36,7 @@ from pydantic_settings import (
 from rollout_queue.config_file import (
     SECTIONS,
     MalformedSettings,
+    config_file,
     file_document,
     refuse_unknown_sections,
     unknown_variables,
@@ -216,8 +217,8 @@ def check_names(*kinds: type[ServiceSettings]) -> list[str]:
     """Sentences about variables that nobody reads. Raises MalformedSettings for an unknown section of
     weir.yaml, and for an unknown section or field in a variable. `kinds` are those whose fields are known."""
     fields = {kind.section: {*kind.model_fields, *kind.retired} for kind in kinds}
-    refuse_unknown_sections(file_document(), {**dict.fromkeys(SECTIONS), **fields})
-    return unknown_variables(fields, SHORT_NAMES)
+    refuse_unknown_sections(config_file(), file_document(), {**dict.fromkeys(SECTIONS), **fields})
+    return unknown_variables(fields, SHORT_NAMES | {f"{name}_file" for name in SECRETS})
 
 
 def sentence_of(kind: type[ServiceSettings], error: ValidationError) -> str:
@@ -234,6 +235,8 @@ def sentence_of(kind: type[ServiceSettings], error: ValidationError) -> str:
         variable = f"WEIR_{name}" if name in SHORT_NAMES else f"WEIR_{kind.section}__{name}"
         return f"{where} has no default: set it in weir.yaml, or set {variable.upper()}"
     said = why(error)
+    if first["type"] in ("model_type", "dict_type"):
+        said = "it is a group of fields: write NAME: VALUE below it"
     # The sentences of our own checks name the field where more than one is concerned.
     return said if said.startswith(f"{kind.section}.") else f"{where}: {said}"
 

@@ -63,6 +63,24 @@ def test_config_is_complete_and_tells_no_secret(tmp_path: Path) -> None:
     assert "***" not in shown.output
 
 
+@pytest.mark.parametrize(
+    "command", [[], ["up"], ["env"], ["env", "run"], ["doctor"], ["export-model"], ["logs"]]
+)
+def test_help_is_plain_and_h_asks_for_it(command: list[str]) -> None:
+    told = weir(*command, "-h")
+    assert (told.status, told.err) == (0, "")
+    assert "-h, --help" in told.out
+    assert "<bool>" not in told.out
+    assert max(map(len, told.out.splitlines())) <= 80
+    assert ("--install-completion" in told.out) == (not command)
+
+
+def test_the_release_is_printed() -> None:
+    told = weir("--version")
+    assert told.status == 0
+    assert re.fullmatch(r"weir \S+, schema \d+\n", told.out)
+
+
 def test_what_config_writes_configures_the_same(tmp_path: Path) -> None:
     file = tmp_path / "weir.yaml"
     file.write_text(runner.invoke(app, ["config"]).stdout)

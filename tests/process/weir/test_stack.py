@@ -414,6 +414,16 @@ def test_a_supervisor_that_ends_while_weir_up_waits_says_why_and_nothing_else(
     assert "no model is set" in said
 
 
+def test_no_line_of_the_status_is_cut() -> None:
+    warning = "w" * 300
+    row = status.ServiceStatus("gateway", 7, "ready", "http://127.0.0.1:8000", f"serves version 3; {warning}")
+    assert [line.plain for line in status.lines_of([row])] == [
+        "gateway  ready      http://127.0.0.1:8000  pid 7",
+        "    serves version 3",
+        f"    {warning}",
+    ]
+
+
 @pytest.mark.parametrize("told", [b"", STAY])
 def test_services_stop_if_weir_up_is_killed_at_their_start(tmp_path: Path, told: bytes) -> None:
     """The end of stdin without a word is what a killed `weir up` leaves."""

@@ -97,6 +97,10 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     history = History(TopSample(0.0, None), gateway="http://" + "漢" * 100).then(TopSample(1.0, status))
     found = list(lines(history, width))
     assert max(cell_len(line.plain) for line in found) <= max(width, 40)
+    whole = "".join("".join(line.plain.split()) for line in found)
+    assert "w" * 300 in whole, "what is longer goes on below"
+    assert whole.count("e" * 300) == 20
+    assert "漢" * 100 in whole
     assert "  and 10 more" in [line.plain for line in found]
     assert "held" in text(history)
 

@@ -10,7 +10,7 @@ from rollout_queue.config_file import MalformedSettings
 from rollout_queue.http.starting import start
 from rollout_queue.redis.client.address import read_address
 from rollout_queue.redis.client.settings import WriterRedisSettings
-from rollout_queue.settings import MOST_SECRET_BYTES, ServiceSettings, read_settings
+from rollout_queue.settings import MOST_SECRET_BYTES, ServiceSettings, check_names, read_settings
 from rollout_server.settings import RolloutServerSettings
 from weir.configuration import service_settings
 
@@ -184,6 +184,30 @@ def test_a_setting_of_a_former_version_is_told_and_does_nothing(
     monkeypatch.setenv("WEIR_PUMP__LEVER", "long")
     assert PumpSettings(strokes=[1]).strokes == [1]
     assert "pump.lever has no effect any more" in caplog.text
+
+
+def test_what_others_set_is_no_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets the first ones for services whose names begin with weir."""
+    for name, value in {
+        "WEIR_GATEWAY_PORT": "tcp://10.0.0.1:8000",
+        "WEIR_GATEWAY_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "WEIR_GATEWAY_SERVICE_PORT_HTTP": "8000",
+        "WEIR_SERVICE_HOST": "10.0.0.1",
+        "WEIR_REDIS_MEMORY": "2gb",
+        "WEIR_TRAINER__SEED": "7",
+        "WEIR_TRAINER__UNKNOWN_HERE": "7",
+        "WEIR_GATEWAY__ENGINE_HTTP": "aiohttp",
+        "WEIR_ADMIN_KEYS_FILE": "keys",
+        "weir_gateway__port": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert check_names(GatewaySettings) == []
+    with pytest.raises(MalformedSettings, match=r"WEIR_TRAINER__UNKNOWN_HERE: there is no such setting"):
+        check_names(*service_settings())
+    monkeypatch.setenv("WEIR_GATEWAY_HOST", "h")
+    assert check_names(GatewaySettings) == [
+        "WEIR_GATEWAY_HOST is set, and nothing here reads it; did you mean WEIR_GATEWAY__HOST?"
+    ]
 
 
 def test_a_gateway_starts_with_the_settings_that_it_had(tmp_path: Path) -> None:

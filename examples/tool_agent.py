@@ -63,15 +63,19 @@ def version_of(gateway: httpx.Client) -> int | None:
 
 def main() -> None:
     gateway = httpx.Client(base_url=GATEWAY, headers={"x-api-key": KEYS.read_text().split()[0]}, timeout=60)
-    before = version_of(gateway)
+    before, different = version_of(gateway), 0
     for number in range(1, MOST_GROUPS + 1):
         rewards = play_group(gateway)
+        different += len(set(rewards)) > 1
         use = "" if len(set(rewards)) > 1 else ": all alike, so nothing is learned from it"
         print(f"group {number}: rewards {rewards}{use}", flush=True)
         if (now := version_of(gateway)) != before:
             print(f"version {now} has learned from such groups, and answers calls now")
             return
-    print("no new version yet: `weir top` says what the trainer waits for")
+    print(
+        f"no new version yet: {different} of {MOST_GROUPS} groups had different rewards; play more of them, "
+        "`weir top` says what the next step waits for"
+    )
 
 
 if __name__ == "__main__":

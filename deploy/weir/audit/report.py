@@ -66,8 +66,8 @@ def _lines(totals: Totals) -> list[str]:
 def _facts(report: Report) -> list[str]:
     totals = report.totals
     lines = [
-        f"ledger: {totals.ledger_steps} durable steps, {totals.ledger_turns} turns, "
-        f"{totals.ledger_tokens} tokens ({report.ledger})",
+        f"ledger: {counted(totals.ledger_steps, 'durable step')}, {counted(totals.ledger_turns, 'turn')}, "
+        f"{counted(totals.ledger_tokens, 'token')} ({report.ledger})",
         f"stream: {totals.pending} entries pending, {totals.undelivered} not yet delivered; "
         f"{totals.dead_letters} dead letters, {totals.deleted_sessions} deleted sessions",
     ]

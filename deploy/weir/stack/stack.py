@@ -148,11 +148,12 @@ class Stack:
             process.note_descendants(children)
 
     def restart(self, name: str) -> None:
-        """Start a service that has ended, after killing the descendants that it left."""
+        """Start a service that has ended, after killing the descendants that it left. One that was asked to
+        end (`weir restart`) has not failed, and is not counted."""
         process = self.processes[name]
         process.sweep()
+        process.restarts += process.exit_code != 0
         process.start()
-        process.restarts += 1
         self._waiting[name] = "it is restarting"
         logger.info("%s restarted, pid %d", name, process.pid)
 

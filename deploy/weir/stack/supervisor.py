@@ -90,7 +90,11 @@ class Supervisor:
                 process.check()
             except ServiceDied as death:
                 backoff.died(now)
-                logger.error("%s\nit restarts in %.0f s", death, (backoff.due_at or now) - now)
+                said = f"it restarts in {(backoff.due_at or now) - now:.0f} s"
+                if process.exit_code == 0:
+                    logger.info("%s has ended, as it was asked to; %s", name, said)
+                else:
+                    logger.error("%s\n%s", death, said)
 
 
 def run(settings: StackSettings) -> int:

@@ -268,6 +268,7 @@ def test_one_service_is_restarted_and_its_log_is_read(
         assert told.result().status == 0, told.result().err
         second = stack.processes["gateway"].pid
         assert second != first
+        assert stack.processes["gateway"].restarts == 0, "nothing has failed"
         assert told.result().out.splitlines()[-1] == f"gateway is ready again, pid {second}"
         assert notes.read_text().split() == ["gateway"], "it was asked to end, and nothing else was"
         unknown = weir("restart", "gatway", *run_dir)

@@ -60,6 +60,7 @@ def test_the_tool_agent_plays_until_a_version_has_learned_or_says_where_to_look(
     module.main()
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == ["group 1", "group 2", "no new version yet"]
+    assert "0 of 2 groups had different rewards; play more of them, `weir top` says what" in said[2]
     assert "all alike, so nothing is learned from it" in said[0]
     versions = iter([0, 0, 1])
     monkeypatch.setattr(module, "version_of", lambda _: next(versions))

@@ -156,7 +156,7 @@ def test_a_trainer_that_is_silent_or_paused_is_told_without_a_gateway(redis: Red
     found = sentences()
     assert "has not reported for 9" in found["trainer_silent"]
     assert found["trainer_paused"] == "the trainer is paused and waits for POST /resume"
-    assert found["dead_letters"].startswith("the trainer could not read 1 records")
+    assert found["dead_letters"].startswith("the trainer could not read 1 record:")
 
 
 def test_a_training_that_stands_still_or_trains_little_is_found(redis: RedisProcess) -> None:
@@ -166,7 +166,7 @@ def test_a_training_that_stands_still_or_trains_little_is_found(redis: RedisProc
     redis.client.hset(keys.POLICIES, "3", msgspec.json.encode(record))
     redis.client.hset(keys.VERDICTS, mapping={"session:stale": 80, "session:trained": 20, "turn:stale": 99})
     found = told(redis)
-    assert "1 records wait" in found["no_verdict_for_long"]
+    assert "1 record waits" in found["no_verdict_for_long"]
     assert "no version was published for 8 h" in found["no_version_for_long"]
     assert found["mostly_untrained"] == "80% of 100 sessions were not trained, 80 of them stale"
 

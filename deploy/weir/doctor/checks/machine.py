@@ -4,7 +4,7 @@ from pathlib import Path
 
 from weir.doctor.facts import DeploymentFacts, DiskFacts
 from weir.doctor.problem import Found
-from weir.words import size
+from weir.words import counted, size
 
 MORE_PARTS = 2
 """A checkpoint is written before an older one is removed, and so is a version."""
@@ -121,7 +121,7 @@ def process_ended(facts: DeploymentFacts) -> Found:
             "`weir down`, then `weir up`",
         )
     for name, times in facts.machine.restarts.items():
-        yield "warning", f"{name} was restarted {times} times", "its log says why it ended"
+        yield "warning", f"{name} was restarted {counted(times, 'time')}", "its log says why it ended"
 
 
 CHECKS = (

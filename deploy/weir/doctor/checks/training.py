@@ -3,7 +3,7 @@
 from weir.doctor.facts import DeploymentFacts
 from weir.doctor.problem import Found
 from weir.status import TRAINER_SILENT_S
-from weir.words import duration
+from weir.words import counted, duration
 
 NO_VERDICT_S = 3600.0
 NOTHING_NEW_S = 6 * 3600.0
@@ -60,8 +60,9 @@ def no_verdict_for_long(facts: DeploymentFacts) -> Found:
     if waiting and settled_at is not None and facts.now - settled_at > NO_VERDICT_S:
         yield (
             "warning",
-            f"{waiting} records wait for the trainer, and the last session got its verdict "
-            f"{duration(facts.now - settled_at)} ago; the trainer waits for {facts.report.waiting_for}",
+            f"{counted(waiting, 'record waits', 'records wait')} for the trainer, and the last session got "
+            f"its verdict {duration(facts.now - settled_at)} ago; the trainer waits for "
+            f"{facts.report.waiting_for}",
             "GET /admin/pipeline says which sessions and groups are waited for",
         )
 
@@ -71,7 +72,8 @@ def no_version_for_long(facts: DeploymentFacts) -> Found:
     if waiting and newest_at is not None and facts.now - newest_at > NOTHING_NEW_S:
         yield (
             "warning",
-            f"no version was published for {duration(facts.now - newest_at)}, though {waiting} records wait",
+            f"no version was published for {duration(facts.now - newest_at)}, though "
+            f"{counted(waiting, 'record waits', 'records wait')}",
             "GET /admin/pipeline says what the trainer waits for",
         )
 
@@ -100,8 +102,8 @@ def dead_letters(facts: DeploymentFacts) -> Found:
     if facts.system is None and facts.redis.dead_letters:
         yield (
             "warning",
-            f"the trainer could not read {facts.redis.dead_letters} records, which are in weir:dead",
-            "a newer release may read them: finish the upgrade, then run `weir audit`",
+            f"the trainer could not read {counted(facts.redis.dead_letters, 'record')}: see weir:dead",
+            "a newer release may read more: finish the upgrade, then run `weir audit`",
         )
 
 

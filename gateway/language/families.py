@@ -150,7 +150,8 @@ def config_of(model_path: Path, context_length: int | None = None) -> ModelConfi
     file = model_path / CONFIG
     if not file.is_file():
         raise SystemExit(
-            f"{file} does not exist: gateway.model_path is no directory in Hugging Face's format"
+            f"{file} does not exist: gateway.model_path is no directory in Hugging Face's format (`weir up` "
+            "downloads a model by its name on the hub, and `hf download NAME --local-dir DIR` does)"
         )
     config = object_in(file)
     fields = text_config(config) | {"model_type": config.get("model_type")}

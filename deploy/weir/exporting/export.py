@@ -57,16 +57,17 @@ def export(policies_dir: Path, version: int, target: Path) -> ExportedModel:
     """Copy a version into `target`, which is new or empty. Raises StackError, and then leaves nothing."""
     source = policies_dir / f"v{version:08d}"
     refuse_used(target)
-    draft = target.with_name(f".{target.name}.part-{os.getpid()}")
+    place = target.absolute()
+    draft = place.with_name(f".{place.name}.part-{os.getpid()}")
     try:
         manifest = msgspec.json.decode((source / MANIFEST).read_bytes(), type=Manifest)
         draft.mkdir(parents=True)
         for spec in manifest.files:
             _copy(source / spec.name, draft / spec.name, spec)
         _sync(draft)
-        if target.is_dir():
-            target.rmdir()  # it is empty
-        draft.rename(target)
+        if place.is_dir():
+            place.rmdir()  # it is empty
+        draft.rename(place)
     except (OSError, msgspec.DecodeError) as error:
         raise StackError(f"version {version} could not be copied to {target}: {_why(error)}") from error
     finally:

@@ -91,6 +91,10 @@ def test_it_is_all_there_or_nothing(
     out.mkdir()
     assert exported(harness, out, "--version", "1").status == 0, "an empty directory may be there"
     assert "version 1" in exported(harness, tmp_path / "second", "--version", "1").out
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    assert exported(harness, Path()).status == 0, "the directory in which one is"
+    assert (here / "config.json").is_file()
     again = exported(harness, out)
     assert (again.status, "is not empty: name a new directory" in again.err) == (1, True)
     assert (out / "config.json").is_file()

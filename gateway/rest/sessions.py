@@ -20,7 +20,7 @@ from gateway.language.thinking import effort_of
 from gateway.rest.access import client_of
 from gateway.rest.bodies import RestBody, StoredMetadata
 from gateway.rest.shapes import DeletedSession, NewGroup, NewSession, SessionShape
-from gateway.rest.turns.shown import Shown, TokenWindow
+from gateway.rest.turns.shown import MOST_TEXT, Shown, TokenWindow
 from gateway.rest.views import session_view
 from gateway.sessions.identity import Caller
 from gateway.wiring.parts import GatewayParts
@@ -116,20 +116,25 @@ async def read_session(
     turn_id: Annotated[list[str], Query()] = [],  # noqa: B006 - FastAPI copies it
     token_start: Annotated[int, Query(ge=0)] = 0,
     token_end: Annotated[int | None, Query(ge=0)] = None,
+    messages: bool = False,
+    ends: bool = False,
+    text_limit: Annotated[int, Query(ge=1, le=MOST_TEXT)] = MOST_TEXT,
 ) -> Response:
     """The session with its turns; `tokens=true` adds ids, logprobs and what was trained, `text=true` their
-    text, and `token_texts=true` the text of each token. `turn_id` chooses turns; `token_start` and
-    `token_end` a part of the tokens of one turn."""
+    text, `token_texts=true` the text of each token, and `messages=true` the messages that the turn adds, each
+    text with at most `text_limit` characters. `turn_id` chooses turns, `ends=true` the first and the last;
+    `token_start` and `token_end` a part of the tokens of one turn."""
     gateway, caller = client_of(request)
-    shown = Shown(tokens, text, token_texts, turn_id, TokenWindow(token_start, token_end))
+    window = TokenWindow(token_start, token_end)
+    shown = Shown(tokens, text, token_texts, turn_id, window, messages, ends, text_limit)
     shown.check()
     head = await gateway.sessions.head(session_id, caller)
     verdict = await gateway.sessions.verdict(head)
     rewards = await gateway.sessions.group_rewards(head, verdict)
     facts = (head, caller, verdict, gateway.settings.model_name, gateway.renderer)
-    if not token_texts:
+    if not (token_texts or messages):
         return JSONResponse(session_view(*facts, shown, rewards))
-    # Decoding tokens one by one takes long, and other calls go on meanwhile.
+    # Decoding tokens one by one and reading messages take long, and other calls go on meanwhile.
     return JSONResponse(await asyncio.to_thread(session_view, *facts, shown, rewards))
 
 

@@ -16,7 +16,7 @@ from gateway.rest.shapes import (
     SessionShape,
 )
 from gateway.rest.turns.drift import drift_of, merge_ratio_of
-from gateway.rest.turns.messages import message_of
+from gateway.rest.turns.messages import conversation_of, message_of
 from gateway.rest.turns.shapes import TurnExtras, TurnShape, VersionRange
 from gateway.rest.turns.shown import WHOLE, WITHOUT_TOKENS, Shown, TokenWindow
 from gateway.sessions.identity import Caller
@@ -141,6 +141,9 @@ def _turn(
         view["context_text"] = renderer.text_of(turn.context_ids)
         view["output_text"] = renderer.text_of(turn.output_ids)
         view["message"] = message_of(turn, renderer)
+    if shown.messages:
+        found = conversation_of(turn, renderer, shown.text_limit)
+        view["messages"], view["messages_left_out"] = found
     return view
 
 

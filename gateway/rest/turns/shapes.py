@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from gateway.operators.prompt_reader import Role
 from gateway.operators.training import TrainingShape
 from rollout_queue.contract.records import Finish, Relation, VerdictCode
 
@@ -65,6 +66,20 @@ class MessageShape(TypedDict):
     tool_calls: list[ToolCallShape]
 
 
+class ConversationMessage(TypedDict):
+    """A message of a conversation, as it is read back from tokens. `prompt`: the chat template does not say
+    whose text it is."""
+
+    role: Role
+    content: str
+    reasoning_content: str | None
+    tool_calls: list[ToolCallShape]
+    images: list[int]
+    """The images that it shows, by their places in the turn's `images`."""
+    left_out: int
+    """How many characters of its texts are left out."""
+
+
 class WindowShape(TypedDict):
     """The tokens [start, end) of a turn that a reply shows, counted from the first token of the context."""
 
@@ -80,7 +95,7 @@ class UntrainedShape(WindowShape):
 
 class TurnExtras(TypedDict, total=False):
     """Fields of a turn that are present only on request: `tokens=true`, `text=true`, `token_texts=true`,
-    `token_start` and `token_end`."""
+    `messages=true`, `token_start` and `token_end`."""
 
     window: WindowShape
 
@@ -95,6 +110,10 @@ class TurnExtras(TypedDict, total=False):
     context_text: str
     output_text: str
     message: MessageShape
+    messages: list[ConversationMessage]
+    """What the turn adds to its parent's conversation, its answer last."""
+    messages_left_out: int
+    """How many older messages of its context are not shown."""
 
 
 class TurnShape(TurnExtras):

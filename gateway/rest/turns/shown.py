@@ -10,6 +10,10 @@ from rollout_queue.contract.records import Turn
 MOST_TURNS_NAMED = 100
 MOST_TOKEN_TEXTS = 100_000
 """Tokens whose single texts one reply has at most."""
+MOST_MESSAGE_TOKENS = 400_000
+"""Tokens that are read back as messages for one reply, unless it has one turn only."""
+MOST_TEXT = 20_000
+"""Characters of a message's text in a reply."""
 
 
 class TokenWindow(NamedTuple):
@@ -47,6 +51,11 @@ class Shown(NamedTuple):
     turn_ids: Sequence[str] = ()
     """The turns that are shown; all if empty."""
     window: TokenWindow = WHOLE
+    messages: bool = False
+    ends: bool = False
+    """Only the first turn and the last one, without the harness's own if there are others."""
+    text_limit: int = MOST_TEXT
+    """How many characters of a message's text are shown."""
 
     def check(self) -> None:
         """Raises InvalidRequest if the parameters do not fit together."""
@@ -68,6 +77,11 @@ class Shown(NamedTuple):
             if turn_id not in head.by_id:
                 raise ObjectNotFound(f"the session has no turn {turn_id[:200]!r}")
         turns = [turn for turn in head.turns if not self.turn_ids or turn.turn_id in self.turn_ids]
+        if self.ends:
+            own = [turn for turn in turns if turn.side_call is None] or turns
+            turns = own if len(own) < 2 else [own[0], own[-1]]
+        if self.messages and len(turns) > 1:
+            _check_messages(turns)
         if self.token_texts:
             windows = [self.window.of(turn) for turn in turns]
             tokens = sum(end - start for start, end in windows)
@@ -78,6 +92,16 @@ class Shown(NamedTuple):
                     param="token_texts",
                 )
         return turns
+
+
+def _check_messages(turns: Sequence[Turn]) -> None:
+    tokens = sum(len(turn.context_ids) + len(turn.output_ids) for turn in turns)
+    if tokens > MOST_MESSAGE_TOKENS:
+        raise InvalidRequest(
+            f"{tokens} tokens are more than the {MOST_MESSAGE_TOKENS} that one reply shows as messages: "
+            "choose turns by turn_id",
+            param="messages",
+        )
 
 
 WITHOUT_TOKENS = Shown()

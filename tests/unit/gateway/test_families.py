@@ -16,6 +16,7 @@ from gateway.language.chat_messages import Message
 from gateway.language.families import FAMILIES, Thinking, family_of
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import ThinkingWish, effort_of
+from gateway.operators.prompt_reader import PromptReader
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.families_agent import (
     TOOL,
@@ -51,6 +52,34 @@ def drawn(count: int) -> settings:
 def test_every_family_of_the_library_is_here_but_the_one_that_needs_the_network() -> None:
     assert set(FAMILIES) - set(CONTROL_TOKENS) == {"gpt-oss"}
     assert len(FAMILIES) > 12, "the documents say so"
+
+
+# Prompts read back as messages
+
+LAGUNAS = ("laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1", "laguna-xs.2")
+MARKS_IN_TEXT = {"deepseek-v4": {"tool"}} | {name: {"system", "user", "tool"} for name in LAGUNAS}
+"""The roles whose messages a template marks in ordinary text, which is not read."""
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_the_messages_of_a_prompt_are_read_back(renderer: RendererOf, family: str) -> None:
+    own, in_text = renderer(family), MARKS_IN_TEXT.get(family, set())
+    asked = [SYSTEM, user("look\nhere <|im_start|>system"), told("Well.", call()), result("7 of 9")]
+    asked += [told("It is 7."), user("so?")]
+    for tools in (None, [TOOL]):
+        ids = own.render(asked, tools).tolist()
+        found = PromptReader(own.tokenizer).read(ids)
+        for role in {"system", "user", "tool"} - in_text:
+            given = [message["content"] for message in asked if message["role"] == role]
+            read = [each.text for each in found if each.role == role]
+            assert all(any(part in each for each in read) for part in given), (role, found)
+            assert not any("It is 7." in each for each in read), found
+        parts = [ids[each.start : each.end] for each in found if each.role == "assistant"]
+        said = [own.parse(part, None, "t").content for part in parts]
+        assert any("It is 7." in each for each in said), found
+        assert in_text or not any("so?" in each for each in said), found
+        whole = "".join(each.text for each in found)
+        assert all(message["content"] in whole for message in asked), "no text is lost"
 
 
 # What each template does to its history

@@ -34,6 +34,7 @@ from rollout_queue.protocol.trainer import (
 )
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender
 from trainer_service.sinks.curves import IN_NO_NAME, Curves
+from trainer_service.sinks.kept_runs import KeptRuns
 from trainer_service.status.shared_state import NotRestorable, SharedState, StatusSnapshot
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
@@ -201,7 +202,7 @@ def _tasks(shared_state: SharedState) -> APIRouter:
 
 
 def _learning(curves: Curves, shared_state: SharedState) -> APIRouter:
-    router = APIRouter()
+    router, kept_runs = APIRouter(), KeptRuns(curves.path)
 
     @router.get("/learning")
     def learning(
@@ -209,16 +210,27 @@ def _learning(curves: Curves, shared_state: SharedState) -> APIRouter:
         first: int | None = Query(None, alias="from", ge=0),
         last: int | None = Query(None, alias="to", ge=0),
         buckets: int = Query(MOST_BUCKETS, ge=1, le=MOST_BUCKETS),
+        run: str | None = None,
     ) -> JSONResponse:
-        """The curves of some metrics, whose names have commas between them. While `complete` is false, the
-        next request reads on. `recoveries` are the times that the training was set back."""
+        """The curves of some metrics, whose names have commas between them; those of this run, or of the kept
+        one that `run` names. While `complete` is false, the next request reads on. `recoveries` are the times
+        that the training was set back."""
         names = [name for name in metrics.split(",") if name]
         if len(names) > MOST_METRICS:
             raise ApiError(400, f"at most {MOST_METRICS} metrics are read at once", param="metrics")
         if odd := next(filter(IN_NO_NAME.search, names), None):
             raise ApiError(400, f"no metric has the name {odd!r}", param="metrics")
-        found: dict[str, Any] = msgspec.to_builtins(curves.read(names, first, last, buckets))
-        return JSONResponse(found | {"recoveries": msgspec.to_builtins(shared_state.recovery.done)})
+        chosen = curves if run is None else kept_runs.curves(run)
+        if chosen is None:
+            raise ApiError(404, f"no run {run!r} is kept: GET /learning/runs lists them", param="run")
+        found: dict[str, Any] = msgspec.to_builtins(chosen.read(names, first, last, buckets))
+        recoveries = shared_state.recovery.done if run is None else []
+        return JSONResponse(found | {"recoveries": msgspec.to_builtins(recoveries)})
+
+    @router.get("/learning/runs")
+    def runs() -> JSONResponse:
+        """The other runs whose metrics lie beside those of this one, the newest first."""
+        return JSONResponse({"data": msgspec.to_builtins(kept_runs.listed()), "next_cursor": None})
 
     return router
 

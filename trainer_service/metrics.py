@@ -9,6 +9,7 @@ from rollout_queue import clock
 from rollout_queue.signals.tracing.start import show_spans
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import ENDS, EvaluationScore
+from trainer_service.groups.tally import TASK_METRIC
 from trainer_service.sinks.sink import PointKind, Sink
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,12 @@ class TrainerMetrics:
             registry=registry,
         )
         self._paused = Gauge("weir_trainer_paused", "1 while the training is paused", registry=registry)
+        self._task_reward = Gauge(
+            "weir_trainer_task_reward",
+            "Mean reward of a task's sessions that ended before the last step with some",
+            ["task"],
+            registry=registry,
+        )
         self._reward = Gauge(
             "weir_trainer_eval_reward",
             "Mean reward of the evaluation sessions of a version",
@@ -74,7 +81,9 @@ class TrainerMetrics:
         self._steps.inc()
         self._tokens.inc(values["tokens"])
         for name, value in values.items():
-            if name not in ("tokens", "time"):
+            if name.startswith(TASK_METRIC):
+                self._task_reward.labels(name.removeprefix(TASK_METRIC)).set(value)
+            elif name not in ("tokens", "time"):
                 self.gauge(name, value)
         self._write("step", values)
 

@@ -1,11 +1,13 @@
 """Counts all groups that ended since the last step, also those that no step trains (for example because all
 rollouts have the same reward)."""
 
+import re
 from collections import Counter, deque
 from collections.abc import Sequence
 
 from trainer_service.groups.assemble import Member
 from trainer_service.groups.screening import ScreenedGroup
+from trainer_service.groups.task_names import source_of
 from trainer_service.rows.rows import Row
 from trainer_service.rows.turns import exclusions
 
@@ -14,6 +16,42 @@ STEPS_REMEMBERED = 8
 TOO_OLD = frozenset({"stale", "skipped_for_newer"})
 """Verdicts of rollouts that are lost because more end than the trainer trains."""
 
+TASK_METRIC = "reward/task/"
+"""Before the name of a task, whose mean reward is the metric."""
+MOST_TASKS = 16
+"""The tasks that came first have metrics of their own."""
+OTHER_TASKS = "others"
+"""All further ones together, and those whose ids are numbers."""
+ODD = re.compile(r"[^A-Za-z0-9._:@~=+-]")
+"""What the gateway takes in no id."""
+MOST_CHARACTERS = 60
+NUMBER = re.compile(r"[\W\d_]*")
+
+
+class TaskRewards:
+    """The rewards of each task until the next step. A task is named by its source, so that an environment has
+    one curve: `sums-18` and `sums-19` are `sums`."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._rewards: dict[str, list[float]] = {}
+
+    def add(self, task_id: str | None, rewards: Sequence[float]) -> None:
+        """Count the rewards of a group. One without a task is counted in the mean of all alone."""
+        if task_id is None or not rewards:
+            return
+        name = ODD.sub("_", source_of(task_id) or task_id)[:MOST_CHARACTERS]
+        if NUMBER.fullmatch(name) or (name not in self._names and len(self._names) >= MOST_TASKS):
+            name = OTHER_TASKS
+        else:
+            self._names.add(name)
+        self._rewards.setdefault(name, []).extend(rewards)
+
+    def taken(self) -> dict[str, float]:
+        """The metrics of the tasks that had groups. Counting starts again."""
+        rewards, self._rewards = self._rewards, {}
+        return {f"{TASK_METRIC}{name}": sum(each) / len(each) for name, each in sorted(rewards.items())}
+
 
 class Tally:
     """Counts groups, rewards and verdicts until the next step, and rollouts over the last steps."""
@@ -21,6 +59,7 @@ class Tally:
     def __init__(self, rollouts_per_step: int) -> None:
         """`rollouts_per_step` is an estimate. It counts like a step in the mean over the last steps."""
         self._per_step: deque[int] = deque([rollouts_per_step], maxlen=STEPS_REMEMBERED)
+        self._tasks = TaskRewards()
         self._reset()
 
     def _reset(self) -> None:
@@ -37,7 +76,9 @@ class Tally:
         members = [member for member in screened.group.members if member.evaluation is None]
         if not members:
             return
-        self._rewards += [m.reward for m in members if m.rewarded and m.reward is not None]
+        rewards = [m.reward for m in members if m.rewarded and m.reward is not None]
+        self._rewards += rewards
+        self._tasks.add(screened.group.task_id, rewards)
         self._count_turns(screened, members)
         verdicts = [verdict for member, verdict in screened.untrained if member.evaluation is None]
         without_advantage = sum(
@@ -86,6 +127,7 @@ class Tally:
             "drift/clean": self._relations["extends"],
             "drift/realign": self._relations["rerendered"],
             "drift/fork": self._relations["forks"],
+            **self._tasks.taken(),
         }
         self._per_step.append(len(self._rewards) - self._too_old)
         self._reset()

@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,13 @@ MOST_COLUMNS = 256
 IN_NO_NAME = re.compile(r'["\\\x00-\x1f]')
 """Characters that no name of a metric contains, because JSON escapes them."""
 
+TASK_METRICS = re.compile(rb'"(reward/task/[^"\\\\]{1,100})"')
+MOST_TASKS = 64
+"""The tasks that are told, those that came last."""
+MOST_RESTARTS = 64
 STEP = "step"
+UPTIME = "seconds/uptime"
+"""Less than in the step before: the trainer has restarted."""
 VERSION = "version"
 """Every step has this metric, so its steps are those of the run."""
 
@@ -59,6 +66,10 @@ class CurvesReply(msgspec.Struct, frozen=True):
     limits: list[MetricLimit]
     complete: bool
     """False if the file has more lines, which the next request reads."""
+    tasks: list[str] = []
+    """The metrics of tasks, those that came last at the end."""
+    restarts: list[int] = []
+    """The last steps before the trainer restarted."""
 
 
 class Column:
@@ -89,29 +100,34 @@ class Curves:
     """Reads the file of one run. Threads may share it."""
 
     def __init__(self, path: Path | None, limits: Sequence[MetricLimit] = ()) -> None:
-        self._path, self._limits = path, list(limits)
+        self.path, self._limits = path, list(limits)
         self._columns: OrderedDict[str, Column] = OrderedDict()
         self._names: list[str] = []
+        self._tasks: dict[str, None] = {}
         self._lock = threading.Lock()
 
     def read(self, metrics: Sequence[str], first: int | None, last: int | None, buckets: int) -> CurvesReply:
         """The metrics between two steps, in at most `buckets` buckets. No name has a character of
         `IN_NO_NAME`. Raises OSError."""
         with self._lock:
-            wanted = [VERSION, *(name for name in dict.fromkeys(metrics) if name != VERSION)]
+            always = (VERSION, UPTIME)
+            wanted = [*always, *(name for name in dict.fromkeys(metrics) if name not in always)]
             complete = self._read_file(wanted)
             steps = self._columns[VERSION].steps
             window = _window(steps, first, last, buckets)
             series = {name: _series(self._columns[name], window) for name in dict.fromkeys(metrics)}
             self._forget(set(wanted))
             first, last = (steps[0], steps[-1]) if steps else (None, None)
-            return CurvesReply(self._names, series, first, last, window.width, self._limits, complete)
+            restarts = _restarts(self._columns[UPTIME])
+            ends = (self._limits, complete, list(self._tasks)[-MOST_TASKS:], restarts)
+            return CurvesReply(self._names, series, first, last, window.width, *ends)
 
     def _read_file(self, names: Sequence[str]) -> bool:
         """Read the lines that these columns lack. Returns whether they are all read."""
-        size = self._path.stat().st_size if self._path is not None and self._path.exists() else 0
+        size = self.path.stat().st_size if self.path is not None and self.path.exists() else 0
         if any(column.offset > size for column in self._columns.values()):  # another file by now
             self._columns.clear()
+            self._tasks.clear()
         for name in names:
             self._columns.setdefault(name, Column())
             self._columns.move_to_end(name)
@@ -126,7 +142,7 @@ class Curves:
 
     def _read_lines(self, names: Sequence[str], offset: int, most: int) -> int:
         """Read whole lines, about `most` bytes of them. Returns how many bytes they are."""
-        if most <= 0 or self._path is None:
+        if most <= 0 or self.path is None:
             return 0
         fields = {STEP: "at"} | {name: f"m{at}" for at, name in enumerate(names) if name != STEP}
         line_type = msgspec.defstruct(
@@ -136,7 +152,7 @@ class Curves:
         )
         decoder, done, last = msgspec.json.Decoder(line_type), 0, b""
         columns = [(fields[name], self._columns[name]) for name in names]
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             file.seek(offset)
             while done < most and (block := file.read(BLOCK_BYTES)):
                 whole = block[: block.rfind(b"\n") + 1]
@@ -145,6 +161,7 @@ class Curves:
                 for line in whole.splitlines():
                     _add(decoder, line, columns)
                     last = line or last
+                self._note_tasks(whole)
                 done += len(whole)
                 file.seek(offset + done)
         for name in names:
@@ -152,6 +169,15 @@ class Curves:
         if last:
             self._names = _names_in(last) or self._names
         return done
+
+    def _note_tasks(self, block: bytes) -> None:
+        """A task that comes later is told later."""
+        for name in dict.fromkeys(TASK_METRICS.findall(block)):
+            found = name.decode(errors="replace")
+            self._tasks.pop(found, None)
+            self._tasks[found] = None
+        while len(self._tasks) > MOST_TASKS:
+            self._tasks.pop(next(iter(self._tasks)))
 
     def _forget(self, used: set[str]) -> None:
         points = sum(len(column.steps) for column in self._columns.values())
@@ -173,6 +199,12 @@ def _add(decoder: Any, line: bytes, columns: Sequence[tuple[str, Column]]) -> No
         value = getattr(found, field)
         if value is not None and isfinite(value):
             column.add(int(found.at), value)
+
+
+def _restarts(uptimes: Column) -> list[int]:
+    """The steps after which the trainer's time began anew."""
+    before = pairwise(zip(uptimes.steps, uptimes.values, strict=True))
+    return [step for (step, seconds), (_, later) in before if later < seconds][-MOST_RESTARTS:]
 
 
 def _names_in(line: bytes) -> list[str]:

@@ -13,6 +13,8 @@ PART_BYTES = 16 * 2**20
 """How much of the end of a file is read. Steps that no checkpoint has are at its end."""
 AGAIN_BYTES = 2**18
 """How much a sink that has lost points gets again. W&B holds 32 KiB in memory."""
+EVALUATIONS = ".eval"
+"""What the name of the second file has before its suffix."""
 
 
 class JsonLines:
@@ -54,7 +56,7 @@ def last_points(path: Path, step: int) -> Iterator[tuple[PointKind, Mapping[str,
 
 
 def _paths(path: Path) -> Mapping[PointKind, Path]:
-    return {"step": path, "evaluation": path.with_suffix(f".eval{path.suffix}")}
+    return {"step": path, "evaluation": path.with_suffix(f"{EVALUATIONS}{path.suffix}")}
 
 
 def _last_lines(path: Path) -> list[bytes]:

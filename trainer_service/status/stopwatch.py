@@ -1,4 +1,4 @@
-"""Measures how many seconds each phase of a step takes."""
+"""Measures how many seconds each phase of a step takes, and how long the trainer has run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._began = clock.monotonic()
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -21,7 +22,9 @@ class Stopwatch:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + clock.monotonic() - started
 
     def laps(self, tokens: float) -> dict[str, float]:
-        """Metrics since the last call: seconds by phase, and tokens per second of the phase `train`."""
+        """Metrics since the last call: seconds by phase, and tokens per second of the phase `train`; and the
+        seconds since the start, by which a restart is seen in a curve."""
         seconds, self._seconds = self._seconds, {}
         rate = tokens / seconds["train"] if seconds.get("train") else 0.0
-        return {"tokens_per_s": rate} | {f"seconds/{phase}": value for phase, value in seconds.items()}
+        phases = {f"seconds/{phase}": value for phase, value in seconds.items()}
+        return {"tokens_per_s": rate, "seconds/uptime": clock.monotonic() - self._began} | phases

@@ -227,6 +227,25 @@ def test_the_curve_of_a_long_run_has_no_more_points_than_buckets(gateway: Runnin
     assert [series["steps"] for series in odd.values()] == [[]] * 4
 
 
+@pytest.mark.usefixtures("trainer")
+def test_runs_that_are_kept_beside_this_one_are_read_by_operators(
+    gateway: RunningGateway, curves: Curves
+) -> None:
+    assert gateway.admin("GET", "/learning/runs").json() == {"data": [], "next_cursor": None}
+    assert curves.path is not None
+    kept = curves.path.parent / "older run&1" / "metrics.jsonl"
+    kept.parent.mkdir()
+    kept.write_text('{"step": 7, "version": 7, "loss": 0.5}\n', encoding="utf-8")
+    (run,) = gateway.admin("GET", "/learning/runs").json()["data"]
+    assert (run["name"], run["size_bytes"]) == ("older run&1/metrics.jsonl", kept.stat().st_size)
+    reply = gateway.admin("GET", "/learning?metrics=loss&run=older+run%261/metrics.jsonl").json()
+    assert (reply["series"]["loss"]["mean"], reply["last"], reply["recoveries"]) == ([0.5], 7, [])
+    for bad in ("metrics.jsonl", "../metrics.jsonl", "/etc/passwd"):
+        refused = gateway.admin("GET", f"/learning?metrics=loss&run={bad}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "run"), bad
+    assert gateway.get("/admin/learning/runs").status_code == 403
+
+
 def test_a_trainer_that_cannot_be_reached_is_said(gateway: RunningGateway) -> None:
     def said() -> str:
         reply = gateway.admin("POST", "/trainer/pause", {})

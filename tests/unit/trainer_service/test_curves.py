@@ -11,6 +11,7 @@ from trainer_service.settings import GuardSettings
 from trainer_service.sinks import curves as curves_module
 from trainer_service.sinks.curves import Curves, Series
 from trainer_service.sinks.json_lines import JsonLines
+from trainer_service.sinks.kept_runs import KeptRuns
 from trainer_service.sinks.limits import limits_of
 
 
@@ -87,3 +88,38 @@ def test_the_limits_are_those_of_the_guards_that_are_on() -> None:
     assert limits["grad_norm"].most is None
     assert "100 times its median" in limits["grad_norm"].says
     assert "reward_mean" not in limits
+
+
+def test_tasks_and_restarts_of_a_run_are_told(tmp_path: Path) -> None:
+    path, curves = tmp_path / "metrics.jsonl", Curves(tmp_path / "metrics.jsonl")
+    tasks = [{"reward/task/a": 1.0}, {"reward/task/b": 0.5}, {}, {"reward/task/a": 0.25}]
+    uptimes = [5.0, 6.0, 2.0, 3.0]
+    for at, (task, uptime) in enumerate(zip(tasks, uptimes, strict=True), 1):
+        write(path, {"step": at, "seconds/uptime": uptime, **task})
+        reply = curves.read(["reward/task/a"], None, None, 9)
+    assert (reply.tasks, reply.restarts) == (["reward/task/b", "reward/task/a"], [2])
+    assert (reply.series["reward/task/a"].steps, reply.series["reward/task/a"].mean) == ([1, 4], [1.0, 0.25])
+    # After a crash, steps are repeated: the first of them counts as the restart.
+    write(path, {"step": 3, "seconds/uptime": 1.0}, {"step": 4, "seconds/uptime": 2.0})
+    assert curves.read([], None, None, 9).restarts == [2]
+    write(path, *({"step": 4 + n, f"reward/task/t{n}": 1.0} for n in range(1, 200)))
+    assert curves.read([], None, None, 9).tasks == [f"reward/task/t{n}" for n in range(136, 200)]
+
+
+def test_runs_that_are_kept_beside_this_one_are_found_by_name(tmp_path: Path) -> None:
+    own, outside = tmp_path / "run" / "metrics.jsonl", tmp_path / "outside.jsonl"
+    for path in (own, own.parent / "before.jsonl", own.parent / "demo" / "metrics.jsonl", outside):
+        write(path, {"step": 1, "loss": 1.0})
+    write(own.parent / "demo" / "deeper" / "metrics.jsonl", {"step": 1})
+    (own.parent / "no run.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    (own.parent / "link.jsonl").symlink_to(outside)
+    JsonLines(own).write("evaluation", {"step": 1, "version": 1})
+    runs = KeptRuns(own)
+    assert {each.name for each in runs.listed()} == {"before.jsonl", "demo/metrics.jsonl"}
+    found = runs.curves("demo/metrics.jsonl")
+    assert found is not None
+    assert found.read(["loss"], None, None, 9).series["loss"].mean == [1.0]
+    assert runs.curves("demo/metrics.jsonl") is found, "its points are kept"
+    for bad in ("../outside.jsonl", "link.jsonl", "metrics.jsonl", "", str(outside), "metrics.eval.jsonl"):
+        assert runs.curves(bad) is None, bad
+    assert (KeptRuns(None).listed(), KeptRuns(tmp_path / "none" / "m.jsonl").listed()) == ([], [])

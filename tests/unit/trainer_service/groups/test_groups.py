@@ -56,6 +56,29 @@ def test_a_group_without_an_advantage_counts_once(members: int, counted: str) ->
     assert groups == {counted: 1}
 
 
+def test_each_task_has_its_mean_reward_and_their_number_is_bounded() -> None:
+    tally = Tally(1)
+
+    def told(*groups: tuple[str | None, float]) -> dict[str, float]:
+        for task_id, reward in groups:
+            alone = Group("g", 1, (Member("s", (), (turn(),), reward, None, task_id=task_id),))
+            tally.add(ScreenedGroup(alone, (), (), 0, (), None))
+        found = tally.finish_step(rows_of("s", [turn()], ["t1"]))
+        return {name: value for name, value in found.items() if name.startswith("reward/task/")}
+
+    assert told(("sums-1", 1.0), ("sums-2", 0.0), ("tool", 0.25), (None, 1.0)) == {
+        "reward/task/sums": 0.5,
+        "reward/task/tool": 0.25,
+    }
+    assert told(("sums-3", 1.0), ("17", 0.5), ('a"b,c', 0.0)) == {
+        "reward/task/a_b": 0.0,
+        "reward/task/others": 0.5,
+        "reward/task/sums": 1.0,
+    }
+    many = told(*((f"task{chr(65 + n)}", 1.0) for n in range(26)))
+    assert (len(many), many["reward/task/others"]) == (14, 1.0), "16 of all that have come, and the others"
+
+
 def test_only_traced_turns_that_are_trained_are_named() -> None:
     turns = (turn("prompt", trace="a"), turn("trained", trace="b"), turn("untraced"))
     row = PlannedRow("s1", turns, ("trained", "untraced"), {}, "g")

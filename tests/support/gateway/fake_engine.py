@@ -238,7 +238,7 @@ def pads_of(images: Sequence[str], side: int = 32) -> int:
 
 def scores_of(body: dict[str, Any], off_by: int = 0) -> dict[str, Any]:
     """SGLang's scores of a prompt: token 7 has -0.007 anywhere, and the likeliest tokens are 0, 1, …"""
-    start, top_k = body["logprob_start_len"], body["top_logprobs_num"]
+    start, top_k = body["logprob_start_len"], body.get("top_logprobs_num", 0)
     ids = body["input_ids"][start:]
     meta: dict[str, Any] = {
         "input_token_logprobs": [

@@ -42,6 +42,8 @@ class PipelineReport:
     groups: list[GroupReport]
     groups_waiting: int
     trainer: str | None
+    notes: list[str]
+    """What the numbers do not say: the sentences about sessions that they leave out."""
     sentences: list[str]
 
 
@@ -129,6 +131,7 @@ def report_of(snapshot: PipelineSnapshot) -> PipelineReport:
         groups=[_group(group) for group in waiting[:MAX_GROUPS]],
         groups_waiting=len(waiting),
         trainer=queue.trainer.waiting_for,
+        notes=list(_notes(snapshot)),
         sentences=list(_sentences(snapshot, waiting)),
     )
 
@@ -147,7 +150,7 @@ def _group(group: IncompleteGroup) -> GroupReport:
     )
 
 
-def _sentences(snapshot: PipelineSnapshot, waiting: Sequence[IncompleteGroup]) -> Iterator[str]:
+def _notes(snapshot: PipelineSnapshot) -> Iterator[str]:
     queue = snapshot.queue
     if len(snapshot.found) < queue.timed:
         yield (
@@ -161,6 +164,15 @@ def _sentences(snapshot: PipelineSnapshot, waiting: Sequence[IncompleteGroup]) -
             f"{', …' if len(unreadable) > MOST_NAMED else ''}; a newer build reads what it wrote, and "
             "DELETE /sessions/{id} removes what is broken"
         )
+    if past := queue.past_expiry:
+        yield (
+            f"{counted(past, 'session has', 'sessions have')} ended and can no longer expire: each waits "
+            "for the trainer's verdict, or for members of its group to end"
+        )
+
+
+def _sentences(snapshot: PipelineSnapshot, waiting: Sequence[IncompleteGroup]) -> Iterator[str]:
+    yield from _notes(snapshot)
     yield from _of_sessions(snapshot)
     if waiting:
         oldest = waiting[0]
@@ -169,11 +181,6 @@ def _sentences(snapshot: PipelineSnapshot, waiting: Sequence[IncompleteGroup]) -
             f"{counted(len(waiting), 'group waits', 'groups wait')} for members; the longest wait is that of "
             f"{oldest.group_id}{since}: {oldest.progress.ended} of {oldest.progress.size} have ended, "
             f"{oldest.progress.waiting_for}"
-        )
-    if past := queue.past_expiry:
-        yield (
-            f"{counted(past, 'session has', 'sessions have')} ended and can no longer expire: each waits "
-            "for the trainer's verdict, or for members of its group to end"
         )
     yield from _of_the_trainer(snapshot)
 

@@ -6,9 +6,9 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support.gateway.running import Backends
-from tests.support.page.browser import Tab
+from tests.support.page.browser import Tab, go
 from tests.support.page.deployment import ShownDeployment, shown_deployment
-from tests.support.page.looks import LOOKS, overflow, violations
+from tests.support.page.looks import LOOKS, overflow, too_wide, violations
 from tests.support.page.scene import fill
 
 
@@ -38,6 +38,17 @@ def test_axe_finds_nothing_in_any_view(
     page.get_by_role("button", name="Roll back to version 11").click()
     expect(page.get_by_role("dialog")).to_be_visible()
     assert not violations(page)
+
+
+WIDTHS = (*range(320, 480, 16), *range(480, 1300, 41), 1000, 1001, 1099, 1100, 1440, 1920)
+VIEWS = {"now": "table", "policies": "li .gate", "sessions": "table", "lineage": "table"}
+
+
+def test_every_view_fits_at_every_width(filled: ShownDeployment, tab: Tab) -> None:
+    page = tab(filled.gateway.url).tab
+    for view, drawn in VIEWS.items():
+        expect(go(page, f"#/{view}").locator(f"main {drawn}").first).to_be_visible()
+        assert not too_wide(page, WIDTHS), view
 
 
 def focused(page: Page) -> str:

@@ -41,7 +41,7 @@ def test_now_shows_what_the_run_does(demo: DemoRun, tab: Tab) -> None:
     expect(stats.filter(has_text="Reward")).to_contain_text(f"mean of step {trainer['step']}")
     expect(page.get_by_text("2 of 2 servers can take calls.")).to_be_visible()
     stages = demo.ask("/admin/pipeline")["verdicts"]
-    trained = page.locator(".bars li").filter(has_text=re.compile("^trained"))
+    trained = page.locator(".bars li").filter(has_text=re.compile("^trained", re.I))
     expect(trained).to_contain_text(f"{stages['session:trained']:,}")
 
 

@@ -144,7 +144,9 @@ def test_hostile_texts_are_shown_as_texts(marked_up: ShownDeployment, tab: Tab) 
     ("fragment", "heading"),
     [
         ("<img src=x onerror=window.hurt=1>", "Not found"),
-        ("/now/%3Cscript%3E", "Now"),
+        ("/now/%3Cscript%3E", "Not found"),
+        ("/lineage/<img src=x onerror=window.hurt=1>", "Not found"),
+        ("/learning?m=reward_mean&from=<svg onload=window.hurt=1>", "Learning"),
         ("/%E0%A4%A", "Not found"),
         ("/policies?x=%00", "Policies"),
         ("/__proto__", "Not found"),

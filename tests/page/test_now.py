@@ -4,6 +4,7 @@ from playwright.sync_api import expect
 
 from tests.support.page.browser import Tab
 from tests.support.page.deployment import ShownDeployment
+from tests.support.page.dialogs import act
 
 
 def test_an_admin_signs_in_and_sees_the_first_view(shown: ShownDeployment, tab: Tab) -> None:
@@ -42,7 +43,29 @@ def test_now_shows_warnings_and_the_lack_of_a_trainer(shown: ShownDeployment, ta
     expect(page.locator(".lead")).to_have_text(lead)
     warnings = page.get_by_role("list", name="Warnings")
     expect(warnings).to_contain_text("The trainer could not read 1 record")
-    expect(warnings).to_contain_text("No trainer has reported yet.")
+    expect(page.get_by_text("No trainer has reported yet")).to_have_count(1)
+
+
+def test_what_can_be_done_is_a_button_beside_what_needs_it(shown: ShownDeployment, tab: Tab) -> None:
+    shown.report(state="paused", waiting_for="POST /resume, since the reward of task sums fell to 0.1")
+    shown.admin("POST", "/admin/policies/hold", {"reason": "version 13 is tried first"})
+    watched = tab(shown.gateway.url)
+    watched.expected.append("status of 503")
+    page = watched.tab
+    expect(page.locator(".lead")).to_have_text(
+        "The training is paused, since the reward of task sums fell to 0.1."
+    )
+    expect(page.get_by_text("the reward of task sums fell")).to_have_count(1)
+    expect(page.get_by_text("POST /")).to_have_count(0)
+    page.get_by_role("button", name="Resume…").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("The training goes on with what waits for it")
+    dialog.get_by_role("button", name="Resume", exact=True).click()
+    expect(dialog.get_by_role("alert")).to_contain_text("does not answer")
+    page.keyboard.press("Escape")
+    expect(page.get_by_text("The fleet keeps version 0: version 13 is tried first.")).to_be_visible()
+    act(page, "Release…", "Release", "The hold ends")
+    expect(page.get_by_text("The fleet keeps version")).to_be_hidden()
 
 
 def test_a_tab_that_nobody_sees_has_no_stream(shown: ShownDeployment, tab: Tab) -> None:

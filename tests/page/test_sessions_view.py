@@ -9,9 +9,9 @@ from playwright.sync_api import Page, expect
 from rollout_queue.contract.records import Span
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends
-from tests.support.page.browser import Tab, go
+from tests.support.page.browser import PHONE, Tab, go
 from tests.support.page.deployment import ShownDeployment, shown_deployment
-from tests.support.page.learned import ANSWER, SESSION, fill_sessions, put_turn
+from tests.support.page.learned import ANSWER, SESSION, TALK, fill_sessions, put_turn
 
 LONG = 120_000
 """Tokens of the context of one long turn."""
@@ -38,7 +38,7 @@ def numbers(page: Page) -> str:
 
 def test_sessions_are_searched_and_the_address_has_the_search(filled: ShownDeployment, tab: Tab) -> None:
     page = at(filled, tab, "#/sessions")
-    expect(page.get_by_role("row")).to_have_count(10)
+    expect(page.get_by_role("row")).to_have_count(11)
     page.get_by_label("Task").fill("train-times")
     page.get_by_label("Reward from").fill("0.5")
     page.get_by_label("Reward from").press("Enter")
@@ -52,6 +52,54 @@ def test_sessions_are_searched_and_the_address_has_the_search(filled: ShownDeplo
     expect(page.get_by_role("heading", level=1)).to_have_text(f"Session {SESSION}")
     page.go_back()
     expect(page.get_by_role("row")).to_have_count(4)
+
+
+def test_a_session_opens_with_its_conversation(filled: ShownDeployment, tab: Tab) -> None:
+    page = at(filled, tab, f"#/sessions/{TALK}")
+    messages = page.locator(".message")
+    expect(messages).to_have_count(5)
+    roles = [each.get_attribute("data-role") for each in messages.all()]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    expect(messages.nth(1)).to_contain_text("How hot is it?\n<img src=x onerror=alert(1)>[U+202E]gnp.exe")
+    expect(messages.nth(2)).to_contain_text("Calls weather")
+    expect(messages.nth(2).get_by_text("I look.")).to_be_hidden()
+    messages.nth(2).get_by_text("Thought, 2 words").click()
+    expect(messages.nth(2).get_by_text("I look.")).to_be_visible()
+    seen = messages.nth(3)
+    assert len(seen.locator(".text").inner_text()) < 1000, "a long text is folded"
+    seen.get_by_role("button", name="Show all 4,799 characters").click()
+    assert len(seen.locator(".text").inner_text()) > 4000
+    expect(messages.nth(4)).to_contain_text("It is 31 °C in Ulm.")
+    first, tokens = (page.locator(each).bounding_box() for each in (".conversation", ".tokens"))
+    assert first is not None
+    assert tokens is not None
+    assert first["y"] < tokens["y"], "the tokens come second"
+    messages.nth(4).get_by_role("link", name="Turn 2").click()
+    expect(page.get_by_role("region", name="Tokens of turn 2")).to_be_in_viewport()
+
+
+def test_the_rows_of_a_session_are_conversations(filled: ShownDeployment, tab: Tab) -> None:
+    page = at(filled, tab, f"#/sessions/{SESSION}")
+    expect(page.locator(".message")).to_have_count(4)
+    page.get_by_label("Row that is shown").select_option("2, from turn 3")
+    expect(page.locator(".message")).to_have_count(2)
+    expect(page.locator(".message").last).to_contain_text("165")
+    go(page, f"#/sessions/{SESSION}/none")
+    expect(page.get_by_role("alert")).to_contain_text("This session has no turn none.")
+
+
+def test_the_list_shows_questions_and_answers_and_short_ids(filled: ShownDeployment, tab: Tab) -> None:
+    page = at(filled, tab, "#/sessions")
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name=TALK))
+    expect(row.locator(".question")).to_contain_text("How hot is it?")
+    expect(row.locator(".answer")).to_have_text("It is 31 °C in Ulm.")
+    expect(row.locator("a.mono [aria-hidden]")).to_have_text("talk-of-t…n-ulm")
+    phone = tab(filled.gateway.url, size=PHONE).tab
+    go(phone, "#/sessions")
+    expect(phone.get_by_role("link", name=TALK)).to_be_visible()
+    expect(phone.get_by_label("Task")).to_be_hidden()
+    go(phone, "#/sessions?task_id=talk")
+    expect(phone.get_by_label("Task")).to_have_value("talk")
 
 
 def test_a_session_shows_its_tree_and_why_a_row_splits(filled: ShownDeployment, tab: Tab) -> None:
@@ -133,7 +181,7 @@ def test_a_long_turn_is_shown_in_parts(filled: ShownDeployment, tab: Tab) -> Non
 def test_a_client_key_sees_its_own_sessions_only(filled: ShownDeployment, tab: Tab) -> None:
     page = tab(filled.gateway.url, CLIENT_KEY).tab
     expect(page.get_by_role("heading", level=1)).to_have_text("Sessions")
-    expect(page.get_by_role("row")).to_have_count(10)
+    expect(page.get_by_role("row")).to_have_count(11)
     expect(page.get_by_role("link", name="Lineage")).to_have_count(0)
     other = tab(filled.gateway.url, OTHER_KEY).tab
     expect(other.get_by_text("No session matches.")).to_be_visible()

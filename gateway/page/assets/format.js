@@ -8,10 +8,11 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
-// Three significant digits, whatever the size: 0.0123, 1.23, 12.3, 1,230.
+// Three significant digits, whatever the size: 0.0123, 1.23, 12.3, 1,230; 2.87e−8 for what is tiny.
 export function figure(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NOTHING;
   if (value === 0) return "0";
+  if (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e9) return value.toExponential(2).replaceAll("-", "−").replace("e+", "e");
   if (Math.abs(value) >= 100) return grouped.format(value);
   return value.toLocaleString("en", { maximumSignificantDigits: 3 });
 }
@@ -59,4 +60,10 @@ export function count(value, one, many = `${one}s`) {
 export function sentence(text) {
   const whole = String(text).trim();
   return whole ? whole[0].toUpperCase() + whole.slice(1) + (/[.!?]$/.test(whole) ? "" : ".") : "";
+}
+
+// The beginning and the end of a long id.
+export function short(id) {
+  const all = [...String(id)];
+  return all.length <= 18 ? String(id) : `${all.slice(0, 9).join("")}…${all.slice(-5).join("")}`;
 }

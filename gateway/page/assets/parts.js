@@ -1,6 +1,6 @@
 // Components that views share.
 import { html, useEffect, useId, useState } from "./dom.js";
-import { ago, moment } from "./format.js";
+import { ago, moment, short } from "./format.js";
 
 const ICONS = {
   pulse: ["M3 12h4l3-8 4 16 3-8h4"],
@@ -68,15 +68,33 @@ export function Table({ columns: given, rows, rowKey, caption, empty = "Nothing 
   </table>`;
 }
 
-// A time as `3 min ago`, with the date for those who point at it.
-export function Ago({ at }) {
+const tellers = new Set(); // of all times that are shown: one timer for them
+let clock = 0;
+
+function useNow() {
   const [now, setNow] = useState(Date.now() / 1000);
   useEffect(() => {
-    const timer = setInterval(() => setNow(Date.now() / 1000), 5000);
-    return () => clearInterval(timer);
+    tellers.add(setNow);
+    if (!clock) clock = setInterval(() => tellers.forEach((tell) => tell(Date.now() / 1000)), 5000);
+    return () => {
+      tellers.delete(setNow);
+      if (!tellers.size) clock = clearInterval(clock) ?? 0;
+    };
   }, []);
+  return now;
+}
+
+// A time as `3 min ago`, with the date for those who point at it.
+export function Ago({ at }) {
+  const now = useNow();
   if (at === null || at === undefined) return html`<span class="muted">–</span>`;
   return html`<time datetime=${new Date(1000 * at).toISOString()} title=${moment(at)}>${ago(at, now)}</time>`;
+}
+
+// A long id, shortened; the whole one is read by screen readers, and by those who point at it. `text` is made visible.
+export function Id({ text }) {
+  const cut = short(text);
+  return cut === text ? html`<span class="id">${text}</span>` : html`<span class="id" title=${text}><span aria-hidden="true">${cut}</span><span class="hidden">${text}</span></span>`;
 }
 
 // A share as a bar with its text. `value` of `most`.

@@ -15,6 +15,16 @@ export function link(view, path = [], query = {}) {
   return `#/${[view, ...path].map(encodeURIComponent).join("/")}${search ? `?${search}` : ""}`;
 }
 
+// What of an address a view does not know: {path} or {query: [[name, value], …]}; null if it knows all. `knows`: {path: how many parts its path may have,
+// or a pattern of the whole path; query: {name: pattern of its value}}.
+export function stray({ path, query }, knows) {
+  const places = path.join("/");
+  const fits = knows.path instanceof RegExp ? knows.path.test(places) : path.length <= (knows.path ?? 0);
+  if (!fits) return { path: places };
+  const odd = Object.entries(query).filter(([name, value]) => !Object.hasOwn(knows.query ?? {}, name) || !knows.query[name].test(value));
+  return odd.length ? { query: odd } : null;
+}
+
 export function go(view, path, query) {
   location.hash = link(view, path, query);
 }

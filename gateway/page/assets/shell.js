@@ -4,11 +4,13 @@ import { onSignedOut, readSession, signOut } from "./api.js";
 import { announce, Dialogs } from "./dialogs.js";
 import { onEnded, useLive } from "./live.js";
 import { ErrorNote, Icon, Loading } from "./parts.js";
-import { link, useRoute } from "./router.js";
+import { link, stray, useRoute } from "./router.js";
 import { SignIn } from "./sign_in.js";
+import { visible } from "./views/visible.js";
 
 const ASSETS = new URL(".", import.meta.url);
 const loaded = new Map(); // view id -> its component
+const MOST_SHOWN = 120; // characters of an address
 let setHeading = () => {};
 
 // Show another heading than the view's title.
@@ -53,7 +55,9 @@ function Frame({ views, me, out }) {
   const view = views.find((each) => each.id === route.view) ?? (route.view ? null : views[0]);
   const [heading, changeHeading] = useState(null);
   setHeading = changeHeading;
-  const title = heading ?? view?.title ?? "Not found";
+  const odd = view && stray(route, view.knows);
+  const shown = odd?.path === undefined ? view : null;
+  const title = (shown && heading) ?? shown?.title ?? "Not found";
   const first = useRef(true);
   const focused = useRef(null);
   const place = `${route.view}/${route.path.join("/")}`;
@@ -97,12 +101,18 @@ function Frame({ views, me, out }) {
     </nav>
     <main class="content" id="content" tabindex="-1">
       <h1 ref=${focused} tabindex="-1">${title}</h1>
-      ${view
+      ${odd?.query && html`<p class="refusal" role="alert">${ignored(odd.query)}</p>`}
+      ${shown
         ? html`<${Outlet} key=${view.id} view=${view} route=${route} me=${me} />`
-        : html`<p>There is no view of this name, or your key does not open it.</p>`}
+        : html`<p>${view ? `${view.title} has nothing at “${visible(odd.path).slice(0, MOST_SHOWN)}”.` : "There is no view of this name, or your key does not open it."} <a href=${link(view?.id ?? views[0]?.id ?? "")}>${view?.title ?? views[0]?.title}</a></p>`}
     </main>
     <${Dialogs} />
   `;
+}
+
+function ignored(odd) {
+  const parts = odd.slice(0, 3).map(([name, value]) => `${visible(name)}=${visible(value)}`.slice(0, MOST_SHOWN));
+  return `This view does not know a part of the address, and ignores it: ${parts.join(", ")}.`;
 }
 
 // Loads the view's module and style sheet, then shows it.

@@ -28,7 +28,7 @@ from tests.support.serving import free_port
 QUESTION = "A train leaves at 14:05 and arrives at 16:50. How long does it travel?\nAnswer in minutes."
 ANSWER = "From 14:05 to 16:05 are 120 minutes, and 45 more make 165. Naïve 🦦 answer: **165**"
 HOSTILE = "<img src=x onerror=alert(1)>\u202egnp.exe\u202c zero\u200bwidth \x1b[31mred\r\n</script>{{7*7}}"
-GROUP, SESSION = "train-times", "train-times-0"
+GROUP, SESSION, TALK = "train-times", "train-times-0", "talk-of-the-weather-in-ulm"
 
 
 def put_turn(shown: ShownDeployment, session_id: str, turn_id: str, text: str, **fields: Any) -> Turn:
@@ -50,6 +50,22 @@ def put_turn(shown: ShownDeployment, session_id: str, turn_id: str, text: str, *
     turn = Turn(turn_id=turn_id, session_id=session_id, **given | fields)
     shown.gateway.redis.hset(keys.session(session_id), f"t:{turn_id}", encode(turn))
     return turn
+
+
+def put_conversation(shown: ShownDeployment) -> None:
+    """A session with all that a conversation has: a system's message, a thought, a call, its result."""
+    shown.gateway.session(session_id=TALK, task_id="talk")
+    start, stop = "<|im_start|>", "<|im_end|>"
+    asked = (
+        f"{start}system\nBe brief.{stop}\n{start}user\nHow hot is it?\n{HOSTILE}{stop}\n{start}assistant\n"
+    )
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    first = put_turn(shown, TALK, "talk-a", f"<think>\nI look.\n</think>\n\n{call}{stop}", context=asked)
+    seen = (
+        f"\n{start}user\n<tool_response>\n{'31 degrees. ' * 400}\n</tool_response>{stop}\n{start}assistant\n"
+    )
+    more = {"parent_id": first.turn_id, "relation": "extends", "context": seen}
+    put_turn(shown, TALK, "talk-b", f"It is 31 °C in Ulm.{stop}", **more)
 
 
 def end(shown: ShownDeployment, session_id: str, reward: float, verdict: Verdict) -> None:
@@ -108,6 +124,7 @@ def fill_sessions(shown: ShownDeployment) -> None:
         put_turn(shown, name, f"{name}-a", ANSWER)
         detail = "no rollout of the group has an advantage"
         end(shown, name, 0.25, Verdict(code="zero_advantage", detail=detail))
+    put_conversation(shown)
     shown.gateway.session(session_id="hostile", task_id="hostile")
     put_turn(shown, "hostile", "hostile-a", HOSTILE, context=HOSTILE, side_call=HOSTILE, lineage=HOSTILE)
     shown.gateway.session(session_id="open", task_id="nim-12")
@@ -129,6 +146,10 @@ def trainer_with_curves(shown: ShownDeployment, folder: Path, steps: int = 3000)
     path.write_text(
         "".join(f"{json.dumps(metrics_of(step))}\n" for step in range(1, steps + 1)), encoding="utf-8"
     )
+    older = folder / "older" / "metrics.jsonl"
+    older.parent.mkdir()
+    lines = (json.dumps(metrics_of(step, lift=-0.1)) for step in range(1, 401))
+    older.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     store, keyring = PolicyStore(folder / "policies", folder, keep=4), Keyring([CLIENT_KEY], [ADMIN_KEY])
     curves = Curves(path, limits_of(GuardSettings()))
     state, reason = SharedState(), f"the mean reward of task {HOSTILE} is 0.1"

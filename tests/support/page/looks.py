@@ -1,5 +1,6 @@
 """What axe-core finds in a page, and whether the page is wider than the screen."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from playwright.sync_api import Page
@@ -24,3 +25,15 @@ def violations(page: Page) -> list[str]:
 def overflow(page: Page) -> int:
     """By how many pixels the page is wider than the screen."""
     return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+
+def too_wide(page: Page, widths: Iterable[int]) -> dict[int, int]:
+    """The widths of a screen at which the page is wider, each with how many pixels. Curves follow a frame
+    later."""
+    found = {}
+    for width in widths:
+        page.set_viewport_size({"width": width, "height": 800})
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        if (more := overflow(page)) > 0:
+            found[width] = more
+    return found

@@ -20,5 +20,8 @@ def metrics_of(step: int, lift: float = 0.0) -> dict[str, float]:
         "mismatch/abs_logp": round(0.06 + 0.02 * abs(wave), 4),
         "mismatch/abs_logp_current": round(0.006 + 0.002 * abs(wave), 4),
         "staleness/total_mean": round(0.8 + 0.2 * wave, 3),
+        "seconds/uptime": float(step if step <= 2200 else step - 2200),
+        **({"reward/task/sums": round(0.2 + 0.7 * learned + lift, 4)} if step % 2 else {}),
+        **({"reward/task/tool": round(0.9 * learned**2 + lift, 4)} if step % 3 and step > 600 else {}),
         "len/mean": round(180 + 240 * learned + 14 * wave, 1),
     }

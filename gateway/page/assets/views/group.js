@@ -2,9 +2,9 @@
 import { html } from "../dom.js";
 import { useGet } from "../api.js";
 import { figure, number } from "../format.js";
-import { Badge, Card, Table } from "../parts.js";
+import { Badge, Card, Id, Table } from "../parts.js";
 import { link } from "../router.js";
-import { verdictTone } from "./verdicts.js";
+import { verdictTone, verdictWords } from "./verdicts.js";
 import { visible } from "./visible.js";
 
 const MOST = 200;
@@ -38,10 +38,10 @@ export function groupNote({ members, size, mean, std }) {
 export function Members({ group, own, tools }) {
   const code = (each) => each.verdict?.code ?? each.verdict ?? "open";
   const columns = [
-    { title: "Session", wide: true, cell: (each) => html`<a class="mono" href=${link("sessions", [each.session_id])} aria-current=${each.session_id === own ? "true" : undefined}>${visible(each.session_id)}</a>` },
+    { title: "Session", wide: true, cell: (each) => html`<a class="mono" href=${link("sessions", [each.session_id])} aria-current=${each.session_id === own ? "true" : undefined}><${Id} text=${visible(each.session_id)} /></a>` },
     { title: "Reward", numeric: true, cell: (each) => figure(each.reward) },
     { title: "Advantage", numeric: true, cell: (each) => figure(each.advantage) },
-    { title: "Verdict", cell: (each) => html`<${Badge} tone=${verdictTone(code(each))}>${code(each)}<//>` },
+    { title: "Verdict", cell: (each) => html`<${Badge} tone=${verdictTone(code(each))}>${verdictWords(code(each))}<//>` },
     { title: "Step", numeric: true, rare: true, cell: (each) => (each.step === null || each.step === undefined ? "" : number(each.step)) },
     { title: "Version", numeric: true, rare: true, cell: (each) => (each.version === null || each.version === undefined ? "" : html`<a href=${link("lineage", [String(each.version)])}>${each.version}</a>`) },
   ];

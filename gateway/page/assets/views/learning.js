@@ -1,47 +1,61 @@
-// Learning: the curves of the run, beside those of other runs whose metrics.jsonl is opened here.
+// Learning: the curves of the run, beside those of other runs, with what happened to it.
 import { html, useEffect, useMemo, useRef, useState } from "../dom.js";
 import { useGet } from "../api.js";
-import { bytes, count, number, percent } from "../format.js";
-import { Ago, Card, ErrorNote } from "../parts.js";
+import { count, number } from "../format.js";
+import { Ago, Card, ErrorNote, Loading } from "../parts.js";
 import { go } from "../router.js";
-import { Curve } from "./curve.js";
-import { bucketed, readRun } from "./run_files.js";
+import { Curve } from "./curves/curve.js";
+import { nameOf, taskOf } from "./curves/metric_names.js";
+import { Runs, useFiles, useKeptRuns } from "./curves/runs.js";
+import { useEvents } from "./curves/events.js";
 import { visible } from "./visible.js";
 
 const DEFAULTS = ["reward_mean", "loss", "grad_norm", "entropy", "mismatch/kl_current", "mismatch/abs_logp_current", "staleness/total_mean", "len/mean"];
 const BUCKETS = 1000;
 const MOST_METRICS = 32;
-const MOST_FILES = 3;
-const MOST_RECOVERIES = 8;
+const MOST_TASKS = 8; // curves in one picture
+const MOST_EVENTS = 12;
 const AGAIN_MS = 10000;
 const READ_ON_MS = 200;
 const NONE = [];
+const SMOOTH = [{ value: "0", label: "none" }, { value: "", label: "a little" }, { value: "0.9", label: "strong" }, { value: "0.98", label: "very strong" }];
+const A_LITTLE = 0.6;
 
 export default function Learning({ route }) {
   const { query } = route;
   const metrics = useMemo(() => chosen(query.m), [query.m]);
   const from = whole(query.from);
   const to = whole(query.to);
-  const { data, error, reload } = useCurves(metrics, from, to);
+  const smooth = SMOOTH.some((each) => each.value && each.value === query.smooth) ? Number(query.smooth) : A_LITTLE;
+  const window = useMemo(() => ({ from, to, buckets: BUCKETS }), [from, to]);
+  const { data, error, reload } = useCurves(metrics, window);
+  const tasks = useMemo(() => (query.m ? NONE : (data?.tasks ?? NONE).slice(-MOST_TASKS)), [query.m, data]);
+  const ofTasks = useCurves(tasks.length > 1 ? tasks : null, window);
   const [files, setFiles] = useState([]);
-  const others = useFiles(files, metrics, from, to);
+  const others = useFiles(files, metrics, window);
+  const kept = useKeptRuns((query.runs ?? "").split("\n").filter(Boolean), metrics, window);
+  const events = useEvents(data);
   const move = (change) => go("learning", [], { ...query, ...change });
   const limits = useMemo(() => Object.fromEntries((data?.limits ?? []).map((each) => [each.metric, each])), [data]);
-  const recoveries = data?.recoveries ?? NONE;
-  const marks = useMemo(() => recoveries.map((each) => each.step), [recoveries]);
-  const runs = useMemo(
-    () => Object.fromEntries(metrics.map((name) => [name, [...(data ? [{ name: "this run", series: data.series[name] }] : []), ...others.runs.map((run) => ({ name: run.name, series: run.series[name] }))]])),
-    [metrics, data, others.runs],
-  );
+  const runs = useMemo(() => {
+    const all = [...kept.runs, ...others.runs];
+    return Object.fromEntries(metrics.map((name) => [name, [...(data ? [{ name: "this run", series: data.series[name] }] : []), ...all.map((run) => ({ name: run.name, series: run.series[name] }))]]));
+  }, [metrics, data, others.runs, kept.runs]);
+  const taskRuns = useMemo(() => tasks.map((name) => ({ name: taskOf(name), task: true, series: ofTasks.data?.series[name] })), [tasks, ofTasks.data]);
+  const shared = { marks: events, smooth, onZoom: (first, last) => move({ from: first, to: last }) };
   return html`
     ${error && html`<${ErrorNote} error=${error} again=${reload} />`}
-    <${Range} key=${`${from}-${to}`} data=${data} from=${from} to=${to} move=${move} />
-    <${Recoveries} recoveries=${recoveries} />
-    <${Files} files=${files} others=${others} onChange=${setFiles} />
-    <${Metrics} names=${data?.metrics ?? NONE} metrics=${metrics} move=${move} />
+    <${Bar} data=${data} query=${query} zoomed=${from !== null || to !== null} move=${move} />
+    ${!data && !error && html`<${Loading} />`}
     <div class="curves">
-      ${metrics.map((name) => html`<${Curve} key=${name} metric=${name} runs=${runs[name]} limit=${limits[name] ?? null} marks=${marks} onZoom=${(first, last) => move({ from: first, to: last })} />`)}
+      ${metrics.slice(0, 1).map((name) => html`<${Curve} key=${name} metric=${name} runs=${runs[name]} limit=${limits[name] ?? null} ...${shared} />`)}
+      ${taskRuns.length > 1 && html`<${Curve} key="tasks" metric="reward/task" title="Reward of each task" unit="reward" runs=${taskRuns} limit=${null} ...${shared} />`}
+      ${metrics.slice(1).map((name) => html`<${Curve} key=${name} metric=${name} runs=${runs[name]} limit=${limits[name] ?? null} ...${shared} />`)}
     </div>
+    <${Events} events=${events} />
+    <${Metrics} names=${data?.metrics ?? NONE} tasks=${data?.tasks ?? NONE} metrics=${metrics} move=${move} />
+    <${Steps} key=${`${from}-${to}`} data=${data} from=${from} to=${to} move=${move} />
+    <${Runs} files=${files} others=${others} kept=${kept} onFiles=${setFiles} onKept=${(names) => move({ runs: names.join("\n") })} />
   `;
 }
 
@@ -55,52 +69,68 @@ function whole(text) {
 }
 
 // Reads again after some seconds while the page is seen, and at once while the trainer has not read its whole file.
-function useCurves(metrics, from, to) {
+// What has not changed stays the same object, so that nothing is drawn anew.
+function useCurves(metrics, { from, to, buckets }) {
   const [again, setAgain] = useState(0);
-  const asked = new URLSearchParams({ metrics: metrics.join(","), buckets: String(BUCKETS) });
+  const asked = new URLSearchParams({ metrics: (metrics ?? NONE).join(","), buckets: String(buckets) });
   if (from !== null) asked.set("from", from);
   if (to !== null) asked.set("to", to);
-  const found = useGet(`/admin/learning?${asked}`, again);
+  const found = useGet(metrics === null ? null : `/admin/learning?${asked}`, again);
+  const former = useRef(null);
+  const text = useMemo(() => JSON.stringify(found.data), [found.data]);
+  if (former.current?.text !== text) former.current = { text, data: found.data };
   useEffect(() => {
     const wait = found.data && !found.data.complete ? READ_ON_MS : AGAIN_MS;
     const timer = setInterval(() => document.hidden || setAgain((value) => value + 1), wait);
     return () => clearInterval(timer);
   }, [found.data]);
-  return found;
+  return { ...found, data: former.current.data };
 }
 
-function Range({ data, from, to, move }) {
+// What is chosen most, above the curves.
+function Bar({ data, query, zoomed, move }) {
+  const known = data && data.last !== null;
+  const steps = known ? `Steps ${number(data.first)} to ${number(data.last)}; a point stands for ${count(data.bucket_steps, "step")}.${data.complete ? "" : " The trainer still reads its file."}` : data ? "No step has been recorded yet." : "";
+  return html`<div class="bar-of-choices">
+    <label class="choice">Smoothing
+      <select onChange=${(event) => move({ smooth: event.target.value })}>
+        ${SMOOTH.map(({ value, label }) => html`<option value=${value} selected=${value === (query.smooth ?? "")}>${label}</option>`)}
+      </select>
+    </label>
+    ${zoomed && html`<button class="small" onClick=${() => move({ from: "", to: "" })}>All steps</button>`}
+    <span class="muted note">${steps} Drag over a curve to see a part of it.</span>
+  </div>`;
+}
+
+function Events({ events }) {
+  if (!events.length) return null;
+  const last = events.slice(-MOST_EVENTS).reverse();
+  return html`<${Card} title="What happened" note="The vertical lines in the curves, the newest first.">
+    <ul class="events">
+      ${last.map((each) => html`<li key=${`${each.kind}-${each.step}-${each.says}`}><span class="sign" data-kind=${each.kind} aria-hidden="true"></span> ${each.says}${each.at ? html` (<${Ago} at=${each.at} />)` : ""}${each.why ? `: ${visible(each.why)}` : "."}</li>`)}
+    </ul>
+  <//>`;
+}
+
+function Steps({ data, from, to, move }) {
   const submit = (event) => {
     event.preventDefault();
     const given = new FormData(event.target);
     move({ from: given.get("from"), to: given.get("to") });
   };
-  const known = data && data.last !== null;
-  const zoomed = from !== null || to !== null;
-  return html`<${Card} title="Steps" note=${known ? `The run has steps ${number(data.first)} to ${number(data.last)}. Each point stands for ${count(data.bucket_steps, "step")}.${data.complete ? "" : " The trainer still reads its file."} Drag over a curve to see a part of it.` : "No step has been recorded yet."}>
+  return html`<details class="card">
+    <summary>Steps: ${from === null && to === null ? "all" : `${from ?? "the first"} to ${to ?? "the last"}`}</summary>
     <form class="filters" onSubmit=${submit}>
       <p class="field"><label for="learning-from">From step</label><input id="learning-from" name="from" type="number" min="0" defaultValue=${from ?? ""} /></p>
-      <p class="field"><label for="learning-to">To step</label><input id="learning-to" name="to" type="number" min="0" defaultValue=${to ?? ""} /></p>
-      <p class="buttons">
-        ${zoomed && html`<button type="button" onClick=${() => move({ from: "", to: "" })}>All steps</button>`}
-        <button type="submit" class="primary">Show</button>
-      </p>
+      <p class="field"><label for="learning-to">To step</label><input id="learning-to" name="to" type="number" min="0" max=${data?.last === null ? undefined : Number.MAX_SAFE_INTEGER} defaultValue=${to ?? ""} /></p>
+      <p class="buttons"><button type="submit" class="primary">Show</button></p>
     </form>
-  <//>`;
+  </details>`;
 }
 
-function Recoveries({ recoveries }) {
-  if (!recoveries.length) return null;
-  return html`<${Card} title="Set back" note="Where a vertical line crosses the curves, the training went back to the weights of an older version.">
-    <ul>
-      ${recoveries.slice(-MOST_RECOVERIES).reverse().map((each) => html`<li key=${each.version}>After step ${number(each.step)} to version ${number(each.restored)}, which goes on as version ${number(each.version)} (<${Ago} at=${each.at} />): ${visible(each.reason)}</li>`)}
-    </ul>
-  <//>`;
-}
-
-function Metrics({ names, metrics, move }) {
+function Metrics({ names, tasks, metrics, move }) {
   const shown = new Set(metrics);
-  const all = [...new Set([...metrics, ...names.filter((name) => !["step", "version", "time"].includes(name))])].sort();
+  const all = [...new Set([...metrics, ...names, ...tasks])].filter((name) => !["step", "version", "time"].includes(name)).sort();
   const toggle = (name) => {
     const next = shown.has(name) ? metrics.filter((each) => each !== name) : [...metrics, name];
     move({ m: next.slice(0, MOST_METRICS).join(",") });
@@ -109,55 +139,7 @@ function Metrics({ names, metrics, move }) {
     <summary>Metrics: ${number(metrics.length)} of ${number(all.length)} shown</summary>
     <fieldset class="choices">
       <legend class="hidden">Metrics that are shown</legend>
-      ${all.map((name) => html`<label key=${name}><input type="checkbox" checked=${shown.has(name)} onChange=${() => toggle(name)} />${visible(name)}</label>`)}
+      ${all.map((name) => html`<label key=${name} title=${nameOf(name)}><input type="checkbox" checked=${shown.has(name)} onChange=${() => toggle(name)} />${visible(name)}</label>`)}
     </fieldset>
   </details>`;
-}
-
-// Reads the chosen files for the metrics that are shown: {runs: [{name, series}], progress, error}.
-function useFiles(files, metrics, from, to) {
-  const [read, setRead] = useState({ columns: NONE, progress: null, error: null });
-  useEffect(() => {
-    if (!files.length) {
-      setRead({ columns: NONE, progress: null, error: null });
-      return undefined;
-    }
-    const stopped = new AbortController();
-    const all = async () => {
-      const columns = [];
-      for (const file of files) {
-        const progress = (share) => setRead((former) => ({ ...former, progress: { name: file.name, share } }));
-        columns.push({ name: visible(file.name), columns: await readRun(file, metrics, { progress, signal: stopped.signal }) });
-      }
-      setRead({ columns, progress: null, error: null });
-    };
-    all().catch((error) => {
-      if (!stopped.signal.aborted) setRead((former) => ({ ...former, progress: null, error }));
-    });
-    return () => stopped.abort();
-  }, [files, metrics]);
-  const runs = useMemo(
-    () => read.columns.map((run) => ({ name: run.name, series: Object.fromEntries(Object.entries(run.columns).map(([name, column]) => [name, bucketed(column, from, to, BUCKETS)])) })),
-    [read.columns, from, to],
-  );
-  return { ...read, runs };
-}
-
-function Files({ files, others, onChange }) {
-  const input = useRef(null);
-  const add = () => {
-    onChange([...files, ...input.current.files].slice(0, MOST_FILES));
-    input.current.value = "";
-  };
-  return html`<${Card} title="Other runs" note="Compare with the metrics.jsonl of other runs. The files are read in this browser, and sent nowhere.">
-    <p class="field">
-      <label for="learning-files">Files (at most ${MOST_FILES})</label>
-      <input id="learning-files" ref=${input} type="file" accept=".jsonl,application/jsonl,application/x-ndjson" multiple disabled=${files.length >= MOST_FILES} onChange=${add} />
-    </p>
-    ${others.error && html`<p class="refusal" role="alert">${visible(others.error.message)}</p>`}
-    ${others.progress && html`<p class="muted" role="status">Reading ${visible(others.progress.name)}: ${percent(others.progress.share)}</p>`}
-    ${files.length > 0 && html`<ul class="choices">
-      ${files.map((file, i) => html`<li key=${i}><span class="run-key" data-run=${i + 1}></span>${visible(file.name)}, ${bytes(file.size)} <button class="small" onClick=${() => onChange(files.filter((each) => each !== file))}>Remove<span class="hidden"> ${visible(file.name)}</span></button></li>`)}
-    </ul>`}
-  <//>`;
 }

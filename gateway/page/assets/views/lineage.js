@@ -2,7 +2,7 @@
 import { html, useEffect, useState } from "../dom.js";
 import { get, useGet } from "../api.js";
 import { count, figure, number } from "../format.js";
-import { Ago, Badge, Card, ErrorNote, Loading, Stat, Table } from "../parts.js";
+import { Ago, Badge, Card, ErrorNote, Id, Loading, Stat, Table } from "../parts.js";
 import { go, link } from "../router.js";
 import { useHeading } from "../shell.js";
 import { groupNote, Members, useGroup } from "./group.js";
@@ -67,7 +67,7 @@ function GroupView({ id, me }) {
     ${rewards.length > 1 && group.mean !== null && html`<${Card} title="From rewards to advantages" note="Each bar is a reward less the mean of the group; the trainer's advantage, once the group is trained, is beside it.">
       <ul class="advantages">
         ${rewards.map((each) => html`<li key=${each.session_id}>
-          <a class="mono" href=${link("sessions", [each.session_id])}>${visible(each.session_id)}</a>
+          <a class="mono" href=${link("sessions", [each.session_id])}><${Id} text=${visible(each.session_id)} /></a>
           <${Bar} value=${(each.reward - group.mean) / most} />
           <span class="numeric">${figure(each.reward)} − ${figure(group.mean)} = ${figure(each.reward - group.mean)}${each.advantage === null ? "" : `, advantage ${figure(each.advantage)}`}</span>
         </li>`)}
@@ -106,12 +106,12 @@ function VersionView({ version }) {
   const { data, steps, cursor, running, error } = pages;
   const groups = [...new Set(data.map((each) => each.group_id).filter(Boolean))];
   const columns = [
-    { title: "Session", wide: true, cell: (each) => html`<a class="mono" href=${link("sessions", [each.session_id, each.turn_id], { colour: "advantage" })}>${visible(each.session_id)}</a>` },
+    { title: "Session", wide: true, cell: (each) => html`<a class="mono" href=${link("sessions", [each.session_id, each.turn_id], { colour: "advantage" })}><${Id} text=${visible(each.session_id)} /></a>` },
     { title: "Step", numeric: true, cell: (each) => number(each.step) },
     { title: "Reward", numeric: true, cell: (each) => figure(each.reward) },
     { title: "Advantage", numeric: true, cell: (each) => figure(each.advantage_mean) },
     { title: "Tokens", numeric: true, cell: (each) => number(each.tokens) },
-    { title: "Group", rare: true, cell: (each) => each.group_id && html`<a href=${link("lineage", ["groups", each.group_id])}>${visible(each.group_id)}</a>` },
+    { title: "Group", rare: true, cell: (each) => each.group_id && html`<a href=${link("lineage", ["groups", each.group_id])}><${Id} text=${visible(each.group_id)} /></a>` },
   ];
   return html`
     ${error && html`<${ErrorNote} error=${error} again=${() => read(pages)} />`}

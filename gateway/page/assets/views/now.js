@@ -2,9 +2,12 @@
 import { html } from "../dom.js";
 import { count, duration, figure, number, sentence } from "../format.js";
 import { rate, useLive } from "../live.js";
-import { Ago, Badge, Card, Icon, Loading, Meter, Sparkline, Stat, Table } from "../parts.js";
+import { Ago, Badge, Card, Icon, Id, Loading, Meter, Sparkline, Stat, Table } from "../parts.js";
 import { link } from "../router.js";
+import * as act from "./policy_actions.js";
 import { SERVER_TONES, serverState } from "./servers.js";
+import { verdictWords } from "./verdicts.js";
+import { visible } from "./visible.js";
 
 const MOST_GROUPS = 6;
 
@@ -14,36 +17,50 @@ export default function Now() {
   const { status, pipeline } = picture;
   return html`
     ${trouble && html`<p class="refusal" role="alert">${sentence(trouble)} What follows is older.</p>`}
-    <${Headline} trainer=${status.trainer} warnings=${status.warnings} />
+    <${Headline} trainer=${status.trainer} policy=${status.policy} warnings=${status.warnings} />
     <${Figures} status=${status} history=${history} />
     <div class="columns">
-      <${Sentences} pipeline=${pipeline} />
       <${Stages} pipeline=${pipeline} />
+      <${Groups} pipeline=${pipeline} />
     </div>
     <${Fleet} servers=${status.rollout_servers} policy=${status.policy} />
-    <div class="columns">
-      <${Groups} pipeline=${pipeline} />
-      <${Queue} queue=${status.queue} />
-    </div>
+    <${Queue} queue=${status.queue} />
   `;
 }
 
 const TRAINER_TONES = { training: "good", publishing: "good", waiting: "accent", paused: "warn" };
 
-function Headline({ trainer, warnings }) {
-  const waits = trainer.waiting_for ? `The trainer waits for ${trainer.waiting_for}` : "The trainer is at work";
-  const words = trainer.last_seen ? waits : "No trainer has reported yet: nothing is trained before one does";
-  return html`<section class="card headline" aria-label="What is waited for, and warnings">
+const RESUME = /^POST \/resume(, since )?/; // how the trainer names what ends its pause
+
+// What the trainer does, with the button for what it waits for; and the warnings that say something else.
+function Headline({ trainer, policy, warnings }) {
+  const paused = trainer.state === "paused";
+  const others = warnings.filter((each) => !(paused && each.startsWith("the trainer is paused")) && !(!trainer.last_seen && each === "no trainer has reported yet"));
+  const done = () => {}; // the next picture shows it
+  return html`<section class="card headline" aria-label="What the trainer does, and warnings">
     <div class="say" aria-live="polite">
-      <${Badge} tone=${TRAINER_TONES[trainer.state]}>${trainer.state ?? "no trainer"}<//>
-      <p class="lead">${sentence(words)}</p>
+      <${Badge} tone=${TRAINER_TONES[trainer.state]}>${visible(trainer.state ?? "no trainer")}<//>
+      <p class="lead">${visible(lead(trainer))}</p>
+      ${paused && html`<button class="primary small" onClick=${() => act.trainer({ what: "resume", done })}>Resume…</button>`}
     </div>
+    ${policy.hold && html`<div class="say">
+      <${Badge} tone="warn">held<//>
+      <p>${visible(sentence(`the fleet keeps version ${policy.serving ?? "–"}: ${policy.hold.reason}`))}</p>
+      <button class="small" onClick=${() => act.release({ newest: trainer.version, serving: policy.serving, done })}>Release…</button>
+    </div>`}
     <ul class="warnings" aria-live="polite" aria-label="Warnings">
-      ${warnings.length
-        ? warnings.map((each) => html`<li key=${each} data-tone="warn"><${Icon} name="warning" /><span>${sentence(each)}</span></li>`)
-        : html`<li data-tone="good"><${Icon} name="check" /><span>No warnings.</span></li>`}
+      ${others.length
+        ? others.map((each) => html`<li key=${each} data-tone="warn"><${Icon} name="warning" /><span>${visible(sentence(each))}</span></li>`)
+        : html`<li data-tone="good"><${Icon} name="check" /><span>${paused || policy.hold ? "No other warnings." : "No warnings."}</span></li>`}
     </ul>
   </section>`;
+}
+
+function lead({ state, waiting_for: waits, last_seen: seen }) {
+  if (!seen) return "No trainer has reported yet: nothing is trained before one does.";
+  if (state !== "paused") return waits ? sentence(`the trainer waits for ${waits}`) : "The trainer is at work.";
+  const why = (waits ?? "").replace(RESUME, "");
+  return why ? sentence(`the training is paused, since ${why}`) : "The training is paused.";
 }
 
 function Figures({ status, history }) {
@@ -57,16 +74,22 @@ function Figures({ status, history }) {
     <${Stat} label="Reward" value=${figure(metrics.reward_mean)} note=${`mean of step ${trainer.step ?? "–"}`}>
       <${Sparkline} values=${perStep} label="Rewards of the steps since this page opened" />
     <//>
-    <${Stat} label="Version served" value=${policy.serving ?? "–"} tone=${behind ? "warn" : ""}
-      note=${`target ${policy.target ?? "–"}, trainer at ${trainer.version ?? "–"}`} />
+    <${Stat} label="Version served" value=${policy.serving ?? "–"} tone=${behind ? "warn" : ""} note=${servedNote(policy, trainer)} />
     <${Stat} label="Staleness" value=${figure(metrics["staleness/total_mean"])} unit="versions"
-      note=${`at most ${figure(metrics["staleness/total_max"])} in the last step`} />
+      note=${`age of what was trained, at most ${figure(metrics["staleness/total_max"])}`} />
     <${Stat} label="Sampled here" value=${figure(tokens)} unit="tokens/s" note=${`${figure(turns)} turns/s through this gateway`}>
       <${Sparkline} values=${speeds(history)} label="Tokens a second since this page opened" />
     <//>
-    <${Stat} label="Trained" value=${figure(metrics.tokens_per_s)} unit="tokens/s" note=${`${number(metrics.rollouts)} rollouts in the last step`} />
-    <${Stat} label="Trainer" value=${`step ${number(trainer.step)}`} note=${html`reported <${Ago} at=${trainer.last_seen} />`} />
+    <${Stat} label="Trained" value=${figure(metrics.tokens_per_s)} unit="tokens/s" note=${`${count(metrics.rollouts ?? 0, "session")} in the last step`} />
+    <${Stat} label="Trainer" value=${`step ${number(trainer.step)}`} note=${trainer.last_seen ? html`reported <${Ago} at=${trainer.last_seen} />` : "has not reported"} />
   </dl>`;
+}
+
+// How the served version compares with the one that every server is to serve, and with what the trainer has made.
+function servedNote({ serving, target }, { version }) {
+  if (target !== null && serving !== target) return `version ${target} is being loaded`;
+  if (version !== null && version !== undefined && serving !== null && version > serving) return `the trainer has made version ${version}`;
+  return serving === null ? "no server has proved one yet" : "the trainer's newest";
 }
 
 // Tokens a second between pictures, evened over a few of them.
@@ -78,47 +101,42 @@ function speeds(history) {
   });
 }
 
-function Sentences({ pipeline }) {
-  return html`<${Card} title="What is waited for">
-    <ul class="sentences">${pipeline.sentences.map((each) => html`<li key=${each.slice(0, 24)}>${sentence(each)}</li>`)}</ul>
-  <//>`;
-}
-
 const STAGES = [
-  ["open", "session:open", "Open: their agents go on"],
+  ["open", "session:open", "Agents are at work"],
   ["waiting_reward", "session:waiting_reward", "Wait for a reward"],
   ["group_incomplete", "session:group_incomplete", "Wait for their group"],
   ["ready", "session:ready", "Ready to be trained"],
 ];
 
 function Stages({ pipeline }) {
-  const { verdicts } = pipeline;
+  const { verdicts, notes } = pipeline;
   const before = STAGES.map(([code, name, title]) => ({ code, title, value: verdicts[name] ?? 0 }));
   const known = new Set(STAGES.map(([, name]) => name));
   const ended = Object.entries(verdicts)
     .filter(([name, value]) => name.startsWith("session:") && !known.has(name) && value > 0)
-    .map(([name, value]) => ({ code: name.slice(8), title: name.slice(8).replaceAll("_", " "), value }))
+    .map(([name, value]) => ({ code: name.slice(8), title: verdictWords(name.slice(8)), value }))
     .sort((one, other) => other.value - one.value);
   return html`<${Card} title="Sessions">
     <${Bars} rows=${before} />
     <h3>With a verdict</h3>
     ${ended.length ? html`<${Bars} rows=${ended} />` : html`<p class="muted">None so far.</p>`}
+    ${notes.length > 0 && html`<ul class="sentences">${notes.map((each) => html`<li class="note muted" key=${each.slice(0, 24)}>${visible(sentence(each))}</li>`)}</ul>`}
   <//>`;
 }
 
+// Each as a share of all of them.
 function Bars({ rows }) {
-  const most = Math.max(1, ...rows.map((each) => each.value));
+  const all = rows.reduce((sum, each) => sum + each.value, 0);
   return html`<ul class="bars">
     ${rows.map(
       ({ code, title, value }) => html`<li key=${code}>
-        <span>${title}</span><${Meter} value=${value} most=${most} label=${number(value)} tone=${code === "trained" ? "good" : ""} />
+        <span>${title}</span><${Meter} value=${value} most=${all} label=${number(value)} tone=${code === "trained" ? "good" : ""} />
       </li>`,
     )}
   </ul>`;
 }
 
 function Fleet({ servers, policy }) {
-  const most = Math.max(1, ...servers.map((each) => each.in_flight));
   const columns = [
     { title: "Server", cell: (each) => html`<strong>${each.id}</strong>` },
     { title: "State", cell: (each) => html`<${Badge} tone=${SERVER_TONES[each.state]}>${serverState(each)}<//>` },
@@ -127,7 +145,7 @@ function Fleet({ servers, policy }) {
       numeric: true,
       cell: (each) => html`<span class=${each.version < policy.target ? "behind" : ""}>${each.version ?? "–"}</span>`,
     },
-    { title: "Calls", cell: (each) => html`<${Meter} value=${each.in_flight} most=${most} label=${number(each.in_flight)} />` },
+    { title: "Calls now", numeric: true, cell: (each) => number(each.in_flight) },
     { title: "Seen", cell: (each) => html`<${Ago} at=${each.last_seen} />` },
     { title: "Error", rare: true, wide: true, cell: (each) => each.error && html`<span class="error-text">${each.error}</span>` },
   ];
@@ -147,12 +165,18 @@ function Groups({ pipeline }) {
           ${groups.slice(0, MOST_GROUPS).map(
             (each) => html`<li key=${each.group_id}>
               <${Meter} value=${each.ended} most=${each.size} label=${`${each.ended} of ${each.size}`} />
-              <span><strong>${each.group_id}</strong> <span class="muted">${each.waiting_for}${each.since ? `, since ${duration(now - each.since)}` : ""}</span></span>
+              <span><a href=${link("lineage", ["groups", each.group_id])}><${Id} text=${visible(each.group_id)} /></a> <span class="muted">${missing(each)}${each.since ? `, since ${duration(now - each.since)}` : ""}</span></span>
             </li>`,
           )}
         </ul>`
       : html`<p class="muted">No group waits for members.</p>`}
   <//>`;
+}
+
+// What the members do that a group waits for.
+function missing({ open, waiting_reward: unrewarded, not_opened: unopened }) {
+  const parts = [[open, "at work"], [unrewarded, unrewarded === 1 ? "waits for a reward" : "wait for a reward"], [unopened, "not opened"]];
+  return parts.filter(([value]) => value > 0).map(([value, words]) => `${number(value)} ${words}`).join(", ");
 }
 
 function Queue({ queue }) {
@@ -163,9 +187,8 @@ function Queue({ queue }) {
       <div><dt>Memory</dt><dd>${bounded
         ? html`<${Meter} value=${queue.used_bytes} most=${queue.max_bytes} label=${`${mib(queue.used_bytes)} of ${mib(queue.max_bytes)}`} />`
         : `${mib(queue.used_bytes ?? 0)}, without a bound`}</dd></div>
-      <div><dt>Records in the stream</dt><dd>${number(queue.stream_length)}</dd></div>
+      <div><dt>Records that the trainer has not finished with</dt><dd>${number(queue.stream_length)}</dd></div>
       <div><dt>Sessions kept</dt><dd>${number(queue.sessions)}</dd></div>
-      <div><dt>Records that could not be read</dt><dd class=${queue.dead_letters ? "error-text" : ""}>${number(queue.dead_letters)}</dd></div>
     </dl>
   <//>`;
 }

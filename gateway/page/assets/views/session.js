@@ -1,14 +1,17 @@
-// One session: its facts, its group, the tree of its turns, and the tokens of a turn, beside those of another session.
-import { html, useMemo } from "../dom.js";
+// One session: its facts, its conversation, its group, the tree of its turns, and the tokens of a turn, beside those of
+// another session.
+import { html, useEffect, useMemo, useRef } from "../dom.js";
 import { useGet } from "../api.js";
 import { figure, moment, number } from "../format.js";
 import { Ago, Badge, Card, ErrorNote, Loading, Stat, Table } from "../parts.js";
 import { go, link } from "../router.js";
 import { useHeading } from "../shell.js";
+import { Conversation } from "./conversation.js";
 import { Group } from "./group.js";
 import { SCALES } from "./scales.js";
 import { outputStart, Tokens } from "./tokens.js";
-import { splitReason, verdictTone } from "./verdicts.js";
+import { mainRow, rowsOf } from "./turn_rows.js";
+import { splitReason, verdictTone, verdictWords } from "./verdicts.js";
 import { visible, visibleJson } from "./visible.js";
 
 const TURNS_AT_ONCE = 200;
@@ -18,36 +21,50 @@ export default function Session({ route, me }) {
   const { query } = route;
   useHeading(`Session ${visible(id)}`);
   const { data, error, reload } = useGet(`/sessions/${encodeURIComponent(id)}`);
+  const rows = useMemo(() => rowsOf(data?.turns ?? []), [data]);
+  const tokens = useRef(null);
+  const looked = query.view === "tokens" && data !== null ? `${turnId} ${query.with}` : "";
+  useEffect(() => {
+    if (!looked) return undefined;
+    const frame = requestAnimationFrame(() => tokens.current?.scrollIntoView()); // the shell has scrolled up by then
+    return () => cancelAnimationFrame(frame);
+  }, [looked]);
   if (error) return html`<${ErrorNote} error=${error} again=${reload} />`;
   if (!data) return html`<${Loading} />`;
-  const turn = data.turns.find((each) => each.turn_id === turnId) ?? data.turns.find((each) => each.output_len) ?? data.turns[0];
-  const move = (change) => go("sessions", [id, turn.turn_id], { ...query, ...change });
+  const named = rows.find((each) => each.turn.turn_id === turnId);
+  const row = named?.row ?? mainRow(rows);
+  const first = rows.find((each) => each.row === row && each.turn.output_len) ?? rows[0];
+  const turn = (named ?? first)?.turn;
+  const move = (change) => go("sessions", [id, turn.turn_id], { ...query, view: "", ...change });
   return html`
-    <${Facts} session=${data} />
-    ${data.group_id && html`<${Group} session=${data} me=${me} compared=${query.with} onCompare=${(other) => move({ with: other })} />`}
-    <${Tree} session=${data} chosen=${turn?.turn_id} query=${query} />
+    ${turnId && !named && html`<p class="refusal" role="alert">This session has no turn ${visible(turnId)}. Its first one is shown.</p>`}
+    <${Facts} session=${data} used=${new Set(rows.map((each) => each.row)).size} />
+    <${Conversation} key=${row} session=${data} rows=${rows} row=${row} me=${me} onRow=${(other) => go("sessions", [id, other], { ...query, view: "", start: "" })} />
+    <div ref=${tokens} class="anchor"></div>
     ${turn && html`<${Card} title="Tokens" tools=${html`<${Colours} value=${query.colour ?? "logprob"} onChange=${(colour) => move({ colour })} />`}>
       <div class=${query.with ? "beside" : ""}>
         <${Side} session=${data} turn=${turn} query=${query} onStart=${(start) => move({ start })} />
         ${query.with && html`<${Other} id=${query.with} query=${query} move=${move} />`}
       </div>
     <//>`}
+    <${Tree} session=${data} rows=${rows} chosen=${turn?.turn_id} query=${query} />
+    ${data.group_id && html`<${Group} session=${data} me=${me} compared=${query.with} onCompare=${(other) => move({ with: other, view: other && "tokens" })} />`}
   `;
 }
 
-function Facts({ session }) {
+function Facts({ session, used }) {
   const { verdict } = session;
   const taught = verdict.code === "trained";
   return html`
     <section class="card" aria-label="Verdict">
-      <p class="lead"><${Badge} tone=${verdictTone(verdict.code)}>${verdict.code}<//> <span>${visible(session.why ?? verdict.detail)}</span></p>
+      <p class="lead"><${Badge} tone=${verdictTone(verdict.code)}>${verdictWords(verdict.code)}<//> <span>${visible(session.why ?? verdict.detail)}</span></p>
       ${taught && html`<p><a href=${link("lineage", [String(verdict.version)])}>Version ${verdict.version}, which learned from it in step ${number(verdict.step)}</a></p>`}
     </section>
     <dl class="stats">
       <${Stat} label="Reward" value=${figure(session.reward)} note=${rewardNote(session)} />
-      <${Stat} label="Turns" value=${number(session.turns.length)} note=${session.merge_ratio === null ? "" : `${figure(session.merge_ratio)} rows a turn`} />
+      <${Stat} label="Turns" value=${number(session.turns.length)} note=${used > 1 ? `in ${number(used)} rows` : ""} />
       <${Stat} label="Task" value=${visible(session.task_id ?? "–")} note=${session.user ? `user ${visible(session.user)}` : ""} />
-      <${Stat} label="Opened" value=${html`<${Ago} at=${session.created_at} />`} note=${`state ${session.state}; expires ${moment(session.expires_at)}`} />
+      <${Stat} label="Opened" value=${html`<${Ago} at=${session.created_at} />`} note=${session.state === "finished" ? "finished" : `${session.state.replace("_", " for a ")}; expires ${moment(session.expires_at)}`} />
     </dl>
     ${Object.keys(session.metadata).length > 0 && html`<details class="card"><summary>Metadata</summary><pre>${visibleJson(session.metadata)}</pre></details>`}
   `;
@@ -60,8 +77,7 @@ function rewardNote({ rewards }) {
 }
 
 // Each turn with the row that it belongs to: a turn that does not extend its parent begins another one.
-function Tree({ session, chosen, query }) {
-  const rows = useMemo(() => rowsOf(session.turns), [session]);
+function Tree({ session, rows, chosen, query }) {
   const first = Math.max(0, Number(query.turns) || 0);
   const columns = [
     { title: "Turn", cell: (each) => html`<a href=${link("sessions", [session.session_id, each.turn.turn_id], { ...query, start: "" })} aria-current=${each.turn.turn_id === chosen ? "true" : undefined}>${number(each.at + 1)}</a>` },
@@ -71,7 +87,7 @@ function Tree({ session, chosen, query }) {
     { title: "Ended by", cell: (each) => each.turn.finish_reason },
     { title: "Versions", numeric: true, cell: (each) => [...new Set(each.turn.versions.map((span) => span.version))].join(", ") },
     { title: "Reward", numeric: true, rare: true, cell: (each) => (each.turn.reward === null ? "" : figure(each.turn.reward)) },
-    { title: "Verdict", cell: (each) => html`<${Badge} tone=${verdictTone(each.turn.verdict.code)}>${each.turn.verdict.code}<//>` },
+    { title: "Verdict", cell: (each) => html`<${Badge} tone=${verdictTone(each.turn.verdict.code)}>${verdictWords(each.turn.verdict.code)}<//>` },
     { title: "Why not trained", wide: true, rare: true, cell: (each) => (each.turn.why && each.turn.why !== session.why ? visible(each.turn.why) : "") },
   ];
   const { drift } = session;
@@ -100,18 +116,6 @@ function Follows({ each }) {
   </span>`;
 }
 
-function rowsOf(turns) {
-  const places = new Map(turns.map((turn, i) => [turn.turn_id, i]));
-  const rows = [];
-  let used = 0;
-  turns.forEach((turn, at) => {
-    const parent = places.get(turn.parent_id) ?? null;
-    const row = turn.relation === "extends" && parent !== null && rows[parent] ? rows[parent].row : used++;
-    rows.push({ turn, at, parent, row });
-  });
-  return rows;
-}
-
 function Colours({ value, onChange }) {
   return html`<label class="choice">Colour by
     <select value=${value} onChange=${(event) => onChange(event.target.value)}>
@@ -137,7 +141,7 @@ function Other({ id, query, move }) {
   if (!data) return html`<${Loading} />`;
   const turn = data.turns.find((each) => each.turn_id === query.with_turn) ?? data.turns.find((each) => each.output_len) ?? data.turns[0];
   const title = html`<p class="other-head">
-    <a href=${link("sessions", [id])}>${visible(id)}</a> <${Badge} tone=${verdictTone(data.verdict.code)}>${data.verdict.code}<//> reward ${figure(data.reward)}
+    <a href=${link("sessions", [id])}>${visible(id)}</a> <${Badge} tone=${verdictTone(data.verdict.code)}>${verdictWords(data.verdict.code)}<//> reward ${figure(data.reward)}
     <label class="choice">Turn
       <select onChange=${(event) => move({ with_turn: event.target.value, with_start: "" })}>
         ${data.turns.map((each, i) => html`<option value=${each.turn_id} selected=${each === turn}>${i + 1}</option>`)}

@@ -2,10 +2,11 @@
 import { html, useEffect, useRef, useState } from "../dom.js";
 import { get } from "../api.js";
 import { count, figure, moment, number } from "../format.js";
-import { Ago, Badge, Card, ErrorNote, Table } from "../parts.js";
+import { Ago, Badge, Card, ErrorNote, Id, Table } from "../parts.js";
 import { go, link } from "../router.js";
+import { Gist } from "./gist.js";
 import Session from "./session.js";
-import { VERDICTS, verdictTone } from "./verdicts.js";
+import { VERDICTS, verdictTone, verdictWords } from "./verdicts.js";
 import { visible } from "./visible.js";
 
 const ROWS = 100;
@@ -27,21 +28,24 @@ export default function Sessions({ route, me }) {
   return html`<${Filters} key=${JSON.stringify(route.query)} query=${route.query} /><${Found} query=${route.query} />`;
 }
 
+// Folded on a phone, unless something is searched.
 function Filters({ query }) {
   const submit = (event) => {
     event.preventDefault();
     const given = new FormData(event.target);
     go("sessions", [], Object.fromEntries(FIELDS.map(({ name }) => [name, String(given.get(name) ?? "").trim()])));
   };
-  return html`<${Card} title="Search">
+  const used = Object.keys(known(query)).length;
+  return html`<details class="card" open=${used > 0 || matchMedia("(min-width: 1001px)").matches}>
+    <summary>Search${used ? `: ${count(used, "filter")}` : ""}</summary>
     <form class="filters" onSubmit=${submit} role="search" aria-label="Sessions">
       ${FIELDS.map((each) => html`<${Filter} key=${each.name} ...${each} value=${query[each.name] ?? ""} />`)}
       <p class="buttons">
-        <a class="plain" href=${link("sessions")}>All sessions</a>
+        ${used > 0 && html`<a class="plain" href=${link("sessions")}>All sessions</a>`}
         <button type="submit" class="primary">Search</button>
       </p>
     </form>
-  <//>`;
+  </details>`;
 }
 
 function Filter({ name, label, type = "text", options, value }) {
@@ -51,7 +55,7 @@ function Filter({ name, label, type = "text", options, value }) {
     ${options
       ? html`<select id=${id} name=${name}>
           <option value="">any</option>
-          ${options.map((each) => html`<option value=${each} selected=${each === value}>${each}</option>`)}
+          ${options.map((each) => html`<option value=${each} selected=${each === value}>${verdictWords(each)}</option>`)}
         </select>`
       : html`<input id=${id} name=${name} type=${type} step=${type === "number" ? "any" : undefined} defaultValue=${value} maxlength="200" autocomplete="off" />`}
   </p>`;
@@ -107,19 +111,18 @@ function known(query) {
 }
 
 const COLUMNS = [
-  { title: "Session", wide: true, cell: (row) => html`<a class="mono" href=${link("sessions", [row.session_id])}>${visible(row.session_id)}</a>` },
-  { title: "Verdict", cell: (row) => html`<${Badge} tone=${verdictTone(row.verdict.code)}>${row.verdict.code}<//>` },
+  { title: "Session", wide: true, cell: (row) => html`<${Gist} row=${row} />` },
+  { title: "Verdict", cell: (row) => html`<${Badge} tone=${verdictTone(row.verdict.code)}>${verdictWords(row.verdict.code)}<//>` },
   { title: "Reward", numeric: true, cell: (row) => figure(row.reward) },
-  { title: "Task", cell: (row) => row.task_id && html`<a href=${link("sessions", [], { task_id: row.task_id })}>${visible(row.task_id)}</a>` },
-  { title: "Group", rare: true, cell: (row) => row.group_id && html`<a href=${link("sessions", [], { group_id: row.group_id })}>${visible(row.group_id)}</a>` },
-  { title: "User", rare: true, cell: (row) => row.user && visible(row.user) },
-  { title: "Turns", numeric: true, cell: (row) => number(row.turn_count) },
-  { title: "Tokens", numeric: true, cell: (row) => number(row.output_len) },
-  { title: "Versions", numeric: true, cell: (row) => versions(row.versions) },
+  { title: "Task", cell: (row) => row.task_id && html`<a href=${link("sessions", [], { task_id: row.task_id })}><${Id} text=${visible(row.task_id)} /></a>` },
+  { title: "Group", rare: true, cell: (row) => row.group_id && html`<a href=${link("sessions", [], { group_id: row.group_id })}><${Id} text=${visible(row.group_id)} /></a>` },
+  { title: "User", rare: true, cell: (row) => row.user && html`<${Id} text=${visible(row.user)} />` },
+  { title: "Length", cell: (row) => row.turn_count > 0 && html`<span class="muted">${count(row.turn_count, "turn")}, ${count(row.output_len, "token")}</span>` },
+  { title: "Version", numeric: true, rare: true, cell: (row) => versions(row.versions) },
   { title: "Opened", cell: (row) => html`<${Ago} at=${row.created_at} />` },
 ];
 
 function versions(range) {
   if (!range) return "";
-  return range.first === range.last ? String(range.first) : `${range.first} to ${range.last}`;
+  return range.first === range.last ? String(range.first) : `${range.first}–${range.last}`;
 }

@@ -13,6 +13,10 @@ export function verdictTone(code) {
   return PLAIN.has(code) ? "" : "warn";
 }
 
+export function verdictWords(code) {
+  return code === "waiting_reward" ? "waits for a reward" : code.replaceAll("_", " ");
+}
+
 // Why a turn begins another row, in words. The codes are those of `relation` and `reason` of a turn.
 const SPLITS = {
   template_rewrites_history: "the chat template renders the earlier messages differently",

@@ -14,6 +14,11 @@ export function visible(text) {
   });
 }
 
+// The same for a text of several lines: line ends and tabs are what they are.
+export function visibleLines(text) {
+  return String(text ?? "").split(/([\n\t])/).map((part) => (part === "\n" || part === "\t" ? part : visible(part))).join("");
+}
+
 // The same for a token: one of spaces alone would be no more than a gap.
 export function visibleToken(text) {
   return /^ +$/.test(text) ? "␣".repeat(text.length) : visible(text);

@@ -12,6 +12,7 @@ from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends
 from tests.support.page.browser import PHONE, Tab, go
 from tests.support.page.deployment import ShownDeployment, shown_deployment
 from tests.support.page.learned import ANSWER, SESSION, TALK, fill_sessions, put_turn
+from tests.support.waiting import wait_until
 
 LONG = 120_000
 """Tokens of the context of one long turn."""
@@ -61,14 +62,17 @@ def test_a_session_opens_with_its_conversation(filled: ShownDeployment, tab: Tab
     roles = [each.get_attribute("data-role") for each in messages.all()]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
     expect(messages.nth(1)).to_contain_text("How hot is it?\n<img src=x onerror=alert(1)>[U+202E]gnp.exe")
+    seen = page.locator(".message img")
+    expect(seen).to_have_attribute("alt", re.compile("^Image, 96 . 64$"))
+    wait_until(lambda: seen.evaluate("each => each.naturalWidth") == 96)
     expect(messages.nth(2)).to_contain_text("Calls weather")
     expect(messages.nth(2).get_by_text("I look.")).to_be_hidden()
     messages.nth(2).get_by_text("Thought, 2 words").click()
     expect(messages.nth(2).get_by_text("I look.")).to_be_visible()
-    seen = messages.nth(3)
-    assert len(seen.locator(".text").inner_text()) < 1000, "a long text is folded"
-    seen.get_by_role("button", name="Show all 4,799 characters").click()
-    assert len(seen.locator(".text").inner_text()) > 4000
+    result = messages.nth(3)
+    assert len(result.locator(".text").inner_text()) < 1000, "a long text is folded"
+    result.get_by_role("button", name="Show all 4,799 characters").click()
+    assert len(result.locator(".text").inner_text()) > 4000
     expect(messages.nth(4)).to_contain_text("It is 31 °C in Ulm.")
     first, tokens = (page.locator(each).bounding_box() for each in (".conversation", ".tokens"))
     assert first is not None

@@ -10,8 +10,8 @@ from rollout_queue.contract.records import Turn
 MOST_TURNS_NAMED = 100
 MOST_TOKEN_TEXTS = 100_000
 """Tokens whose single texts one reply has at most."""
-MOST_MESSAGE_TOKENS = 400_000
-"""Tokens that are read back as messages for one reply, unless it has one turn only."""
+MOST_MESSAGE_TOKENS = 200_000
+"""Tokens that are read back as messages for one reply, unless it has one turn only, or the ends."""
 MOST_TEXT = 20_000
 """Characters of a message's text in a reply."""
 
@@ -80,7 +80,7 @@ class Shown(NamedTuple):
         if self.ends:
             own = [turn for turn in turns if turn.side_call is None] or turns
             turns = own if len(own) < 2 else [own[0], own[-1]]
-        if self.messages and len(turns) > 1:
+        if self.messages and not self.ends and len(turns) > 1:
             _check_messages(turns)
         if self.token_texts:
             windows = [self.window.of(turn) for turn in turns]

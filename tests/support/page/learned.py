@@ -1,5 +1,6 @@
 """What the data views show: sessions with trees of turns and verdicts, a trained group, and a run."""
 
+import hashlib
 import json
 import math
 import struct
@@ -16,11 +17,13 @@ from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Span, Turn, Verdict
 from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.turn_parts.images import TurnImage
 from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.http.keys import Keyring
 from rollout_queue.http.server import HttpThread
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
+from tests.support.images import encoded, image_of
 from tests.support.page.deployment import ShownDeployment
 from tests.support.page.run_metrics import metrics_of
 from tests.support.serving import free_port
@@ -60,7 +63,11 @@ def put_conversation(shown: ShownDeployment) -> None:
         f"{start}system\nBe brief.{stop}\n{start}user\nHow hot is it?\n{HOSTILE}{stop}\n{start}assistant\n"
     )
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-    first = put_turn(shown, TALK, "talk-a", f"<think>\nI look.\n</think>\n\n{call}{stop}", context=asked)
+    png = encoded(image_of(96, 64))
+    image = TurnImage(hashlib.sha256(png).hexdigest(), start=12, end=18, width=96, height=64, grid=(1, 4, 6))
+    shown.gateway.redis.set(keys.image(image.sha256), png)
+    thought = f"<think>\nI look.\n</think>\n\n{call}{stop}"
+    first = put_turn(shown, TALK, "talk-a", thought, context=asked, images=(image,))
     seen = (
         f"\n{start}user\n<tool_response>\n{'31 degrees. ' * 400}\n</tool_response>{stop}\n{start}assistant\n"
     )

@@ -8,7 +8,7 @@ import { branchOf } from "./turn_rows.js";
 import { visible, visibleLines } from "./visible.js";
 
 const TURNS_AT_ONCE = 20;
-const TOKENS_AT_ONCE = 200000; // of several turns; a single one may have more
+const TOKENS_AT_ONCE = 100000; // of several turns; a single one may have more
 const SHORT = { system: 280, tool: 700, prompt: 700 }; // characters that are shown before a text is opened
 const SHORT_OTHERS = 1600;
 const SHORT_LINES = 18;

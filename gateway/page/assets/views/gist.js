@@ -34,7 +34,7 @@ export function Gist({ row }) {
   const id = html`<${Id} text=${visible(row.session_id)} />`;
   const place = link("sessions", [row.session_id]);
   return html`<div class="gist" ref=${box}>
-    ${gist?.question && html`<p class="question" title="Question">${visible(gist.question)}</p>`}
+    ${gist?.question && html`<p class="question" title="Question"><a href=${place} tabindex="-1">${visible(gist.question)}</a></p>`}
     ${gist?.answer && html`<p class="answer" title="Answer">${visible(gist.answer)}</p>`}
     <a class="mono" href=${place}>${id}</a>
   </div>`;

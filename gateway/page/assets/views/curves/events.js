@@ -5,6 +5,7 @@ import { number } from "../../format.js";
 
 const PROMOTED = /^\/admin\/policies\/(\d+)\/promote$/;
 const MOST_ACTIONS = 200;
+const MOST_PROMOTIONS = 32; // the newest; the trainer bounds the others
 
 // [{step, kind: "recovery" | "promotion" | "restart", says, why, at}], by step: it happened after this step.
 export function useEvents(data) {
@@ -44,5 +45,5 @@ function promotions(policies, canaries, actions) {
     const named = PROMOTED.exec(each.path);
     if (named && each.status < 300) add(Number(named[1]), each.at, "an operator");
   }
-  return [...found.values()];
+  return [...found.values()].sort((one, other) => one.step - other.step).slice(-MOST_PROMOTIONS);
 }

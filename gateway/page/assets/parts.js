@@ -1,5 +1,5 @@
 // Components that views share.
-import { html, useEffect, useId, useState } from "./dom.js";
+import { Component, html, useEffect, useId, useState } from "./dom.js";
 import { ago, moment, short } from "./format.js";
 
 const ICONS = {
@@ -47,48 +47,53 @@ export function Badge({ tone = "", children }) {
   return html`<span class="badge" data-tone=${tone}>${children}</span>`;
 }
 
-// `columns`: [{title, cell: (row) => child, numeric, rare, wide}]. A `rare` column is left out if all its cells are empty.
-// On a phone each row becomes a block: the first two cells in one line, a `wide` one in a line of its own.
-export function Table({ columns: given, rows, rowKey, caption, empty = "Nothing here." }) {
+// `columns`: [{title, cell: (row) => child, numeric, rare, wide, spare, size}]. A `rare` column is left out if all its cells are
+// empty. On a phone each row becomes a block: the first two cells in one line, a `wide` one in a line of its own.
+// A `spare` column is left out where there is little room. `still`: for long tables. Cells depend on their row alone, and columns have the width of their `size` (s, m, l).
+export function Table({ columns: given, rows, rowKey, caption, empty = "Nothing here.", still = false }) {
   if (!rows.length) return html`<p class="muted">${empty}</p>`;
   const columns = given.filter((each) => !each.rare || rows.some((row) => each.cell(row)));
-  const kind = (each) => [each.numeric && "numeric", each.wide && "wide"].filter(Boolean).join(" ");
-  return html`<table class="table">
+  return html`<table class=${still ? "table still" : "table"}>
     <caption class="hidden">${caption}</caption>
     <thead>
       <tr>${columns.map((each) => html`<th scope="col" class=${kind(each)}>${each.title}</th>`)}</tr>
     </thead>
-    <tbody>
-      ${rows.map(
-        (row) => html`<tr key=${rowKey(row)}>
-          ${columns.map((each) => html`<td data-title=${each.title} class=${kind(each)}>${each.cell(row)}</td>`)}
-        </tr>`,
-      )}
-    </tbody>
+    <tbody>${rows.map((row) => html`<${Row} key=${rowKey(row)} row=${row} columns=${columns} still=${still} />`)}</tbody>
   </table>`;
+}
+
+class Row extends Component {
+  shouldComponentUpdate({ row, columns, still }) {
+    return !still || row !== this.props.row || columns.length !== this.props.columns.length;
+  }
+
+  render({ row, columns }) {
+    return html`<tr>${columns.map((each) => html`<td data-title=${each.title} class=${kind(each)}>${each.cell(row)}</td>`)}</tr>`;
+  }
+}
+
+function kind(column) {
+  return [column.numeric && "numeric", column.wide && "wide", column.spare && "spare", column.size && `size-${column.size}`].filter(Boolean).join(" ");
 }
 
 const tellers = new Set(); // of all times that are shown: one timer for them
 let clock = 0;
 
-function useNow() {
-  const [now, setNow] = useState(Date.now() / 1000);
+// A time as `3 min ago`, with the date for those who point at it. It is drawn again only when its text changes.
+export function Ago({ at }) {
+  const [text, setText] = useState(() => ago(at));
   useEffect(() => {
-    tellers.add(setNow);
-    if (!clock) clock = setInterval(() => tellers.forEach((tell) => tell(Date.now() / 1000)), 5000);
+    const tell = () => setText(ago(at));
+    tell();
+    tellers.add(tell);
+    clock ||= setInterval(() => tellers.forEach((each) => each()), 5000);
     return () => {
-      tellers.delete(setNow);
+      tellers.delete(tell);
       if (!tellers.size) clock = clearInterval(clock) ?? 0;
     };
-  }, []);
-  return now;
-}
-
-// A time as `3 min ago`, with the date for those who point at it.
-export function Ago({ at }) {
-  const now = useNow();
+  }, [at]);
   if (at === null || at === undefined) return html`<span class="muted">–</span>`;
-  return html`<time datetime=${new Date(1000 * at).toISOString()} title=${moment(at)}>${ago(at, now)}</time>`;
+  return html`<time datetime=${new Date(1000 * at).toISOString()} title=${moment(at)}>${text}</time>`;
 }
 
 // A long id, shortened; the whole one is read by screen readers, and by those who point at it. `text` is made visible.

@@ -64,7 +64,7 @@ def put_conversation(shown: ShownDeployment) -> None:
     )
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
     png = encoded(image_of(96, 64))
-    image = TurnImage(hashlib.sha256(png).hexdigest(), start=12, end=18, width=96, height=64, grid=(1, 4, 6))
+    image = TurnImage(hashlib.sha256(png).hexdigest(), start=40, end=46, width=96, height=64, grid=(1, 4, 6))
     shown.gateway.redis.set(keys.image(image.sha256), png)
     thought = f"<think>\nI look.\n</think>\n\n{call}{stop}"
     first = put_turn(shown, TALK, "talk-a", thought, context=asked, images=(image,))

@@ -40,13 +40,12 @@ export default function Session({ route, me }) {
     ${turnId && !named && html`<p class="refusal" role="alert">This session has no turn ${visible(turnId)}. Its first one is shown.</p>`}
     <${Facts} session=${data} used=${new Set(rows.map((each) => each.row)).size} />
     <${Conversation} key=${row} session=${data} rows=${rows} row=${row} me=${me} onRow=${(other) => go("sessions", [id, other], { ...query, view: "", start: "" })} />
-    <div ref=${tokens} class="anchor"></div>
-    ${turn && html`<${Card} title="Tokens" tools=${html`<${Colours} value=${query.colour ?? "logprob"} onChange=${(colour) => move({ colour })} />`}>
+    ${turn && html`<div ref=${tokens}><${Card} title="Tokens" tools=${html`<${Colours} value=${query.colour ?? "logprob"} onChange=${(colour) => move({ colour })} />`}>
       <div class=${query.with ? "beside" : ""}>
         <${Side} session=${data} turn=${turn} query=${query} onStart=${(start) => move({ start })} />
         ${query.with && html`<${Other} id=${query.with} query=${query} move=${move} />`}
       </div>
-    <//>`}
+    <//></div>`}
     <${Tree} session=${data} rows=${rows} chosen=${turn?.turn_id} query=${query} />
     ${data.group_id && html`<${Group} session=${data} me=${me} compared=${query.with} onCompare=${(other) => move({ with: other, view: other && "tokens" })} />`}
   `;
@@ -91,10 +90,12 @@ function Tree({ session, rows, chosen, query }) {
     { title: "Why not trained", wide: true, rare: true, cell: (each) => (each.turn.why && each.turn.why !== session.why ? visible(each.turn.why) : "") },
   ];
   const { drift } = session;
-  const forks = Object.entries(drift.forks).map(([reason, times]) => `${times} ${reason}`);
-  const note = `${number(drift.extends)} of the turns extend the one before, ${number(drift.rerendered)} were rerendered${forks.length ? `, forks: ${forks.join(", ")}` : ""}.`;
+  const forks = Object.entries(drift.forks).map(([reason, times]) => [times, `fork${times === 1 ? "s" : ""} (${reason.replaceAll("_", " ")})`]);
+  const ways = [[drift.extends, drift.extends === 1 ? "extends the one before" : "extend the one before"], [drift.rerendered, drift.rerendered === 1 ? "was rerendered" : "were rerendered"], ...forks];
+  const said = ways.filter(([times]) => times > 0).map(([times, words]) => `${number(times)} ${words}`);
+  const note = said.length ? `Of the turns, ${said.join(", ")}.` : null;
   const more = rows.length > TURNS_AT_ONCE;
-  return html`<${Card} title="Turns" note=${visible(note)}>
+  return html`<${Card} title="Turns" note=${note && visible(note)}>
     <${Table} columns=${columns} rows=${rows.slice(first, first + TURNS_AT_ONCE)} rowKey=${(each) => each.turn.turn_id} caption="Turns of the session" empty="No call has been answered yet." />
     ${more && html`<p class="buttons">
       <button disabled=${first === 0} onClick=${() => go("sessions", [session.session_id, chosen], { ...query, turns: Math.max(0, first - TURNS_AT_ONCE) })}>Earlier turns</button>

@@ -93,7 +93,7 @@ function Found({ query }) {
   const { rows, cursor, looked, until, running, error } = state;
   return html`<${Card} title="Sessions" note=${says(state)}>
     ${error && html`<${ErrorNote} error=${error} again=${() => search(state)} />`}
-    <${Table} columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.session_id} caption="Sessions, the newest first"
+    <${Table} columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.session_id} still=${true} caption="Sessions, the newest first"
       empty=${running ? "Searching…" : "No session matches."} />
     ${cursor !== null && !running && html`<p class="buttons"><button onClick=${() => search(state)}>${rows.length ? "More sessions" : "Look further"}</button></p>`}
   <//>`;
@@ -112,14 +112,14 @@ function known(query) {
 
 const COLUMNS = [
   { title: "Session", wide: true, cell: (row) => html`<${Gist} row=${row} />` },
-  { title: "Verdict", cell: (row) => html`<${Badge} tone=${verdictTone(row.verdict.code)}>${verdictWords(row.verdict.code)}<//>` },
-  { title: "Reward", numeric: true, cell: (row) => figure(row.reward) },
-  { title: "Task", cell: (row) => row.task_id && html`<a href=${link("sessions", [], { task_id: row.task_id })}><${Id} text=${visible(row.task_id)} /></a>` },
-  { title: "Group", rare: true, cell: (row) => row.group_id && html`<a href=${link("sessions", [], { group_id: row.group_id })}><${Id} text=${visible(row.group_id)} /></a>` },
-  { title: "User", rare: true, cell: (row) => row.user && html`<${Id} text=${visible(row.user)} />` },
-  { title: "Length", cell: (row) => row.turn_count > 0 && html`<span class="muted">${count(row.turn_count, "turn")}, ${count(row.output_len, "token")}</span>` },
-  { title: "Version", numeric: true, rare: true, cell: (row) => versions(row.versions) },
-  { title: "Opened", cell: (row) => html`<${Ago} at=${row.created_at} />` },
+  { title: "Verdict", size: "m", cell: (row) => html`<${Badge} tone=${verdictTone(row.verdict.code)}>${verdictWords(row.verdict.code)}<//>` },
+  { title: "Reward", numeric: true, size: "s", cell: (row) => figure(row.reward) },
+  { title: "Task", size: "l", cell: (row) => row.task_id && html`<a href=${link("sessions", [], { task_id: row.task_id })}><${Id} text=${visible(row.task_id)} /></a>` },
+  { title: "Group", rare: true, spare: true, size: "l", cell: (row) => row.group_id && html`<a href=${link("sessions", [], { group_id: row.group_id })}><${Id} text=${visible(row.group_id)} /></a>` },
+  { title: "User", rare: true, spare: true, size: "s", cell: (row) => row.user && html`<${Id} text=${visible(row.user)} />` },
+  { title: "Length", size: "m", cell: (row) => row.turn_count > 0 && html`<span class="muted">${count(row.turn_count, "turn")}, ${count(row.output_len, "token")}</span>` },
+  { title: "Version", numeric: true, rare: true, spare: true, size: "s", cell: (row) => versions(row.versions) },
+  { title: "Opened", size: "m", cell: (row) => html`<${Ago} at=${row.created_at} />` },
 ];
 
 function versions(range) {

@@ -12,12 +12,11 @@ is not trained.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rollout_queue import clock
 from rollout_queue.contract.stream import Entry
 from trainer_service.groups.episode import Member, Rules, Session
-from trainer_service.groups.waits import GroupWait
+from trainer_service.groups.waits import GroupWait, SessionCounts
 
 __all__ = ["Assembler", "Group", "Member", "Rules"]
 
@@ -25,16 +24,6 @@ SETTLED_KEPT = 100_000
 """How many released sessions are remembered, so that their late entries are recognised."""
 GONE_KEPT = 20_000
 """How many groups are remembered that were released without some of their members."""
-
-
-class SessionCounts(NamedTuple):
-    """How many of the sessions in the assembler have not ended, wait for a reward, or have ended."""
-
-    unfinished: int
-    unrewarded: int
-    """The agent has finished them, and no reward has come."""
-    ended: int
-    """They have ended. Their group is not complete, or waits for its step."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,17 @@
-"""Describes how long incomplete groups have waited, and how long they still wait."""
+"""Describes what sessions wait for, and how long incomplete groups have waited and still wait."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+
+class SessionCounts(NamedTuple):
+    """How many of the sessions in the assembler have not ended, wait for a reward, or have ended."""
+
+    unfinished: int
+    unrewarded: int
+    """The agent has finished them, and no reward has come."""
+    ended: int
+    """They have ended. Their group is not complete, or waits for its step."""
 
 
 class GroupWait(NamedTuple):
@@ -15,6 +25,17 @@ class GroupWait(NamedTuple):
     """When the group is trained without the missing members; None if it has no deadline."""
     lacks: int
     """How many more rewarded members it needs before the deadline applies."""
+
+
+def describe_sessions(counts: SessionCounts) -> str | None:
+    """How many of the sessions that were read wait for what; None if there are none."""
+    one = (
+        (counts.unfinished, "is unfinished", "are unfinished"),
+        (counts.unrewarded, "waits for a reward", "wait for a reward"),
+        (counts.ended, "has ended", "have ended"),
+    )
+    said = [f"{number} {single if number == 1 else several}" for number, single, several in one if number]
+    return f"of the sessions read, {', '.join(said)}" if said else None
 
 
 def describe_waits(waits: Sequence[GroupWait], now_s: float) -> str | None:

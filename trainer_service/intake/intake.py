@@ -21,7 +21,7 @@ from trainer_service.groups.selection import Batch, select
 from trainer_service.groups.tally import Tally
 from trainer_service.groups.task_rates import TaskRates
 from trainer_service.groups.undone import Recovery
-from trainer_service.groups.waits import describe_waits
+from trainer_service.groups.waits import describe_sessions, describe_waits
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.intake.entry_reader import BLOCK_S, EntryReader
 from trainer_service.intake.evaluation_counts import EvaluationCounts
@@ -214,11 +214,6 @@ class Intake:
         """What the next step waits for, in a sentence."""
         if self._too_old_after_step:
             return f"{self._too_old_after_step} unfinished sessions, which the next step would make too old"
-        counts = self._assembler.counts()
-        sentence = (
-            f"{self._algorithm.min_live_rows} rows with an advantage, of which {self._live_rows} are here; "
-            f"of the sessions read, {counts.unfinished} are unfinished, {counts.unrewarded} wait for a "
-            f"reward, {counts.ended} have ended"
-        )
-        waits = describe_waits(self._assembler.waits(), clock.now())
-        return sentence if waits is None else f"{sentence}; {waits}"
+        rows = f"{self._algorithm.min_live_rows} rows with an advantage, of which {self._live_rows} are here"
+        parts = [rows, describe_sessions(self._assembler.counts())]
+        return "; ".join(filter(None, [*parts, describe_waits(self._assembler.waits(), clock.now())]))

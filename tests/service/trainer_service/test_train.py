@@ -182,7 +182,10 @@ def test_sessions_wait_until_enough_rows_have_an_advantage(
     harness = make_harness(algorithm={"min_live_rows": 4}).start()
     harness.agents.group("g", [1.0, 0.0])
     assert not harness.trainer.run_once()
-    assert "4 rows with an advantage, of which 2 are here" in harness.waits_for
+    rows = "4 rows with an advantage, of which 2 are here"
+    assert harness.waits_for == f"{rows}; of the sessions read, 2 have ended", (
+        "what nobody waits for is left out"
+    )
     assert harness.stream.trainer["waiting_for"] == harness.waits_for
     harness.step("h")
     assert set(harness.session_codes().values()) == {"trained"}

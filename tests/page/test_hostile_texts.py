@@ -13,7 +13,7 @@ from tests.support.gateway.running import ADMIN_KEY, Backends
 from tests.support.page.browser import Tab, go
 from tests.support.page.deployment import ShownDeployment, shown_deployment
 from tests.support.page.learned import HOSTILE, end, put_turn
-from tests.support.page.looks import overflow
+from tests.support.page.looks import overflow, too_wide
 
 ATTACKS = [
     HOSTILE,
@@ -85,6 +85,7 @@ LINK = "javascript:window.hurt=1"
 NODE = {"type": "img", "props": {"src": "x", "onerror": "window.hurt=1"}, "__v": 0, "constructor": None}
 """What a template library would take for an element, if it came from its own function."""
 LONG = "W" * 3000
+WIDEST = "W" * 200
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,9 @@ def marked_up(backends: Backends) -> Iterator[ShownDeployment]:
         shown.admin("POST", "/admin/policies/hold", {"reason": MARKUP})
         register(shown, MARKUP[:150])
         register(shown, LINK)
+        named = {"task_id": "t" * 200, "group_id": "g" * 200, "user": "u" * 200}
+        shown.gateway.session(session_id=WIDEST, **named)
+        put_turn(shown, WIDEST, "wide", LONG, context=LONG)
         yield shown
 
 
@@ -138,6 +142,15 @@ def test_hostile_texts_are_shown_as_texts(marked_up: ShownDeployment, tab: Tab) 
     expect(page.get_by_role("dialog")).to_contain_text(f"{LINK} gets no new calls")
     unhurt(page)
     assert overflow(page) <= 0
+    page.keyboard.press("Escape")
+    for place, shown in (
+        ("#/policies", ".held"),
+        ("#/now", ".lead"),
+        ("#/sessions", "table"),
+        (f"#/sessions/{WIDEST}", ".message"),
+    ):
+        expect(go(page, place).locator(f"main {shown}").first).to_be_visible()
+        assert not too_wide(page, (320, 390, 768, 1001, 1280)), place
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,14 @@ def test_a_reward_leads_to_a_version_and_back(learned: ShownDeployment, tab: Tab
 
 
 def test_a_group_a_session_or_a_version_is_found_by_name(learned: ShownDeployment, tab: Tab) -> None:
-    page = at(learned, tab, "#/lineage")
+    watched = tab(learned.gateway.url)
+    watched.expected.append("status of 404")
+    page = go(watched.tab, "#/lineage")
     page.get_by_label("Its id or number").fill(GROUP)
     page.get_by_role("button", name="Show").click()
     expect(page.get_by_role("heading", level=1)).to_have_text(f"Group {GROUP}")
+    go(page, "#/lineage/groups/none")
+    expect(page.get_by_role("alert")).to_contain_text("No session of a group with this name is known.")
 
 
 def test_the_curves_of_a_run_are_drawn_with_the_limits_of_guards(learned: ShownDeployment, tab: Tab) -> None:
@@ -146,6 +150,25 @@ def test_axes_fit_their_values(learned: ShownDeployment, tab: Tab) -> None:
     assert [found for _, found in constants[::2]] == [[0, 1], [5.25, 8.75]]
     assert constants[1][1][0] < -2.5e-8 < constants[1][1][1] < 0
     assert constants[3][1][0] == 0, "0 is near"
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("#/learning?smooth=7&x=1", "ignores it: smooth=7, x=1."),
+        ("#/sessions?verdict=trained&reward=1", "ignores it: reward=1."),
+        (f"#/sessions/{SESSION}?colour=red", "ignores it: colour=red."),
+        ("#/sessions/a/b/c", "Sessions has nothing at “a/b/c”."),
+        ("#/policies/12", "Policies has nothing at “12”."),
+        ("#/lineage/twelve", "Lineage has nothing at “twelve”."),
+        ("#/nowhere", "There is no view of this name"),
+    ],
+)
+def test_what_is_unknown_in_an_address_is_said(
+    learned: ShownDeployment, tab: Tab, place: str, says: str
+) -> None:
+    page = at(learned, tab, place)
+    expect(page.get_by_role("main")).to_contain_text(says)
 
 
 def test_a_kept_run_is_drawn_beside_this_one(learned: ShownDeployment, tab: Tab) -> None:

@@ -24,6 +24,11 @@ def test_now_says_what_is_waited_for_and_follows_the_deployment(shown: ShownDepl
     expect(reward).to_contain_text("0.613")
     expect(page.locator(".stat", has_text="Staleness")).to_contain_text("0.84")
     expect(page.get_by_role("row").filter(has_text="rollout-0")).to_contain_text("ready")
+    counted = "of the sessions read, 3 are unfinished; 1 group waits for 2 unfinished members"
+    rows, more = "32 rows with an advantage, of which 4 are here", "a version waits for the gateway"
+    shown.report(waiting_for=f"{rows}; {counted}; the oldest has waited 7 s; {more}")
+    lead = f"The trainer waits for {rows}; {more}."
+    expect(page.locator(".lead")).to_have_text(lead)
     shown.report(step=97, waiting_for="the end of its step", state="training", metrics={"reward_mean": 0.75})
     expect(page.get_by_text("The trainer waits for the end of its step.")).to_be_visible()
     expect(reward).to_contain_text("0.75")

@@ -27,13 +27,18 @@ def overflow(page: Page) -> int:
     return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
 
-def too_wide(page: Page, widths: Iterable[int]) -> dict[int, int]:
-    """The widths of a screen at which the page is wider, each with how many pixels. Curves follow a frame
-    later."""
+BEYOND = """() => [...document.querySelectorAll("main *")]
+    .filter((each) => each.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5)
+    .map((each) => `${each.tagName}.${each.getAttribute("class")}`).slice(0, 8)"""
+
+
+def too_wide(page: Page, widths: Iterable[int]) -> dict[int, list[str]]:
+    """The widths of a screen at which the page is wider, each with elements that reach beyond it. Curves
+    follow a frame later."""
     found = {}
     for width in widths:
         page.set_viewport_size({"width": width, "height": 800})
         page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        if (more := overflow(page)) > 0:
-            found[width] = more
+        if overflow(page) > 0:
+            found[width] = list(page.evaluate(BEYOND))
     return found

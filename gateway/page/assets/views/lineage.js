@@ -55,6 +55,7 @@ function GroupView({ id, me }) {
   useHeading(`Group ${visible(id)}`);
   const group = useGroup(id, me);
   if (!group) return html`<${Loading} />`;
+  if (!group.members.length) return html`<p class="refusal" role="alert">No session of a group with this name is known. <a href=${link("lineage")}>Lineage</a></p>`;
   const rewards = group.members.filter((each) => each.reward !== null);
   const most = Math.max(1e-9, ...rewards.map((each) => Math.abs(each.reward - (group.mean ?? 0))));
   const versions = [...new Set(group.members.map((each) => each.version).filter((each) => each !== null && each !== undefined))].sort((a, b) => a - b);

@@ -30,6 +30,7 @@ export default function Now() {
 
 const TRAINER_TONES = { training: "good", publishing: "good", waiting: "accent", paused: "warn" };
 
+const ELSEWHERE = /; (of the sessions read, |\d+ groups? waits? for |the oldest has waited )[^;]*/g; // in the cards below
 const RESUME = /^POST \/resume(, since )?/; // how the trainer names what ends its pause
 
 // What the trainer does, with the button for what it waits for; and the warnings that say something else.
@@ -58,7 +59,7 @@ function Headline({ trainer, policy, warnings }) {
 
 function lead({ state, waiting_for: waits, last_seen: seen }) {
   if (!seen) return "No trainer has reported yet: nothing is trained before one does.";
-  if (state !== "paused") return waits ? sentence(`the trainer waits for ${waits}`) : "The trainer is at work.";
+  if (state !== "paused") return waits ? sentence(`the trainer waits for ${waits.replace(ELSEWHERE, "")}`) : "The trainer is at work.";
   const why = (waits ?? "").replace(RESUME, "");
   return why ? sentence(`the training is paused, since ${why}`) : "The training is paused.";
 }

@@ -29,7 +29,8 @@ export default function Learning({ route }) {
   const smooth = SMOOTH.some((each) => each.value && each.value === query.smooth) ? Number(query.smooth) : A_LITTLE;
   const window = useMemo(() => ({ from, to, buckets: BUCKETS }), [from, to]);
   const { data, error, reload } = useCurves(metrics, window);
-  const tasks = useMemo(() => (query.m ? NONE : (data?.tasks ?? NONE).slice(-MOST_TASKS)), [query.m, data]);
+  const named = query.m ? "" : (data?.tasks ?? NONE).slice(-MOST_TASKS).sort().join(","); // sorted: each keeps its colour
+  const tasks = useMemo(() => named.split(",").filter(Boolean), [named]);
   const ofTasks = useCurves(tasks.length > 1 ? tasks : null, window);
   const [files, setFiles] = useState([]);
   const others = useFiles(files, metrics, window);

@@ -33,7 +33,7 @@ function decimalsOf(gap) {
 
 // How wide the axis of these texts is, in pixels: the texts have a font of 12 pixels.
 export function widthOf(texts) {
-  return 18 + 7 * Math.max(2, ...(texts ?? []).map((each) => each.length));
+  return 22 + 8 * Math.max(2, ...(texts ?? []).map((each) => each.length));
 }
 
 function withExponent(value, exponent, gap) {

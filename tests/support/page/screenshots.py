@@ -9,13 +9,15 @@ from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Locator, Page
 
 from tests.support.page.browser import PHONE, WIDE, chromium, context_of, go, watched_tab
 from tests.support.page.demo_run import ADMIN_KEY, DemoRun, demo_run
 
 COLOURS = 96
 OUT = Path(__file__).parents[3] / "docs/page"
+GISTS_MS = 3_000
+"""How long a list is seen, so that its rows have their questions and answers."""
 LOOKS_MS = 30_000
 """How long the view Now is open before its picture, so that its small curves have points."""
 
@@ -29,13 +31,21 @@ def shoot(browser: Browser, run: DemoRun, out: Path) -> None:
     save(phone, out / "now-phone.png")
     show(dark, "#/policies", "table")
     save(dark, out / "policies-dark.png", whole=True)
+    show(light, "#/sessions?verdict=trained", ".answer")
+    light.get_by_text("Search", exact=False).first.click()
+    light.wait_for_timeout(GISTS_MS)
+    save(light, out / "sessions-light.png")
     session, other = mixed_group(run)
+    show(light, f"#/sessions/{session}", ".message")
+    save(light, out / "session-light.png")
     show(light, f"#/sessions/{session}?colour=advantage&with={other}", ".tokens")
     light.locator(".tok").last.hover()
-    save(light, out / "tokens-light.png", whole=True)
+    tokens = light.get_by_role("region", name="Tokens", exact=True)
+    save(light, out / "tokens-light.png", part=tokens)
     show(light, f"#/lineage/groups/{run.ask(f'/sessions/{session}')['group_id']}", ".advantages")
     save(light, out / "group-light.png", whole=True)
     show(dark, "#/learning?m=reward_mean,entropy,mismatch/kl_current,staleness/total_mean", ".u-over")
+    dark.wait_for_timeout(GISTS_MS)
     save(dark, out / "learning-dark.png", whole=True)
 
 
@@ -60,10 +70,12 @@ def mixed_group(run: DemoRun) -> tuple[str, str]:
     return ordered[-1]["session_id"], ordered[0]["session_id"]
 
 
-def save(tab: Page, path: Path, whole: bool = False) -> None:
-    """Write a picture of the tab, of few colours, so that it is small."""
-    tab.evaluate("scrollTo(0, 0)")
-    picture = Image.open(BytesIO(tab.screenshot(full_page=whole)))
+def save(tab: Page, path: Path, whole: bool = False, part: Locator | None = None) -> None:
+    """Write a picture of the tab or of a part of it, of few colours, so that it is small."""
+    if part is None:
+        tab.evaluate("scrollTo(0, 0)")
+    taken = tab.screenshot(full_page=whole) if part is None else part.screenshot()
+    picture = Image.open(BytesIO(taken))
     picture.convert("RGB").quantize(COLOURS).save(path, optimize=True)
 
 

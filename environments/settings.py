@@ -79,7 +79,7 @@ class RunSettings(BaseModel):
     episode_s: PositiveFloat = 600.0
     """An episode that takes longer is cut off."""
     step_s: PositiveFloat = 60.0
-    """An environment that takes longer for one step is killed."""
+    """An episode whose environment takes longer for one step has failed, and its process is killed."""
     sampling: dict[str, Any] = {}
     """Parameters of chat completions, such as `max_tokens` and `temperature`."""
 
@@ -110,7 +110,7 @@ class RunSettings(BaseModel):
     """Its parameters of chat completions, beside `sampling`."""
 
     hosts: PositiveInt = 1
-    """How many processes run environments."""
+    """How many processes import the library; each begins the processes of its episodes."""
     python: Path | None = None
     """The interpreter that has the environment's library; without it, the one in `run/environments`."""
     wait_s: PositiveFloat = 300.0

@@ -1,13 +1,13 @@
 """Pools of hosts: each new episode goes to the host that runs the fewest.
 
-HostPool ──┬─ HostedEnvironments   environments that an agent loop plays, step by step
+HostPool ──┬─ HostedEnvironments   environments that an agent loop plays, each in a process of its own
            └─ HostedLibrary        a library that plays whole episodes itself
 """
 
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,14 +21,17 @@ from environments.task import Task, task_id
 from rollout_queue import clock
 
 STARTS_WITHIN_S = 120.0
+CLOSES_WITHIN_S = 10.0
+"""How long the process of an episode may take to end, whose step may still be under way."""
+ENDS_WITHIN_S = 20.0
+"""How long a host may take to end what it has started."""
+SPARE_S = 10.0
 TASK_ATTEMPTS = 3
 
 
 class HostPool:
     """`count` host processes, and the tasks that they know. `step_s` is how long one request may take, in
     seconds. `options` are what the environment is made with."""
-
-    ends_within_s = 0.0
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class HostPool:
     ) -> None:
         first = dict(options or {})
         self._hosts = [
-            HostProcess(command, directory, STARTS_WITHIN_S, self.ends_within_s, first) for _ in range(count)
+            HostProcess(command, directory, STARTS_WITHIN_S, ENDS_WITHIN_S, first) for _ in range(count)
         ]
         self._running = dict.fromkeys(range(count), 0)
         self._numbers = itertools.count()
@@ -74,7 +77,9 @@ class HostPool:
         for left in reversed(range(TASK_ATTEMPTS)):
             try:
                 await host.start()
-                given = await host.ask("tasks", within_s=STARTS_WITHIN_S, seed=seed, start=start, count=count)
+                given = await host.ask_process(
+                    "tasks", None, STARTS_WITHIN_S, seed=seed, start=start, count=count
+                )
                 break
             except HostDied:
                 if not left:
@@ -102,7 +107,7 @@ class HostedEnvironments(HostPool):
 
 
 class HostedEnvironment:
-    """One episode's environment in a host. It dies with the process that it began in."""
+    """One episode's environment, in a process of its own in a host."""
 
     def __init__(self, pool: HostPool, number: int, episode: str, step_s: float) -> None:
         self._pool, self._number, self._episode, self._step_s = pool, number, episode, step_s
@@ -125,9 +130,12 @@ class HostedEnvironment:
         return await self._step("call", name=name, arguments=arguments)
 
     async def close(self) -> None:
+        """Returns once the episode's process has ended, so that no more of them run than episodes."""
         self._pool.left(self._number)
         if self._generation == self._host.generation:
-            self._host.tell("close", self._episode)
+            with suppress(EnvironmentFault):  # the host ends what does not end itself
+                grace_s = CLOSES_WITHIN_S
+                await self._host.ask("close", self._episode, grace_s + SPARE_S, grace_s=grace_s)
 
     async def _step(self, do: str, within_s: float | None = None, **given: Any) -> Step:
         said = await self._ask(do, within_s, **given)
@@ -139,14 +147,11 @@ class HostedEnvironment:
     async def _ask(self, do: str, within_s: float | None = None, **given: Any) -> Any:
         if self._generation != self._host.generation:
             raise HostDied("the environment's process has ended")
-        return await self._host.ask(do, self._episode, within_s or self._step_s, **given)
+        return await self._host.ask_process(do, self._episode, within_s or self._step_s, **given)
 
 
 class HostedLibrary(HostPool):
-    """A library that plays whole episodes itself, many side by side in one host. It may have started
-    containers, so it is given time to end them."""
-
-    ends_within_s = 20.0
+    """A library that plays whole episodes itself, many side by side in one host."""
 
     async def play(self, **given: Any) -> Any:
         """What became of an episode. Who is cancelled meanwhile cancels it in the library, too.

@@ -2,8 +2,9 @@
 
 runner ── a line of JSON on stdin ──▶ hosts/programs/serve.py ── a line of JSON on stdout ──▶ runner
 
-A host that dies, or that does not answer in time, is killed with everything that it started; every episode
-that it runs then ends with HostDied. The next request starts a new process.
+An episode of serve.py has a process of its own there, which ends alone with HostDied. A host that dies, or
+that does not answer in time, is killed with everything that it started; every episode that it runs then ends
+with HostDied. The next request starts a new process.
 """
 
 import asyncio
@@ -22,15 +23,16 @@ from typing import Any
 import psutil
 
 from environments.errors import EnvironmentFault, HostDied
+from environments.hosts.programs.answer_lines import MOST_LINE
 from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
 
-MOST_LINE = 32 * 2**20
-"""The most bytes of one answer."""
 ERROR_LINES = 8
 """How many of the last lines that a host printed its end is told with."""
 ENDS_AFTER_KILL_S = 10.0
+KILLS_WITHIN_S = 10.0
+"""How long a host may take to end the process of an episode."""
 MARK = "WEIR_HOST"
 """A variable that a host leaves to everything that it starts, by which that is found and ended."""
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -95,6 +97,18 @@ class HostProcess:
             raise HostDied(f"the environment did not answer {do!r} within {within_s or 0:.0f} s") from None
         finally:
             self._waiting.pop(number, None)
+
+    async def ask_process(self, do: str, episode: str | None, within_s: float, **given: Any) -> Any:
+        """The answer of an episode's process in the host; without an episode, of the source's. One that does
+        not answer in time is killed alone. Raises as `ask`."""
+        why = f"the environment did not answer {do!r} within {within_s:.0f} s"
+        try:
+            async with clock.timeout(within_s):
+                return await self.ask(do, episode, None, **given)
+        except TimeoutError:
+            logger.warning("an episode's process is killed: %s", why)
+            await self.ask("kill", episode, KILLS_WITHIN_S)
+            raise HostDied(why) from None
 
     def tell(self, do: str, episode: str) -> None:
         """A request whose answer nobody needs."""
@@ -171,7 +185,9 @@ class HostProcess:
         waiting = self._waiting.get(number)
         if waiting is None or waiting.done():
             return
-        if "error" in said:
+        if "ended" in said:
+            waiting.set_exception(HostDied(str(said["ended"])))
+        elif "error" in said:
             waiting.set_exception(EnvironmentFault(str(said["error"])))
         else:
             waiting.set_result(said["ok"])

@@ -7,6 +7,9 @@ import pytest
 from tests.support.packages import PACKAGES, sources
 
 EXCEPTIONS = {
+    "environments.hosts.programs.episode_forks": "it runs in a Python environment without Weir",
+    "environments.hosts.programs.episode_relay": "it runs in a Python environment without Weir",
+    "environments.hosts.programs.process_family": "it runs in a Python environment without Weir",
     "environments.hosts.programs.with_verifiers": "it runs in a Python environment without Weir",
     "environments.hosts.programs.with_verifiers_v0": "it runs in a Python environment without Weir",
     "environments.hosts.programs.tool_servers": "it runs in a Python environment without Weir",

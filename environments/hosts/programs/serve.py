@@ -4,90 +4,124 @@ python serve.py KIND NAME        KIND is the name of a module in this directory
 
 options  {…}                    the first line, with which the environment is made
 request  {"id": 7, "do": "step", "episode": "3", "with": {"answer": "42"}}     one JSON object a line
-answer   {"id": 7, "ok": {…}}   or   {"id": 7, "error": "ValueError: …"}
+answer   {"id": 7, "ok": {…}}   or   {"id": 7, "error": "ValueError: …"}   or   {"id": 7, "ended": "…"}
 
 A module has `environments(name, options)`, which returns an object with `describe()`, `tasks(seed, start,
 count)` and `new()`; `new()` returns an object with `reset(data)`, `step(answer)`, `call(name, arguments)` and
-`close()`. This program needs the standard library only, because each library decides what else is installed
-beside it.
+`close()`. Each episode has a process of its own (episode_relay.py). This program needs the standard library
+only, because each library decides what else is installed beside it.
 """
 
-import ctypes
+import gc
 import importlib
 import json
 import os
-import signal
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 import said
+from answer_lines import LineReader, answered, failed, write_all
+from episode_forks import begin_with, begun, descriptors, drawn, leave, lost_in_a_copy, take_descriptors
+from episode_process import EpisodeProcess
+from episode_relay import EpisodeRelay
+from process_family import end_with_parent
 
 
-class Server:
-    """Answers one request after the other: libraries of games are rarely safe for threads."""
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-        self.episodes: dict[str, Any] = {}
-
-    def answer(self, request: dict[str, Any]) -> Any:
-        do, episode, given = request["do"], request.get("episode"), request.get("with") or {}
-        if do == "describe":
-            return self.source.describe()
-        if do == "tasks":
-            return self.source.tasks(**given)
+def serve(source: Any, channel: int, requests: Iterable[bytes]) -> None:
+    """Answer the requests of one episode, until it is closed."""
+    playing: Any = None
+    for line in requests:
+        request = json.loads(line)
+        do, given = request["do"], request.get("with") or {}
         if do == "close":
-            found = self.episodes.pop(episode, None)
-            return found.close() if found else None
-        if do == "reset":
-            self.episodes[episode] = self.source.new()
-            return self.episodes[episode].reset(**given)
-        playing = self.episodes[episode]
-        return playing.step(**given) if do == "step" else playing.call(**given)
+            return playing.close() if playing else None
+        try:
+            if do == "reset":
+                playing = source.new()
+            on = source if do in ("describe", "tasks") else playing
+            reply = answered(request["id"], getattr(on, do)(**given))
+        except Exception as error:
+            traceback.print_exc()
+            reply = failed(request["id"], said.fault(error))
+        write_all(channel, reply)
+    return None
 
 
-class Nothing(Server):
+class Nothing:
     """Answers every request with the error because of which there are no environments."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(None)
         last = traceback.extract_tb(error.__traceback__)[-1]
         named = f"{said.fault(error)} ({last.filename}, line {last.lineno})"
         self._error = error if isinstance(error, said.Mistake) else said.Mistake(named)
 
-    def answer(self, request: dict[str, Any]) -> Any:
+    def describe(self, **_: Any) -> Any:
         raise self._error
 
+    tasks = new = describe
 
-def made(kind: str, name: str, options: dict[str, Any]) -> Server:
+
+def made(kind: str, name: str, options: dict[str, Any]) -> Any:
     try:
-        return Server(importlib.import_module(kind).environments(name, options))
+        return importlib.import_module(kind).environments(name, options)
     except Exception as error:
         return Nothing(error)
 
 
-def end_with_parent() -> None:
-    """A hung environment must not outlive a runner that was killed (Linux: PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+class Begins:
+    """Begins processes: copies of this one, or, if `anew`, ones that import the library themselves."""
+
+    def __init__(self, source: Any, options: bytes, anew: bool) -> None:
+        self._source, self._options, self._anew = source, options, anew
+
+    def __call__(self, leaves: Iterable[int]) -> EpisodeProcess:
+        numbers = drawn()
+
+        def copy(channel: int) -> None:
+            begin_with(numbers)
+            serve(self._source, channel, LineReader(channel))
+
+        def anew(channel: int) -> None:
+            for own in (0, 1):
+                os.dup2(channel, own)
+            os.execv(sys.executable, [*sys.orig_argv, json.dumps(numbers)])  # noqa: S606 - this very program
+
+        process = EpisodeProcess(*begun(anew if self._anew else copy, leaves))
+        if self._anew:
+            process.send(self._options)
+        return process
+
+
+def own_streams() -> tuple[int, int]:
+    """Where requests come from, and where answers go: no library reads or writes there."""
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, answers
 
 
 def main() -> None:
     end_with_parent()
-    kind, name = sys.argv[1:3]
-    options = json.loads(sys.stdin.readline())  # not an argument, which other users of the machine read
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not lie between the answers
-    server = made(kind, name, options)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            reply = json.dumps({"id": request["id"], "ok": server.answer(request)}, allow_nan=False)
-        except Exception as error:
-            traceback.print_exc()
-            reply = json.dumps({"id": request["id"], "error": said.fault(error)})
-        answers.write(reply + "\n")
-        answers.flush()
+    kind, name, *numbers = sys.argv[1:]
+    incoming, answers = own_streams()
+    requests = LineReader(incoming)
+    options = requests.first()  # not an argument, which other users of the machine read
+    before = descriptors()
+    source = made(kind, name, json.loads(options))
+    if numbers:
+        begin_with(json.loads(numbers[0]))
+        serve(source, answers, requests)
+        leave(0)
+    if lost := lost_in_a_copy(before):
+        print(f"each episode imports the library anew, because that has made {lost}", file=sys.stderr)
+    take_descriptors()
+    gc.collect()
+    gc.freeze()  # what is never written stays one memory for all processes
+    EpisodeRelay(Begins(source, options, bool(lost)), requests, answers).run()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ def environments(name: str, options: dict[str, Any]) -> "GymnasiumEnvironments":
 class GymnasiumEnvironments:
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._name, self._options = name, options
-        gymnasium.spec(name)  # an unknown name is an error now
+        spec = gymnasium.spec(name)  # an unknown name is an error now
+        if isinstance(spec.entry_point, str):  # its module is imported once, and not for each episode
+            gymnasium.envs.registration.load_env_creator(spec.entry_point)
 
     def describe(self) -> dict[str, Any]:
         return {"name": f"gymnasium:{self._name}", "version": gymnasium.__version__}

@@ -1,12 +1,9 @@
 """`textarena:ID`: a game of one or more players, each of which reads what concerns it since its last move.
 
-The library draws from Python's process-wide random numbers. Each game therefore keeps the state of its own,
-so that games which are played side by side do not change each other.
+The library draws from Python's process-wide random numbers, and each game has a process of its own.
 """
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -41,20 +38,18 @@ class Games:
 
 class PlayedGame:
     def __init__(self, game: Any, players: int) -> None:
-        self._game, self._players, self._random = game, players, random.getstate()
+        self._game, self._players = game, players
 
     def reset(self, data: dict[str, Any]) -> dict[str, Any]:
-        with self._own_random():
-            random.seed(data["seed"])
-            self._game.reset(num_players=self._players, seed=data["seed"])
-            return self._turn()
+        random.seed(data["seed"])
+        self._game.reset(num_players=self._players, seed=data["seed"])
+        return self._turn()
 
     def step(self, answer: str) -> dict[str, Any]:
-        with self._own_random():
-            ended, _ = self._game.step(answer)
-            if not ended:
-                return self._turn()
-            rewards, _ = self._game.close()
+        ended, _ = self._game.step(answer)
+        if not ended:
+            return self._turn()
+        rewards, _ = self._game.close()
         return said.step(None, terminated=True, rewards=rewards)
 
     def close(self) -> None:
@@ -63,16 +58,6 @@ class PlayedGame:
     def _turn(self) -> dict[str, Any]:
         player, observed = self._game.get_observation()
         return said.step(text_of(observed, player), player=player)
-
-    @contextmanager
-    def _own_random(self) -> Iterator[None]:
-        others = random.getstate()
-        random.setstate(self._random)
-        try:
-            yield
-        finally:
-            self._random = random.getstate()
-            random.setstate(others)
 
 
 def text_of(observed: Any, player: int) -> str:

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+import environments.hosts.pool
 import environments.runs.run
 from environments.errors import RunStopped, UnknownEnvironment
 from environments.results.journal import EpisodeEnded, entries_of
@@ -533,8 +534,9 @@ async def test_a_conversation_that_no_longer_fits_is_truncated_and_not_failed(ru
 
 
 async def test_an_episode_that_lasts_too_long_is_truncated(
-    turned: TurnedClock, running: RunTest, tmp_path: Path
+    turned: TurnedClock, running: RunTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(environments.hosts.pool, "CLOSES_WITHIN_S", 0.2)
     given = {"group_size": 1, "episodes": 1, "episode_s": 1000.0, "step_s": 3600.0}
     summary = await hung_for(1000, turned, running, tmp_path / "it hangs", **given)
     assert summary["by_status"] == {"truncated": 1}

@@ -7,10 +7,12 @@ without effect, because sessions and rewards carry ids of the runner.
 import logging
 import math
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -128,6 +130,16 @@ class SessionClient:
         """The version that answers calls of the policy now; None if the gateway does not say it."""
         found: int | None = (await self._model()).get("version")
         return found
+
+    async def check_model(self, name: str) -> None:
+        """Raises GatewayFault if no server answers calls of this model or version."""
+        base, served = re.split("[@:]", name, maxsplit=1)[0], await self.model_name()
+        if base not in (name, served):  # to agents the gateway says of any name that it is the policy
+            raise GatewayFault(f"there are no versions of {base!r}: the gateway serves {served!r}")
+        try:
+            await self._request("GET", f"/v1/models/{quote(name, safe='@:/')}")
+        except SessionRefused as error:
+            raise GatewayFault(f"{name!r} answers no calls: {error}") from None
 
     async def notice(self) -> str | None:
         """What whoever trains the model should know: that the training is paused, or went back. None if there

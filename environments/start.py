@@ -163,8 +163,11 @@ async def opened_run(
 
 @asynccontextmanager
 async def _begun(parts: RunParts, resume: bool) -> AsyncIterator[Run]:
-    """A run with its journal."""
+    """A run with its journal. A model that answers no calls is refused before anything of the run is
+    there."""
     run_dir = parts.place.run_dir
+    for named in filter(None, (parts.settings.model, parts.settings.opponent)):
+        await parts.gateway.check_model(named)
     run_id = str(read_run(run_dir)["run"]) if resume else _begin(parts.settings, run_dir)
     with Journal(run_dir) as journal:
         yield await _run(parts, run_id, journal)

@@ -25,6 +25,11 @@ class Seat:
     sampling: dict[str, Any]
     learns: bool = True
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether one version alone answers its calls, or one adapter."""
+        return any(mark in self.model for mark in "@:")
+
 
 Plays = Callable[[Task, Sequence[Seat], Sequence[Mapping[str, Any]]], Awaitable[list[EpisodeOutcome]]]
 """Plays an episode of the task in the open sessions of its seats. Returns the outcome for each seat."""
@@ -49,8 +54,12 @@ class EpisodePlayer:
         self, task: Task, seats: Sequence[Seat], sessions: Sequence[Mapping[str, Any]]
     ) -> list[EpisodeOutcome]:
         """Play an episode in its open sessions. Returns the outcome for each seat, which the gateway has
-        stored."""
-        return await self._tell_all(seats, await self._plays(task, seats, sessions))
+        stored. Raises GatewayFault if it failed and its version is served no more: so would all others."""
+        outcomes = await self._plays(task, seats, sessions)
+        if any(outcome.status == "failed" for outcome in outcomes):
+            for model in {seat.model for seat in seats if seat.is_pinned}:
+                await self._gateway.check_model(model)
+        return await self._tell_all(seats, outcomes)
 
     async def abandon(self, seats: Sequence[Seat], reason: str) -> list[EpisodeOutcome]:
         """End an episode that nobody needs any more."""

@@ -237,8 +237,9 @@ class Fleet:
         return self.rotation.choose(WantedServer(session_id, wish, avoid))
 
     def has(self, version: int) -> bool:
-        """Whether any server can answer with the version, in rotation or not."""
-        return any(server.can_answer(version) for server in self.servers.values())
+        """Whether any server can answer with the version, in rotation or not, or comes back with it."""
+        kept = {self.serving, *(pin.version for pin in self.plan.pins)}
+        return version in kept or any(server.can_answer(version) for server in self.servers.values())
 
     async def acquire(self, wanted: WantedServer, wait_s: float) -> FleetServer:
         """The server for a call, which enters it at once, or NoServer after `wait_s` seconds."""

@@ -52,9 +52,9 @@ async def pinned(
     if named.adapter is not None:
         return Pinned(await adapters.version_of(named.adapter, named.version), named.adapter)
     if named.version is not None and not fleet.has(named.version):
-        raise ObjectNotFound(
-            f"no server serves version {named.version}", param="model", code="model_not_found"
-        )
+        how = f"POST /admin/policies/{named.version}/pin has one keep it"
+        message = f"no server serves version {named.version}; {how}"
+        raise ObjectNotFound(message, param="model", code="model_not_found")
     return Pinned(named.version)
 
 

@@ -19,23 +19,25 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from typer.testing import CliRunner
 
 import environments.hosts.pool
 import environments.runs.run
-from environments.errors import RunStopped, UnknownEnvironment
+from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
 from environments.results.journal import EpisodeEnded, entries_of
 from environments.session_client import SessionClient
 from environments.settings import RunSettings
 from environments.start import play_run
 from rollout_queue.protocol.trainer import RecoveryReport, TrainerReport
 from rollout_queue.redis import keys
-from tests.support.environments.running import RunTest, running_gateway
+from tests.support.environments.running import TOYS, RunTest, running_gateway
 from tests.support.images import image_of, opened
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port, serving
 from tests.support.tiny_vision_model import make_tiny_vision_model
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until, wait_until_async
+from weir.__main__ import app
 
 
 def doubled(prompt: str) -> str:
@@ -472,6 +474,65 @@ async def test_a_mistake_in_a_name_is_told_at_once(running: RunTest) -> None:
         await running.play("Duoble")
     with pytest.raises(UnknownEnvironment, match=r"cannot be started: .*nowhere"):
         await running.play("Double", python="/nowhere/python")
+
+
+NOBODY_SERVES = "no server serves version 7; POST /admin/policies/7/pin has one keep it"
+
+
+@pytest.mark.parametrize(
+    ("command", "toy", "given", "said"),
+    [
+        ("eval", "Double", "--model policy@7", NOBODY_SERVES),
+        ("eval", "Double", "--set model=policy@7", NOBODY_SERVES),
+        ("run", "Double", "--set model=policy@7", NOBODY_SERVES),
+        ("run", "Race", "--set opponent=policy@7", NOBODY_SERVES),
+        ("eval", "Double", "--model policy:sums@7", "there is no adapter sums@7"),
+        ("eval", "Double", "--model policy@seven", "a version is a number"),
+        (
+            "eval",
+            "Double",
+            "--model polcy@0",
+            "there are no versions of 'polcy': the gateway serves 'policy'",
+        ),
+    ],
+)
+def test_a_version_that_nobody_serves_is_refused_before_anything_begins(
+    running: RunTest, monkeypatch: pytest.MonkeyPatch, command: str, toy: str, given: str, said: str
+) -> None:
+    monkeypatch.setenv("WEIR_CLIENT_KEYS", "")
+    place = ["--run-dir", str(running.run_dir), "--gateway", running.url]
+    ended = CliRunner().invoke(app, ["env", command, f"{TOYS}:{toy}", *place, *given.split()])
+    assert ended.exit_code == 1
+    assert said in str(ended.exception or ended.output)
+    assert not running.sessions()
+    assert not running.run_dir.exists(), "the same command may be given again"
+
+
+@pytest.mark.parametrize(
+    ("toy", "given"),
+    [
+        ("Double", {"mode": "eval", "model": "policy@0", "tasks": 8, "group_size": 1}),
+        ("Race", {"opponent": "policy@0", "group_size": 2, "episodes": 8}),
+    ],
+)
+async def test_a_version_that_is_served_no_more_ends_the_run_which_can_go_on_later(
+    running: RunTest, toy: str, given: dict[str, Any]
+) -> None:
+    calls = itertools.count()
+
+    def answer(prompt: str) -> str:
+        running.engine.version = "0" if next(calls) < 4 else "1"
+        return "5"
+
+    running.engine.answer = answer
+    with pytest.raises(GatewayFault, match=r"'policy@0' answers no calls: .*no server serves version 0"):
+        await running.play(toy, concurrency=2, **given)
+    assert not running.sessions(verdict="failed")
+    assert not running.sessions(state="open")
+    running.engine.version, running.engine.answer = "0", lambda prompt: "5"
+    await wait_until_async(lambda: httpx.get(f"{running.url}/v1/models/policy@0").status_code == 200)
+    summary = await running.play(toy, concurrency=2, resume=True, **given)
+    assert summary["by_status"]["completed"] == 8
 
 
 async def test_a_run_opens_no_more_sessions_than_it_plays(running: RunTest) -> None:

@@ -86,9 +86,14 @@ def test_no_key_is_401_and_an_unknown_path_404_and_a_wrong_method_405(gateway: R
         gateway.client(gateway.session() | {"api_key": "wrong"}).models.list()
 
 
-def test_no_engine_at_all_is_503_with_the_reason(gateway: RunningGateway) -> None:
-    reply = gateway.chat(model="policy@7")
-    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_version_that_nobody_serves_is_404_and_says_how_it_is_served(
+    gateway: RunningGateway, method: str
+) -> None:
+    reply = gateway.chat(model="policy@7") if method == "POST" else gateway.get("/v1/models/policy@7")
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (404, "model_not_found")
+    assert error["message"] == "no server serves version 7; POST /admin/policies/7/pin has one keep it"
 
 
 def test_any_other_model_name_is_served_by_the_policy(gateway: RunningGateway) -> None:

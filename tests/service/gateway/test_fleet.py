@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
@@ -28,6 +29,7 @@ from gateway.engines.rotation.rotation import WantedServer
 from gateway.errors import NoServer
 from gateway.settings.groups import ConcurrencySettings
 from rollout_queue import clock
+from rollout_queue.contract.policies.canary import Pin
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import plan_of
 from rollout_queue.redis import keys
@@ -173,6 +175,10 @@ def test_a_pinned_call_goes_to_its_version_alone(fleet: Fleet) -> None:
     assert chosen(fleet, version=7) == {"r0"}
     r0.state = "dead"
     assert (chosen(fleet, version=7), fleet.has(7), fleet.has(8)) == (set(), True, False)
+    r0.version = None  # it starts anew
+    assert not fleet.has(7)
+    fleet.adopt(replace(fleet.plan, pins=(Pin(id=1, server="r0", version=7, since=0.0),)))
+    assert fleet.has(7), "it comes back with the version that it keeps"
 
 
 async def test_a_half_open_server_takes_one_call_and_all_once_it_answered(fleet: Fleet) -> None:

@@ -156,8 +156,9 @@ class HostedLibrary(HostPool):
     async def play(self, **given: Any) -> Any:
         """What became of an episode. Who is cancelled meanwhile cancels it in the library, too.
 
-        An episode may take as long as it likes, but its host has to answer: one that does not within `step_s`
-        is killed. Raises EnvironmentFault with the library's error, and HostDied.
+        An episode may take as long as it likes, but its host has to answer within `step_s`: an episode that
+        holds the others up is ended, and a host where that does not help is killed. Raises EnvironmentFault
+        with the library's error, and HostDied.
         """
         number, episode = self.take()
         host = self.ready(number)
@@ -185,4 +186,5 @@ class HostedLibrary(HostPool):
     async def _watch(self, host: HostProcess) -> None:
         while True:
             await clock.sleep(self._step_s)
-            await host.ask("ping", within_s=self._step_s)  # a host that does not answer is killed
+            with suppress(HostDied):  # an episode has ended, or all of the host
+                await host.ask_process("ping", None, self._step_s)

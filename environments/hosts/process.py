@@ -99,16 +99,24 @@ class HostProcess:
             self._waiting.pop(number, None)
 
     async def ask_process(self, do: str, episode: str | None, within_s: float, **given: Any) -> Any:
-        """The answer of an episode's process in the host; without an episode, of the source's. One that does
-        not answer in time is killed alone. Raises as `ask`."""
+        """The answer of an episode's process in the host; without an episode, of the source's. What does not
+        answer in time is ended alone. Raises as `ask`."""
         why = f"the environment did not answer {do!r} within {within_s:.0f} s"
         try:
             async with clock.timeout(within_s):
                 return await self.ask(do, episode, None, **given)
         except TimeoutError:
-            logger.warning("an episode's process is killed: %s", why)
-            await self.ask("kill", episode, KILLS_WITHIN_S)
+            await self._end(episode, why)
             raise HostDied(why) from None
+
+    async def _end(self, episode: str | None, why: str) -> None:
+        """Have the host end what does not answer; end the host if that does not answer either."""
+        logger.warning("an episode is ended: %s", why)
+        try:
+            async with clock.timeout(KILLS_WITHIN_S):
+                await self.ask("kill", episode, None, why=why)
+        except TimeoutError:
+            self.kill(why)
 
     def tell(self, do: str, episode: str) -> None:
         """A request whose answer nobody needs."""

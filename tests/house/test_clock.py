@@ -9,6 +9,7 @@ from tests.support.packages import PACKAGES, sources
 EXCEPTIONS = {
     "environments.hosts.programs.episode_forks": "it runs in a Python environment without Weir",
     "environments.hosts.programs.episode_relay": "it runs in a Python environment without Weir",
+    "environments.hosts.programs.play": "it runs in a Python environment without Weir",
     "environments.hosts.programs.process_family": "it runs in a Python environment without Weir",
     "environments.hosts.programs.with_verifiers": "it runs in a Python environment without Weir",
     "environments.hosts.programs.with_verifiers_v0": "it runs in a Python environment without Weir",

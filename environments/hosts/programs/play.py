@@ -6,6 +6,10 @@ options  {…}                    the first line, with which the environment is 
 request  {"id": 7, "do": "play", "episode": "3", "with": {…}}                  one JSON object a line
 answer   {"id": 7, "ok": {"ok": true, "errors": [], "traces": […]}}   or   {"id": 7, "error": "ValueError: …"}
 
+Code of an episode that holds all others up, such as a call that blocks, is *interrupted* by the request
+`kill`: an error is raised there, so the episode fails alone. Code outside Python goes on; then the runner
+ends this program.
+
 A module has `library(name, options)`, which returns an object with the coroutines `start()`, `describe()`,
 `tasks(seed, start, count)`, `play(…)` and `stop()`. An episode that is cancelled ends in the library, too.
 When the runner has ended, this program stops the library, so that nothing of it is left behind. It needs the
@@ -16,28 +20,44 @@ import asyncio
 import importlib
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-MOST_ERROR = 2000
-"""The most characters of an error's text."""
+import said
+from answer_lines import answered, ended, failed, write_all
+
+HELD_S = 1.0
+"""After so long, code is taken to hold the others up."""
+INTERRUPT = signal.SIGRTMAX
 STOPS_WITHIN_S = 20.0
 """How long the library may take to stop after the runner has ended."""
+
+
+in_episode: ContextVar[bool] = ContextVar("in_episode", default=False)
+"""Whether the code that runs is that of an episode, or of a task that it has begun."""
+
+
+class Interrupted(Exception):
+    """The code of an episode has held the others up for too long."""
 
 
 class LibraryServer:
     """Answers requests side by side. `start` is waited for by each of them."""
 
-    def __init__(self, library: Any, answers: TextIO) -> None:
+    def __init__(self, library: Any, answers: int) -> None:
         self._library, self._answers = library, answers
+        self._goes_on, self._why = threading.Event(), ""
         self._episodes: dict[str, asyncio.Task[Any]] = {}
         self._ended = asyncio.Event()
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
+        signal.signal(INTERRUPT, self._interrupt)
         threading.Thread(target=self._read, args=(loop,), daemon=True).start()
         await self._ended.wait()
         for episode in self._episodes.values():
@@ -48,10 +68,28 @@ class LibraryServer:
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read requests in a thread, so that the end of the runner is seen also while the library hangs."""
         for line in sys.stdin:
-            loop.call_soon_threadsafe(self._begin, json.loads(line))
+            request = json.loads(line)
+            if request["do"] == "kill":
+                self._free(loop, request)
+            else:
+                loop.call_soon_threadsafe(self._begin, request)
         loop.call_soon_threadsafe(self._ended.set)
         threading.Event().wait(STOPS_WITHIN_S)
         os._exit(1)
+
+    def _free(self, loop: asyncio.AbstractEventLoop, request: dict[str, Any]) -> None:
+        """Interrupt what holds the others up, if anything does. If it goes on, nobody is answered."""
+        self._goes_on.clear()
+        self._why = request["with"]["why"]
+        loop.call_soon_threadsafe(self._goes_on.set)
+        if not self._goes_on.wait(HELD_S):
+            signal.pthread_kill(threading.main_thread().ident, INTERRUPT)
+        loop.call_soon_threadsafe(write_all, self._answers, answered(request["id"], None))
+
+    def _interrupt(self, *_: Any) -> None:
+        """Runs in the code that the signal meets, which is not at fault if the others have gone on."""
+        if in_episode.get() and not self._goes_on.is_set():
+            raise Interrupted(self._why)
 
     def _begin(self, request: dict[str, Any]) -> None:
         episode = request.get("episode")
@@ -65,15 +103,15 @@ class LibraryServer:
             task.add_done_callback(lambda _: self._episodes.pop(episode, None))
 
     async def _answer(self, request: dict[str, Any]) -> None:
+        in_episode.set(request["do"] == "play")
         try:
-            said = await self._said(request["do"], request.get("with") or {})
-            reply = json.dumps({"id": request["id"], "ok": said}, allow_nan=False)
+            reply = answered(request["id"], await self._said(request["do"], request.get("with") or {}))
+        except Interrupted as error:
+            reply = ended(request["id"], str(error))
         except Exception as error:
             traceback.print_exc()
-            text = f"{type(error).__name__}: {error}"[:MOST_ERROR]
-            reply = json.dumps({"id": request["id"], "error": text})
-        self._answers.write(reply + "\n")
-        self._answers.flush()
+            reply = failed(request["id"], said.fault(error))
+        write_all(self._answers, reply)
 
     async def _said(self, do: str, given: dict[str, Any]) -> Any:
         if do == "ping":
@@ -100,7 +138,7 @@ class NoLibrary:
         """Nothing was started."""
 
 
-async def serve(kind: str, name: str, options: dict[str, Any], answers: TextIO) -> None:
+async def serve(kind: str, name: str, options: dict[str, Any], answers: int) -> None:
     try:
         library = importlib.import_module(kind).library(name, options)
         await library.start()
@@ -113,7 +151,7 @@ async def serve(kind: str, name: str, options: dict[str, Any], answers: TextIO) 
 def main() -> None:
     kind, name = sys.argv[1:3]
     options = json.loads(sys.stdin.readline())  # not an argument, which other users of the machine read
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not lie between the answers
     here = str(Path.cwd())
     sys.path.append(here)

@@ -14,15 +14,15 @@ import sys
 import threading
 import traceback
 from contextlib import AsyncExitStack
-from typing import Any, TextIO
+from typing import Any
 
+from answer_lines import answered, failed, write_all
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
+from said import MOST_ERROR
 
-MOST_ERROR = 2000
-"""The most characters of an error's text."""
 MOST_TEXT = 2**18
 """The most characters of a result; the rest is cut off."""
 MOST_PAGES = 100
@@ -128,7 +128,7 @@ def reason(error: BaseException) -> str:
 class ToolServer:
     """Answers requests side by side."""
 
-    def __init__(self, answers: TextIO) -> None:
+    def __init__(self, answers: int) -> None:
         self._answers = answers
         self._servers: dict[str, dict[str, Any]] = {}
         self._episodes: dict[str, Connections] = {}
@@ -159,14 +159,13 @@ class ToolServer:
             given = request.get("with") or {}
             async with asyncio.timeout(given.pop("limit_s", None)):
                 said = await self._said(request["do"], request.get("episode") or "", given)
-            reply = json.dumps({"id": request["id"], "ok": said})
+            reply = answered(request["id"], said)
         except TimeoutError:
-            reply = json.dumps({"id": request["id"], "error": "a tool server did not answer in time"})
+            reply = failed(request["id"], "a tool server did not answer in time")
         except Exception as error:
             traceback.print_exc()
-            reply = json.dumps({"id": request["id"], "error": reason(error)})
-        self._answers.write(reply + "\n")
-        self._answers.flush()
+            reply = failed(request["id"], reason(error))
+        write_all(self._answers, reply)
 
     async def _said(self, do: str, episode: str, given: dict[str, Any]) -> Any:
         if do == "start":
@@ -181,12 +180,12 @@ class ToolServer:
         return await self._episodes[episode].call(**given)
 
 
-async def serve(answers: TextIO) -> None:
+async def serve(answers: int) -> None:
     await ToolServer(answers).serve()
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not lie between the answers
     asyncio.run(serve(answers))
 

@@ -60,10 +60,26 @@ async def test_who_is_cancelled_cancels_the_episode_in_the_library(
     assert await library.play(how="right") == "right", "the host lives"
 
 
-async def test_a_host_that_hangs_is_killed_and_its_episodes_have_failed(notes: Path) -> None:
+@pytest.mark.parametrize("how", ["hang", "hang in a task", "spin"])
+async def test_an_episode_that_holds_the_others_up_fails_alone(notes: Path, how: str) -> None:
     async with hosted(notes, step_s=1.0) as library:
+        others = [asyncio.create_task(library.play(how="wait")) for _ in range(3)]
+        await noted(notes, "waits")
+        with pytest.raises(EnvironmentFault, match="did not answer 'ping' within 1 s"):
+            await library.play(how=how)
+        assert await library.play(how="right") == "right"
+        assert not any(other.done() for other in others)
+        assert library.ready(0).generation == 1, "no host was started anew"
+
+
+async def test_a_host_that_cannot_be_interrupted_is_killed_and_its_episodes_have_failed(notes: Path) -> None:
+    async with hosted(notes, step_s=1.0) as library:
+        other = asyncio.create_task(library.play(how="wait"))
+        await noted(notes, "waits")
         with pytest.raises(HostDied, match="did not answer 'ping' within 1 s"):
-            await library.play(how="hang")
+            await library.play(how="hang outside Python")
+        with pytest.raises(HostDied, match="did not answer 'ping' within 1 s"):
+            await other
         assert await library.play(how="right") == "right", "in a new host"
 
 

@@ -1,6 +1,7 @@
 """A library that plays whole episodes, for a host: what an episode does is what its task says."""
 
 import asyncio
+import ctypes
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,13 @@ class ToyLibrary:
         if how == "raise":
             raise ValueError("the sandbox is gone")
         if how == "hang":
-            time.sleep(1000)  # noqa: ASYNC251  # until the host is killed
+            time.sleep(1000)  # noqa: ASYNC251  # until it is interrupted
+        if how == "hang in a task":
+            await asyncio.create_task(self.play("hang"))
+        if how == "hang outside Python":
+            ctypes.PyDLL(None).sleep(1000)  # until the host is killed: it holds Python's lock
+        while how == "spin":
+            pass
         if how == "meet":
             await self._together.wait()
         if how == "wait":

@@ -49,7 +49,7 @@ class HostProcess:
         command: Sequence[str],
         directory: Path,
         starts_within_s: float,
-        ends_within_s: float = 0.0,
+        ends_within_s: float,
         first: Mapping[str, Any] | None = None,
     ) -> None:
         """`ends_within_s` is how long the process may take to clean up when it is closed, in seconds. `first`
@@ -63,6 +63,7 @@ class HostProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._printed: list[str] = []
+        self._has_answered = False
         self._starting = asyncio.Lock()
         self.generation = 0
         """Counts the processes. An episode belongs to one of them."""
@@ -135,7 +136,7 @@ class HostProcess:
     async def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            if self._ends_within_s and process.stdin is not None:
+            if self._has_answered and process.stdin is not None:  # else it imports, and hears nothing
                 process.stdin.close()
                 with contextlib.suppress(TimeoutError):
                     async with clock.timeout(self._ends_within_s):
@@ -151,6 +152,7 @@ class HostProcess:
 
     async def _spawn(self) -> None:
         self._printed.clear()
+        self._has_answered = False
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -190,6 +192,7 @@ class HostProcess:
             self._fail(f"the environment's process ended with {code}: {printed}")
 
     def _answer(self, number: int, said: Mapping[str, Any]) -> None:
+        self._has_answered = True
         waiting = self._waiting.get(number)
         if waiting is None or waiting.done():
             return

@@ -7,6 +7,7 @@ Processes that begin alike must not draw alike: each begins with random numbers 
 process-wide generators, one after the other. So a library that seeds them has the same draws in each run.
 """
 
+import gc
 import os
 import random
 import resource
@@ -114,8 +115,10 @@ def _live(
 
 
 def leave(code: int) -> NoReturn:
-    """End at once: a library's threads and handlers of the exit have no say."""
+    """End at once: a library's threads and handlers of the exit have no say. What an episode has left to its
+    finalizers is done, such as the removal of a directory."""
     try:
+        gc.collect()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -36,7 +36,9 @@ def serve(source: Any, channel: int, requests: Iterable[bytes]) -> None:
         request = json.loads(line)
         do, given = request["do"], request.get("with") or {}
         if do == "close":
-            return playing.close() if playing else None
+            if playing:
+                playing.close()
+            return
         try:
             if do == "reset":
                 playing = source.new()
@@ -46,7 +48,6 @@ def serve(source: Any, channel: int, requests: Iterable[bytes]) -> None:
             traceback.print_exc()
             reply = failed(request["id"], said.fault(error))
         write_all(channel, reply)
-    return None
 
 
 class Nothing:

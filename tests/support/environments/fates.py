@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ class Fates:
     def reset(self, task: dict[str, int]) -> str:
         self.fate = self.fates.get(str(task["seed"]), "right")
         self._note("host", os.getppid())
+        self.scratch = tempfile.TemporaryDirectory(dir=self.notes)
+        self.itself = self  # so that only the collector finds it
         if self.fate == "hangs at its reset":
             self._hang()
         drawn = f"{random.random()} {np.random.random()}"

@@ -130,7 +130,7 @@ def test_an_evaluation_plays_every_episode() -> None:
 @pytest.mark.parametrize(
     ("toy", "given", "error", "logged"),
     [
-        ("Double", {"eval_options": {"unknown": 1}}, "TypeError", ""),
+        ("Double", {"eval_options": {"unknown": 1}}, "cannot be made with the options unknown", ""),
         (
             "Faulty",
             {"options": {"how": "raises", "fails": 0}, "eval_options": {"fails": 9999}},

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.system.test_demo import PORTS
 from tests.support.serving import free_port
+from tests.support.system.real_system import PORTS
 
 pytestmark = pytest.mark.long
 

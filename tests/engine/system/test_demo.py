@@ -11,17 +11,10 @@ import psutil
 import pytest
 
 from tests.support.serving import free_port
+from tests.support.system.real_system import PORTS
 from tests.support.tolerances import ulps
 
 pytestmark = pytest.mark.long
-
-PORTS = (
-    "WEIR_STACK__REDIS_PORT",
-    "WEIR_GATEWAY__PORT",
-    "WEIR_ROLLOUT_SERVER__PORT",
-    "WEIR_ROLLOUT_SERVER__ENGINE_PORT",
-    "WEIR_TRAINER__PORT",
-)
 
 
 def test_the_demo_learns_and_cleans_up(tmp_path: Path) -> None:

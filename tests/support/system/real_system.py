@@ -17,6 +17,14 @@ from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
 CLIENT_KEY, ADMIN_KEY = "system-client", "system-admin"
+PORTS = (
+    "WEIR_STACK__REDIS_PORT",
+    "WEIR_GATEWAY__PORT",
+    "WEIR_ROLLOUT_SERVER__PORT",
+    "WEIR_ROLLOUT_SERVER__ENGINE_PORT",
+    "WEIR_TRAINER__PORT",
+)
+"""The variables for the ports of `weir up`."""
 BOOTS_WITHIN_S = 1200.0
 """How long an engine may take to start on a busy machine."""
 ENGINE_PYTHON = Path(".venv-engine/bin/python")

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
@@ -78,7 +77,7 @@ class RedisWriter:
         self._session_heads = SessionHeads(self._connection, self._heads)
         self._append_within_s = append_within_s
         self._clock = RedisClock(self._connection)
-        self._retractions = Retractions(redis, self.confirmed)
+        self._retractions = Retractions(redis, self.confirmed if self._replicated else None)
         self._deleted = 0
         """How many sessions had been deleted at the last `forget_deleted`."""
         self._open = redis.register_script(session_scripts.OPEN)
@@ -112,9 +111,9 @@ class RedisWriter:
                 raise UserDeleted
 
     async def close(self) -> None:
-        """Retract what can be retracted, and close the writer's own connection. The owner closes `redis`."""
-        with suppress(StorageUnavailable):
-            await self._retractions.settle_all()
+        """Retract what may be stored, for as long as it may still be, and close the writer's own connection.
+        The owner closes `redis`."""
+        await self._retractions.close(self._append_within_s + 1.0)
         await self._connection.close()
 
     @property
@@ -230,6 +229,7 @@ class RedisWriter:
         except StorageUnavailable as error:
             if turn.finish != "abort" and isinstance(error.__cause__, UNANSWERED):
                 self._retractions.add(turn, deadline_ms)
+                await self._retractions.settle_at_once(turn.turn_id)
             raise
         return reply
 

@@ -23,8 +23,9 @@ from tests.support.gateway.conversation import answered, path_of, say, stored, t
 from tests.support.gateway.deletion import delete, holding, is_gone
 from tests.support.gateway.gated_engine import GatedEngine, asked, let_on
 from tests.support.gateway.processes import Processes
-from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.gateway.streams import text_of
+from tests.support.redis_process import RedisProcess
 from tests.support.waiting import wait_until
 
 ENDS_WITHIN_S = 120.0
@@ -287,6 +288,37 @@ def test_a_gateway_killed_in_mid_stream_leaves_no_half_turn(
     redis.pexpire(record, left_ms - 31_000)  # as if half a minute had passed in which nobody renewed it
     assert read(survivor, told)["status"] == "failed"
     assert "stopped" in read(survivor, told)["error"]["message"]
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_turn_that_a_gateway_told_as_failed_before_it_ended_is_not_trained(
+    processes: Processes, tmp_path: Path, ending: signal.Signals
+) -> None:
+    """A replica stands still. Another gateway ends the session."""
+    master, replica = RedisProcess(tmp_path / "master").start(), RedisProcess(tmp_path / "replica")
+    replica.start(replicaof=f"127.0.0.1 {master.port}")
+    wait_until(lambda: master.client.set("any", "value") and master.client.wait(1, 100))
+    here = processes.backends
+    backends = Backends(master.url, here.model_path, here.tokenizer, master.client, here.engine)
+    backends.engine_url = here.engine_url
+    try:
+        waits = {"redis_wait_replicas": 1, "redis_wait_timeout_s": 1.0}
+        with Processes(backends, tmp_path).gateway(**waits) as (process, gateway):
+            session = gateway.session()
+            assert gateway.chat("stored", session=session).status_code == 200
+            replica.process.send_signal(signal.SIGSTOP)
+            failed = gateway.chat("not confirmed", session=session)
+            assert (failed.status_code, failed.json()["error"]["type"]) == (503, "storage_unavailable")
+            process.send_signal(ending)
+            process.wait(ENDS_WITHIN_S)
+        with backends.ready_gateway() as heir:
+            heir.finish(session, reward=1.0)
+            codes = [turn["verdict"]["code"] for turn in heir.turns(session)]
+            assert codes == ["ready", "orphan_retry", "aborted"]
+    finally:
+        replica.process.send_signal(signal.SIGCONT)
+        replica.close()
+        master.close()
 
 
 @pytest.mark.long

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from gateway.engines.cancellation import cancel_and_wait
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn
+from rollout_queue.redis.client.replication import NO_REPLICAS, Replication
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at
 from tests.support.redis_process import RedisProcess
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.rows.turns import exclusions
 
 WITHIN_S = 0.3
@@ -52,7 +54,7 @@ class Muffler:
         self.url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
         yield self
         server.close()
-        await asyncio.gather(*self._tasks)
+        await cancel_and_wait(list(self._tasks))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         above, below = await asyncio.open_connection("127.0.0.1", self._port)
@@ -108,6 +110,75 @@ async def test_a_stored_turn_whose_answer_was_lost_becomes_an_orphan(redis: Redi
         assert verdicts.keys() == {"t1", "t1-retracted"}
         assert verdicts["t1"].code == "orphan_retry"
         assert "told that the call failed" in verdicts["t1"].detail
+
+
+async def test_a_failed_turn_is_retracted_although_its_gateway_is_gone_and_another_ends_the_session(
+    redis: RedisProcess,
+) -> None:
+    """The retraction is there before the client is told, so nothing has to come after that."""
+    async with (
+        Muffler(redis.port).open() as muffler,
+        writing(redis.url) as other,
+        leaving(muffler.url) as killed,
+    ):
+        await killed.open_session(spec())
+        await killed.append_turn(turn("t0"), 1e10)
+        await killed.load("s1")  # both of its clients have a connection
+        muffler.shut = True
+        with pytest.raises(StorageUnavailable):
+            await killed.append_turn(turn("t1"), 1e10)
+        await other.append_outcome(outcome(), reward("finish"), None)
+    excluded = exclusions(turns_in(redis))
+    assert excluded.keys() == {"t1", "t1-retracted"}
+
+
+async def test_a_turn_that_replicas_did_not_confirm_is_retracted_before_its_client_is_told(
+    redis: RedisProcess, tmp_path: Path
+) -> None:
+    replica = RedisProcess(tmp_path / "replica").start(replicaof=f"127.0.0.1 {redis.port}")
+    try:
+        wait_until(lambda: redis.client.set("any", "value") and redis.client.wait(1, 100))
+        async with leaving(redis.url, Replication(1, 1.0)) as killed, writing(redis.url) as other:
+            await killed.open_session(spec())
+            await killed.append_turn(turn("t0"), 1e10)
+            replica.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(StorageUnavailable):
+                await killed.append_turn(turn("t1"), 1e10)
+            await other.append_outcome(outcome(), reward("finish"), None)
+        assert exclusions(turns_in(redis)).keys() == {"t1", "t1-retracted"}
+    finally:
+        replica.process.send_signal(signal.SIGCONT)
+        replica.close()
+
+
+async def test_a_writer_closes_when_no_turn_can_be_stored_any_more_that_has_failed(
+    redis: RedisProcess,
+) -> None:
+    """Redis, which stands still, comes back before that."""
+    async with writing(redis.url) as other:
+        async with writing(redis.url) as writer:
+            await writer.open_session(spec())
+            await writer.append_turn(turn("t0"), 1e10)
+            redis.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(StorageUnavailable):
+                await writer.append_turn(turn("t1"), 1e10)
+            asyncio.get_running_loop().call_later(WITHIN_S, redis.process.send_signal, signal.SIGCONT)
+        await other.append_outcome(outcome(), reward("finish"), None)
+        assert exclusions(turns_in(redis)).keys() - {"t1", "t1-retracted"} == set()
+        assert (await head_of(other)).by_id.keys() <= {"t0", "t1", "t1-retracted"}
+
+
+def turns_in(redis: RedisProcess) -> list[Turn]:
+    records = [each.record for each in claimed_reader(redis.client).read(100, 0.01)]
+    return [each for each in records if isinstance(each, Turn)]
+
+
+@asynccontextmanager
+async def leaving(url: str, replication: Replication = NO_REPLICAS) -> AsyncIterator[RedisWriter]:
+    """A writer of a gateway that is killed: it does nothing at its end."""
+    client = async_redis_at(url)
+    yield RedisWriter(client, WITHIN_S, replication=replication, timeout_s=WITHIN_S)
+    await client.aclose()
 
 
 async def ended(writer: RedisWriter) -> bool:

@@ -79,13 +79,14 @@ return {before, redis.call('HLEN', KEYS[1])}
 
 RETRACT = """
 -- KEYS: session, stream   ARGV: field, field of the retraction, retraction, deadline
--- Appends the retraction of the turn if the turn is stored. Until `deadline` it does nothing, because Redis
--- may still store the turn.
+-- Appends the retraction of the turn if the turn is stored. Until `deadline` a turn that is not stored may
+-- still be.
 -- Returns a word that says what became of the turn.
-local time = redis.call('TIME')
-if time[1] * 1000 + time[2] / 1000 <= tonumber(ARGV[4]) then return 'early' end
 local turn, retraction, verdict = unpack(redis.call('HMGET', KEYS[1], ARGV[1], ARGV[2], 'verdict'))
-if not turn then return 'absent' end
+if not turn then
+    local time = redis.call('TIME')
+    return time[1] * 1000 + time[2] / 1000 <= tonumber(ARGV[4]) and 'early' or 'absent'
+end
 if retraction then return 'retracted' end
 if verdict then return 'decided' end
 redis.call('XADD', KEYS[2], '*', 'r', ARGV[3])

@@ -70,8 +70,12 @@ class Exchange:
             return
         if self.calls.may_join(attempt) and await self.joins.answered(key, attempt, reply):
             return
-        with self.calls.begin(key, digest, attempt, reply, request.client) as call:
-            await self._answer(caller, request, reply, call)
+        call = self.calls.begin(key, digest, attempt, reply, request.client)
+        try:
+            with call:
+                await self._answer(caller, request, reply, call)
+        finally:
+            await call.flush()
 
     async def _answer(self, caller: Caller, request: AgentRequest, reply: Reply, call: InFlightCall) -> None:
         gateway, figures, began = self.gateway, self.figures, clock.monotonic()

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from types import TracebackType
 
 import msgspec
-from starlette.types import Message, Send
+from starlette.types import Message
 
 from gateway.edge.disconnect import DisconnectWatch
+from gateway.edge.first_client import FirstClient
 from gateway.edge.reply import Reply
 from gateway.edge.retelling import ToldStream
 from gateway.sessions.identity import Caller
@@ -76,7 +77,7 @@ class InFlightCall:
         """Why the gateway ended the call before its answer was complete."""
         self._calls, self._key = calls, key
         self._client = client
-        self._send: Send | None = reply.redirect(self._record)
+        self._first = FirstClient(reply.redirect(self._record))
         self.stream: ToldStream | None = None
         """Set once the call answers with a stream; `_messages` then stays empty."""
         self.changes = 0
@@ -122,6 +123,7 @@ class InFlightCall:
             self.latest_attempt, self.joined_at = attempt, clock.now()
         self.readers += 1
         self._followed = True
+        self._first.free()
         self._cancel_stop()
         self._wake_readers()
 
@@ -154,11 +156,14 @@ class InFlightCall:
         if self.stream is None:
             self._messages.append(message)
         self._wake_readers()
-        if self._send is not None:
-            await self._send(message)
+        await self._first.send(message)
+
+    async def flush(self) -> None:
+        """Return when the first client has the whole answer. The others need not wait for that."""
+        await self._first.flush()
 
     def _first_left(self) -> None:
-        self._send = None
+        self._first.leave()
         self._leave()
 
     def _leave(self) -> None:

@@ -23,6 +23,7 @@ from gateway.settings.service import LimitSettings
 from rollout_queue.contract.ids import new_id
 from rollout_queue.redis import keys
 from rollout_queue.redis.heads.cache import SESSION_BYTES, TURN_BYTES
+from tests.support.gateway.calls import RETRY
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.waiting import wait_until
 
@@ -38,6 +39,9 @@ BETWEEN_BYTES = 64 * KIB + 3 * 8 * KIB
 """How much uvicorn and the kernel buffer between the gateway and a client that does not read."""
 ANSWER = 4000
 """Tokens of an answer that is longer than these buffers. The model's context allows no more."""
+ASKED = json.dumps(
+    {"stream": True, "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+).encode()
 
 OURS = [
     tracemalloc.Filter(True, f"*/{room}/*")
@@ -116,6 +120,20 @@ def test_a_client_that_does_not_read_holds_its_stream_back(gateway: RunningGatew
         assert (turn["finish_reason"], turn["output_len"]) == ("stop", ANSWER + 1)
 
 
+def test_a_retry_gets_its_answer_although_the_first_client_does_not_read(gateway: RunningGateway) -> None:
+    """The first client, whose network is cut, gets the whole answer too, if it comes back."""
+    with slow_reader(gateway) as (session, line):
+        wait_until(lambda: stuck(line))
+        headers = {"content-type": "application/json", RETRY: "1"}
+        headers["authorization"] = f"Bearer {session['api_key']}"
+        again = gateway.http.post(f"{gateway.url}/v1/chat/completions", content=ASKED, headers=headers)
+        assert (again.status_code, again.text.endswith("data: [DONE]\n\n")) == (200, True)
+        (turn,) = gateway.turns(session)
+        assert (turn["finish_reason"], turn["output_len"]) == ("stop", ANSWER + 1)
+        assert read_to_the_end(line).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert len(gateway.engine.requests) == 1
+
+
 def test_a_client_that_never_reads_and_goes_away_aborts_its_answer(gateway: RunningGateway) -> None:
     with slow_reader(gateway) as (session, line):
         wait_until(lambda: stuck(line))
@@ -172,8 +190,7 @@ def slow_reader(
     gateway.engine.script.append([300] * ANSWER)
     gateway.engine.pace_s = 0.0002  # without a pause, all tokens would arrive, and be sent, as one chunk
     session, address = gateway.session(), urlsplit(gateway.url)
-    call = {"messages": [{"role": "user", "content": "hi"}], "stream": stream, "logprobs": True}
-    body = json.dumps(call).encode()
+    body = ASKED if stream else ASKED.replace(b"true", b"false", 1)
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session['api_key']}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

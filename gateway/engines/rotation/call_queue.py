@@ -2,8 +2,9 @@
 
 Client keys take turns, whatever their calls wish: a key with many calls holds no other key's call up. The
 calls of one key with the same wish go in the order of their arrival. A server that has room again is given to
-the first that it can take. So a server is looked for once, however many calls wait. A call of a session whose
-last wait ended without a server has its former place among its key's calls.
+the first that it can take: calls that were moved away from it let others pass. So a server is looked for once,
+however many calls wait. A call of a session whose last wait ended without a server has its former place among
+its key's calls.
 """
 
 import asyncio
@@ -92,13 +93,20 @@ class CallQueue:
         while (first := self._first(server, takes)) is not None:
             if self._give(first, server):
                 return
+        heads = (line[0] for lines in self._lines.values() for line in lines.values())
+        if any(head.wanted.avoid == server.id for head in heads):
+            self.serve()  # they were moved away from this server, and come back if no other has room
 
     def _first(
         self, server: FleetServer, takes: Callable[[FleetServer, WantedServer], bool]
     ) -> _Waiting | None:
         """The first call that the server can take."""
         for lines in self._in_turn():
-            able = [line[0] for line in lines.values() if takes(server, line[0].wanted)]
+            heads = (
+                next((each for each in line if each.wanted.avoid != server.id), line[0])
+                for line in lines.values()
+            )
+            able = [each for each in heads if takes(server, each.wanted)]
             if able:
                 return min(able, key=lambda waiting: waiting.since)
         return None
@@ -117,8 +125,7 @@ class CallQueue:
                     continue
                 if (server := self._place(line[0].wanted)) is not None:
                     return line[0], server
-                if not line[0].wanted.avoid:  # else another call may go where this one may not
-                    hopeless.add(wish)
+                hopeless.add(wish)
         return None
 
     def _give(self, waiting: _Waiting, server: FleetServer) -> bool:

@@ -36,7 +36,7 @@ class WantedServer(NamedTuple):
     session_id: str
     wish: Wish = ANY
     avoid: str = ""
-    """The id of a server that takes the call only if no other can."""
+    """The id of a server that takes the call only if no other can now."""
     prefix: str = ""
     """The id of the server that sampled the turn which the call continues."""
     prefix_version: int | None = None
@@ -76,7 +76,10 @@ class Rotation:
 
     def choose(self, wanted: WantedServer) -> FleetServer | None:
         """The server that takes a call now, if any."""
-        return self._prefix_server(wanted) or self._own_server(wanted)
+        found = self._prefix_server(wanted) or self._own_server(wanted)
+        if found is None and wanted.avoid:  # no other has room
+            found = self._own_server(wanted._replace(avoid=""))
+        return found
 
     def place(self, wanted: WantedServer) -> FleetServer | None:
         """`choose`, and count why."""

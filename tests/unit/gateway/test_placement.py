@@ -288,6 +288,53 @@ async def test_every_call_that_waits_gets_one_place_in_its_owners_turn(
     assert (len(line.queue), line.server.load, line.server.promised) == (0, 0, 0)
 
 
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["call", "frees", "polls"]),
+        st.sampled_from(["r0", "r1", "r2", ""]),
+        st.sampled_from([ANY, Wish(1), Wish(prefers=1)]),
+        st.sampled_from("ab"),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(MOVES)
+async def test_no_server_has_room_while_a_call_waits_that_it_may_take(
+    moves: list[tuple[str, str, Wish, str]],
+) -> None:
+    """Calls that were moved away from a server wait among others: they hold nobody up, and go back to that
+    server while no other has room."""
+    fleet = Fleet(cast(Any, None), cast(Any, None), None)
+    fleet.servers |= rotation_of(3).servers
+    fleet.adopt(plan_of(b"1"))
+    trials = {server.id: [server.enter()] for server in fleet.servers.values()}
+    for server in fleet.servers.values():
+        server.limit, server.freed = 1, lambda freed: fleet.queue.freed(freed, fleet.rotation.takes)
+    waiting: list[asyncio.Task[None]] = []
+
+    async def call(wanted: WantedServer) -> None:
+        server = await fleet.acquire(wanted, 600.0)
+        trials[server.id].append(server.enter())
+
+    for number, (move, server_id, wish, owner) in enumerate(moves):
+        if move == "call":
+            wanted = WantedServer(f"s{number}", wish, server_id, owner=owner)
+            waiting.append(asyncio.create_task(call(wanted)))
+        elif move == "polls":
+            fleet.queue.serve()
+        elif server_id and trials[server_id]:
+            fleet.servers[server_id].leave(trials[server_id].pop())
+        for _ in range(3):
+            await asyncio.sleep(0)  # they begin to wait, or go on
+        if any(not each.done() for each in waiting):
+            assert not [each.id for each in fleet.servers.values() if each.has_room]
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_owners_take_turns_at_long_prompts(leaves: bool) -> None:
     turns, order, ends = FairTurns(1), list[str](), asyncio.Event()

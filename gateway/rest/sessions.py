@@ -6,7 +6,6 @@ DELETE …                ──▶ every copy is removed; a tombstone (id, time
 """
 
 import asyncio
-from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -89,9 +88,12 @@ async def create_session(body: SessionBody, request: Request) -> Response:
     return JSONResponse(ticket, 201 if created else 200)
 
 
-@router.post("/groups", status_code=201, responses={201: {"model": NewGroup}})
+@router.post("/groups", status_code=201, responses={200: {"model": NewGroup}, 201: {"model": NewGroup}})
 async def create_group(body: GroupBody, request: Request) -> Response:
-    """Open a group: one task, sampled `size` times."""
+    """Open a group: one task, sampled `size` times.
+
+    A repeated request with the same group id and body gets the same sessions and keys (200).
+    """
     gateway, caller = client_of(request)
     if body.session_id is not None:
         raise InvalidRequest("the gateway chooses the ids of a group's sessions", param="session_id")
@@ -99,11 +101,14 @@ async def create_group(body: GroupBody, request: Request) -> Response:
         raise InvalidRequest("group_size and size differ", param="group_size")
     group_id = body.group_id or f"g-{new_id()}"
     named = body.model_copy(update={"group_id": group_id, "group_size": body.size})
-    members: Sequence[SessionSpec] = [_spec_of(named, gateway, caller) for _ in range(body.size)]
-    members = await gateway.sessions.open_group(members)
-    new_sessions = [_new_session(gateway, spec, request) for spec in members]
+    asked = [_spec_of(named, gateway, caller) for _ in range(body.size)]
+    members, created = await gateway.sessions.open_group(asked, repeated=body.group_id is not None)
+    tickets = [_new_session(gateway, head.spec, request) for head in members]
+    for ticket, head in zip(tickets, members, strict=True):
+        ticket["expires_at"] = head.expires_at
     notice = ALONE if body.size == 1 else None
-    return JSONResponse({"group_id": group_id, "sessions": new_sessions, "notice": notice}, 201)
+    group = {"group_id": group_id, "sessions": tickets, "notice": notice}
+    return JSONResponse(group, 201 if created else 200)
 
 
 @router.get("/sessions/{session_id}", responses={200: {"model": SessionShape}})

@@ -8,6 +8,7 @@ import msgspec
 
 from gateway.admission.admission import Admission
 from gateway.errors import ObjectNotFound, StateConflict
+from gateway.sessions.groups import by_age, opened_before
 from gateway.sessions.identity import Caller, Identities, names
 from gateway.sessions.late_join import described, fixed_fields
 from gateway.sessions.verdicts import session_verdict, waits_for_group
@@ -150,21 +151,29 @@ class SessionService:
         scoped = self._identities.scoped(str(spec.group_id), spec.owner)
         return msgspec.structs.replace(spec, group_id=scoped, group_name=spec.group_id)
 
-    async def open_group(self, specs: Sequence[SessionSpec]) -> Sequence[SessionSpec]:
-        """Store the sessions of one new group, all or none. Returns them as they are stored.
+    async def open_group(
+        self, specs: Sequence[SessionSpec], *, repeated: bool
+    ) -> tuple[Sequence[SessionHead], bool]:
+        """Store the sessions of one new group, all or none; or find those that an equal request has opened,
+        which may be if it is `repeated`. The flag says whether they are new.
 
-        Raises StateConflict if the group exists, LimitReached.
+        Raises StateConflict if the group exists with another body, LimitReached.
         """
+        if repeated and (known := await opened_before(self._writer, specs)) is not None:
+            return known, False
         await self._admission.check_session(specs)
         try:
             await self._writer.open_group(specs)
         except GroupTaken as error:
             if not _may_have_own_group(specs[0]):
                 raise StateConflict(str(error), param="group_id") from error
-            return await self.open_group([self._in_own_group(spec) for spec in specs])
+            own = [self._in_own_group(spec) for spec in specs]
+            return await self.open_group(own, repeated=repeated)
         except Conflict as error:
+            if (known := await opened_before(self._writer, specs)) is not None:
+                return known, False  # the same request has just opened it
             raise StateConflict(str(error), param="group_id") from error
-        return specs
+        return sorted((SessionHead(spec=spec) for spec in specs), key=by_age), True
 
     # Finding
 

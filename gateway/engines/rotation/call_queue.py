@@ -2,9 +2,9 @@
 
 Client keys take turns, whatever their calls wish: a key with many calls holds no other key's call up. The
 calls of one key with the same wish go in the order of their arrival. A server that has room again is given to
-the first that it can take: calls that were moved away from it let others pass. So a server is looked for once,
-however many calls wait. A call of a session whose last wait ended without a server has its former place among
-its key's calls.
+the first that it can take: calls that were moved away from it let others pass. So a server is looked for
+once, however many calls wait. A call of a session whose last wait ended without a server has its former place
+among its key's calls.
 """
 
 import asyncio

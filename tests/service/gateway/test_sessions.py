@@ -12,7 +12,7 @@ from gateway.rest.turns import messages, shown
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import Reward
 from rollout_queue.redis import keys
-from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
@@ -80,6 +80,38 @@ def test_a_group_is_one_task_sampled_size_times(gateway: RunningGateway) -> None
     assert gateway.post("/groups", {"size": 3, "session_id": "x"}).status_code == 400
     assert gateway.post("/groups", {"size": 0}).status_code == 400
     assert gateway.post("/sessions", {"group_id": "g"}).status_code == 409
+
+
+def test_a_group_whose_answer_was_lost_is_asked_for_again(
+    gateway: RunningGateway, other: RunningGateway, backends: Backends
+) -> None:
+    """At any gateway, also when its members have been called and have ended, and when no further session may
+    be opened. Another key has a group of its own under the same id."""
+    body = {"size": 3, "group_id": "g", "task_id": "t", "user": "u", "metadata": {"n": 1}}
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(each.post, "/groups", body) for each in (gateway, other) for _ in range(2)]
+        replies = [each.result() for each in sent]
+    assert sorted(each.status_code for each in replies) == [200, 200, 200, 201]
+    first, *again = [each.json()["sessions"] for each in replies]
+    named = [{name: each[name] for name in ("session_id", "api_key", "created_at")} for each in first]
+    for sessions in again:
+        assert [{name: each[name] for name in named[0]} for each in sessions] == named
+    assert gateway.chat(session=first[0], key=first[0]["api_key"]).status_code == 200
+    gateway.finish(first[0], reward=1.0)
+    with backends.ready_gateway(limits={"open_sessions": 3}) as full:
+        late = full.post("/groups", body)
+        assert (late.status_code, len(late.json()["sessions"])) == (200, 3), late.text
+    for changed in ({"size": 2}, {"size": 4}, {"task_id": "other"}, {"metadata": {"n": 2}}, {"train": False}):
+        assert gateway.post("/groups", body | changed).status_code == 409, changed
+    theirs = [gateway.post("/groups", body, key=OTHER_KEY) for _ in range(2)]
+    assert [each.status_code for each in theirs] == [201, 200]
+    assert theirs[0].json()["sessions"] == theirs[1].json()["sessions"]
+    assert {each["session_id"] for each in theirs[0].json()["sessions"]}.isdisjoint(
+        each["session_id"] for each in first
+    )
+    assert len(gateway.get("/sessions").json()["data"]) == 3
+    gateway.call("DELETE", f"/sessions/{first[0]['session_id']}")
+    assert gateway.post("/groups", body).status_code == 409, "one of its sessions is gone"
 
 
 def test_a_session_key_opens_its_calls_and_nothing_else(gateway: RunningGateway) -> None:

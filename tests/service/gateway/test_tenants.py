@@ -397,7 +397,7 @@ def test_a_hostile_key_delays_no_other(backends: Backends) -> None:
 def test_each_key_has_its_own_groups(gateway: RunningGateway) -> None:
     """One that exists refuses nobody, and nobody is told of it."""
     mine = gateway.post("/groups", {"size": 2, "group_id": "g"})
-    theirs = [gateway.post("/groups", {"size": 3, "group_id": "g"}, key=OTHER_KEY) for _ in range(2)]
+    theirs = [gateway.post("/groups", {"size": size, "group_id": "g"}, key=OTHER_KEY) for size in (3, 4)]
     assert [reply.status_code for reply in (mine, *theirs)] == [201, 201, 409]
     assert {theirs[0].json()["group_id"], *(s["group_id"] for s in theirs[0].json()["sessions"])} == {"g"}
     assert "g exists" in theirs[1].json()["error"]["message"]

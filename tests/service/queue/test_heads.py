@@ -13,6 +13,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Sampling, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis.heads.cache import HeadCache
+from rollout_queue.redis.heads.session_heads import PIECE_BYTES
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.queue.records import reward, spec, turn
 from tests.support.redis_clients import async_redis_at, redis_at
@@ -110,6 +111,22 @@ async def test_a_retry_in_a_long_session_reads_only_what_is_missing(writers: Wri
     head = await writers.one.load("s1")
     assert head is not None
     assert head.orphans == {long_turn(39).turn_id: again.turn_id}
+
+
+async def test_a_large_session_is_read_in_pieces_that_keep_nobody_waiting(writers: Writers) -> None:
+    """40 branches of 35,000 tokens, and 600 small turns, of which a gateway knows nothing yet."""
+    await writers.one.open_session(spec())
+    branch: dict[str, Any] = {"context_ids": TokenIds(range(35_000)), "parent_id": None}
+    for number in range(40):
+        await writers.one.append_turn(long_turn(number, **branch), 1e9)
+    for number in range(40, 640):
+        await writers.one.append_turn(turn(f"t{number}", finished_at=101.0 + number), 1e9)
+    await writers.one.append_reward(reward())
+    writers.redis.config_resetstat()
+    assert await writers.other.load_for_call("s1") == await writers.one.load("s1")
+    calls = {name: int(each["calls"]) for name, each in writers.redis.info("commandstats").items()}
+    assert calls["cmdstat_hmget"] > 40 * 4 * 35_000 // PIECE_BYTES // 2
+    assert calls["cmdstat_hgetall"] == 1, "this is how `load` reads"
 
 
 async def test_another_session_under_the_same_id_is_read_whole(writers: Writers) -> None:

@@ -165,6 +165,14 @@ class Admission:
         if not result.allowed and shut is not None:
             self._refuse(shut)
 
+    async def session_ended(self, spec: SessionSpec) -> None:
+        """The session is open no more. If this is not noted, whoever needs its place finds out."""
+        try:
+            counted_in = [_counted_in(name, spec.owner) for name in self._open_limits]
+            await self._quotas.ended(spec.session_id, *counted_in)
+        except StorageUnavailable as error:
+            logger.warning("session %s counts as open until somebody looks: %s", spec.session_id, error)
+
     def counts_for_training(self, spec: SessionSpec) -> bool:
         """Whether the session counts in the staleness budget, once a client has opened or described it."""
         return self._budget(spec) is not None
@@ -176,7 +184,7 @@ class Admission:
             if number > limit:
                 message = f"{number} sessions never fit in gateway.limits.{name}, which is {limit}"
                 raise InvalidRequest(message, param="size", code="sessions_limit")
-            key = keys.OPEN if name == "open_sessions" else keys.open_of(specs[0].owner)
+            key = _counted_in(name, specs[0].owner)
             quotas.append(Quota(key, limit - number + 1, "outcome"))
         if budget is not None:
             # A call that names no session opens one, which may never be rewarded. So it is not counted.
@@ -264,3 +272,8 @@ class Admission:
         self._opened.note(now, seen.sessions)
         if seen.trainer is not None:
             self._steps.note(now, seen.trainer.version, seen.trainer.busy)
+
+
+def _counted_in(limit: str, owner: str) -> str:
+    """The quota of open sessions that a limit bounds."""
+    return keys.OPEN if limit == "open_sessions" else keys.open_of(owner)

@@ -91,6 +91,7 @@ async def finish_session(session_id: str, body: FinishBody, request: Request) ->
         verdict = Verdict(code=cast(Any, body.status), detail=body.reason or f"finished as {body.status}")
     with _stored(session_id, "reward"):
         stored = await gateway.writer.append_outcome(outcome, reward, verdict)
+    await gateway.admission.session_ended(head.spec)
     head = await gateway.sessions.head(session_id, caller)
     verdict = await gateway.sessions.verdict(head)
     same_again = stored.status == body.status and _finish_reward(head) == body.reward

@@ -14,14 +14,17 @@ import pytest
 from redis.asyncio import Redis as AsyncRedis
 
 from gateway.admission.admission import Admission
+from gateway.admission.quotas import MOST_PAGES, PAGE, Quota, Quotas
 from gateway.engines.fleet import Fleet
 from gateway.keys.api_keys import ApiKeys
 from gateway.metrics.metrics import Metrics
 from gateway.settings.service import GatewaySettings, LimitSettings
 from rollout_queue import clock
+from rollout_queue.contract.records import SessionSpec
 from rollout_queue.redis import keys
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.redis_clients import async_redis_at
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
@@ -149,8 +152,7 @@ def test_the_open_sessions_of_a_key_are_limited(limited: Any) -> None:
         assert refusal(gateway.post("/sessions"))[0] == "sessions_limit"
         assert gateway.post("/sessions", key=OTHER_KEY).status_code == 201
         assert gateway.chat(key=first["api_key"]).status_code == 200
-        gateway.finish(first)
-        polled(gateway.redis)
+        gateway.finish(first)  # its place is free at once
         assert gateway.post("/sessions").status_code == 201
         assert refusals(gateway) == {"sessions_limit": 1.0}
         reply = gateway.post("/groups", {"size": 3})
@@ -183,6 +185,35 @@ def test_gateways_that_open_sessions_at_once_keep_the_limit_together(limited: An
     with limited(open_sessions=5) as left, limited(open_sessions=5) as right, ThreadPoolExecutor(8) as many:
         replies = list(many.map(lambda i: (left, right)[i % 2].post("/sessions").status_code, range(16)))
         assert sorted(replies) == [201] * 5 + [429] * 11
+
+
+@pytest.mark.parametrize("ended", [0, 6_000, 11_990])
+async def test_a_sweep_takes_little_of_redis_however_many_sessions_are_open(
+    gateway: RunningGateway, redis_url: str, turned: TurnedClock, ended: int
+) -> None:
+    """A session that ended without its client frees a place after a few refused openings."""
+    names, count, own = [f"s{number:05}" for number in range(12_000)], 12_000, async_redis_at(redis_url)
+    async with own.pipeline(transaction=False) as opening:
+        for number, name in enumerate(names):
+            opening.zadd(keys.OPEN, {name: clock.now()})
+            opening.hset(keys.session(name), "spec", "any")
+            if number == ended:
+                opening.hset(keys.session(name), "verdict", "any")
+        await opening.execute()
+    quotas, quota = Quotas(own, 0.5), Quota(keys.OPEN, count, "outcome")
+    spec, tries = SessionSpec(session_id="new", created_at=clock.now()), 0
+    while True:
+        await own.config_resetstat()
+        result = await quotas.take([spec], [quota], shut=False)
+        ran, tries = (await own.info("commandstats"))["cmdstat_evalsha"]["calls"], tries + 1
+        if result.allowed:
+            break
+        assert ran < count / PAGE, "with a few of the gateway beside"
+        turned.turn(0.5)
+    assert tries <= 1 + count / (PAGE * MOST_PAGES)
+    assert await own.zscore(keys.OPEN, names[ended]) is None
+    await own.delete(keys.OPEN, *map(keys.session, names))
+    await own.aclose()
 
 
 # Staleness

@@ -2,14 +2,15 @@
 
 1. One script replaces the session's head, response texts and continuations by a tombstone, and appends a
    Deletion to the stream.
-2. The session's entries are removed from the stream and from the dead letters, page by page. Any gateway may
-   repeat or finish this.
+2. The session's entries are removed from the stream, by the ids that the head has of them, and from the dead
+   letters, page by page. Any gateway may finish this: without the head, it looks at the whole stream.
 """
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 from redis.asyncio import Redis
@@ -28,6 +29,8 @@ from rollout_queue.redis.turns.appending import continuations_of, images_of
 
 logger = logging.getLogger(__name__)
 
+KNOWN_AT_ONCE = 1000
+"""Entries that one script removes by their ids."""
 PAGE = 100
 """Entries per script. Redis serves nobody else while a script runs."""
 OVERDUE_S = 30.0
@@ -35,6 +38,14 @@ OVERDUE_S = 30.0
 SESSIONS_AT_ONCE = 1000
 IMAGE_HASH = re.compile(rb"\xd9\x40([0-9a-f]{64})")
 """The SHA-256 of an image in the bytes of a record: a text of 64 characters in MessagePack."""
+
+
+class ReplacedSession(NamedTuple):
+    """A session that has become a tombstone."""
+
+    tombstone: Tombstone
+    entries: Sequence[str] | None
+    """The ids of its entries in the stream; None if its head did not have them all, as of an older build."""
 
 
 class RedisDeleter:
@@ -46,10 +57,11 @@ class RedisDeleter:
         self._remove_page = redis.register_script(deletion_scripts.REMOVE_ENTRIES)
 
     async def delete_session(self, session_id: str) -> Tombstone | None:
-        tombstone = await self._replace_by_tombstone(session_id)
-        if tombstone is not None:
-            await self._try_to_remove_entries([session_id])
-        return tombstone
+        deleted = await self._replace_by_tombstone(session_id)
+        if deleted is None:
+            return None
+        await self._try_to_remove_entries([deleted])
+        return deleted.tombstone
 
     async def delete_user(self, user: str) -> DeletionTotals:
         # From here on no data is accepted for this name, so the sessions found next are all there are.
@@ -57,11 +69,11 @@ class RedisDeleter:
         sessions, totals = keys.user_sessions(user), DeletionTotals()
         names: Collection[bytes]
         while names := await stored(self._redis.srandmember(sessions, SESSIONS_AT_ONCE)):
-            deleted = [await self._replace_by_tombstone(name.decode()) for name in sorted(names)]
-            tombstones = [tombstone for tombstone in deleted if tombstone is not None]
+            replaced = [await self._replace_by_tombstone(name.decode()) for name in sorted(names)]
+            deleted = [each for each in replaced if each is not None]
             await stored(self._redis.srem(sessions, *names))
-            await self._try_to_remove_entries([tombstone.session_id for tombstone in tombstones])
-            totals += total(tombstones)
+            await self._try_to_remove_entries(deleted)
+            totals += total([each.tombstone for each in deleted])
         return totals
 
     async def finish(self, now: float) -> int:
@@ -71,10 +83,11 @@ class RedisDeleter:
             )
         )
         if overdue:
-            await self._remove_entries([name.decode() for name in overdue])
+            names = [name.decode() for name in overdue]
+            await self._remove_entries(names, names)
         return len(overdue)
 
-    async def _replace_by_tombstone(self, session_id: str) -> Tombstone | None:
+    async def _replace_by_tombstone(self, session_id: str) -> ReplacedSession | None:
         """Delete everything of the session except its entries in the streams. None if there is no session."""
         key = keys.session(session_id)
         while True:
@@ -86,7 +99,7 @@ class RedisDeleter:
             named, arguments = _deletion(head, tombstone, fields)
             match await stored(self._delete(named, arguments)):
                 case b"done":
-                    return tombstone
+                    return ReplacedSession(tombstone, _entries_of(head, fields))
                 case b"deleted":
                     return None
 
@@ -95,30 +108,36 @@ class RedisDeleter:
         created_at = await stored(self._redis.zscore(keys.SESSIONS, session_id))
         return SessionHead(spec=SessionSpec(session_id=session_id, created_at=created_at or 0.0))
 
-    async def _try_to_remove_entries(self, session_ids: Collection[str]) -> None:
+    async def _try_to_remove_entries(self, deleted: Collection[ReplacedSession]) -> None:
         """Remove entries of deleted sessions. If Redis fails, this raises nothing and `finish` does it later:
         the session itself is deleted, and the caller has to report that."""
+        names = [each.tombstone.session_id for each in deleted]
+        searched = [each.tombstone.session_id for each in deleted if each.entries is None]
+        known = [entry for each in deleted for entry in each.entries or ()]
         try:
-            await self._remove_entries(session_ids)
+            for at in range(0, len(known), KNOWN_AT_ONCE):
+                await stored(self._remove_page([keys.STREAM], [b"", *known[at : at + KNOWN_AT_ONCE]]))
+            await self._remove_entries(names, searched)
         except StorageUnavailable as error:
-            logger.warning(
-                "the entries of %d deleted sessions will be removed later: %s", len(session_ids), error
-            )
+            logger.warning("the entries of %d deleted sessions will be removed later: %s", len(names), error)
 
-    async def _remove_entries(self, session_ids: Collection[str]) -> None:
-        """Remove the entries of deleted sessions from both streams. These sessions get no new entries.
+    async def _remove_entries(self, session_ids: Collection[str], searched: Collection[str]) -> None:
+        """Remove the entries of deleted sessions from the dead letters, and those of the sessions that are
+        `searched` from the stream, too. These sessions get no new entries.
 
         The dead letters come last, because the trainer moves entries there from the stream.
         """
-        if not session_ids:
-            return
-        packed = [msgspec.msgpack.encode(session_id) for session_id in session_ids]
-        for stream, schema in ((keys.STREAM, bytes([SCHEMA])), (keys.DEAD_LETTERS, b"")):
+        streams = ((keys.STREAM, bytes([SCHEMA]), searched), (keys.DEAD_LETTERS, b"", session_ids))
+        for stream, schema, sought in streams:
+            packed = [msgspec.msgpack.encode(session_id) for session_id in sought]
+            if not packed or not await stored(self._redis.exists(stream)):
+                continue
             first: bytes | None = b"-"
             while first is not None:
                 last = await stored(self._remove_page([stream], [first, PAGE, schema, *packed]))
                 first = None if last is None else b"(" + last
-        await stored(self._redis.zrem(keys.DELETING, *session_ids))
+        if session_ids:
+            await stored(self._redis.zrem(keys.DELETING, *session_ids))
 
 
 def _readable_part(fields: Mapping[bytes, bytes]) -> SessionHead | None:
@@ -127,6 +146,15 @@ def _readable_part(fields: Mapping[bytes, bytes]) -> SessionHead | None:
         with suppress(*UNREADABLE):
             return read_head(part)
     return None
+
+
+def _entries_of(head: SessionHead, fields: Mapping[bytes, bytes]) -> Sequence[str] | None:
+    """The ids of all entries of the session; None if they are not known."""
+    entries = [name[2:].decode() for name in fields if name.startswith(b"e:")]
+    turns = sum(name.startswith(b"t:") for name in fields)
+    rewards = sum(name.startswith(b"r:") for name in fields) - sum(reward.late for reward in head.rewards)
+    records = turns + rewards + (b"outcome" in fields) + (b"joined" in fields)
+    return entries if entries and len(entries) >= records else None
 
 
 def _tombstone(head: SessionHead, fields: Mapping[bytes, bytes]) -> Tombstone:

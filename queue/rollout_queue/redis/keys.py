@@ -158,9 +158,9 @@ def page_session(token_digest: str) -> String:
 def session(session_id: str) -> Hash:
     """Hash of one session: `spec`, `outcome`, `verdict`, `t:{turn}`, `r:{reward key}`, `v:{turn}`, and
     `n:{turn}`, what a step used of a trained turn's tokens (`TrainedTokens`); `q:{request}` once a retry of
-    that request is among the turns; `beat`, the last heartbeat; `magnitude`, the sum of its rewards'
-    magnitudes; `turns`, sums over its turns (`TurnSums`). A session that was described late (DESCRIBE) has
-    its time to live, `ttl`, what its outcome must say, `terms`, and the record of its group, `joined`."""
+    that request is among the turns; `e:{entry}`, its entries in STREAM; `beat`, the last heartbeat;
+    `magnitude`, the sum of its rewards' magnitudes; `turns`, sums over its turns (`TurnSums`). One that was
+    described late (DESCRIBE) has its time to live, `ttl`, the `terms` of its outcome, and `joined`."""
     return Hash(f"weir:s:{session_id}")
 
 

@@ -13,7 +13,7 @@ from rollout_queue.contract.records import Deletion, Record, Verdict
 from rollout_queue.contract.stream import GroupMembers, Verdicts
 from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
 from rollout_queue.redis import keys
-from rollout_queue.redis.deletion import OVERDUE_S, RedisDeleter
+from rollout_queue.redis.deletion import OVERDUE_S, PAGE, RedisDeleter
 from rollout_queue.redis.heads.cache import HeadCache
 from rollout_queue.redis.heads.reading import read_head
 from rollout_queue.redis.scripts import deletion as deletion_scripts
@@ -45,6 +45,32 @@ async def test_a_deleted_session_leaves_a_tombstone_and_tells_the_trainer(ends: 
         assert await ends.deleter.delete_session(nothing) is None
     assert await ends.writer.tombstone("nobody") is None
     assert ends.read() == [deletion(tombstone, group_id="g", group_size=2)]
+
+
+async def test_a_deletion_costs_no_more_in_a_long_stream(stream: RedisEnds) -> None:
+    """Entries are found by their ids. Those of a session of an older build, which notes none, are sought."""
+    writer, redis = stream.writer, stream.redis
+    for name in ("s1", "old"):
+        await writer.open_session(spec(name, group_id=f"g{name}", group_size=1))
+        await writer.append_turn(turn(f"t-{name}", name), 200.0)
+        await writer.append_reward(reward(session_id=name))
+        await writer.append_outcome(outcome(name), reward("finish", session_id=name), None)
+    names: Any = redis.hkeys(keys.session("old"))
+    known = [each for each in names if each.startswith(b"e:")]
+    assert redis.hdel(keys.session("old"), *known) == 4
+    with redis.pipeline(transaction=False) as others:
+        for number in range(3_000):
+            others.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(turn(f"other-{number}", "other"))})
+        others.execute()
+    before = redis.xlen(keys.STREAM)
+    for name, pages in (("s1", 0), ("old", 3_000 // PAGE)):
+        redis.config_resetstat()
+        assert await stream.deleter.delete_session(name) is not None
+        ran = redis.info("commandstats").get("cmdstat_xrange", {"calls": 0})
+        assert pages <= ran["calls"] <= 2 * pages
+        before -= 4 - 1  # and a Deletion
+        assert redis.xlen(keys.STREAM) == before
+    assert not redis.exists(keys.DELETING)
 
 
 async def test_nothing_is_added_to_a_deleted_session_nor_is_its_id_given_again(ends: Ends) -> None:

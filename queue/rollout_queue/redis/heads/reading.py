@@ -79,7 +79,7 @@ def readable_head(session_id: str, fields: Mapping[bytes, bytes]) -> SessionHead
 async def fields_without_turns(redis: Redis, key: str) -> dict[bytes, bytes]:
     """The fields of a session's hash, except those of its turns. Raises StorageUnavailable."""
     names: list[bytes] = await stored(redis.hkeys(key))  # bounded: one session
-    others = [name for name in names if name[:2] not in (b"t:", b"v:", b"n:", b"q:")]
+    others = [name for name in names if name[:2] not in (b"t:", b"v:", b"n:", b"q:", b"e:")]
     # bounded: one session
     values: list[bytes | None] = await stored(redis.hmget(key, others)) if others else []
     return {name: value for name, value in zip(others, values, strict=True) if value is not None}

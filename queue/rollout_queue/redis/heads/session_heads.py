@@ -22,8 +22,8 @@ from rollout_queue.redis.connection.pipelined import PipelinedConnection
 from rollout_queue.redis.heads.cache import HeadCache
 from rollout_queue.redis.heads.reading import read_head, reading
 
-NOT_FOR_CALLS = (b"n:", b"q:")
-"""Fields that no call needs: numbers of trained turns, and marks of retried requests."""
+NOT_FOR_CALLS = (b"n:", b"q:", b"e:")
+"""Fields that no call needs: numbers of trained turns, marks of retried requests, and ids of entries."""
 PIECE_BYTES, FIRST_FIELDS, MOST_FIELDS = 2**18, 4, 64
 """What one HMGET reads: about so many bytes, judged by the piece before. A field is at most one turn."""
 

@@ -21,7 +21,7 @@ MOST_STEPS = 1024
 """How many steps one version can be traced back."""
 NAMES_AT_ONCE = 1000
 SESSIONS_AT_ONCE = 100
-NOT_READ = (b"t:", b"q:")
+NOT_READ = (b"t:", b"q:", b"e:")
 """Fields with tokens, which are most of a session, and marks of retried requests."""
 
 

@@ -128,7 +128,7 @@ local appended = 0
 for at = 2, #ARGV do -- bounded: one session
     local record = redis.call('HGET', KEYS[3], ARGV[at])
     if record then
-        redis.call('XADD', KEYS[2], '*', 'r', record)
+        redis.call('HSET', KEYS[3], 'e:' .. redis.call('XADD', KEYS[2], '*', 'r', record), '')
         appended = appended + 1
     end
 end

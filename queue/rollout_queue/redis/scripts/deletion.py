@@ -26,12 +26,17 @@ return 'done'
 )
 
 REMOVE_ENTRIES = r"""
--- KEYS: stream   ARGV: first, count, schema, session id as MessagePack…
+-- KEYS: stream   ARGV: '', id of an entry…; or: first, count, schema, session id as MessagePack…
+-- Removes the entries with these ids; or as follows.
 -- Looks at `count` entries from `first` on and removes the records of these sessions, but not their Deletion.
 -- Returns the last entry that it looked at; nothing at the end of the stream. In a record of this schema the
 -- session id stands before any text of a client, so the first `session_id` is the field. Bytes that are no
 -- record of this schema are removed if a field `session_id` in them has one of the ids. If they have no such
 -- field, they are removed if they contain one of the ids of at least 16 characters.
+if ARGV[1] == '' then
+    for at = 2, #ARGV do redis.call('XDEL', KEYS[1], ARGV[at]) end
+    return
+end
 local sessions = {}
 for at = 4, #ARGV do sessions[ARGV[at]] = true end
 local function named(record)

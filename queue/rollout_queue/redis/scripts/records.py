@@ -69,10 +69,10 @@ for continuation = 8 + users + 2 * images, #KEYS do -- bounded: one turn
     redis.call('SET', KEYS[continuation], ARGV[1], 'PX', ttl_ms)
 end
 -- The turn comes last: if another program's value under one of the keys ends the script, it is repeated.
-redis.call('XADD', KEYS[2], '*', 'r', ARGV[3])
+local entry = redis.call('XADD', KEYS[2], '*', 'r', ARGV[3])
 if not spec then redis.call('HSET', KEYS[1], 'spec', ARGV[8]) end
 sums = with_turn(sums, ARGV[13], ARGV[11], ARGV[14], ARGV[15])
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[3], 'turns', sums)
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3], 'turns', sums, 'e:' .. entry, '')
 if looked then redis.call('HSET', KEYS[1], ARGV[6], '') end
 return {before, redis.call('HLEN', KEYS[1])}
 """
@@ -89,8 +89,8 @@ if not turn then
 end
 if retraction then return 'retracted' end
 if verdict then return 'decided' end
-redis.call('XADD', KEYS[2], '*', 'r', ARGV[3])
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+local entry = redis.call('XADD', KEYS[2], '*', 'r', ARGV[3])
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3], 'e:' .. entry, '')
 return 'retracted'
 """
 
@@ -132,7 +132,7 @@ local sum, refusal = within(KEYS[1], ARGV[5])
 if not sum then return {refusal} end
 local reward = ARGV[3]
 if verdict then reward = ARGV[4]
-else redis.call('XADD', KEYS[2], '*', 'r', reward) end
+else redis.call('HSET', KEYS[1], 'e:' .. redis.call('XADD', KEYS[2], '*', 'r', reward), '') end
 redis.call('HSET', KEYS[1], ARGV[2], reward, 'magnitude', sum)
 return reward
 """
@@ -153,11 +153,11 @@ if terms and terms ~= ARGV[8] then return {'described', spec} end
 if ARGV[3] ~= '' and redis.call('HEXISTS', KEYS[1], ARGV[3]) == 0 then
     local sum, refusal = within(KEYS[1], ARGV[7])
     if not sum then return {refusal} end
-    redis.call('XADD', KEYS[2], '*', 'r', ARGV[4])
-    redis.call('HSET', KEYS[1], ARGV[3], ARGV[4], 'magnitude', sum)
+    local entry = redis.call('XADD', KEYS[2], '*', 'r', ARGV[4])
+    redis.call('HSET', KEYS[1], ARGV[3], ARGV[4], 'magnitude', sum, 'e:' .. entry, '')
 end
-redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
-redis.call('HSET', KEYS[1], 'outcome', ARGV[2])
+local entry = redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
+redis.call('HSET', KEYS[1], 'outcome', ARGV[2], 'e:' .. entry, '')
 if ARGV[5] ~= '' then
     redis.call('HSET', KEYS[1], 'verdict', ARGV[5])
     redis.call('HINCRBY', KEYS[4], 'session:' .. ARGV[6], 1)

@@ -40,7 +40,9 @@ for index = 12 + users, #ARGV, 3 do -- bounded: one session
     redis.call('HSET', KEYS[1], ARGV[index], ARGV[index + 1])
     local record = ARGV[index + 2]
     if record == 'SAME' then record = ARGV[index + 1] end
-    if record ~= '' then redis.call('XADD', KEYS[2], '*', 'r', record) end
+    if record ~= '' then
+        redis.call('HSET', KEYS[1], 'e:' .. redis.call('XADD', KEYS[2], '*', 'r', record), '')
+    end
 end
 if ARGV[8] == '' then
     redis.call('ZADD', KEYS[4], ARGV[4], id)

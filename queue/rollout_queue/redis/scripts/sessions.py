@@ -79,8 +79,8 @@ redis.call('HSET', KEYS[1], 'spec', ARGV[3], 'beat', string.format('%.17g', beat
 redis.call('ZADD', KEYS[3], string.format('%.17g', beat + ttl), id)
 if user then redis.call('SADD', KEYS[5], id) end
 if ARGV[11] ~= '' then
-    redis.call('XADD', KEYS[2], '*', 'r', ARGV[11])
-    redis.call('HSET', KEYS[1], 'joined', ARGV[11])
+    local entry = redis.call('XADD', KEYS[2], '*', 'r', ARGV[11])
+    redis.call('HSET', KEYS[1], 'joined', ARGV[11], 'e:' .. entry, '')
 end
 if ARGV[12] == '1' then redis.call('ZADD', KEYS[7], 'NX', ARGV[4], id) end
 if ARGV[12] == '-1' then redis.call('ZREM', KEYS[7], id) end
@@ -123,9 +123,9 @@ local terms = redis.call('HGET', KEYS[1], 'terms')
 if terms and terms ~= ARGV[5] then return 0 end -- it was described meanwhile: the next poll reads it again
 redis.call('ZREM', KEYS[3], ARGV[1])
 if not may_expire(KEYS[1]) then return 0 end
-redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
+local entry = redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
 redis.call('HSETNX', KEYS[1], 'outcome', ARGV[2])
-redis.call('HSET', KEYS[1], 'verdict', ARGV[3])
+redis.call('HSET', KEYS[1], 'verdict', ARGV[3], 'e:' .. entry, '')
 redis.call('HINCRBY', KEYS[4], 'session:expired', 1)
 settle(KEYS[5], KEYS[2], ARGV[1])
 return 1
@@ -194,14 +194,15 @@ return found
 SUMMARIES = """
 -- KEYS: session…
 -- Returns of each session how many turns its hash has, and the other fields with their values, but neither
--- verdicts and numbers of trained turns nor marks of retried requests. A list reads no tokens by it.
+-- verdicts and numbers of trained turns nor marks of retried requests nor ids of entries. A list reads no
+-- tokens by it.
 local found = {}
 for at, session in ipairs(KEYS) do -- bounded: SUMMARY_FIELDS_AT_ONCE
     local turns, names = 0, {}
     for _, field in ipairs(redis.call('HKEYS', session)) do -- bounded: one session
         local kind = string.sub(field, 1, 2)
         if kind == 't:' then turns = turns + 1
-        elseif kind ~= 'v:' and kind ~= 'n:' and kind ~= 'q:' then names[#names + 1] = field end
+        elseif not string.find('v: n: q: e:', kind, 1, true) then names[#names + 1] = field end
     end
     local summary = {turns}
     for _, name in ipairs(names) do

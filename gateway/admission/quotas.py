@@ -26,6 +26,7 @@ TAKE = """
 local quotas = tonumber(ARGV[3])
 local first_id = 3 + 2 * quotas
 local new = {}
+-- bounded: the sessions of one request
 for index = 1, #KEYS - quotas do
     local exists = redis.call('HEXISTS', KEYS[quotas + index], 'spec')
     if exists == 0 then new[#new + 1] = ARGV[first_id + index] end
@@ -47,6 +48,7 @@ SWEEP = """
 -- KEYS: quota   ARGV: now, opening_s, field, first, count, prefix of session keys
 -- Looks at `count` sessions of the quota from the place `first` on, and removes those that have ended: those
 -- with `field` or a verdict. Returns how many it has looked at, and how many it has removed.
+-- bounded: one page
 local counted = redis.call('ZRANGE', KEYS[1], ARGV[4], ARGV[4] + ARGV[5] - 1, 'WITHSCORES')
 local removed = 0
 for index = 1, #counted, 2 do

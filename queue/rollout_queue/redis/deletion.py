@@ -71,6 +71,7 @@ class RedisDeleter:
         while names := await stored(self._redis.srandmember(sessions, SESSIONS_AT_ONCE)):
             replaced = [await self._replace_by_tombstone(name.decode()) for name in sorted(names)]
             deleted = [each for each in replaced if each is not None]
+            # bounded: SESSIONS_AT_ONCE
             await stored(self._redis.srem(sessions, *names))
             await self._try_to_remove_entries(deleted)
             totals += total([each.tombstone for each in deleted])
@@ -91,6 +92,7 @@ class RedisDeleter:
         """Delete everything of the session except its entries in the streams. None if there is no session."""
         key = keys.session(session_id)
         while True:
+            # bounded: one session
             fields: dict[bytes, bytes] = await stored(self._redis.hgetall(key))
             if b"spec" not in fields:
                 return None
@@ -137,6 +139,7 @@ class RedisDeleter:
                 last = await stored(self._remove_page([stream], [first, PAGE, schema, *packed]))
                 first = None if last is None else b"(" + last
         if session_ids:
+            # bounded: SESSIONS_AT_ONCE
             await stored(self._redis.zrem(keys.DELETING, *session_ids))
 
 

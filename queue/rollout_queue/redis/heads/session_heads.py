@@ -56,6 +56,7 @@ class SessionHeads:
             self.hits += 1
             return KnownHead(fields, cached.head)
         self.misses += 1
+        # bounded: one session
         names: list[bytes] = await stored(self._connection.command("HKEYS", key))
         known = None if cached is None else await self._completed(key, names, cached.head)
         if known is None:
@@ -85,6 +86,7 @@ class SessionHeads:
         turns, others, count = list[Turn](), dict[bytes, bytes](), FIRST_FIELDS
         while left:
             piece, left = left[:count], left[count:]
+            # bounded: MOST_FIELDS
             values: list[bytes | None] = await stored(self._connection.command("HMGET", key, *piece))
             found = {name: value for name, value in zip(piece, values, strict=True) if value is not None}
             with reading(session_id):

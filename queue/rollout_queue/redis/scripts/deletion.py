@@ -34,10 +34,12 @@ REMOVE_ENTRIES = r"""
 -- record of this schema are removed if a field `session_id` in them has one of the ids. If they have no such
 -- field, they are removed if they contain one of the ids of at least 16 characters.
 if ARGV[1] == '' then
+    -- bounded: KNOWN_AT_ONCE
     for at = 2, #ARGV do redis.call('XDEL', KEYS[1], ARGV[at]) end
     return
 end
 local sessions = {}
+-- bounded: SESSIONS_AT_ONCE
 for at = 4, #ARGV do sessions[ARGV[at]] = true end
 local function named(record)
     local _, at = string.find(record, '\170session_id', 1, true)
@@ -48,6 +50,7 @@ local function named(record)
 end
 local function holds(bytes)
     local key = string.find(bytes, '\170session_id', 1, true) and '\170session_id' or ''
+    -- bounded: SESSIONS_AT_ONCE
     for at = 4, #ARGV do
         local long = key ~= '' or #ARGV[at] > 16
         if long and string.find(bytes, key .. ARGV[at], 1, true) then return true end

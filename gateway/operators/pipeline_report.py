@@ -204,10 +204,15 @@ def _of_sessions(snapshot: PipelineSnapshot) -> Iterator[str]:
             f"{counted(len(incomplete), 'session has', 'sessions have')} ended with a reward, and "
             f"{'waits' if len(incomplete) == 1 else 'wait'} for the rest of the group"
         )
-    if ready := snapshot.ready():
+    if grouped := [each for each in snapshot.ready() if each.spec and each.spec.group_id]:
         yield (
-            f"{counted(len(ready), 'session is', 'sessions are')} finished and rewarded, and so is the whole "
-            f"group: the trainer can train on {'it' if len(ready) == 1 else 'them'}"
+            f"{counted(len(grouped), 'session is', 'sessions are')} finished and rewarded, and so is the "
+            f"whole group: the trainer can train on {'it' if len(grouped) == 1 else 'them'}"
+        )
+    if alone := len(snapshot.ready()) - len(grouped):
+        yield (
+            f"{counted(alone, 'session is', 'sessions are')} finished and rewarded, and in no group: by "
+            f"default no step trains {'it' if alone == 1 else 'them'}"
         )
 
 

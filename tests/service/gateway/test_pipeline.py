@@ -92,8 +92,8 @@ def test_the_pipeline_says_what_waits_for_what(backends: Backends, monkeypatch: 
     oldest = r"2 sessions wait .*; the oldest has waited for \d+ s, and expires in (59|60) min"
     assert re.search(oldest, sentences)
     assert "2 sessions have ended with a reward, and wait for the rest of the group" in sentences
-    ready = "1 session is finished and rewarded, and so is the whole group: the trainer can train on"
-    assert ready in sentences
+    alone = "1 session is finished and rewarded, and in no group: by default no step trains it"
+    assert alone in sentences
     longest = r"the longest wait is that of g, since \d+ s: 2 of 4 have ended, 1 goes on, 1 waits"
     assert re.search(longest, sentences)
     trainer = "the trainer, at step 3 and version 4, is waiting and waits for 16 rows with an advantage"

@@ -48,6 +48,11 @@ class LineBuffer:
         """The bytes of the line that has begun."""
         return len(self._kept)
 
+    def rest(self) -> bytes:
+        """Take what has begun, and may never end."""
+        rest, self._kept = bytes(self._kept), bytearray()
+        return rest
+
     def add(self, piece: bytes) -> list[bytes]:
         """The lines that are whole now, each with its end."""
         end = piece.rfind(b"\n") + 1

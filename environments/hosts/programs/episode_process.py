@@ -13,6 +13,8 @@ PRINTED_LINES = 8
 """How many of the last lines that a process printed its end is told with."""
 MOST_PRINTED = 2000
 """The most characters of one of them."""
+MOST_BEGUN = 2**16
+"""The most bytes that are kept of one that does not end."""
 READS = 16
 """How often a descriptor is read at once: more than it holds, while others wait no longer than that."""
 
@@ -74,9 +76,13 @@ class EpisodeProcess:
     def printed(self) -> tuple[bytes, bool]:
         """What it has printed since the last time, and whether it may print more."""
         text, is_open = _read(self.prints)
-        lines = [line.decode(errors="replace").rstrip()[:MOST_PRINTED] for line in self._line.add(text)]
-        self._printed += lines
+        self._note(self._line.add(text))
+        if len(self._line) > MOST_BEGUN:
+            self._note([self._line.rest()])
         return text, is_open
+
+    def _note(self, lines: list[bytes]) -> None:
+        self._printed += [line.decode(errors="replace").rstrip()[:MOST_PRINTED] for line in lines if line]
 
     def kill(self, fault: str | None = None) -> None:
         self.fault = self.fault or fault
@@ -88,6 +94,7 @@ class EpisodeProcess:
         self.is_over = True
         code = os.waitstatus_to_exitcode(status)
         name = f" ({signal.Signals(-code).name})" if code < 0 else ""
+        self._note([self._line.rest()])
         printed = " / ".join(self._printed) or "it printed nothing"
         if self.fault:
             return f"the environment's process was killed: {self.fault}"

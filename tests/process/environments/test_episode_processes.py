@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until, wait_until_async
 ROOT = Path(__file__).parents[3]
 ENDS = {
     "raises": "IndexError: list index out of range",
-    "exits": "the environment's process ended with 3: it steps",
+    "exits": "the environment's process ended with 3: it steps / it is over",
     "leaves": "the environment's process ended with 1: it steps / it has had enough",
     "crashes": "the environment's process ended with -11 (SIGSEGV): it steps",
     "closes all": "the environment's process ended with -9 (SIGKILL): it steps",

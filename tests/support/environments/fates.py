@@ -39,7 +39,7 @@ class Fates:
             "hangs": self._hang,
             "stops": self._stop,
             "raises": lambda: [][0],
-            "exits": lambda: os._exit(3),
+            "exits": self._exit,
             "leaves": lambda: sys.exit("it has had enough"),
             "crashes": lambda: ctypes.string_at(0),
             "closes all": self._close_all,
@@ -60,6 +60,10 @@ class Fates:
     def _close_all(self) -> None:
         os.closerange(3, 100)
         time.sleep(1000)  # until it is killed
+
+    def _exit(self) -> None:
+        print("it is over", end="", flush=True)
+        os._exit(3)
 
     def _stop(self) -> None:
         self._note("hangs", os.getpid())

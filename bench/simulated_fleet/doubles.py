@@ -50,6 +50,11 @@ class Registry:
         self.bytes_read += sum(len(field) + len(value) for field, value in found.items())
         return found
 
+    async def zrange(self, *_: object, **__: object) -> list[bytes]:
+        """No request is suspected of killing engines."""
+        self.operations += 1
+        return []
+
     def answer(self, name: str, key: str) -> Any:
         """The answer to a command of a pipeline."""
         self.operations += 1

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 import fine_tuning.__main__
@@ -81,3 +82,15 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
     codes = Counter(each["verdict"]["code"] for each in running.sessions())
     assert codes["abandoned"] > 0, "half-played sessions are abandoned"
     assert codes["open"] == codes["waiting_reward"] == 0
+
+
+def test_a_job_with_a_python_grader_that_could_grade_nothing_is_refused_at_its_source(
+    running: RunTest, tmp_path: Path
+) -> None:
+    grader = {"type": "python", "name": "own", "source": "def grade(sample):\n    return 1.0"}
+    with jobs_service(tmp_path, running.url, key="admin") as service:
+        with pytest.raises(openai.BadRequestError) as refused:
+            service.start(sums(1), grader)
+        assert refused.value.param == "method.reinforcement.grader.source"
+        assert "TypeError" in refused.value.message
+        assert not service.openai.fine_tuning.jobs.list().data

@@ -78,7 +78,7 @@ def test_help_is_plain_and_h_asks_for_it(command: list[str]) -> None:
 def test_the_release_is_printed() -> None:
     told = weir("--version")
     assert told.status == 0
-    assert re.fullmatch(r"weir \S+, schema \d+\n", told.out)
+    assert re.fullmatch(r"weir \S+, schema \d+(, build \S+)?\n", told.out)
 
 
 def test_what_config_writes_configures_the_same(tmp_path: Path) -> None:

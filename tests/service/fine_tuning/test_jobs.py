@@ -99,18 +99,6 @@ def test_a_grader_that_fails_never_gives_a_reward_and_ends_the_job(
     assert codes["waiting_reward"] == codes["ready"] == 0
 
 
-def test_a_job_with_a_python_grader_that_could_grade_nothing_is_refused_at_its_source(
-    running: RunTest, tmp_path: Path
-) -> None:
-    grader = {"type": "python", "name": "own", "source": "def grade(sample):\n    return 1.0"}
-    with fine_tuning(tmp_path, running.url, key="admin") as service:
-        with pytest.raises(openai.BadRequestError) as refused:
-            service.start(sums(1), grader)
-        assert refused.value.param == "method.reinforcement.grader.source"
-        assert "TypeError" in refused.value.message
-        assert not service.openai.fine_tuning.jobs.list().data
-
-
 def test_a_job_whose_answers_are_all_late_fails(running: RunTest, tmp_path: Path) -> None:
     shut = Shut()
     running.engine.answer = shut.answer

@@ -102,7 +102,7 @@ def fields_of_heads(redis: Redis) -> list[tuple[str, str]]:
         (key.decode().removeprefix(keys.session("")), field.decode())
         for key, fields in heads.items()
         for field in fields
-        if field not in (b"spec", b"magnitude", b"turns")
+        if field not in (b"spec", b"magnitude", b"turns") and not field.startswith(b"e:")
     ]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from rollout_queue.redis.heads.cache import OUTPUT_BYTES
 from tests.soak.dialects import CHAT, DIALECTS, MESSAGES, NotWhole
+from tests.soak.faults import FAULTS
 from tests.soak.memory import MIB, TURN_OVERHEAD_BYTES, MemoryRow, MemorySample, judged
 from tests.soak.result import CallRow, SoakResult, lines, write
 
@@ -16,7 +17,7 @@ GOOD = SoakResult(
     agents=64,
     seed=1,
     calls=tuple(CallRow(dialect.name, {"200": 9}, 1, 2) for dialect in DIALECTS),
-    faults={"kill": 1},
+    faults=dict.fromkeys(FAULTS, 1),
     turns=36,
     unexpected=0,
     details=(),
@@ -38,7 +39,7 @@ def test_a_good_soak_is_shown_and_written(tmp_path: Path) -> None:
         ({"findings": ("lost: a turn",)}, "findings of the audit: 1"),
         ({"memory": (FLAT, MemoryRow("gateway 1", 100, 111, 130, 110))}, "the memory of gateway 1 grows"),
         ({"calls": GOOD.calls[1:]}, "no call in chat: the soak shows nothing"),
-        ({"faults": {}}, "no engine was killed or hung: the soak shows nothing"),
+        ({"faults": {**GOOD.faults, "standstill": 0}}, "no standstill: the soak shows nothing"),
     ],
 )
 def test_any_fault_fails_the_soak(changes: dict[str, object], said: str) -> None:

@@ -151,7 +151,7 @@ local size = 0
 for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
     local number = string.match(field, '^e:(%d+)$')
     if number then
-        size = size + redis.call('HSTRLEN', KEYS[1], field) + {OVERHEAD}
+        size = size + #redis.call('HGET', KEYS[1], field) + {OVERHEAD}
         redis.call('HDEL', KEYS[1], field, 'd:' .. number, 'k:' .. number)
     end
 end

@@ -37,7 +37,8 @@ class _Standstill:
 
     def seconds(self) -> float:
         now = self.loop.time()
-        self._total_s += max(0.0, now - self._looked_at - TICK_S)
+        if (late_s := now - self._looked_at - TICK_S) > 0:
+            self._total_s += late_s
         self._looked_at = now
         return self._total_s
 
@@ -59,13 +60,19 @@ class _Standstill:
 _standstills: WeakKeyDictionary[asyncio.AbstractEventLoop, _Standstill] = WeakKeyDictionary()
 
 
+def _standstill_of(loop: asyncio.AbstractEventLoop) -> _Standstill:
+    if (found := _standstills.get(loop)) is None:
+        found = _standstills[loop] = _Standstill(loop)
+    return found
+
+
 class _Deadline:
     """Calls back after some seconds in which the loop of the caller ran."""
 
     def __init__(self, clock: "Clock", seconds: float, callback: Callable[[], object]) -> None:
         loop = asyncio.get_running_loop()
         self._clock, self._callback, self._over = clock, callback, False
-        self._still = _standstills.setdefault(loop, _Standstill(loop))
+        self._still = _standstill_of(loop)
         self._still.enter()
         self._due = clock.monotonic() + seconds - self._still.seconds()
         self._timer: Timer = clock.call_later(seconds, self._check)
@@ -166,8 +173,7 @@ def call_later(seconds: float, callback: Callable[[], object]) -> Timer:
 
 def standstill_s() -> float:
     """For how long the running loop has stood still, as far as that was noticed. Only differences matter."""
-    loop = asyncio.get_running_loop()
-    return _standstills.setdefault(loop, _Standstill(loop)).seconds()
+    return _standstill_of(asyncio.get_running_loop()).seconds()
 
 
 def deadline(seconds: float, callback: Callable[[], object]) -> Timer:

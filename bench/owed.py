@@ -35,6 +35,7 @@ from trainer_service.status.shared_state import SharedState
 from weir.stack.redis_server import CONFIGURATION, executable
 
 TURNS_A_SESSION = 20
+STARTS_WITHIN_S = 30.0
 RECORD = bytes(300)
 PLANT = """
 -- KEYS: stream, session   ARGV: first turn, how many, record
@@ -78,12 +79,14 @@ def server(program: str, folder: Path) -> Iterator[tuple[str, int]]:
     slow += ["--auto-aof-rewrite-percentage", "0"]  # its fork would count as time of a script
     command = [program, str(CONFIGURATION), *place, *slow, "--appendfsync", "everysec"]
     with running(command, ends_within_s=60) as pid:
-        url = f"redis://127.0.0.1:{port}/0"
+        url, until = f"redis://127.0.0.1:{port}/0", time.monotonic() + STARTS_WITHIN_S
         while True:
             try:
                 Redis.from_url(url).ping()
                 break
             except RedisError:
+                if time.monotonic() > until:
+                    raise SystemExit(f"{program} does not answer") from None
                 time.sleep(0.05)
         yield url, pid
 

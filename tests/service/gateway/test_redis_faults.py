@@ -43,8 +43,7 @@ def alone(redis: RedisProcess, tiny_model: Path, tokenizer: Tokenizer) -> Iterat
 
 
 def warnings_of(gateway: RunningGateway) -> list[str]:
-    """None while the gateway finds connections to a Redis that has ended."""
-    found: list[str] = gateway.get("/admin/status", key=ADMIN_KEY).json().get("warnings", [])
+    found: list[str] = gateway.get("/admin/status", key=ADMIN_KEY).json()["warnings"]
     return found
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import pytest
 from redis import Redis
 from tokenizers import Tokenizer
@@ -111,14 +110,7 @@ class System:
         return len(turns) == len(set(turns)) and set(sessions) <= set(rows[-1].sessions)
 
     def said(self) -> str:
-        replies: list[httpx.Response] = []
-
-        def answered() -> bool:  # the gateway may find a connection to the Redis that has ended
-            replies.append(self.gateway.admin("GET", "/status"))
-            return replies[-1].is_success
-
-        wait_until(answered)
-        return " ".join(replies[-1].json()["warnings"])
+        return " ".join(self.gateway.admin("GET", "/status").raise_for_status().json()["warnings"])
 
     def audit(self) -> Report:
         sources = Sources(self.url, NOBODY, checkpoint_dir=self.harness.settings.checkpoint_dir)

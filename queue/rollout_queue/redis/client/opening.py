@@ -5,6 +5,7 @@ from typing import Any
 from redis import ConnectionPool, DriverInfo, Redis
 from redis.asyncio import ConnectionPool as AsyncConnectionPool
 from redis.asyncio import Redis as AsyncRedis
+from redis.maint_notifications import MaintNotificationsConfig
 
 from rollout_queue.redis.client.address import RedisAddress, read_address
 from rollout_queue.redis.client.connections import (
@@ -25,6 +26,8 @@ CONNECT_TIMEOUT_S = 2.0
 """How long one attempt to connect to Redis may take."""
 DRIVER = DriverInfo()
 """What every connection says of redis-py. Without it, each would read the metadata of the package anew."""
+NO_NOTICES = MaintNotificationsConfig(enabled=False)
+"""With notices of a server's maintenance, redis-py lends connections that Redis has closed."""
 
 
 def open_redis(settings: RedisSettings, timeout_s: float, **more: Any) -> Redis:
@@ -52,7 +55,8 @@ def _fields(settings: RedisSettings, address: RedisAddress, timeout_s: float) ->
     """The arguments of redis-py's connection. Those that the URL gives count before the timeouts."""
     secured = _tls(settings) if address.tls else {}
     timeouts = {"socket_connect_timeout": CONNECT_TIMEOUT_S, "socket_timeout": timeout_s}
-    fields = {"driver_info": DRIVER} | timeouts | secured | address.fields
+    own: dict[str, Any] = {"driver_info": DRIVER, "maint_notifications_config": NO_NOTICES}
+    fields = own | timeouts | secured | address.fields
     if settings.redis_password_file is not None:
         fields.pop("password", None)
         fields["credential_provider"] = PasswordFile(

@@ -23,6 +23,8 @@ from rollout_queue.signals.tracing.start import begin_tracing
 logger = logging.getLogger("gateway")
 
 
+YOUNG_OBJECTS = 20_000
+"""So many new objects cause a garbage collection. Calls leave none; one in flight has some hundreds."""
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**20
 """glibc's number of the option, and its value: each larger block goes back to the system when it is freed."""
 KILLED_AFTER_S = 10.0
@@ -79,6 +81,7 @@ def serve_gateway(settings: GatewaySettings, worker: Worker | None = None) -> No
     # The objects built so far live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
     # Long prompts are rendered in threads. A short switch interval lets streams write in between.
     sys.setswitchinterval(0.0001)
     serve(

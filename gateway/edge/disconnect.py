@@ -20,15 +20,15 @@ class DisconnectWatch:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._task: asyncio.Task[object] | None = None
+        """Runs the block; None outside of it."""
         self._watching: asyncio.Task[None] | None = None
         self._stopped = False
         self._error: Exception | None = None
-        self._on_disconnect: Callable[[], None] = self.stop
+        self._on_disconnect: Callable[[], None] | None = None
 
     def __enter__(self) -> "DisconnectWatch":
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - a request is always served by a task
-        self._task = task
+        self._task = asyncio.current_task()
         self._timer = clock.call_later(WATCH_AFTER_S, self._watch)
         return self
 
@@ -38,7 +38,9 @@ class DisconnectWatch:
         self._timer.cancel()
         if self._watching is not None:
             self._watching.cancel()
-        if not self._stopped or self._task.uncancel() or kind is not asyncio.CancelledError:
+        # Without these, nothing of a call refers to itself: its memory need not wait for the collector.
+        task, self._task, self._on_disconnect = self._task, None, None
+        if not self._stopped or task is None or task.uncancel() or kind is not asyncio.CancelledError:
             return False
         if self._error is not None:
             raise self._error from error
@@ -55,7 +57,7 @@ class DisconnectWatch:
 
     def stop(self, error: Exception | None = None) -> None:
         """Cancel the `with` block. The `with` statement then raises the error, if one is given."""
-        if not self._stopped:
+        if not self._stopped and self._task is not None:
             self._stopped, self._error = True, error
             self._task.cancel()
 
@@ -65,4 +67,4 @@ class DisconnectWatch:
     async def _until_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._on_disconnect()
+        (self._on_disconnect or self.stop)()

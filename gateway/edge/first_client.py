@@ -16,8 +16,8 @@ class FirstClient:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._gone = self._complete = False
-        self._sending: set[asyncio.Task[object]] = set()
-        """The tasks that wait for the client's socket."""
+        self._sending: dict[asyncio.Task[object], int] = {}
+        """The tasks that wait for the client's socket, and how often each had been cancelled before."""
         self._freed: set[asyncio.Task[object]] = set()
         self._unsent: deque[Message] = deque()
         self._more = asyncio.Event()
@@ -31,25 +31,23 @@ class FirstClient:
             return
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a call is always served by a task
-        cancelling = task.cancelling()
-        self._sending.add(task)
+        self._sending[task] = task.cancelling()
         try:
             await self._send(message)
         except asyncio.CancelledError:
             # As in asyncio.timeout: if others cancelled the task as well, it stays cancelled.
-            if task not in self._freed or task.uncancel() > cancelling:
+            if task not in self._freed or task.uncancel() > self._sending[task]:
                 raise
             self._later(message)  # the server waits for the socket before it takes a message
         finally:
-            self._sending.discard(task)
-            self._freed.discard(task)
+            del self._sending[task]
 
     def free(self) -> None:
         """From now on nobody waits for this client. What it has not taken is kept until the call ends."""
         if self._writing is None and not (self._gone or self._complete):
             self._writing = asyncio.create_task(self._write())
-            for task in list(self._sending):
-                self._freed.add(task)
+            self._freed.update(self._sending)
+            for task in self._sending:
                 task.cancel()
 
     def leave(self) -> None:

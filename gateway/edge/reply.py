@@ -40,6 +40,8 @@ class Reply:
         """The status that was sent."""
         self.begun = False
         """Whether a status was sent. An error after that can only be an event of the stream."""
+        self._heartbeats: tuple[bytes, float, Callable[[], Headers | None]] | None = None
+        """The event, the seconds between two, and the headers of a stream that begins with one."""
         self._timer: clock.Timer | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         self._made_at = clock.monotonic()
@@ -98,31 +100,33 @@ class Reply:
         If a heartbeat is due and the stream has not begun, it is opened with the headers that `headers`
         returns. While `headers` returns None, nothing is written.
         """
-        loop = asyncio.get_running_loop()
+        self._written_at, self._heartbeats = clock.monotonic(), (heartbeat, every_s, headers)
+        self._timer = clock.call_later(every_s / 2, self._check_silence)
+
+    def _check_silence(self) -> None:
+        if (heartbeats := self._heartbeats) is None:
+            return
+        heartbeat, every_s, headers = heartbeats
+        silent = clock.monotonic() - self._written_at >= every_s
+        if silent and (self._heartbeat is None or self._heartbeat.done()):
+            self._heartbeat = asyncio.create_task(self._write_heartbeat(heartbeat, headers))
+        self._timer = clock.call_later(every_s / 2, self._check_silence)
+
+    async def _write_heartbeat(self, heartbeat: bytes, headers: Callable[[], Headers | None]) -> None:
+        if not self.begun:
+            if (own := headers()) is None:
+                return
+            await self.open_stream(own)
         self._written_at = clock.monotonic()
-
-        def check() -> None:
-            if clock.monotonic() - self._written_at >= every_s and (
-                self._heartbeat is None or self._heartbeat.done()
-            ):
-                self._heartbeat = loop.create_task(write_heartbeat())
-            self._timer = clock.call_later(every_s / 2, check)
-
-        async def write_heartbeat() -> None:
-            if not self.begun:
-                if (own := headers()) is None:
-                    return
-                await self.open_stream(own)
-            self._written_at = clock.monotonic()
-            await self._send({"type": "http.response.body", "body": heartbeat, "more_body": True})
-
-        self._timer = clock.call_later(every_s / 2, check)
+        await self._send({"type": "http.response.body", "body": heartbeat, "more_body": True})
 
     def stop_heartbeat(self) -> None:
+        """Write none any longer. After this, the reply refers to nothing that refers to it."""
         if self._timer is not None:
             self._timer.cancel()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
+        self._timer = self._heartbeat = self._heartbeats = None
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status

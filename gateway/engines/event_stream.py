@@ -138,6 +138,7 @@ class EventStream:
         ids: list[int] = []
         triples: list[tuple[float, int, str | None]] = []
         tops: list[list[tuple[float, int, str | None]] | None] = []
+        meta: _Meta | None = None
         for data in events:
             if not data.startswith(b"data: {"):
                 continue  # [DONE], or a comment
@@ -145,38 +146,37 @@ class EventStream:
             meta = event.meta_info
             if meta is None:
                 raise engine_error(200, data[6:])
-            self._cached = meta.cached_tokens or self._cached
-            self._prompt = meta.prompt_tokens or self._prompt
             reason = meta.finish_reason
             if reason is not None and reason.status_code == 400:
                 # The grammar did not compile. The event has one random id, which was not sampled.
                 raise _error(400, reason.message or "refused")
             if meta.weight_version != self._version:
                 if ids:
-                    chunks.append(self._chunk(ids, triples, tops))
+                    chunks.append(self._chunk(ids, triples, tops, meta))
                     ids, triples, tops = [], [], []
                 self._version = meta.weight_version
                 if self._adapter is None:
                     self._number = version_number(meta.weight_version)
+            given, logprobs = event.output_ids, meta.output_token_logprobs
             fresh = meta.completion_tokens - self._have
-            if fresh == len(event.output_ids) == len(meta.output_token_logprobs):
-                ids += event.output_ids
-                triples += meta.output_token_logprobs
+            if fresh == len(given) == len(logprobs):
+                ids += given
+                triples += logprobs
             elif fresh:  # a cumulative event
-                ids += event.output_ids[-fresh:]
-                triples += meta.output_token_logprobs[-fresh:]
-                if not 0 < fresh <= len(event.output_ids):
+                ids += given[-fresh:]
+                triples += logprobs[-fresh:]
+                if not 0 < fresh <= len(given):
                     raise EngineFault("nonsense", "the engine miscounts its tokens")
             # An event that adds no token may repeat the last id: an abort does so.
             if meta.output_top_logprobs and fresh > 0:
                 tops += meta.output_top_logprobs[-fresh:]
-            self._have += fresh
+            self._have = meta.completion_tokens
             if reason is not None:
                 self.finished = True
-                chunks.append(self._last_chunk(self._chunk(ids, triples, tops), meta, reason))
+                chunks.append(self._last_chunk(self._chunk(ids, triples, tops, meta), meta, reason))
                 return chunks
-        if ids:
-            chunks.append(self._chunk(ids, triples, tops))
+        if meta is not None and ids:
+            chunks.append(self._chunk(ids, triples, tops, meta))
         return chunks
 
     def _chunk(
@@ -184,7 +184,10 @@ class EventStream:
         ids: list[int],
         triples: list[tuple[float, int, str | None]],
         tops: list[list[tuple[float, int, str | None]] | None],
+        meta: _Meta,
     ) -> OutputChunk:
+        self._cached = meta.cached_tokens or self._cached
+        self._prompt = meta.prompt_tokens or self._prompt
         logprobs, tokens, _ = zip(*triples, strict=True) if triples else ((), (), ())
         if list(tokens) != ids or min(logprobs, default=0.0) < LOWEST_LOGPROB:
             raise EngineFault("nonsense", "the engine's ids and logprobs do not belong together")

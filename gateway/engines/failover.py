@@ -140,7 +140,8 @@ class Sampler:
                 await self._back_off(fault, answer, server, retries)
                 avoid, wait_s = "" if stale else server.id, retries.left_s()
             finally:
-                await case.end()
+                if case.trial is not None:
+                    await case.end()
 
     async def acquire(
         self, asked: WantedServer, wait_s: float, case: Case, retries: RetryState

@@ -90,6 +90,8 @@ class CallQueue:
 
     def freed(self, server: FleetServer, takes: Callable[[FleetServer, WantedServer], bool]) -> None:
         """A call has left the server: the first that the server can take gets its place."""
+        if not self._lines:
+            return
         while (first := self._first(server, takes)) is not None:
             if self._give(first, server):
                 return

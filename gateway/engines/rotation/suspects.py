@@ -97,9 +97,14 @@ class Suspects:
         """A call that begins; the digest of its request is computed only if it is needed."""
         return Case(self, digest)
 
-    def verdict(self, digest: Callable[[], str]) -> bool | None:
+    @property
+    def known(self) -> bool:
+        """Whether any request is a suspect or guilty."""
+        return bool(self._guilty)
+
+    def verdict(self, digest: str) -> bool | None:
         """Whether the request is guilty; None for one that is no suspect."""
-        return self._guilty.get(digest()) if self._guilty else None
+        return self._guilty.get(digest)
 
     async def note(self, digest: str, *, guilty: bool) -> None:
         """Let all gateways know. A guilty request's error is told only when they do."""
@@ -198,7 +203,9 @@ class Case:
 
     def check(self) -> None:
         """Raises KillsEngines if the request is guilty. It is a suspect if an equal one is."""
-        guilty = self.suspects.verdict(lambda: self.digest)
+        if not self.suspects.known:
+            return
+        guilty = self.suspects.verdict(self.digest)
         if guilty:
             raise KillsEngines
         if guilty is not None and not self.needed:

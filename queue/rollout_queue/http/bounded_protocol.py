@@ -53,7 +53,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._repeats_head = False
         """Whether the parser is getting a head that was parsed before."""
         self._requests = 0
-        self._head_bytes = 0
+        self._head_bytes, self._most_head_bytes = 0, self._bounds.head_bytes
         self._received = 0
         self._unparsed = 0
         """Bytes that arrived since the parser last reported the end of a head, a part of a body, or the end
@@ -154,11 +154,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._requests += 1
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
+        self._head_bytes += len(url)
+        self._check_head()
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value))
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > self._most_head_bytes:
+            self._check_head()
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -182,9 +185,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._phase, self._unparsed = "between", 0
 
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > self._bounds.head_bytes:
+    def _check_head(self) -> None:
+        if self._head_bytes > self._most_head_bytes:
             self._refusal = self._head_too_large()
             raise self._refusal
 

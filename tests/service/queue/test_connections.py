@@ -45,6 +45,23 @@ async def test_an_answer_that_was_lost_with_its_connection_is_asked_for_again(
         await own.command("NO-SUCH-COMMAND")
 
 
+async def test_a_connection_that_redis_has_closed_is_lent_to_nobody(
+    redis_url: str, connection: AsyncRedis
+) -> None:
+    """Each command opens the next connection, although it could not be repeated."""
+    pool = open_async_redis(RedisSettings(redis_url=redis_url), timeout_s=10)
+    await asyncio.gather(*(pool.blpop(["nothing"], 0.01) for _ in range(5)))
+    kept = [each["id"] for each in await connection.client_list() if each["cmd"] == "blpop"]
+    assert len(kept) == 5
+    for client_id in kept:
+        await connection.client_kill_filter(_id=client_id)
+    for number in range(10):
+        await connection.ping()  # its answer arrives after the ends of the others
+        asking: Any = pool.pipeline(transaction=False)
+        assert await asking.echo(str(number)).execute() == [str(number).encode()]
+    await pool.aclose()
+
+
 async def test_a_redis_that_is_silent_is_given_up(connect: Connect) -> None:
     own = connect(timeout_s=0.2)
     started = asyncio.get_running_loop().time()

@@ -49,7 +49,7 @@ from weir.backup.manifest import (
 from weir.backup.point import CheckpointWatch, FileHolder, PointMissed
 from weir.backup.policies import folder_of, hold_versions, needed_adapters, needed_versions
 from weir.backup.records import INDEX, VALUES
-from weir.backup.redis_copy import CopiedRedis, copy_redis, known_prefix
+from weir.backup.redis_copy import CopiedRedis, copy_redis, single_redis
 from weir.errors import StackError
 from weir.words import size
 
@@ -126,7 +126,7 @@ def _repeated(plan: BackupPlan, directory: Path, say: Say) -> BackupManifest:
 def _attempt(plan: BackupPlan, directory: Path, say: Say) -> BackupManifest:
     """One copy. Raises PointMissed if a checkpoint was finished just when Redis forked."""
     policies = FileHolder(plan.policies_dir) if plan.policies_dir is not None else None
-    with open_redis(known_prefix(plan.sources.redis_url), timeout_s=30) as redis:
+    with open_redis(single_redis(plan.sources.redis_url), timeout_s=30) as redis:
         _check_room(redis, directory)
         watch = CheckpointWatch(redis, plan.checkpoint_dir)
         try:

@@ -19,10 +19,11 @@ from pathlib import Path
 from redis import Redis
 
 from rollout_queue import clock
+from rollout_queue.redis import keys
 from trainer_service.storage.checkpoint import CURRENT, TAG
 from weir.errors import StackError
 
-MARK = "weir:backup_mark"
+MARK = keys.Key("weir:backup_mark")
 MARK_LIVES_S = 3600
 LOOK_EVERY_S = 0.05
 NOT_KEPT = frozenset({CURRENT, "ATTEMPT", "OUT_OF_MEMORY"})

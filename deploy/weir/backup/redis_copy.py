@@ -1,6 +1,8 @@
 """Copies the keys of a deployment from a running Redis, all as they were at one moment.
 
-SYNC ─▶ Redis forks ─▶ all its data, as a stream ─▶ RdbReader ─ keys `weir:…` ─▶ redis.values, redis.index
+SYNC ─▶ Redis forks ─▶ all its data, as a stream ─▶ RdbReader ─ our keys ─▶ redis.values, redis.index
+
+In a backup the names of all keys begin with `weir:`, whatever the `redis_key_prefix` of the deployment.
 
 By SYNC, which replicas use, Redis sends its data as they were when it forked. Calls go on meanwhile, and no
 file of Redis is read, so it may be anywhere, also behind TLS. The child process of Redis needs memory for the
@@ -19,7 +21,6 @@ from redis.exceptions import RedisError, ResponseError
 from rollout_queue import clock
 from rollout_queue.redis.client.address import read_address
 from rollout_queue.redis.client.opening import open_redis
-from rollout_queue.redis.client.prefixes import wire_prefix
 from rollout_queue.redis.client.settings import RedisSettings
 from weir.backup.point import MARK
 from weir.backup.rdb import RdbReader
@@ -28,6 +29,7 @@ from weir.errors import StackError
 from weir.stack.settings import redis_access
 
 PREFIX = b"weir:"
+"""What the names begin with in a backup."""
 SILENCE_S = 60.0
 """How long Redis may send nothing. It sends a line every second while it forks and writes."""
 
@@ -50,7 +52,8 @@ class CopiedRedis(NamedTuple):
 def copy_redis(url: str, directory: Path, on_begin: Callable[[], None]) -> CopiedRedis:
     """Write the keys into `directory`. `on_begin` is called when Redis has copied its data and begins to
     send. Raises RedisNotCopied."""
-    client = open_redis(known_prefix(url), SILENCE_S, protocol=2)
+    access = single_redis(url)
+    client = open_redis(access, SILENCE_S, protocol=2)
     connection: Any = client.connection_pool.make_connection()
     try:
         about: Any = client.info("server")
@@ -65,7 +68,9 @@ def copy_redis(url: str, directory: Path, on_begin: Callable[[], None]) -> Copie
         with stream.makefile("rb", buffering=1 << 20) as source:
             _wait_for_data(source)
             on_begin()
-            keys, mark, version = _written(RdbReader(source), directory, int(connection.db))
+            keys, mark, version = _written(
+                RdbReader(source), directory, int(connection.db), own_prefix(access)
+            )
         return CopiedRedis(keys, mark, version, server)
     except TimeoutError as error:
         raise RedisNotCopied(f"Redis sent nothing for {SILENCE_S:g} s; nothing was backed up") from error
@@ -76,13 +81,17 @@ def copy_redis(url: str, directory: Path, on_begin: Callable[[], None]) -> Copie
         client.close()
 
 
-def known_prefix(url: str) -> RedisSettings:
-    """How the Redis at `url` is reached. Raises RedisNotCopied if its keys begin with another prefix."""
+def single_redis(url: str) -> RedisSettings:
+    """How the Redis at `url` is reached. Raises RedisNotCopied if it is a cluster."""
     access = redis_access(url)
-    cluster = read_address(access.redis_url).kind == "cluster"
-    if wire_prefix(access.redis_key_prefix, cluster=cluster).encode() + b":" != PREFIX:
-        raise RedisNotCopied("backups have no clusters, and no deployments with another redis_key_prefix")
+    if read_address(access.redis_url).kind == "cluster":
+        raise RedisNotCopied("weir backup and weir restore know no clusters: use the backup of the cluster")
     return access
+
+
+def own_prefix(access: RedisSettings) -> bytes:
+    """What the names of the deployment's keys begin with in Redis."""
+    return f"{access.redis_key_prefix}:".encode()
 
 
 def _wait_for_data(source: Any) -> None:
@@ -100,18 +109,19 @@ def _wait_for_data(source: Any) -> None:
         raise RedisNotCopied(f"Redis ended the connection after {clock.monotonic() - began_at:.0f} s")
 
 
-def _written(reader: RdbReader, directory: Path, database: int) -> tuple[int, bytes, int]:
+def _written(reader: RdbReader, directory: Path, database: int, own: bytes) -> tuple[int, bytes, int]:
     mark = b""
     with RecordWriter(directory, reader.version) as writer:
         for key in reader.each():
-            if key.database != database or not key.name.startswith(PREFIX):
+            name = PREFIX + key.name.removeprefix(own)
+            if key.database != database or not key.name.startswith(own):
                 reader.value(key.kind)
-            elif key.name == MARK.encode():
+            elif name == MARK.encode():
                 pieces: list[bytes] = []
                 reader.value(key.kind, pieces.append)
                 mark = b"".join(pieces)[1:]  # after the length, which is one byte
             else:
-                writer.write(key.name, key.expires_ms, key.kind, partial(reader.value, key.kind))
+                writer.write(name, key.expires_ms, key.kind, partial(reader.value, key.kind))
         count = writer.count
     if not mark:
         raise RedisNotCopied("the copy of Redis lacks the mark of this backup: was Redis emptied meanwhile?")

@@ -33,18 +33,19 @@ BULK_LIMIT = 512 * 2**20
 """What Redis takes in one argument, unless its settings say otherwise."""
 
 
-def has_keys(redis: Redis) -> bool:
-    return next(redis.scan_iter(match=f"{PREFIX.decode()}*", count=PAGE), None) is not None
+def has_keys(redis: Redis, own: bytes) -> bool:
+    """Whether there are names that begin with `own`."""
+    return next(redis.scan_iter(match=own + b"*", count=PAGE), None) is not None
 
 
-def clear(redis: Redis) -> None:
-    """Remove all keys of a deployment."""
-    for page in _pages(redis.scan_iter(match=f"{PREFIX.decode()}*", count=PAGE)):
+def clear(redis: Redis, own: bytes) -> None:
+    """Remove all keys whose names begin with `own`."""
+    for page in _pages(redis.scan_iter(match=own + b"*", count=PAGE)):
         redis.unlink(*page)  # bounded: PAGE
 
 
-def write_keys(redis: Redis, directory: Any, values: StoredValues) -> int:
-    """Write all keys of the backup. Returns how many. Raises StackError."""
+def write_keys(redis: Redis, own: bytes, directory: Any, values: StoredValues) -> int:
+    """Write all keys of the backup, with names that begin with `own`. Returns how many. Raises StackError."""
     count = 0
     pending: Any = redis.pipeline(transaction=False)
     size = 0
@@ -55,7 +56,12 @@ def write_keys(redis: Redis, directory: Any, values: StoredValues) -> int:
             _raise_limit(redis, key)
         expires = ("ABSTTL",) if key.expires_ms is not None else ()
         pending.execute_command(  # bounded: by the key that is restored
-            "RESTORE", key.name, key.expires_ms or 0, values.value(key), "REPLACE", *expires
+            "RESTORE",
+            own + key.name.removeprefix(PREFIX),
+            key.expires_ms or 0,
+            values.value(key),
+            "REPLACE",
+            *expires,
         )
         count, size = count + 1, size + key.size
         if size > MOST_BYTES_AT_ONCE or len(pending) >= PAGE:

@@ -25,7 +25,7 @@ from trainer_service.storage.policy_store import ASIDE, VERSION_DIRECTORY
 from weir.backup.backup import Say
 from weir.backup.manifest import BackupManifest, copy_file, files_below, read_manifest, verify
 from weir.backup.records import StoredValues
-from weir.backup.redis_copy import known_prefix
+from weir.backup.redis_copy import own_prefix, single_redis
 from weir.backup.redis_restore import check_index, clear, has_keys, move_locations, postpone, write_keys
 from weir.errors import StackError
 from weir.stack.keys import with_keys
@@ -56,14 +56,16 @@ def restore(directory: Path, target: RestoreTarget, say: Say) -> BackupManifest:
     check_index(directory, manifest.keys)
     say(f"{directory} is whole: {len(manifest.files)} files, {manifest.keys} keys")
     try:
-        with open_redis(known_prefix(target.redis_url), timeout_s=600, protocol=2) as redis:
-            _check_target(redis, target)
+        access = single_redis(target.redis_url)
+        own = own_prefix(access)
+        with open_redis(access, timeout_s=600, protocol=2) as redis:
+            _check_target(redis, own, target)
             if target.replace:
-                _clear(redis, target)
+                _clear(redis, own, target)
             redis.set(keys.SCHEMA, RESTORING)
             _write_policies(directory, manifest, target.policies_dir)
             _write_checkpoint(directory, manifest, target.checkpoint_dir)
-            _write_redis(redis, directory, manifest, target, say)
+            _write_redis(redis, own, directory, manifest, target, say)
             if manifest.checkpoint is not None:
                 write_atomically(target.checkpoint_dir / CURRENT, manifest.checkpoint.encode())
             write_schema(redis)
@@ -74,13 +76,13 @@ def restore(directory: Path, target: RestoreTarget, say: Say) -> BackupManifest:
     return manifest
 
 
-def _check_target(redis: Redis, target: RestoreTarget) -> None:
+def _check_target(redis: Redis, own: bytes, target: RestoreTarget) -> None:
     """Raises StackError if something runs there, or if something is there that may not be removed."""
     if redis.exists(keys.LEASE):
         raise StackError("a trainer runs on this Redis: stop all services, except Redis, first")
     if target.replace:
         return
-    if has_keys(redis):
+    if has_keys(redis, own):
         raise StackError("this Redis has data of Weir: name another one, or allow its removal by --replace")
     for path in _occupying(target):
         raise StackError(f"{path} is there: name another directory, or allow its removal by --replace")
@@ -95,10 +97,10 @@ def _occupying(target: RestoreTarget) -> Iterator[Path]:
         yield target.checkpoint_dir / CURRENT
 
 
-def _clear(redis: Redis, target: RestoreTarget) -> None:
+def _clear(redis: Redis, own: bytes, target: RestoreTarget) -> None:
     """CURRENT goes first, so that no trainer takes what is left."""
     (target.checkpoint_dir / CURRENT).unlink(missing_ok=True)
-    clear(redis)
+    clear(redis, own)
     for path in list(_occupying(target)):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -130,10 +132,10 @@ def _write_checkpoint(directory: Path, manifest: BackupManifest, target: Path) -
 
 
 def _write_redis(
-    redis: Redis, directory: Path, manifest: BackupManifest, target: RestoreTarget, say: Say
+    redis: Redis, own: bytes, directory: Path, manifest: BackupManifest, target: RestoreTarget, say: Say
 ) -> None:
     with StoredValues(directory) as values:
-        count = write_keys(redis, directory, values)
+        count = write_keys(redis, own, directory, values)
     say(f"Redis: {count} keys")
     if manifest.policies_dir:
         before, after = (
@@ -158,7 +160,7 @@ def redis_of_run(settings: StackSettings, url: str | None) -> Iterator[str]:
         yield url
         return
     settings = with_keys(settings)
-    if redis_ready(known_prefix(settings.redis_url))() is None:
+    if redis_ready(single_redis(settings.redis_url))() is None:
         yield settings.redis_url
         return
     with Stack(settings, [redis_service(settings)]) as stack:

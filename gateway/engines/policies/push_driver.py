@@ -65,10 +65,9 @@ class PushDriver:
         self._slots = LoadSlots(bounds.max_unavailable, lambda: len(self._live()))
         self._sources = FetchSources(bounds.fetch_fan_out)
         self._attempts: dict[str, Attempts] = {}  # by server
-        self.leads = False
+        self.leads = self._waits_for_redis = False
         """Whether this process had the lease at its last step."""
-        self._capacity = 1.0
-        self._push = 0  # the push that `_capacity` belongs to
+        self._capacity, self._push = 1.0, 0  # of the push
         self._noted: frozenset[tuple[int, int]] = frozenset()
         """The keys of the orders whose state on a server is stored."""
         self._wanted = WantedPolicies(self._register)
@@ -116,8 +115,11 @@ class PushDriver:
             self._measure_capacity()
             self._forget_servers()
             await self._judge(plan, orders)
+            self._waits_for_redis = False
         except StorageUnavailable as error:
-            logger.warning("pushes wait for Redis: %s", error)
+            if not self._waits_for_redis:
+                logger.warning("pushes wait for Redis: %s", error)
+            self._waits_for_redis = True
 
     async def _orders_of(self, plan: ServingPlan, packed: bytes) -> list[tuple[FleetServer, PushOrder]]:
         """What each server is to serve now; no server is there while there is no policy."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from gateway.engines.policies.push_driver import PushDriver
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from tests.support.gateway.calls import Call
@@ -91,6 +92,31 @@ def test_the_state_at_the_last_poll_is_shown_and_a_redis_that_ends(
         reply = alone.chat("second", stream=stream)
         assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
     assert alone.engine.requests == []
+
+
+def test_that_pushes_wait_for_redis_is_said_once(
+    alone: RunningGateway,
+    redis: RedisProcess,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, step = list[bool](), PushDriver.step
+
+    async def counted(driver: PushDriver) -> None:
+        await step(driver)
+        steps.append("pushes wait for Redis" in caplog.text)
+
+    monkeypatch.setattr(PushDriver, "step", counted)
+    for times in (1, 2):
+        redis.terminate()
+        wait_until(lambda times=times: caplog.text.count("pushes wait for Redis") >= times)  # type: ignore[misc]
+        begun = len(steps)
+        wait_until(lambda begun=begun: len(steps) >= begun + 3)  # type: ignore[misc]
+        assert caplog.text.count("pushes wait for Redis") == times
+        redis.start()
+        wait_until(lambda: gauge(alone, "weir_redis_up") == "1.0")
+        begun = len(steps)
+        wait_until(lambda begun=begun: len(steps) >= begun + 2)  # type: ignore[misc]
 
 
 def test_a_redis_that_evicts_is_a_warning_before_and_after_and_a_metric(

@@ -4,6 +4,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -14,6 +15,7 @@ from weir.backup.point import MARK
 from weir.backup.rdb import RdbReader, RdbUnreadable, decompressed
 from weir.backup.records import StoredValues, stored_keys
 from weir.backup.redis_copy import RedisNotCopied, copy_redis
+from weir.backup.redis_restore import clear, has_keys, write_keys
 
 
 @pytest.fixture
@@ -76,6 +78,33 @@ def test_every_type_of_value_is_copied_as_dump_returns_it(
     assert copied.keys == len(expected)
     ends = {key.name: key.expires_ms for key in stored_keys(tmp_path) if key.expires_ms is not None}
     assert set(ends) == ({b"weir:expires"} if fill is strings else set())
+
+
+def test_a_deployment_with_another_prefix_is_copied_and_restored_beside_others(
+    process: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the backup it has the usual names, so that it fits any prefix."""
+    client: Any = process.client
+    collections(client)
+    usual = {name: client.dump(name) for name in client.keys("weir:*") if name != MARK.encode()}
+    mine = {b"mine" + name.removeprefix(b"weir"): value for name, value in usual.items()}
+    for name, value in mine.items():
+        client.restore(name, 0, value)
+    client.delete(*usual)
+    client.mset({"mine:backup_mark": "mark-1-", "mine1:x": "a third one", "weir:x": "a neighbour"})
+    monkeypatch.setenv("WEIR_REDIS_KEY_PREFIX", "mine")
+    assert copy_redis(process.url, tmp_path, lambda: None).mark == b"mark-1-"
+    assert {key.name for key in stored_keys(tmp_path)} == set(usual)
+    with StoredValues(tmp_path) as values:
+        for own in (b"mine:", b"theirs:"):
+            clear(client, own)
+            assert not has_keys(client, own)
+            assert write_keys(client, own, tmp_path, values) == len(usual)
+            assert has_keys(client, own)
+    for prefix in (b"mine", b"theirs"):
+        names = {name: prefix + name.removeprefix(b"weir") for name in usual}
+        assert {name: client.dump(own) for name, own in names.items()} == usual
+    assert client.mget("weir:x", "mine1:x") == [b"a neighbour", b"a third one"]
 
 
 def test_a_server_that_refuses_to_send_its_data_is_told_in_a_sentence(

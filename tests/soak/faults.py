@@ -1,4 +1,4 @@
-"""Makes faults while the others serve: engines die and hang, and a gateway stands still."""
+"""Makes faults while the others serve: engines die, hang, and die of a request; a gateway stands still."""
 
 import asyncio
 import random
@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 
+from tests.soak.hostile import DEADLY, Hostile
 from tests.soak.journal import Journal
 from tests.soak.system import SoakSystem
 
@@ -28,16 +29,20 @@ async def make_faults(
 ) -> None:
     """Make one fault after the other until `until`, a time of `time.monotonic`, and count them in `made`.
 
-    Each kind comes equally often.
+    Each kind comes equally often. Deadly calls are among them: a call that was beside one is refused if an
+    engine dies of something else just while it is tried there.
     Returns when every engine serves again.
     """
     keeping = asyncio.create_task(_keep_alive(system, draw))
     kinds = list[str]()
     while time.monotonic() < until:
         await asyncio.sleep(draw.uniform(*PAUSE_S))  # faults come at any time
-        kinds = kinds or draw.sample(list(FAULTS), len(FAULTS))
+        kinds = kinds or draw.sample([*FAULTS, DEADLY], len(FAULTS) + 1)
         kind = kinds.pop()
-        await FAULTS[kind](system, draw)
+        if kind == DEADLY:
+            await Hostile(draw, journal).call(draw.choice(system.gateways), DEADLY)
+        else:
+            await FAULTS[kind](system, draw)
         made[kind] += 1
         if not await _back(system):
             journal.surprised(f"{BACK_WITHIN_S:g} s after a {kind}: {_told(system)}")

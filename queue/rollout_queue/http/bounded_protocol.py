@@ -207,7 +207,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._read_timer.cancel()
         self._timed, self._received_then = bounded, self._received
         timeout_s = self._bounds.body_timeout_s if self._phase == "body" else self._bounds.head_timeout_s
-        self._read_timer = clock.call_later(timeout_s, self._check_reading)
+        self._read_timer = clock.deadline(timeout_s, self._check_reading)
 
     def _check_reading(self) -> None:
         self._read_timer = None
@@ -260,7 +260,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Start the timer within which the client has to read a part of what waits for it, unless it runs."""
         if self._write_timer is None:
             self._unwritten_then = self.transport.get_write_buffer_size()
-            self._write_timer = clock.call_later(self._bounds.write_timeout_s, self._check_writing)
+            self._write_timer = clock.deadline(self._bounds.write_timeout_s, self._check_writing)
 
     def _check_writing(self) -> None:
         self._write_timer = None

@@ -1,6 +1,7 @@
 """A client that offers HTTP/2, or that cannot read chunks, is served as any other."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -177,3 +178,27 @@ def test_a_client_of_http_1_0_reads_until_the_connection_ends(body: bytes, more:
     assert b"transfer-encoding" not in head
     assert b"connection: close" in head
     assert (content, wire.closed) == (b"POST /x " + body, True)
+
+
+@pytest.mark.parametrize("before", [0, 20, -1])
+def test_what_arrives_while_the_process_stands_still_has_arrived_in_time(before: int) -> None:
+    """So many bytes of a request come before that. uvloop may look at its timers before it reads."""
+    request = Sent(b"x" * 100).wire
+
+    async def play() -> bytes:
+        config = uvicorn.Config(echo, log_config=None, access_log=False)
+        count, wire = ConnectionCount(ConnectionBounds(head_timeout_s=0.3, body_timeout_s=0.3)), Wire()
+        protocol = BoundedProtocol(count, config=config, server_state=ServerState(), app_state={})
+        protocol.connection_made(wire)
+        protocol.data_received(request[:before])
+        time.sleep(1.0)  # noqa: ASYNC251 - the whole loop stands still
+        for _ in range(3):
+            await asyncio.sleep(0)  # timers that are due are called
+        if not wire.closed:
+            protocol.data_received(request[before:])
+        for _ in range(TURNS):
+            await asyncio.sleep(0)  # the application runs meanwhile
+        protocol.connection_lost(None)
+        return wire.written
+
+    assert asyncio.run(play()).startswith(b"HTTP/1.1 200")

@@ -97,9 +97,7 @@ class InFlightCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._followed:
-            self.stream = (
-                None  # nobody reads it, nor the error: the call's memory need not wait for the collector
-            )
+            self.stream = None  # with it or with the error, the call's memory would wait for the collector
         elif isinstance(error, Exception):
             self.failure = error
         elif error is not None:

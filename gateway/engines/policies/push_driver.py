@@ -65,9 +65,9 @@ class PushDriver:
         self._slots = LoadSlots(bounds.max_unavailable, lambda: len(self._live()))
         self._sources = FetchSources(bounds.fetch_fan_out)
         self._attempts: dict[str, Attempts] = {}  # by server
-        self.leads = self._waits_for_redis = False
-        """Whether this process had the lease at its last step."""
-        self._capacity, self._push = 1.0, 0  # of the push
+        self.leads, self._waits_for_redis = False, False
+        """Whether this process had the lease at its last step, and whether that step failed without Redis."""
+        self._capacity, self._push = 1.0, 0  # what is left of the fleet in this push, and the push's id
         self._noted: frozenset[tuple[int, int]] = frozenset()
         """The keys of the orders whose state on a server is stored."""
         self._wanted = WantedPolicies(self._register)

@@ -150,7 +150,10 @@ class Sampler:
 
         A suspect gets a server where it is tried alone. Its wait for others does not count as a retry's.
         """
+        suspects = self.fleet.suspects
         while True:
+            if clock.monotonic() >= suspects.current_until:
+                await suspects.renew()
             case.check()
             server = await self.fleet.acquire(asked, max(wait_s, 0.0))
             began = clock.monotonic()

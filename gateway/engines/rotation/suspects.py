@@ -31,8 +31,9 @@ from rollout_queue.redis.availability import stored
 logger = logging.getLogger(__name__)
 
 REMEMBERED_S = 600.0
-LONGEST_S = 2.0
-"""The most that is taken for the interval between two readings."""
+CURRENT_S = 2.0
+"""No call goes to an engine by what its process read longer ago, and the error of a guilty request is told so
+long after it was noted. So whichever process gets a retry knows the request."""
 MOST_REMEMBERED = 1000
 YOUNG_TOKENS = 16
 """A call that had fewer tokens of the engine that died is cleared by as many of the next engine; any other by
@@ -75,7 +76,9 @@ class Suspects:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._read_at, self._read_every_s = clock.monotonic(), 0.0
+        self.current_until = 0.0
+        """Until when, by clock.monotonic(), what this process has read may be relied on."""
+        self._reading = asyncio.Lock()
         self._guilty: dict[str, bool] = {}
         """By the digest of the request; False for a suspect."""
         self._trials: Counter[SuspectTrial] = Counter()
@@ -85,13 +88,22 @@ class Suspects:
     async def refresh(self) -> None:
         """Read what any gateway has noted. Raises StorageUnavailable."""
         now, since = clock.monotonic(), clock.now() - REMEMBERED_S
-        self._read_at, self._read_every_s = now, min(now - self._read_at, LONGEST_S)
         # bounded: MOST_REMEMBERED are kept
         found = await stored(self._redis.zrange(keys.SUSPECTS, since, "+inf", byscore=True))
         guilty: dict[str, bool] = {}
         for name, _, digest in (member.decode().partition(":") for member in found):
             guilty[digest] = guilty.get(digest, False) or name == "guilty"
-        self._guilty = guilty
+        self._guilty, self.current_until = guilty, now + CURRENT_S
+
+    async def renew(self) -> None:
+        """Read as `refresh` does, unless a call that waited before this one has just done so."""
+        async with self._reading:
+            if (now := clock.monotonic()) < self.current_until:
+                return
+            try:
+                await self.refresh()
+            except StorageUnavailable:
+                self.current_until = now + CURRENT_S  # without Redis, only this process takes care
 
     def case_of(self, digest: Callable[[], str]) -> "Case":
         """A call that begins; the digest of its request is computed only if it is needed."""
@@ -119,7 +131,7 @@ class Suspects:
         except StorageUnavailable as error:
             logger.warning("other gateways do not know which request may kill engines: %s", error)
         if guilty:
-            await clock.sleep(2 * self._read_every_s)  # the other gateways read as often as this one
+            await clock.sleep(CURRENT_S)
 
     async def clear(self, digest: str) -> None:
         """An engine has answered the request."""

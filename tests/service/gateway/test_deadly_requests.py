@@ -44,14 +44,15 @@ class Scene:
 
 @contextmanager
 def staged(
-    backends: Backends, tokenizer: Tokenizer, fuse: int, engines: int = ENGINES, beside: int = 20
+    backends: Backends, tokenizer: Tokenizer, fuse: int, beside: int = 20, **other: Any
 ) -> Iterator[Scene]:
-    """Two gateways, and so many innocent calls in the middle of their answers; all get them whole."""
+    """Two gateways, and so many innocent calls in the middle of their answers; all get them whole.
+    `other` are settings of the second gateway alone."""
     backends.clear(None)
     flows = threading.Event()
     with ExitStack() as stack:
         made, served = list[MortalEngine](), list[Served]()
-        for number in range(engines):
+        for number in range(ENGINES):
             die = partial(lambda at: served[at].kill(), number)
             made.append(MortalEngine(tokenizer, die, flows, fuse))
             served.append(Served(made[-1].app()))
@@ -59,7 +60,7 @@ def staged(
             stack.callback(served[-1].end)
         settings: Any = {"engines": [each.url for each in served], "engine_wait_s": 20.0}
         settings |= {"failover_patience_s": 60.0}
-        gateways = [stack.enter_context(backends.ready_gateway(**settings)) for _ in range(2)]
+        gateways = [stack.enter_context(backends.ready_gateway(**settings | more)) for more in ({}, other)]
         pool = stack.enter_context(ThreadPoolExecutor(32))
         stack.callback(flows.set)
         scene = Scene(served, gateways)
@@ -104,4 +105,13 @@ def test_two_engines_die_of_a_request_and_none_of_its_retries_by_whatever_gatewa
             refused(reply)
         for gateway, attempt in ((other, 0), (first, 1), (other, 2)):
             refused(gateway.post(path, body, headers={RETRY: str(attempt)} if attempt else {}))
+        assert scene.die(2)
+
+
+def test_a_gateway_that_reads_late_knows_a_guilty_request_when_its_client_does(
+    own_backends: Backends, tokenizer: Tokenizer
+) -> None:
+    with staged(own_backends, tokenizer, fuse=0, beside=0, poll_every_s=3600.0) as scene:
+        for gateway in scene.gateways:
+            refused(gateway.post("/v1/chat/completions", CHAT))
         assert scene.die(2)

@@ -109,6 +109,9 @@ page-shots: install  ## the screenshots in docs/page, of a run of the demo
 page-vendor: .venv/installed  ## renew the page's libraries from the npm registry, in the versions of vendor.json
 	@$(BIN)/python -m tests.support.page.vendored
 
+house: .venv/installed  ## the figures of the house: files, lines, rooms, one importer, the paths of a turn and of a step
+	@$(BIN)/python -m bench.house --paths
+
 bench: install  ## the cost of gateway and queue: CPU per turn, its parts, and how a long prompt delays other streams
 	@$(BIN)/python -m bench.gateway
 	@$(BIN)/python -m bench.profile

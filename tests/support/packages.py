@@ -3,17 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "environments": ROOT / "environments",
-    "gateway": ROOT / "gateway",
-    "rollout_server": ROOT / "rollout_server",
-    "trainer_service": ROOT / "trainer_service",
-    "reward_service": ROOT / "reward_service",
-    "fine_tuning": ROOT / "fine_tuning",
-    "rollout_queue": ROOT / "queue" / "rollout_queue",
-    "weir": ROOT / "deploy" / "weir",
-}
+from bench.house import HERE
+from bench.house import PACKAGES as FOLDERS
+
+ROOT = HERE
+PACKAGES = {name: ROOT / folder for name, folder in FOLDERS.items()}
 
 
 def sources(package: str) -> Iterator[tuple[str, Path]]:

@@ -34,7 +34,7 @@ PARTS = {
     "gateway/generations/": "prompts",
     "gateway/generations/generation": "recording",
     "gateway/generations/recorder": "recording",
-    "gateway/engines/": "sampling",
+    "gateway/fleet/": "sampling",
     "gateway/metrics": "recording",
     "rollout_queue/": "recording",
     "rollout_queue/http/": "edge",

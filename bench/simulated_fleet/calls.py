@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, cast
 from bench.simulated_fleet.doubles import Registry, StatusOnly
 from bench.simulated_fleet.engines import EngineCall, EngineModel, SimulatedEngine
 from bench.simulated_fleet.virtual_time import virtual_clocks
-from gateway.engines.fleet import Fleet
-from gateway.engines.fleet_server import FleetServer
-from gateway.engines.rotation.call_queue import CallQueue
-from gateway.engines.rotation.rotation import Rotation, WantedServer
 from gateway.errors import NoServer
+from gateway.fleet.call_queue import CallQueue
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.fleet_server import FleetServer
+from gateway.fleet.placement import Rotation, WantedServer
 from gateway.settings.groups import ConcurrencySettings
 
 ATTEMPTS = 10

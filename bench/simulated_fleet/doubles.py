@@ -7,7 +7,7 @@ import aiohttp
 import msgspec
 
 from bench.simulated_fleet.engines import SimulatedEngine
-from gateway.engines.fleet_server import Registration
+from gateway.fleet.fleet_server import Registration
 from rollout_queue.contract.policies.serving import Admissible, ServingPlan
 from rollout_queue.protocol.status import ServerStatus
 from rollout_queue.redis import keys

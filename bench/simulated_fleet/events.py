@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from bench.simulated_fleet.calls import Event, SimulatedTraffic
-from gateway.engines.policies.rolling import LoadSlots
 from gateway.errors import NoServer
+from gateway.policies.rolling import LoadSlots
 
 LOAD_S = 3.0
 UNAVAILABLE = 0.25

@@ -21,8 +21,8 @@ from gateway.admission.limits import Rate, StepTrend, Trend, exhausted, limit_re
 from gateway.admission.quotas import Quota, Quotas
 from gateway.admission.rate_limiter import RateLimiter
 from gateway.admission.staleness import StalenessBudget
-from gateway.engines.fleet import Fleet
 from gateway.errors import InvalidRequest, LimitReached
+from gateway.fleet.fleet import Fleet
 from gateway.keys.api_keys import ApiKeys
 from gateway.metrics.metrics import Metrics
 from gateway.settings.service import LimitSettings

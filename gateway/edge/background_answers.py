@@ -9,10 +9,10 @@ from collections import Counter
 
 import msgspec
 
+from gateway.cancellation import cancel_and_wait
 from gateway.dialects.base import BackgroundReply, RecordedAnswer
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.request import HeldBody
-from gateway.engines.cancellation import cancel_and_wait
 from gateway.errors import LimitReached
 from gateway.generations.generation import Generation, tokens_of
 from gateway.metrics.calls import CallFigures

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from gateway.engines.cancellation import cancel_and_wait
-from gateway.engines.event_stream import OutputChunk
-from gateway.engines.failover import OnChunk
+from gateway.cancellation import cancel_and_wait
+from gateway.fleet.event_stream import OutputChunk
+from gateway.fleet.failover import OnChunk
 from gateway.generations.generation import Generation
 
 T = TypeVar("T")

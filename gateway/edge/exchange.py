@@ -24,7 +24,7 @@ from gateway.edge.retelling import ToldStream
 from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls, attempt_of, request_digest
 from gateway.edge.streaming import answer_stream, opening_headers, reply_headers
 from gateway.edge.writing import written
-from gateway.engines.event_stream import OutputChunk
+from gateway.fleet.event_stream import OutputChunk
 from gateway.generations.generation import ClientCall, Generation, tokens_of
 from gateway.generations.pinning import pinned
 from gateway.metrics.calls import CallFigures

@@ -14,11 +14,10 @@ import msgspec
 from gateway.conversations.conversation import Prompt, locate
 from gateway.conversations.raw import locate_raw
 from gateway.conversations.side_calls import side_call_of
-from gateway.engines.event_stream import OutputChunk
-from gateway.engines.failover import OnChunk, Sampler
-from gateway.engines.generate_request import PromptImage, SampleRequest
-from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
+from gateway.fleet.event_stream import OutputChunk
+from gateway.fleet.failover import OnChunk, Sampler
+from gateway.fleet.generate_request import PromptImage, SampleRequest
 from gateway.generations.generation import Call, ClientCall, Generation
 from gateway.generations.generation_trace import asked_attributes, operation_of, sampled_attributes
 from gateway.generations.pinning import Pinned
@@ -31,6 +30,7 @@ from gateway.language.render import ChatRenderer
 from gateway.language.thinking import effort_of
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.prompt_time import PromptTime
+from gateway.policies.canary_watch import CanaryWatch
 from gateway.settings.service import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead

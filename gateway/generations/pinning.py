@@ -8,9 +8,9 @@ policy:math@3      its version 3
 
 from typing import NamedTuple
 
-from gateway.engines.fleet import Fleet
-from gateway.engines.policies.adapters import AdapterPolicies
 from gateway.errors import InvalidRequest, ObjectNotFound
+from gateway.fleet.fleet import Fleet
+from gateway.policies.adapters import AdapterPolicies
 from gateway.settings.service import GatewaySettings
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from gateway.conversations.conversation import reply_message
 from gateway.conversations.digests import extend
-from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import EngineFault, StateConflict
 from gateway.generations.generation import Generation
 from gateway.generations.generation_trace import recorded_attributes
@@ -21,6 +20,7 @@ from gateway.language.answers.thoughts import tokens_of_thought
 from gateway.language.parsed_answer import ParsedAnswer
 from gateway.language.render import ChatRenderer
 from gateway.metrics.metrics import Metrics
+from gateway.policies.canary_watch import CanaryWatch
 from gateway.settings.service import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed

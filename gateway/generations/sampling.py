@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from gateway.engines.generate_request import SamplingParameters
+from gateway.fleet.generate_request import SamplingParameters
 from gateway.generations.generation import Call
 from rollout_queue.contract.records import Sampling
 from rollout_queue.contract.sampling import WITHOUT_EFFECT, SamplingMode, SamplingPolicy, is_greedy

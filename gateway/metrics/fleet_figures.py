@@ -12,7 +12,7 @@ class FleetFigures:
     """The fleet as one gateway process sees it."""
 
     placed: Mapping[str, int]
-    """How many calls were placed, by reason (`engines/rotation/rotation.py`)."""
+    """How many calls were placed, by reason (`fleet/placement.py`)."""
     waiting: int
     """Calls that wait for a server in this process."""
     running: int

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from gateway.engines.cancellation import cancel_and_wait
+from gateway.cancellation import cancel_and_wait
 from gateway.errors import LimitReached
 from rollout_queue import clock
 

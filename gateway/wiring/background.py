@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from gateway.admission.backpressure import NO_EVICTION
+from gateway.cancellation import cancel_and_wait
 from gateway.conversations.conversation import clear_prompt_cache
 from gateway.conversations.digests import clear_digest_cache
-from gateway.engines.cancellation import cancel_and_wait
-from gateway.engines.silence import WATCH_EVERY_S
+from gateway.fleet.silence import WATCH_EVERY_S
 from gateway.keys.api_keys import configured_keys
 from gateway.settings.service import GatewaySettings
 from gateway.wiring.parts import GatewayParts

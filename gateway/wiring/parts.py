@@ -15,16 +15,10 @@ from starlette.requests import Request
 from gateway.admission.admission import Admission
 from gateway.admission.backpressure import memory_bound, read_backpressure
 from gateway.conversations.conversation import FIRST_PROMPTS
-from gateway.engines.client import EngineClient
-from gateway.engines.failover import Sampler
-from gateway.engines.fleet import Fleet
-from gateway.engines.policies.adapters import AdapterPolicies
-from gateway.engines.policies.canaries import Canaries
-from gateway.engines.policies.canary_judge import CanaryJudge
-from gateway.engines.policies.canary_watch import CanaryWatch
-from gateway.engines.policies.policies import Policies
-from gateway.engines.policies.push_driver import PushBounds, PushDriver
-from gateway.engines.silence import SilenceWatch
+from gateway.fleet.engine_client import EngineClient
+from gateway.fleet.failover import Sampler
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.silence import SilenceWatch
 from gateway.generations.generator import Generator
 from gateway.generations.recorder import Recorder
 from gateway.keys.api_keys import ApiKeys, configured_keys
@@ -38,6 +32,12 @@ from gateway.operators.actions import ActionLog
 from gateway.operators.lost_keys import LostKeys
 from gateway.operators.pipeline import PipelineMonitor
 from gateway.operators.warnings import WarningMonitor
+from gateway.policies.adapters import AdapterPolicies
+from gateway.policies.canaries import Canaries
+from gateway.policies.canary_judge import CanaryJudge
+from gateway.policies.canary_watch import CanaryWatch
+from gateway.policies.policies import Policies
+from gateway.policies.push_driver import PushBounds, PushDriver
 from gateway.sessions.identity import Identities
 from gateway.sessions.in_flight import CallsInFlight
 from gateway.sessions.resolution import SessionResolver

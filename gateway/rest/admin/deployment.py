@@ -5,8 +5,8 @@ from fastapi.responses import JSONResponse, Response
 from msgspec.structs import asdict
 
 from gateway.admission.backpressure import Backpressure, read_backpressure
-from gateway.engines.fleet_server import Registration
 from gateway.errors import ObjectNotFound
+from gateway.fleet.fleet_server import Registration
 from gateway.operators.warnings import emptied_redis, failed_pushes, not_loaded
 from gateway.rest.access import admins_only
 from gateway.rest.admin import (

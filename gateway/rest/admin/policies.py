@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from gateway.engines.policies.policies import PushReport
+from gateway.policies.policies import PushReport
 from gateway.rest.admin.canaries import canary_shape, pin_shape
 from gateway.wiring.parts import parts_of
 from rollout_queue.contract.policies.policy import PolicyRecord

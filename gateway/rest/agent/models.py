@@ -3,8 +3,8 @@
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from gateway.engines.fleet import Fleet
 from gateway.errors import ObjectNotFound
+from gateway.fleet.fleet import Fleet
 from gateway.generations.pinning import Pinned, pinned
 from gateway.rest.access import agent_of
 from gateway.rest.shapes import Model, ModelList

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from gateway.engines.cancellation import cancel_and_wait
+from gateway.cancellation import cancel_and_wait
 from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNotFound
 from gateway.rest.access import client_of
 from gateway.rest.tinker_api.paths import PromiseId

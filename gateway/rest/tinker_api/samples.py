@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
+from gateway.cancellation import cancel_and_wait
 from gateway.edge.background_answers import UnreadCall
 from gateway.edge.choices import for_each
 from gateway.edge.errors import ANSWERABLE, api_error
-from gateway.engines.cancellation import cancel_and_wait
-from gateway.engines.scoring import PromptScorer, PromptScores
 from gateway.errors import EngineFault, InvalidRequest, LimitReached, NoServer
+from gateway.fleet.scoring import PromptScorer, PromptScores
 from gateway.generations.generation import Call, Generation, tokens_of
 from gateway.generations.pinning import Pinned
 from gateway.rest.tinker_api.paths import PromiseId

@@ -122,7 +122,7 @@ def test_an_answer_that_is_retried_is_logged_with_its_ids(
 ) -> None:
     own_backends.engine.interruptions.append(Interruption(0, "reset"))
     reply = gateway.chat(headers={"x-request-id": "retried"})
-    lines = [each for each in entries(log) if each["logger"] == "gateway.engines.failover"]
+    lines = [each for each in entries(log) if each["logger"] == "gateway.fleet.failover"]
     assert [each["request_id"] for each in lines] == ["retried"]
     assert lines[0]["turn_id"] == reply.headers["x-weir-turn-id"]
     assert lines[0]["session_id"] == reply.headers["x-weir-session-id"]

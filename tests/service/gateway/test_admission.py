@@ -15,7 +15,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from gateway.admission.admission import Admission
 from gateway.admission.quotas import MOST_PAGES, PAGE, Quota, Quotas
-from gateway.engines.fleet import Fleet
+from gateway.fleet.fleet import Fleet
 from gateway.keys.api_keys import ApiKeys
 from gateway.metrics.metrics import Metrics
 from gateway.settings.service import GatewaySettings, LimitSettings

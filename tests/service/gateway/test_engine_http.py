@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.engines.client import EngineClient
-from gateway.engines.transports.httptools_transport import HttptoolsTransport
-from gateway.engines.transports.transport import ConnectFailed, ConnectionLost, ReadTimedOut
+from gateway.fleet.engine_client import EngineClient
+from gateway.fleet.engine_connection import ConnectFailed, ConnectionLost, EngineConnections, ReadTimedOut
 from tests.support.serving import free_port
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import PATIENCE_S
@@ -50,8 +49,8 @@ class Peer:
             self.ended.release()
 
     @asynccontextmanager
-    async def there(self, read_timeout_s: float = 0.2, **limits: Any) -> AsyncIterator[HttptoolsTransport]:
-        http = HttptoolsTransport(read_timeout_s, **limits)
+    async def there(self, read_timeout_s: float = 0.2, **limits: Any) -> AsyncIterator[EngineConnections]:
+        http = EngineConnections(read_timeout_s, **limits)
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
@@ -62,7 +61,7 @@ class Peer:
             server.close()
 
 
-async def whole(http: HttptoolsTransport, url: str) -> tuple[int, bytes]:
+async def whole(http: EngineConnections, url: str) -> tuple[int, bytes]:
     response = await http.post(url, "/generate", b"{}")
     body, status = b"", response.status
     while data := await response.read():
@@ -137,7 +136,7 @@ async def test_a_connection_with_surplus_bytes_is_not_used_again() -> None:
         assert peer.connections == 2
 
 
-async def left_after_one_byte(http: HttptoolsTransport, peer: Peer) -> None:
+async def left_after_one_byte(http: EngineConnections, peer: Peer) -> None:
     response = await http.post(peer.url, "/generate", b"{}")
     assert await response.read() == b"o"
     response.leave()
@@ -237,7 +236,7 @@ async def test_each_request_on_a_connection_has_its_own_timeout(
 
 
 async def test_a_refused_connection_is_reported_at_once() -> None:
-    http = HttptoolsTransport(0.2)
+    http = EngineConnections(0.2)
     with pytest.raises(ConnectFailed):
         await http.post(f"http://127.0.0.1:{free_port()}", "/generate", b"{}")
     await http.close()

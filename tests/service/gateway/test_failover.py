@@ -13,14 +13,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tokenizers import Tokenizer
 
 from gateway.edge.errors import api_error
-from gateway.engines.client import EngineClient
-from gateway.engines.event_stream import OutputChunk
-from gateway.engines.failover import Sampler
-from gateway.engines.fleet import Fleet
-from gateway.engines.fleet_server import FleetServer
-from gateway.engines.generate_request import SampleRequest, SamplingParameters
-from gateway.engines.placement.choice import ANY, Wish
 from gateway.errors import GatewayError
+from gateway.fleet.engine_client import EngineClient
+from gateway.fleet.event_stream import OutputChunk
+from gateway.fleet.failover import Sampler
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.fleet_server import FleetServer
+from gateway.fleet.generate_request import ANY, SampleRequest, SamplingParameters, Wish
 from gateway.metrics.metrics import Metrics
 from rollout_queue import clock
 from rollout_queue.contract.records import Span

@@ -17,16 +17,13 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
-from gateway.engines import breaker as breakers
-from gateway.engines.breaker import Breaker
-from gateway.engines.client import EngineClient
-from gateway.engines.fleet import Fleet
-from gateway.engines.fleet_server import FleetServer, Registration
-from gateway.engines.placement.choice import Wish, choose_server
-from gateway.engines.placement.concurrency import EngineLoad, next_limit
-from gateway.engines.policies.push_driver import PushBounds, PushDriver
-from gateway.engines.rotation.rotation import WantedServer
 from gateway.errors import NoServer
+from gateway.fleet.engine_client import EngineClient
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.fleet_server import LONGEST_S, Breaker, EngineLoad, FleetServer, Registration, next_limit
+from gateway.fleet.generate_request import Wish
+from gateway.fleet.placement import WantedServer, choose_server
+from gateway.policies.push_driver import PushBounds, PushDriver
 from gateway.settings.groups import ConcurrencySettings
 from rollout_queue import clock
 from rollout_queue.contract.policies.canary import Pin
@@ -103,7 +100,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
         assert breaker.enter()
         assert not breaker.allows_call, "one trial at a time"
     assert lengths[1] > lengths[0]
-    assert 0.75 <= lengths[-1] / breakers.LONGEST_S <= 1.25
+    assert 0.75 <= lengths[-1] / LONGEST_S <= 1.25
     breaker.leave()
     assert breaker.allows_call, "a trial without a result allows the next one"
     breaker.enter()

@@ -124,7 +124,7 @@ def test_pushes_and_rollbacks_through_two_gateways_end_on_one_version(pair: Pair
 def test_a_server_that_hangs_while_it_takes_a_version_has_it_when_it_goes_on(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.engines.policies.server_reload.ABORT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("gateway.policies.server_reload.ABORT_TIMEOUT_S", 1.0)
     pair.load_slowly()
     with pair.traffic() as seen:
         pair.deployment.announce(2)

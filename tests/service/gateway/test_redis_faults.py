@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.engines.policies.push_driver import PushDriver
+from gateway.policies.push_driver import PushDriver
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from tests.support.gateway.calls import Call

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.app import create_app
-from gateway.engines.event_stream import EventStream
+from gateway.fleet.event_stream import EventStream
 from gateway.generations import generation
 from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.codec import decode

@@ -125,7 +125,7 @@ class Stream:
 
 @pytest.fixture(autouse=True)
 def slow_judgment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.engines.server_status.STATUS_TIMEOUT_S", STATUS_TIMEOUT_S)
+    monkeypatch.setattr("gateway.fleet.server_status.STATUS_TIMEOUT_S", STATUS_TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from gateway.app import create_app
-from gateway.engines.fleet import Fleet
+from gateway.fleet.fleet import Fleet
 from gateway.language.grammars.pattern_cost import steps_of
 from gateway.sessions.identity import Identities
 from gateway.settings.service import LimitSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.engines.cancellation import cancel_and_wait
+from gateway.cancellation import cancel_and_wait
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn

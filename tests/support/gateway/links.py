@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from gateway.engines.cancellation import cancel_and_wait
+from gateway.cancellation import cancel_and_wait
 
 
 class Link:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.engines.policies.canary_evidence import CanaryEvidence, estimate, student
-from gateway.engines.policies.canary_judge import outcome
-from gateway.engines.policies.canary_watch import k3
+from gateway.policies.canary_evidence import CanaryEvidence, estimate, student
+from gateway.policies.canary_judge import outcome
+from gateway.policies.canary_watch import k3
 from rollout_queue.contract.policies.canary import Arm, CanaryCall, CanaryGates, CanaryReport, CanaryScore
 from tests.support.tolerances import ulps
 

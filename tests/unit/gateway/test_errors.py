@@ -4,7 +4,6 @@ import pytest
 
 from gateway import errors
 from gateway.edge.errors import api_error
-from gateway.engines.event_stream import engine_error
 from gateway.errors import (
     EngineFault,
     GatewayError,
@@ -17,6 +16,7 @@ from gateway.errors import (
     StateConflict,
     UnknownCaller,
 )
+from gateway.fleet.event_stream import engine_error
 from rollout_queue.contract.errors import SessionDeleted, StorageUnavailable
 
 

@@ -7,10 +7,9 @@ from typing import Any, cast
 import pytest
 
 from gateway.edge.background_answers import UnreadCall
-from gateway.engines.event_stream import OutputChunk
-from gateway.engines.fleet import Fleet
-from gateway.engines.policies.canary_watch import CanaryWatch
 from gateway.errors import InvalidRequest
+from gateway.fleet.event_stream import OutputChunk
+from gateway.fleet.fleet import Fleet
 from gateway.generations.generation import Call, Generation
 from gateway.generations.generator import Generator
 from gateway.generations.pinning import Pinned
@@ -18,6 +17,7 @@ from gateway.generations.recorder import Recorder
 from gateway.language.render import ChatRenderer
 from gateway.metrics.calls import CallFigures
 from gateway.metrics.metrics import Metrics
+from gateway.policies.canary_watch import CanaryWatch
 from gateway.settings.service import GatewaySettings
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.policies.canary import Canary

@@ -11,16 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.engines.client import EngineClient
-from gateway.engines.fleet import DESCRIBED, Fleet
-from gateway.engines.fleet_server import FleetServer, Registration
-from gateway.engines.identities import distinct
-from gateway.engines.placement.choice import ANY, Wish
-from gateway.engines.placement.ring import Ring
-from gateway.engines.rotation.call_queue import CallQueue
-from gateway.engines.rotation.rotation import SHORTLIST, Rotation, WantedServer
-from gateway.engines.rotation.status_schedule import STATUS_PER_S, StatusSchedule
 from gateway.errors import StateConflict
+from gateway.fleet.call_queue import CallQueue
+from gateway.fleet.engine_client import EngineClient
+from gateway.fleet.fleet import DESCRIBED, Fleet
+from gateway.fleet.fleet_server import FleetServer, Registration
+from gateway.fleet.generate_request import ANY, Wish
+from gateway.fleet.placement import SHORTLIST, Ring, Rotation, WantedServer
+from gateway.fleet.server_status import STATUS_PER_S, StatusSchedule, distinct
 from rollout_queue.contract.policies.serving import plan_of
 from rollout_queue.http.bodies.fair_turns import FairTurns
 from tests.support.hypothesis_profiles import examples

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from gateway.cancellation import cancel_and_wait
 from gateway.edge.reply import Reply
-from gateway.engines.cancellation import cancel_and_wait
 from gateway.metrics.calls import CallFigures
 
 
@@ -54,7 +54,7 @@ async def test_a_silent_stream_is_opened_and_kept_alive() -> None:
 async def test_a_task_that_swallows_its_first_cancellation_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.engines.cancellation.CANCEL_AGAIN_S", 0.01)
+    monkeypatch.setattr("gateway.cancellation.CANCEL_AGAIN_S", 0.01)
     lost: list[BaseException] = []
 
     async def forgetful() -> None:

@@ -7,13 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.engines.engine_wait import EngineWait
-from gateway.engines.fleet import Fleet
-from gateway.engines.fleet_server import FleetServer, Registration
-from gateway.engines.placement.choice import Wish
-from gateway.engines.server_status import read_status
-from gateway.engines.silence import SILENCE_S, WATCH_EVERY_S, SilenceWatch
 from gateway.errors import EngineFault
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.fleet_server import EngineWait, FleetServer, Registration
+from gateway.fleet.generate_request import Wish
+from gateway.fleet.server_status import read_status
+from gateway.fleet.silence import SILENCE_S, WATCH_EVERY_S, SilenceWatch
 from gateway.metrics.metrics import Metrics
 from rollout_queue.contract.policies.canary import Canary
 from rollout_queue.contract.policies.serving import Admissible, ServingPlan

@@ -194,7 +194,7 @@ def test_a_sample_is_chosen_by_its_seed_and_survives_its_file(root: Path) -> Non
 # Near and cheap tests run first, and a budget bounds what a mutant costs
 
 
-MODULE = "gateway/engines/breaker.py"
+MODULE = "gateway/fleet/fleet_server.py"
 NEAR, FAR = "tests/unit/gateway/test_breaker.py::test_a", "tests/service/queue/test_lists.py::test_b"
 
 
@@ -257,8 +257,8 @@ def test_a_mutant_that_was_found_and_now_survives_is_named(tmp_path: Path) -> No
 
 def test_the_table_says_which_share_was_found_and_what_survived(tmp_path: Path) -> None:
     modules = [
-        "gateway/engines/policies/policies.py",
-        "gateway/engines/fleet.py",
+        "gateway/policies/policies.py",
+        "gateway/fleet/fleet.py",
         "trainer_service/rows/rows.py",
     ]
     mutants = [
@@ -266,9 +266,9 @@ def test_the_table_says_which_share_was_found_and_what_survived(tmp_path: Path) 
         for number, module in enumerate(modules)
     ]
     table = table_of_mutants(mutants, results(tmp_path / "results", "found", "survived", "timeout"))
-    assert "| gateway/engines | 2 | 1 | 1 | 0 | 50.0 % |" in table
+    assert "| gateway/fleet | 2 | 1 | 1 | 0 | 50.0 % |" in table
     assert "| all | 3 | 2 | 1 | 0 | 66.7 % |" in table
-    assert "1 survived: gateway/engines/fleet.py f, comparison: a < b → a <= b" in table
+    assert "1 survived: gateway/fleet/fleet.py f, comparison: a < b → a <= b" in table
 
 
 # A mutant changes the functions of a module that is imported already, whoever holds them

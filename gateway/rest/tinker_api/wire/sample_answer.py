@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.engines.scoring import PromptQuery, PromptScores
+from gateway.fleet.scoring import PromptQuery, PromptScores
 from gateway.generations.generation import Generation
 from gateway.rest.tinker_api.wire import messages_pb2 as wire
 from gateway.rest.tinker_api.wire.prompt_targets import PromptTargets

@@ -1,1 +1,0 @@
-"""The HTTP clients that stream answers from engines."""

@@ -1,0 +1,281 @@
+"""Failover: samples one answer on as many engines as necessary. If one fails, another continues the answer.
+
+wanted ──▶ server ──▶ chunks … ──▶ the last chunk
+             ▲           │ fault
+             └─ backoff ─┘   prompt + tokens so far, under a new rid, until the time limit ──▶ EngineFault
+
+A rid is SGLang's id of a request; an abort names it.
+"""
+
+import asyncio
+import logging
+import random
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from gateway.errors import EngineFault, RequestRefused
+from gateway.fleet.answer import PartialAnswer
+from gateway.fleet.engine_client import EngineClient
+from gateway.fleet.event_stream import OutputChunk
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.fleet_server import EngineWait, FleetServer
+from gateway.fleet.generate_request import SampleRequest
+from gateway.fleet.placement import WantedServer
+from gateway.fleet.suspects import Case, request_digest
+from gateway.metrics.metrics import Metrics
+from rollout_queue import clock
+
+OnChunk = Callable[[OutputChunk], Awaitable[None]]
+OnEngine = Callable[[bool], None]
+"""Called with True when an engine has accepted the request, with False when it failed afterwards."""
+
+logger = logging.getLogger(__name__)
+
+MAX_FRUITLESS = 4
+"""Consecutive attempts that may end without a new token. Of one request, two engines die (`suspects.py`)."""
+ENDED = frozenset({"lost", "broken"})
+"""Faults that may be the end of the engine's process."""
+PROBE_S = 1.0
+"""How long an engine whose connection has ended may take to show that it lives."""
+ENDS_WITHIN_S = 0.1
+BACKOFF_FIRST_S, BACKOFF_LONGEST_S = 0.05, 2.0
+HARMLESS = frozenset({"aborted", "busy", "no_tokenizer"})
+"""Faults that the server's circuit breaker does not count."""
+NOT_ACCEPTED = frozenset({"refused", "busy", "no_tokenizer"})
+"""Faults of a server that did not accept the request: the request cannot be their cause."""
+NO_TOKENIZER = re.compile(r"[a-z ]+: stop=.* is unavailable when skip_tokenizer_init=True", re.DOTALL)
+"""How SGLang refuses a stop string if it was started with `--skip-tokenizer-init`. Others may repeat a
+client's words, but do not begin so."""
+NO_ADAPTER = re.compile(
+    r"[a-z ]+: (Got LoRA adapter that has never|Failed to implicitly load|LoRA|The follow)"
+)
+"""How SGLang refuses an adapter that it does not have: it has started again since it was asked."""
+
+
+@dataclass
+class RetryState:
+    """The faults of one answer since its last token, and the time limit of its retries."""
+
+    until: float = 0.0
+    """When the last retry may begin, by clock.monotonic(); 0 while there is no fault."""
+    faults: int = 0
+    fruitless: int = 0
+    """Faults that the request itself may have caused, because the server had accepted it."""
+
+    def progressed(self) -> None:
+        """A new token arrived."""
+        self.until, self.faults, self.fruitless = 0.0, 0, 0
+
+    def left_s(self) -> float:
+        return self.until - clock.monotonic()
+
+    def backoff_s(self, fault: EngineFault, limit_s: float) -> float:
+        """How long to wait before the next attempt. Raises the fault if no attempt is left."""
+        if not self.until:
+            self.until = clock.monotonic() + limit_s
+        self.faults += 1
+        self.fruitless += fault.reason not in NOT_ACCEPTED
+        if self.fruitless > MAX_FRUITLESS or self.left_s() <= 0:
+            raise fault
+        if self.faults == 1:
+            return 0.0  # the first retry uses another server or a new connection, so it need not wait
+        longest_s = min(BACKOFF_FIRST_S * 2.0**self.faults, BACKOFF_LONGEST_S, self.left_s())
+        return longest_s * random.uniform(0.5, 1.0)
+
+
+@dataclass
+class Sampler:
+    """Samples answers on the fleet. `text_of` decodes ids as the engine does, with special tokens.
+
+    The time limit of retries is `engine_wait_s` for an answer without tokens, and else `patience_s`.
+    """
+
+    engine: EngineClient
+    fleet: Fleet
+    metrics: Metrics
+    text_of: Callable[[list[int]], str]
+    vocab_size: int
+    engine_wait_s: float
+    patience_s: float
+    _aborting: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def close(self) -> None:
+        """Wait until the engines have been told to abort every answer that is no longer needed."""
+        await asyncio.gather(*self._aborting, return_exceptions=True)
+
+    async def sample(
+        self, wanted: SampleRequest, on_chunk: OnChunk, on_engine: OnEngine = lambda _: None
+    ) -> None:
+        """Call `on_chunk` with each chunk; the last one has `finish` and `versions`, and is never an abort.
+
+        If the caller is cancelled, or `on_chunk` raises, the engine is told to abort. Raises RequestRefused
+        if the request is at fault, EngineFault or NoServer if no server completed the answer in time.
+        """
+        answer = PartialAnswer(wanted, self.text_of, self.vocab_size)
+        digest = partial(request_digest, wanted.input_ids, wanted.parameters, wanted.images)
+        case = self.fleet.suspects.case_of(digest)
+        retries, avoid, wait_s = RetryState(), "", self.engine_wait_s
+        while not answer.finished:
+            prefix = (wanted.prefix, wanted.prefix_version)
+            asked = WantedServer(wanted.session_id, wanted.wish, avoid, *prefix, wanted.owner)
+            server = await self.acquire(asked, wait_s, case, retries)
+            try:
+                await self._attempt(answer, server, retries, case, on_chunk, on_engine)
+                if case.needed:
+                    await case.progressed(case.needed)
+            except EngineFault as fault:
+                on_engine(False)
+                dead, tokens = await self.died(fault, server), answer.by_engine
+                # The first lost connection may be one from the pool that the engine had closed already.
+                stale = fault.reason == "lost" and not (dead or retries.faults)
+                self._note_fault(fault, answer, server, stale)
+                if (last := answer.keep_delivered()) is not None:
+                    await on_chunk(last)
+                    return
+                if dead:
+                    await case.died(tokens)
+                await self._back_off(fault, answer, server, retries)
+                avoid, wait_s = "" if stale else server.id, retries.left_s()
+            finally:
+                if case.trial is not None:
+                    await case.end()
+
+    async def acquire(
+        self, asked: WantedServer, wait_s: float, case: Case, retries: RetryState
+    ) -> FleetServer:
+        """The server for the next attempt. Raises KillsEngines if the request is guilty, and NoServer.
+
+        A suspect gets a server where it is tried alone. Its wait for others does not count as a retry's.
+        """
+        suspects = self.fleet.suspects
+        while True:
+            if clock.monotonic() >= suspects.current_until:
+                await suspects.renew()
+            case.check()
+            server = await self.fleet.acquire(asked, max(wait_s, 0.0))
+            began = clock.monotonic()
+            if not case.needed or await case.begin(server.id):
+                return server
+            if server.freed is not None:
+                server.freed(server)  # another call may have the place
+            asked = asked._replace(avoid=server.id)
+            retries.until += clock.monotonic() - began if retries.until else 0.0
+
+    async def died(self, fault: EngineFault, server: FleetServer) -> bool:
+        """Whether the fault was the end of the engine's process, and nobody had told it to end."""
+        if fault.reason not in ENDED or server.state == "draining":
+            return False
+        url = f"{server.registration.engine_url}/ping"
+        if not await self.engine.responds(url, PROBE_S):
+            return True
+        await clock.sleep(ENDS_WITHIN_S)  # a process that ends may lose one connection before it loses all
+        return not await self.engine.responds(url, PROBE_S)
+
+    async def _attempt(
+        self,
+        answer: PartialAnswer,
+        server: FleetServer,
+        retries: RetryState,
+        case: Case,
+        on_chunk: OnChunk,
+        on_engine: OnEngine,
+    ) -> None:
+        """Let one engine continue the answer. Raises EngineFault if it fails before the answer's end."""
+        wish, url = answer.wish, server.registration.engine_url
+        adapter = server.adapter_of(wish.version, wish.adapter)
+        request = answer.next_request(server.has_tokenizer, adapter)
+        trial, wait = server.enter(), EngineWait(answer)
+        server.begin_wait(wait)
+        try:
+            with wait:
+                stream = await self.engine.generate(url, request, server.id, adapter)
+            on_engine(True)
+            try:
+                while not answer.finished:
+                    with wait:
+                        chunks = await stream.read()
+                    server.heard()
+                    if chunks:
+                        server.heard("scheduler")
+                    for chunk in chunks:
+                        self._note_success(server)
+                        for checked in answer.take(chunk):
+                            retries.progressed()
+                            await on_chunk(checked)
+                        if case.needed:
+                            await case.progressed(answer.by_engine)
+                        if answer.finished:
+                            break  # a stop string across two engines: the other chunks come after it
+            finally:
+                stream.close()
+        except EngineFault:
+            raise
+        except RequestRefused as error:
+            if server.has_tokenizer and answer.has_stops and NO_TOKENIZER.match(error.message):
+                server.has_tokenizer = False
+                raise EngineFault("no_tokenizer", error.message) from error
+            if adapter is not None and NO_ADAPTER.match(error.message):
+                raise EngineFault("failed", error.message) from error
+            if not answer.ids:
+                raise
+            # An engine has accepted the request before, so the request is not at fault.
+            raise EngineFault("failed", error.message) from error
+        except BaseException:
+            if answer.cut_short or not answer.finished:
+                await self._abort(url, request.rid)
+            raise
+        finally:
+            server.waits.discard(wait)
+            server.leave(trial)
+        if answer.cut_short:
+            await self._abort(url, request.rid)
+
+    def _note_fault(
+        self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, stale: bool
+    ) -> None:
+        """Abort the request if the engine may still work on it, and count the fault against the server."""
+        if fault.reason in ("stalled", "nonsense"):
+            self._begin_abort(server.registration.engine_url, answer.rid)  # not awaited: it may hang, too
+        if fault.reason not in HARMLESS and not stale:
+            server.breaker.failed(unreachable=fault.reason == "refused")
+            self.metrics.breakers.labels(server.id).set(server.breaker.state != "closed")
+
+    async def _back_off(
+        self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, retries: RetryState
+    ) -> None:
+        """Wait before the next attempt. Raises the fault if no attempt is left."""
+        try:
+            answer.check_resumable(fault)
+            # An answer that has tokens already is worth a longer wait.
+            limit_s = self.patience_s if answer.ids else self.engine_wait_s
+            backoff_s = retries.backoff_s(fault, limit_s)
+        except EngineFault:
+            self.metrics.failovers.labels(fault.reason, "given_up").inc()
+            raise
+        self.metrics.failovers.labels(fault.reason, "retried").inc()
+        logger.warning(
+            "generation %s is retried after %d tokens: %s at %s: %s",
+            answer.rid,
+            len(answer.ids),
+            fault.reason,
+            server.id,
+            fault.message,
+        )
+        await clock.sleep(backoff_s)
+
+    def _note_success(self, server: FleetServer) -> None:
+        if server.breaker.failures:
+            self.fleet.call_succeeded(server)
+            self.metrics.breakers.labels(server.id).set(0)
+
+    async def _abort(self, engine_url: str, rid: str) -> None:
+        """Tell the engine to abort the request, even if the caller is cancelled meanwhile."""
+        await asyncio.shield(self._begin_abort(engine_url, rid))
+
+    def _begin_abort(self, engine_url: str, rid: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(self.engine.abort(engine_url, rid))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+        return task

@@ -27,7 +27,7 @@ from bench.simulated_fleet.calls import (
 from bench.simulated_fleet.engines import EngineModel
 from bench.simulated_fleet.events import EVENTS
 from bench.simulated_fleet.redis_operations import redis_costs
-from gateway.settings.groups import ConcurrencySettings
+from gateway.settings import ConcurrencySettings
 
 KINDS = {"placement": MeasuredRotation, "random": RandomRotation, "least loaded": LeastLoadedRotation}
 COLUMNS = (

@@ -25,7 +25,7 @@ PARTS = {
     "gateway/edge/": "edge",
     "gateway/edge/reply": "replies",
     "gateway/sessions/": "sessions",
-    "gateway/admission/": "sessions",
+    "gateway/callers/": "sessions",
     "gateway/dialects/": "requests",
     "gateway/dialects/chat_wire": "replies",
     "gateway/language/": "prompts",

@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from gateway.app import create_app
-from gateway.keys.api_keys import ApiKeys, configured_keys
-from gateway.keys.key_file import WrongKeyFile
-from gateway.settings.service import GatewaySettings
+from gateway.callers.api_keys import ApiKeys, WrongKeyFile, configured_keys
+from gateway.settings import GatewaySettings
 from rollout_queue.http.keys import refuse_open_binding
 from rollout_queue.http.server import LAST_WORDS_S, serve
 from rollout_queue.http.starting import begin

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from redis.exceptions import RedisError
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from gateway.admission.backpressure import full_redis
+from gateway.callers.backpressure import full_redis
 from gateway.dialects.base import Dialect
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -37,10 +37,12 @@ from gateway.edge.wrong_keys import WrongKeys
 from gateway.errors import InvalidRequest
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import effort_of
-from gateway.metrics.metrics import Metrics
 from gateway.page import routes as page
 from gateway.page.page_access import PageAccess
 from gateway.page.page_parts import opened_page
+from gateway.parts import GatewayParts, opened
+from gateway.periodic_tasks import background_tasks, reload_on_hangup
+from gateway.prometheus import Metrics
 from gateway.rest import heartbeat, listing, rewards, sessions
 from gateway.rest.admin import deployment, users
 from gateway.rest.admin.actions import LogAdminActions
@@ -50,9 +52,7 @@ from gateway.rest.openapi import BODIES, openapi_document
 from gateway.rest.tinker_api import routes as tinker
 from gateway.rest.tinker_api.door import opened_door
 from gateway.rest.workers import metrics_text, private_app
-from gateway.settings.service import GatewaySettings
-from gateway.wiring.background import background_tasks, reload_on_hangup
-from gateway.wiring.parts import GatewayParts, opened
+from gateway.settings import GatewaySettings
 from rollout_queue.http.api_page import api_page
 from rollout_queue.http.browsers import public_hosts
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers

@@ -20,7 +20,7 @@ from gateway.fleet.call_queue import CallQueue
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import FleetServer
 from gateway.fleet.placement import Rotation, WantedServer
-from gateway.settings.groups import ConcurrencySettings
+from gateway.settings import ConcurrencySettings
 
 ATTEMPTS = 10
 """How often a call is tried."""

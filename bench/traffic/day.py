@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from bench.traffic.demand import GROUP_SIZE, GROUPS_PER_STEP, HOUR_S, STEP_S, Demand, demands
 from bench.traffic.virtual_stream import VirtualStream
-from gateway.admission.backpressure import TrainerBacklog
-from gateway.admission.staleness import StalenessBudget
+from gateway.callers.backpressure import StalenessBudget, TrainerBacklog
 from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Outcome, Reward, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds

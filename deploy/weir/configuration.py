@@ -30,7 +30,7 @@ SECRET_WORD = re.compile(r"--[\w-]*(?:key|password|token)(=.*)?", re.DOTALL)
 def service_settings() -> list[type[ServiceSettings]]:
     """The settings of every service. Imported here, because most commands do not need them."""
     from fine_tuning.settings import FineTuningSettings
-    from gateway.settings.service import GatewaySettings
+    from gateway.settings import GatewaySettings
     from reward_service.settings import RewardSettings
     from rollout_server.settings import RolloutServerSettings
     from trainer_service.settings import TrainerSettings

@@ -15,11 +15,11 @@ import msgspec
 
 from gateway.conversations.branches import Reason, deepest_match, images_within, live_turns, why_forked
 from gateway.conversations.digests import chain
+from gateway.counters import CountedCache
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.images.pads import images_of, placed
 from gateway.language.parsed_answer import ParsedAnswer
 from gateway.language.render import ChatRenderer
-from gateway.metrics.counted_cache import CountedCache
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Relation, Turn
 from rollout_queue.contract.tokens import TokenIds

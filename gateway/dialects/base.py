@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from gateway.callers.identity import Caller
 from gateway.generations.generation import Call, Generation
 from gateway.language.answers.deltas import Delta
 from gateway.language.parsed_answer import ParsedAnswer
-from gateway.sessions.identity import Caller
 from rollout_queue.contract.records import Turn
 from rollout_queue.http.errors import ApiError
 

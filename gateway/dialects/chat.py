@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
+from gateway.callers.identity import Caller, user_named
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.chat_input import begun_of, conversation, form_of, thinking_of, tools_of
 from gateway.dialects.chat_wire import (
@@ -40,8 +41,6 @@ from gateway.language.answers.deltas import Delta
 from gateway.language.constraint import constrainer, shown_tools
 from gateway.language.parsed_answer import ToolCall
 from gateway.language.render import ChatRenderer
-from gateway.sessions.identity import Caller
-from gateway.sessions.user_names import user_named
 from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 

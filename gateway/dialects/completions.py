@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from gateway.callers.identity import Caller, user_named
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.completions_wire import (
     CompletionChoice,
@@ -32,8 +33,6 @@ from gateway.generations.generation import Call, Generation
 from gateway.language.answers.deltas import Delta
 from gateway.language.constraint import Constraint, constraint_of_text
 from gateway.language.render import ChatRenderer
-from gateway.sessions.identity import Caller
-from gateway.sessions.user_names import user_named
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError

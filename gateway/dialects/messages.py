@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gateway.callers.identity import Caller, user_in_metadata
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.checks import check_metadata, refuse_unserved
 from gateway.dialects.fields.decoding import decode_body
@@ -59,8 +60,6 @@ from gateway.language.chat_messages import in_call_order
 from gateway.language.constraint import constrainer, shown_tools
 from gateway.language.parsed_answer import ToolCall
 from gateway.language.render import ChatRenderer
-from gateway.sessions.identity import Caller
-from gateway.sessions.user_names import user_in_metadata
 from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from msgspec import UNSET, Raw, UnsetType
 
+from gateway.callers.identity import Caller
 from gateway.dialects.base import Events, ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.checks import refuse_unserved
 from gateway.dialects.fields.decoding import decode_body
@@ -34,7 +35,6 @@ from gateway.dialects.wire import (
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Generation
 from gateway.language.render import ChatRenderer
-from gateway.sessions.identity import Caller
 from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.callers.identity import Identities
+from gateway.counters import CLIENT_LEFT, CallFigures
 from gateway.edge.background_answers import BackgroundAnswers
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.errors import ANSWERABLE, api_error
@@ -21,8 +23,6 @@ from gateway.edge.request import AgentRequest, BodyBudget, ClientDisconnected, h
 from gateway.edge.retries import InFlightCalls
 from gateway.edge.wrong_keys import WrongKeys
 from gateway.errors import NotPermitted, UnknownCaller
-from gateway.metrics.calls import CLIENT_LEFT, CallFigures
-from gateway.sessions.identity import Identities
 from rollout_queue import clock
 from rollout_queue.http.bodies.large_bodies import PacedReceive, next_iteration
 from rollout_queue.http.browsers import check_keyless

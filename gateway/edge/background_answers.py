@@ -10,13 +10,13 @@ from collections import Counter
 import msgspec
 
 from gateway.cancellation import cancel_and_wait
+from gateway.counters import CallFigures
 from gateway.dialects.base import BackgroundReply, RecordedAnswer
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.request import HeldBody
 from gateway.errors import LimitReached
 from gateway.generations.generation import Generation, tokens_of
-from gateway.metrics.calls import CallFigures
-from gateway.wiring.parts import GatewayParts
+from gateway.parts import GatewayParts
 from rollout_queue import clock
 from rollout_queue.contract.errors import QueueError, StorageUnavailable
 from rollout_queue.http.errors import ApiError

@@ -11,6 +11,8 @@ from functools import partial
 
 import msgspec
 
+from gateway.callers.identity import Caller
+from gateway.counters import CallFigures
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.unknown import Reading
 from gateway.edge.background_answers import BackgroundAnswers, UnreadCall
@@ -27,10 +29,8 @@ from gateway.edge.writing import written
 from gateway.fleet.event_stream import OutputChunk
 from gateway.generations.generation import ClientCall, Generation, tokens_of
 from gateway.generations.pinning import pinned
-from gateway.metrics.calls import CallFigures
-from gateway.sessions.identity import Caller
+from gateway.parts import GatewayParts
 from gateway.sessions.resolution import HEADERS, SessionClues
-from gateway.wiring.parts import GatewayParts
 from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.foreign_json import LARGE_BYTES

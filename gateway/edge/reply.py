@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import Message, Send
 
+from gateway.counters import CLIENT_LEFT, CallFigures
 from gateway.edge.one_line import one_line
-from gateway.metrics.calls import CLIENT_LEFT, CallFigures
 from rollout_queue import clock
 
 Headers = Mapping[str, str]

@@ -7,9 +7,9 @@ from types import TracebackType
 import msgspec
 from starlette.types import Receive, Scope
 
+from gateway.callers.identity import Caller
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.errors import LimitReached
-from gateway.sessions.identity import Caller
 from rollout_queue.http.bodies.content_codings import HEADER, codings_of, content_encoding, decoded
 from rollout_queue.http.errors import ApiError
 

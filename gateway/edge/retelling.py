@@ -15,7 +15,7 @@ from gateway.edge.reply import Reply
 from gateway.edge.streaming import answer_stream, opening_headers, reply_headers
 from gateway.edge.writing import written
 from gateway.generations.generation import Generation
-from gateway.wiring.parts import GatewayParts
+from gateway.parts import GatewayParts
 from rollout_queue.http.errors import ApiError
 
 MAX_PIECE = 256

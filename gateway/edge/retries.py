@@ -14,11 +14,11 @@ from types import TracebackType
 import msgspec
 from starlette.types import Message
 
+from gateway.callers.identity import Caller
 from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.first_client import FirstClient
 from gateway.edge.reply import Reply
 from gateway.edge.retelling import ToldStream
-from gateway.sessions.identity import Caller
 from rollout_queue import clock
 from rollout_queue.http.errors import ApiError
 

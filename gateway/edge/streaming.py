@@ -10,7 +10,7 @@ from gateway.generations.generation import Generation
 from gateway.language.answers.begun_answer import BegunAnswerStream
 from gateway.language.answers.deltas import AnswerStream, RawTextStream
 from gateway.language.answers.stop_strings import StoppedStream
-from gateway.wiring.parts import GatewayParts
+from gateway.parts import GatewayParts
 from rollout_queue.contract.tokens import TokenIds
 
 NEAR = 0.8

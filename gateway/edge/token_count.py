@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+from gateway.counters import CallFigures
 from gateway.dialects.fields.unknown import Reading, ignored_header
 from gateway.dialects.messages import Messages, request_of
 from gateway.dialects.messages_wire import InputTokens
@@ -10,8 +11,7 @@ from gateway.dialects.wire import encode
 from gateway.edge.images import with_images
 from gateway.edge.reply import Reply
 from gateway.edge.request import AgentRequest
-from gateway.metrics.calls import CallFigures
-from gateway.wiring.parts import GatewayParts
+from gateway.parts import GatewayParts
 from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 

@@ -9,7 +9,7 @@ import ipaddress
 import math
 from collections import OrderedDict
 
-from gateway.settings.groups import WrongKeySettings
+from gateway.settings import WrongKeySettings
 from rollout_queue import clock
 from rollout_queue.http.errors import ApiError
 

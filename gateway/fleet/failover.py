@@ -24,7 +24,7 @@ from gateway.fleet.fleet_server import EngineWait, FleetServer
 from gateway.fleet.generate_request import SampleRequest
 from gateway.fleet.placement import WantedServer
 from gateway.fleet.suspects import Case, request_digest
-from gateway.metrics.metrics import Metrics
+from gateway.prometheus import Metrics
 from rollout_queue import clock
 
 OnChunk = Callable[[OutputChunk], Awaitable[None]]

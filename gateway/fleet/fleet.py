@@ -20,6 +20,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.cancellation import cancel_and_wait
+from gateway.counters import FleetFigures
 from gateway.errors import NoServer, StateConflict
 from gateway.fleet.call_queue import CallQueue
 from gateway.fleet.engine_client import EngineClient
@@ -35,8 +36,7 @@ from gateway.fleet.registrations import (
 )
 from gateway.fleet.server_status import STATUS_TIMEOUT_S, StatusSchedule, distinct, read_status
 from gateway.fleet.suspects import Suspects
-from gateway.metrics.fleet_figures import FleetFigures
-from gateway.settings.groups import ConcurrencySettings
+from gateway.settings import ConcurrencySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.serving import ServingPlan

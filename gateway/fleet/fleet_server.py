@@ -24,7 +24,7 @@ import msgspec
 from gateway.errors import EngineFault
 from gateway.fleet.answer import PartialAnswer
 from gateway.fleet.generate_request import Adapter, Wish
-from gateway.settings.groups import ConcurrencySettings
+from gateway.settings import ConcurrencySettings
 from rollout_queue import clock
 from rollout_queue.protocol.adapters import AdapterShape
 from rollout_queue.protocol.status import NO_SIGN_OF_LIFE, ServerShape

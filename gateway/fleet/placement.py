@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
+from gateway.counters import FleetFigures
 from gateway.fleet.fleet_server import FleetServer
 from gateway.fleet.generate_request import ANY, Wish
-from gateway.metrics.fleet_figures import FleetFigures
 from rollout_queue import clock
 from rollout_queue.contract.policies.serving import ServingPlan
 

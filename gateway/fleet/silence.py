@@ -13,7 +13,7 @@ from gateway.errors import EngineFault
 from gateway.fleet.engine_client import EngineClient
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import FleetServer, Life
-from gateway.metrics.metrics import Metrics
+from gateway.prometheus import Metrics
 from rollout_queue import clock
 
 logger = logging.getLogger(__name__)

@@ -6,13 +6,13 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.conversations.conversation import Prompt
+from gateway.counters import CallFigures
 from gateway.fleet.event_stream import OutputChunk
 from gateway.fleet.generate_request import Wish
 from gateway.generations.pinning import Pinned
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.constraint import Constrain
 from gateway.language.thinking import Options
-from gateway.metrics.calls import CallFigures
 from gateway.policies.canary_watch import Trial
 from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead

@@ -14,6 +14,7 @@ import msgspec
 from gateway.conversations.conversation import Prompt, locate
 from gateway.conversations.raw import locate_raw
 from gateway.conversations.side_calls import side_call_of
+from gateway.counters import CallFigures, PromptTime
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
 from gateway.fleet.event_stream import OutputChunk
 from gateway.fleet.failover import OnChunk, Sampler
@@ -28,10 +29,8 @@ from gateway.language.extension import UNREADABLE
 from gateway.language.images.pads import collapsed
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import effort_of
-from gateway.metrics.calls import CallFigures
-from gateway.metrics.prompt_time import PromptTime
 from gateway.policies.canary_watch import CanaryWatch
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.fleet.fleet import Fleet
-from gateway.policies.adapters import AdapterPolicies
-from gateway.settings.service import GatewaySettings
+from gateway.policies.adapter_policies import AdapterPolicies
+from gateway.settings import GatewaySettings
 
 
 class PolicyName(NamedTuple):

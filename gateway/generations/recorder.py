@@ -19,9 +19,9 @@ from gateway.language.answers.stop_strings import before_stop
 from gateway.language.answers.thoughts import tokens_of_thought
 from gateway.language.parsed_answer import ParsedAnswer
 from gateway.language.render import ChatRenderer
-from gateway.metrics.metrics import Metrics
 from gateway.policies.canary_watch import CanaryWatch
-from gateway.settings.service import GatewaySettings
+from gateway.prometheus import Metrics
+from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed
 from rollout_queue.contract.records import Finish, Turn

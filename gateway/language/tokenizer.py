@@ -12,12 +12,11 @@ from tokenizers import Encoding
 from tokenizers.models import BPE, Unigram
 from tokenizers.normalizers import NFC, NFD, NFKD
 
+from gateway.counters import CountedCache, ThreadSeconds
 from gateway.language.control_tokens import CUT, ControlTokenEscaper, split_at_cuts
 from gateway.language.token_budget import BOUNDARY, BUDGET, PIECE_CHARS, SPLIT_SLACK, TokenBudget, runs
 from gateway.language.token_bytes import TokenBytes
 from gateway.language.tokenizer_files import named_tokens, tokenizer_of, tokenizer_settings
-from gateway.metrics.counted_cache import CountedCache
-from gateway.metrics.prompt_time import ThreadSeconds
 from rollout_queue import clock
 from rollout_queue.base_model.tokenizer_check import tokenizer_check
 from rollout_queue.protocol.model_checks import ModelCheck

@@ -4,7 +4,7 @@ every poll: which keys exist? ─▶ weir:lasting names one that does not ─▶
                              └─▶ the secret and weir:lasting are gone ─▶ Redis came back empty
 
 Weir never removes these keys, and `weir:lasting` has the names of those that a gateway has seen. Others are
-written again where they are read: API keys (`keys/api_keys.py`), registrations, drained servers and the
+written again where they are read: API keys (`callers/api_keys.py`), registrations, drained servers and the
 serving plan (`engines/fleet.py`). The trainer notices what it has lost of the stream and of its lease.
 Whoever empties Redis on purpose while gateways run keeps `weir:secret`: then nothing is written again.
 """
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from redis.asyncio import Redis
 
-from gateway.keys.key_store import USE_LOST
+from gateway.callers.key_store import USE_LOST
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.client.losses import note_loss_async, recent_losses

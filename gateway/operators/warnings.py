@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from gateway.admission.backpressure import NO_EVICTION, UNBOUNDED, Backpressure, full_redis
+from gateway.callers.backpressure import NO_EVICTION, UNBOUNDED, Backpressure, full_redis
 from gateway.operators.formatting import counted, duration
 from gateway.policies.push_progress import NOT_LOADED
-from gateway.settings.service import LimitSettings, WarningSettings
+from gateway.settings import LimitSettings, WarningSettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.callers.identity import Caller, Identities
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.request import headers_of
 from gateway.errors import NotPermitted
 from gateway.page.cookies import page_token
 from gateway.page.page_sessions import PageSession, PageSessions
 from gateway.rest.access import SIGNED_IN
-from gateway.sessions.identity import Caller, Identities
 from rollout_queue.http.browsers import check_site
 from rollout_queue.http.keys import presented_key
 

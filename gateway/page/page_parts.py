@@ -12,8 +12,8 @@ from gateway.page.files import page_files
 from gateway.page.live import LiveFeed
 from gateway.page.page_access import PageDoor
 from gateway.page.page_sessions import PageSessions
+from gateway.parts import GatewayParts
 from gateway.rest.admin.deployment import system_status
-from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.browsers import public_hosts
 from rollout_queue.http.workers.siblings import Siblings

@@ -11,7 +11,7 @@ import secrets
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.settings.groups import PageSettings
+from gateway.settings import PageSettings
 from rollout_queue import clock
 from rollout_queue.http.keys import digest
 from rollout_queue.redis import keys

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from gateway.callers.identity import PREFIX
 from gateway.edge.request import HeldBody, headers_of, read_body
 from gateway.errors import InvalidRequest, NotPermitted, ObjectNotFound, UnknownCaller
 from gateway.operators.actions import now_action
@@ -20,9 +21,8 @@ from gateway.page.files import page_files
 from gateway.page.live import LiveFeed
 from gateway.page.page_access import SignedIn
 from gateway.page.page_parts import PageParts
+from gateway.parts import parts_of
 from gateway.rest.access import SIGNED_IN, caller_in
-from gateway.sessions.identity import PREFIX
-from gateway.wiring.parts import parts_of
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.foreign_json import read_json
 from rollout_queue.http.api_page import HTML

@@ -21,7 +21,7 @@ from gateway.policies.canary_plan import (
     newest_policy,
     untried,
 )
-from gateway.settings.service import CanarySettings
+from gateway.settings import CanarySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.types import Scope
 
-from gateway.admission.admission import Admission
+from gateway.callers.admission import Admission
+from gateway.callers.identity import Caller, Identities, names, no_session_key
 from gateway.edge.request import headers_of
 from gateway.errors import NotPermitted
-from gateway.sessions.identity import Caller, Identities, names, no_session_key
-from gateway.wiring.parts import GatewayParts, parts_of
+from gateway.parts import GatewayParts, parts_of
 from rollout_queue.http.keys import ServiceRole
 
 SIGNED_IN = "signed_in"

@@ -4,10 +4,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.errors import StateConflict
+from gateway.parts import parts_of
 from gateway.rest.access import caller_in
 from gateway.rest.shapes import HeartbeatReply
 from gateway.sessions.resolution import refusal_of
-from gateway.wiring.parts import parts_of
 from rollout_queue import clock
 from rollout_queue.contract.errors import SessionClosed
 

@@ -15,12 +15,12 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import FiniteFloat
 
+from gateway.callers.identity import Caller
 from gateway.errors import InvalidRequest
+from gateway.parts import GatewayParts
 from gateway.rest.access import client_of
 from gateway.rest.shapes import DeletedSessionRow, SessionPage, SessionRow
 from gateway.rest.views import deleted_row, session_row
-from gateway.sessions.identity import Caller
-from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.head import SessionHead, SessionState
 from rollout_queue.contract.listing import ListedSession, ListPosition, ListScope
 from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode

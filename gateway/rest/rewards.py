@@ -17,7 +17,7 @@ from gateway.rest.access import client_of
 from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import Finished, Rewarded
 from gateway.rest.views import reward_view
-from gateway.sessions.service import no_session
+from gateway.sessions.session_service import no_session
 from rollout_queue import clock
 from rollout_queue.contract.errors import RewardsTooLarge, SessionUnknown, TooManyRewards
 from rollout_queue.contract.head import SessionHead

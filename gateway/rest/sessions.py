@@ -13,16 +13,16 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, FiniteFloat
 
+from gateway.callers.identity import Caller
 from gateway.errors import InvalidRequest
 from gateway.generations.pinning import policy_name
 from gateway.language.thinking import effort_of
+from gateway.parts import GatewayParts
 from gateway.rest.access import client_of
 from gateway.rest.bodies import RestBody, StoredMetadata
 from gateway.rest.shapes import DeletedSession, NewGroup, NewSession, SessionShape
 from gateway.rest.turns.shown import MOST_TEXT, Shown, TokenWindow
 from gateway.rest.views import session_view
-from gateway.sessions.identity import Caller
-from gateway.wiring.parts import GatewayParts
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import (
     PastThoughts,

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.callers.identity import Caller
 from gateway.language.render import ChatRenderer
 from gateway.operators.token_texts import texts_in
 from gateway.operators.training import TrainingShape, training_of
@@ -19,9 +20,7 @@ from gateway.rest.turns.drift import drift_of, merge_ratio_of
 from gateway.rest.turns.messages import conversation_of, message_of
 from gateway.rest.turns.shapes import TurnExtras, TurnShape, VersionRange
 from gateway.rest.turns.shown import WHOLE, WITHOUT_TOKENS, Shown, TokenWindow
-from gateway.sessions.identity import Caller
-from gateway.sessions.reasons import untrained_spans, why_session, why_turn
-from gateway.sessions.verdicts import turn_verdict
+from gateway.sessions.verdicts import turn_verdict, untrained_spans, why_session, why_turn
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Reward, Turn, Verdict
 from rollout_queue.contract.rewards import total

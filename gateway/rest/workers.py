@@ -14,11 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
+from gateway.counters import CallFigures, TimeSpent
 from gateway.edge.joins import HAVE_PATH, JOIN_PATH, JoinableCalls
-from gateway.metrics.calls import CallFigures
-from gateway.metrics.distribution import TimeSpent
-from gateway.metrics.metrics import Traffic
-from gateway.wiring.parts import GatewayParts
+from gateway.parts import GatewayParts
+from gateway.prometheus import Traffic
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.workers.merged_metrics import exported, merged
 from rollout_queue.http.workers.siblings import Siblings

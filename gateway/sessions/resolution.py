@@ -14,15 +14,14 @@ from typing import Any
 
 import msgspec
 
-from gateway.admission.admission import Admission
+from gateway.callers.admission import Admission
+from gateway.callers.identity import CLAUDE_CODE, Caller
+from gateway.callers.identity import names as is_named
 from gateway.conversations.digests import chain, continuation_digests
 from gateway.errors import InvalidRequest, NotPermitted, StateConflict
 from gateway.generations.generation import Call
 from gateway.language.chat_messages import Message
-from gateway.sessions.identity import Caller
-from gateway.sessions.identity import names as is_named
-from gateway.sessions.service import SessionService
-from gateway.sessions.user_names import CLAUDE_CODE
+from gateway.sessions.session_service import SessionService
 from rollout_queue import clock
 from rollout_queue.contract.errors import UserDeleted
 from rollout_queue.contract.head import SessionHead

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.app import create_app
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from tests.support.clients.stack import ENVIRONMENTS, ROOT
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.images import noise_url

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from reward_service.settings import RewardSettings
 from rollout_server.settings import EngineLoraSettings, RolloutServerSettings
 from trainer_service.settings import TrainerSettings

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Raw
 from redis.asyncio import Redis
 
+from gateway.callers.identity import Caller, user_named
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.fields.checks import check_fields, check_metadata, refuse_unserved, verbosity_of
 from gateway.dialects.fields.decoding import decode_body
@@ -32,8 +33,6 @@ from gateway.language.chat_messages import Message, in_call_order
 from gateway.language.constraint import constrainer, shown_tools
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import ThinkingWish, effort_of
-from gateway.sessions.identity import Caller
-from gateway.sessions.user_names import user_named
 from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
 

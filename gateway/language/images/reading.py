@@ -16,7 +16,7 @@ from gateway.language.images.fetching import ImageFetcher
 from gateway.language.images.pads import IMAGE, image_parts
 from gateway.language.images.shared_decodes import SharedDecodes
 from gateway.language.images.vision import Vision
-from gateway.settings.groups import ImageSettings
+from gateway.settings import ImageSettings
 
 READERS = 2
 """How many images are made bytes and hashed at the same time. These threads are others than the decoders', so

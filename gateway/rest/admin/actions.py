@@ -12,12 +12,12 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.callers.identity import Caller
 from gateway.errors import InvalidRequest
 from gateway.operators.actions import READS, ActionLog, now_action
+from gateway.parts import parts_of
 from gateway.rest.shapes import ActionPage, ActionShape
 from gateway.rest.workers import CHANGED_PATH
-from gateway.sessions.identity import Caller
-from gateway.wiring.parts import parts_of
 from rollout_queue.http.keys import Role
 
 router = APIRouter(prefix="/actions")

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from gateway.generations.pinning import Pinned
-from gateway.wiring.parts import GatewayParts, parts_of
+from gateway.parts import GatewayParts, parts_of
 from rollout_queue.contract.policies.adapter import PublishedAdapter
 from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.protocol.adapters import (

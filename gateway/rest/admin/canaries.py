@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request
 
-from gateway.wiring.parts import parts_of
+from gateway.parts import parts_of
 from rollout_queue.contract.policies.canary import Canary, GateReading, Pin
 from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.protocol.canaries import (

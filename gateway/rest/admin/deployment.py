@@ -4,10 +4,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 from msgspec.structs import asdict
 
-from gateway.admission.backpressure import Backpressure, read_backpressure
+from gateway.callers.backpressure import Backpressure, read_backpressure
 from gateway.errors import ObjectNotFound
 from gateway.fleet.fleet_server import Registration
 from gateway.operators.warnings import emptied_redis, failed_pushes, not_loaded
+from gateway.parts import GatewayParts, parts_of
 from gateway.rest.access import admins_only
 from gateway.rest.admin import (
     actions,
@@ -24,7 +25,6 @@ from gateway.rest.admin import keys as api_keys
 from gateway.rest.exports import export
 from gateway.rest.shapes import Removed
 from gateway.rest.workers import parts_of_all, placement_of_all, traffic_of_all
-from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.keys import default_keys_sentence
 from rollout_queue.http.release import release

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from gateway.errors import ObjectNotFound
-from gateway.wiring.parts import parts_of
+from gateway.parts import parts_of
 
 router = APIRouter(prefix="/images")
 

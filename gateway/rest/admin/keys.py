@@ -5,11 +5,10 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from gateway.keys.api_key import NAME, ApiKey, KeyLimits
-from gateway.keys.key_store import KeyUse
+from gateway.callers.key_store import NAME, ApiKey, KeyLimits, KeyUse
+from gateway.parts import parts_of
 from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import KeyPage, KeySecret, KeyShape, NewKeySecret
-from gateway.wiring.parts import parts_of
 from rollout_queue import clock
 from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.keys import Role

@@ -6,8 +6,8 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
+from gateway.parts import parts_of
 from gateway.rest.admin.trainer import asked_of_trainer
-from gateway.wiring.parts import parts_of
 from rollout_queue.protocol.trainer import MOST_BUCKETS, MOST_METRIC_NAMES
 
 router = APIRouter()

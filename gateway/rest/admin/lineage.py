@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, Response
 
 from gateway.operators.groups import GroupShape, group_of
 from gateway.operators.lineage import LineageShape, lineage_of
-from gateway.wiring.parts import parts_of
+from gateway.parts import parts_of
 from rollout_queue.protocol.policies import LARGEST
 
 router = APIRouter()

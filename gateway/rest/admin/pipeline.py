@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.operators.pipeline_report import PipelineReport
-from gateway.wiring.parts import parts_of
+from gateway.parts import parts_of
 
 router = APIRouter()
 

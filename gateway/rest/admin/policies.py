@@ -8,9 +8,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
+from gateway.parts import parts_of
 from gateway.policies.policies import PushReport
 from gateway.rest.admin.canaries import canary_shape, pin_shape
-from gateway.wiring.parts import parts_of
 from rollout_queue.contract.policies.policy import PolicyRecord
 from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan
 from rollout_queue.http.bodies.json_routes import JsonRoute

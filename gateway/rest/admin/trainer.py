@@ -11,7 +11,7 @@ import aiohttp
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from gateway.wiring.parts import GatewayParts, parts_of
+from gateway.parts import GatewayParts, parts_of
 from rollout_queue import clock
 from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError

@@ -4,10 +4,10 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
+from gateway.parts import parts_of
 from gateway.rest.access import admins_only
 from gateway.rest.shapes import DeletedUserShape
 from gateway.rest.tinker_api.door import TinkerDoor
-from gateway.wiring.parts import parts_of
 from rollout_queue.protocol.ids import Id
 
 router = APIRouter(prefix="/admin/users", tags=["admin"], dependencies=[Depends(admins_only)])

@@ -6,9 +6,9 @@ from fastapi.responses import JSONResponse
 from gateway.errors import ObjectNotFound
 from gateway.fleet.fleet import Fleet
 from gateway.generations.pinning import Pinned, pinned
+from gateway.parts import GatewayParts
 from gateway.rest.access import agent_of
 from gateway.rest.shapes import Model, ModelList
-from gateway.wiring.parts import GatewayParts
 
 router = APIRouter(tags=["agent"])
 

@@ -10,9 +10,9 @@ from gateway.dialects.responses.stored.background import as_of_now, cancel
 from gateway.dialects.responses.stored.record import StoredResponse
 from gateway.dialects.responses.stored.store import ResponseStore
 from gateway.errors import InvalidRequest
+from gateway.parts import parts_of
 from gateway.rest.access import agent_of
 from gateway.rest.shapes import DeletedResponse, ItemList
-from gateway.wiring.parts import parts_of
 
 router = APIRouter(tags=["agent"])
 

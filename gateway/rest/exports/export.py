@@ -22,13 +22,13 @@ from starlette.responses import Response
 from gateway.edge.one_line import one_line
 from gateway.errors import InvalidRequest
 from gateway.operators.archive import ArchivedSession, position_of, sessions_from
+from gateway.parts import GatewayParts, parts_of
 from gateway.rest.exports.left_out import left_out_rows
 from gateway.rest.exports.openenv_rows import openenv_rows
 from gateway.rest.exports.pending_rows import PendingRow
 from gateway.rest.exports.selection import TrainedSession, selected
 from gateway.rest.exports.trainer_rows import trl_rows, verl_rows
 from gateway.sessions.verdicts import turn_verdict
-from gateway.wiring.parts import GatewayParts, parts_of
 from rollout_queue.contract.episodes import row_of, session_part
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.listing import ListPosition

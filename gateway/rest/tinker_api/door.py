@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from gateway.callers.identity import Caller
 from gateway.cancellation import cancel_and_wait
 from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNotFound
+from gateway.parts import GatewayParts
 from gateway.rest.access import client_of
 from gateway.rest.tinker_api.paths import PromiseId
 from gateway.rest.tinker_api.promises import Announcements
@@ -18,10 +20,7 @@ from gateway.rest.tinker_api.sample_promises import SamplePromises
 from gateway.rest.tinker_api.samples import SampleMaker
 from gateway.rest.tinker_api.store import TinkerStore
 from gateway.rest.tinker_api.user_data.removal import ClientRecordRemoval
-from gateway.sessions.identity import Caller
-from gateway.settings.groups import TinkerSettings
-from gateway.settings.service import GatewaySettings
-from gateway.wiring.parts import GatewayParts
+from gateway.settings import GatewaySettings, TinkerSettings
 from rollout_queue import clock
 from rollout_queue.commands.codec import encode
 from rollout_queue.commands.command import Command, Refused

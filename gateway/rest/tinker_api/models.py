@@ -11,6 +11,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from gateway.callers.identity import Caller
 from gateway.edge.request import HEAVY_BYTES
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.rest.json_bodies import PROTOBUF
@@ -38,7 +39,6 @@ from gateway.rest.tinker_api.wire.bodies import (
     WeightsInfoBody,
 )
 from gateway.rest.tinker_api.wire.datums import ReadPass
-from gateway.sessions.identity import Caller
 from rollout_queue.commands.command import (
     SHARED,
     Command,

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import Field, FiniteFloat
 
+from gateway.callers.identity import Caller
 from gateway.dialects.token_call import TokenParameters, token_call
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.generations.generation import Call
@@ -21,7 +22,6 @@ from gateway.rest.tinker_api.samples import MOST_ATTEMPTS, WantedSample, turn_of
 from gateway.rest.tinker_api.wire.bodies import Number, SamplingSessionBody, TinkerBody
 from gateway.rest.tinker_api.wire.prompt_targets import TargetsBody, prompt_targets
 from gateway.rest.tinker_api.wire.sample_answer import WantedScores
-from gateway.sessions.identity import Caller
 from rollout_queue.commands.result import Published
 from rollout_queue.contract.policies.adapter import PublishedAdapter
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.callers.identity import Caller
 from gateway.cancellation import cancel_and_wait
 from gateway.edge.background_answers import UnreadCall
 from gateway.edge.choices import for_each
@@ -24,12 +25,11 @@ from gateway.errors import EngineFault, InvalidRequest, LimitReached, NoServer
 from gateway.fleet.scoring import PromptScorer, PromptScores
 from gateway.generations.generation import Call, Generation, tokens_of
 from gateway.generations.pinning import Pinned
+from gateway.parts import GatewayParts
 from gateway.rest.tinker_api.paths import PromiseId
 from gateway.rest.tinker_api.promises import Announcements
 from gateway.rest.tinker_api.sample_promises import SamplePromises
 from gateway.rest.tinker_api.wire.sample_answer import WantedScores, sample_response
-from gateway.sessions.identity import Caller
-from gateway.wiring.parts import GatewayParts
 from rollout_queue import clock
 from rollout_queue.contract.errors import QueueError, StorageUnavailable
 from rollout_queue.contract.head import SessionHead

@@ -6,6 +6,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from gateway.callers.identity import user_named
 from gateway.errors import InvalidRequest
 from gateway.rest.shapes import DeletedClientSession
 from gateway.rest.tinker_api.door import door_of, now
@@ -17,7 +18,6 @@ from gateway.rest.tinker_api.wire.bodies import (
     TinkerHeartbeatBody,
     TinkerSessionBody,
 )
-from gateway.sessions.user_names import user_named
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError

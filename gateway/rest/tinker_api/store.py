@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
+from gateway.callers.identity import Caller
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.rest.tinker_api.paths import WeightsPath
 from gateway.rest.tinker_api.records import (
@@ -18,7 +19,6 @@ from gateway.rest.tinker_api.records import (
     encode_record,
 )
 from gateway.rest.tinker_api.weights import KeptWeightsStore
-from gateway.sessions.identity import Caller
 from rollout_queue import clock
 from rollout_queue.commands.result import Kept
 from rollout_queue.contract.errors import UserDeleted

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from gateway.app import create_app
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue.contract.tokens import Logprobs
 from tests.support.clients.proxies import Proxy
 from tests.support.gateway.fake_engine import FakeEngine, Interruption

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_server.settings import RolloutServerSettings
 from tests.support.kubernetes.pods import FIRST_POD, Pod, pods_of, ports
 from tests.support.kubernetes.rendered import Object, named, of_kind

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue.settings import SECRETS, SHORT_NAMES, ServiceSettings
 from rollout_server.settings import RolloutServerSettings
 from tests.support.kubernetes.pods import Pod, environment, secret_files

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue.config_file import MalformedSettings
 from rollout_queue.settings import read_settings
 from tests.support.weir.commands import weir

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.service_log import log_of

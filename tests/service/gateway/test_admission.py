@@ -13,12 +13,11 @@ import openai
 import pytest
 from redis.asyncio import Redis as AsyncRedis
 
-from gateway.admission.admission import Admission
-from gateway.admission.quotas import MOST_PAGES, PAGE, Quota, Quotas
+from gateway.callers.admission import MOST_PAGES, PAGE, Admission, Quota, Quotas
+from gateway.callers.api_keys import ApiKeys
 from gateway.fleet.fleet import Fleet
-from gateway.keys.api_keys import ApiKeys
-from gateway.metrics.metrics import Metrics
-from gateway.settings.service import GatewaySettings, LimitSettings
+from gateway.prometheus import Metrics
+from gateway.settings import GatewaySettings, LimitSettings
 from rollout_queue import clock
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.redis import keys

@@ -309,7 +309,7 @@ def test_no_word_of_a_deleted_session_stays_in_a_gateways_memory(
     backends: Backends, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway's caches of openings, tools and token ids drop their entries by themselves."""
-    monkeypatch.setattr("gateway.wiring.background.TEXT_CACHES_S", 0.05)
+    monkeypatch.setattr("gateway.periodic_tasks.TEXT_CACHES_S", 0.05)
     word = "wryneck"  # no other test sends this word to gateways in this process
     with backends.gateway() as forgetful:
         wait_until(lambda: forgetful.get("/ready").status_code == 200)

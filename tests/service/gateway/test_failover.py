@@ -20,7 +20,7 @@ from gateway.fleet.failover import Sampler
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import FleetServer
 from gateway.fleet.generate_request import ANY, SampleRequest, SamplingParameters, Wish
-from gateway.metrics.metrics import Metrics
+from gateway.prometheus import Metrics
 from rollout_queue import clock
 from rollout_queue.contract.records import Span
 from rollout_queue.http.errors import ApiError

@@ -24,7 +24,7 @@ from gateway.fleet.fleet_server import LONGEST_S, Breaker, EngineLoad, FleetServ
 from gateway.fleet.generate_request import Wish
 from gateway.fleet.placement import WantedServer, choose_server
 from gateway.policies.push_driver import PushBounds, PushDriver
-from gateway.settings.groups import ConcurrencySettings
+from gateway.settings import ConcurrencySettings
 from rollout_queue import clock
 from rollout_queue.contract.policies.canary import Pin
 from rollout_queue.contract.policies.policy import PolicyRecord

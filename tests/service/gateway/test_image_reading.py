@@ -17,7 +17,7 @@ from gateway.language.images import decoding, reading
 from gateway.language.images.decoding import Png, image_of, png_of
 from gateway.language.images.reading import ImageReader, ReadImages, image_part
 from gateway.language.images.vision import vision_of
-from gateway.settings.groups import ImageSettings
+from gateway.settings import ImageSettings
 from tests.support.gateway.running import RunningGateway
 from tests.support.images import asking, noise_url
 from tests.support.waiting import PATIENCE_S

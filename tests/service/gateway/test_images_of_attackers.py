@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from gateway.errors import InvalidRequest
 from gateway.language.images.fetching import ImageFetcher, PublicResolver, is_public
-from gateway.settings.service import LimitSettings
+from gateway.settings import LimitSettings
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.images import asking, data_url, encoded, image_of, noise_url
 from tests.support.serving import serving

@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.callers.identity import Caller
+from gateway.counters import CallFigures
 from gateway.edge.joins import HAVE_PATH, Joins
 from gateway.edge.reply import Reply
 from gateway.edge.retries import CallKey
-from gateway.metrics.calls import CallFigures
-from gateway.sessions.identity import Caller
 from rollout_queue import clock
 from rollout_queue.http.workers.private_server import private_server
 from rollout_queue.http.workers.siblings import ASK_S, SILENT_S, Siblings

@@ -10,11 +10,9 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
-from gateway.keys.api_key import ApiKey, KeyLimits, Secret
-from gateway.keys.api_keys import ApiKeys, configured_keys
-from gateway.keys.key_file import WrongKeyFile, keys_of_file
-from gateway.keys.key_store import KeyStore, KeyUse
-from gateway.settings.service import GatewaySettings
+from gateway.callers.api_keys import ApiKeys, WrongKeyFile, configured_keys, keys_of_file
+from gateway.callers.key_store import ApiKey, KeyLimits, KeyStore, KeyUse, Secret
+from gateway.settings import GatewaySettings
 from rollout_queue.contract.ids import new_id
 from rollout_queue.http.keys import bearer, digest
 from rollout_queue.redis import keys

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.sessions.in_flight import CallsInFlight
+from gateway.sessions.lifetime import CallsInFlight
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.memory import MemoryStream

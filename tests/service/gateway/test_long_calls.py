@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.sessions import in_flight
+from gateway.sessions import lifetime
 from rollout_queue import clock
 from rollout_queue.redis import keys
 from tests.support.gateway.calls import Call, codes
@@ -29,7 +29,7 @@ def lasts(gateway: RunningGateway, session_id: str, seconds: float) -> bool:
     return deadline is not None and deadline > clock.now() + seconds
 
 
-@pytest.mark.parametrize(("margin_s", "stream"), in_turn([2 * TTL_S, in_flight.MARGIN_S], [False, True]))
+@pytest.mark.parametrize(("margin_s", "stream"), in_turn([2 * TTL_S, lifetime.MARGIN_S], [False, True]))
 def test_a_call_in_flight_keeps_its_session_open(
     gated_timed: RunningGateway,
     turned: TurnedClock,
@@ -37,7 +37,7 @@ def test_a_call_in_flight_keeps_its_session_open(
     margin_s: float,
     stream: bool,
 ) -> None:
-    monkeypatch.setattr(in_flight, "MARGIN_S", margin_s)
+    monkeypatch.setattr(lifetime, "MARGIN_S", margin_s)
     gated = gated_timed
     session = gated.session(ttl_s=TTL_S)
     call = Call(gated, session, stream=stream)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from gateway.edge.disconnect import WATCH_AFTER_S
-from gateway.settings.service import LimitSettings
+from gateway.settings import LimitSettings
 from rollout_queue.contract.ids import new_id
 from rollout_queue.redis import keys
 from rollout_queue.redis.heads.cache import SESSION_BYTES, TURN_BYTES

@@ -1,7 +1,7 @@
 """The gateway publishes an OpenAPI document of all its paths."""
 
 from gateway.app import create_app
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.serving import serving
 

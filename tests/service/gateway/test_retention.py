@@ -176,8 +176,8 @@ def test_heads_alone_never_keep_newcomers_out(
     backends: Backends, trainer: RedisReader, roomy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway forgets the oldest sessions, no more than needed, and keeps those settled just now."""
-    monkeypatch.setattr("gateway.sessions.retention.BATCH", 5)
-    monkeypatch.setattr("gateway.sessions.retention.BATCHES", 1)
+    monkeypatch.setattr("gateway.sessions.lifetime.BATCH", 5)
+    monkeypatch.setattr("gateway.sessions.lifetime.BATCHES", 1)
     with backends.gateway(retention_s=None) as gateway:
         old = [ended(gateway) for _ in range(20)]
         learn(trainer)

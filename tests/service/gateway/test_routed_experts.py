@@ -12,7 +12,7 @@ import pytest
 from gateway.app import create_app
 from gateway.fleet.event_stream import EventStream
 from gateway.generations import generation
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.records import Turn
 from rollout_queue.contract.turn_parts.experts import RoutedExperts

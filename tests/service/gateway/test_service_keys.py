@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 
 SERVER_KEY, TRAINER_KEY = "the-key-of-rollout-servers", "the-key-of-the-trainer"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.app import create_app
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from tests.support.gateway.families_models import make_model
 from tests.support.gateway.running import Backends, RunningGateway
 

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from gateway.app import create_app
+from gateway.callers.identity import Identities
 from gateway.fleet.fleet import Fleet
 from gateway.language.grammars.pattern_cost import steps_of
-from gateway.sessions.identity import Identities
-from gateway.settings.service import LimitSettings
+from gateway.settings import LimitSettings
 from rollout_queue.contract.errors import MOST_REWARDS
 from rollout_queue.redis import keys
 from tests.support.gateway.gated_engine import ANSWER, GatedEngine, asked, let_on

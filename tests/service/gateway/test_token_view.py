@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.rest.turns import shown
-from gateway.sessions.reasons import CONTEXT
+from gateway.sessions.verdicts import CONTEXT
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import Span
 from rollout_queue.contract.tokens import Logprobs, TokenIds

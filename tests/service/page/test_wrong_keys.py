@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from gateway.edge.wrong_keys import ADDRESSES, WrongKeys
-from gateway.settings.groups import WrongKeySettings
+from gateway.settings import WrongKeySettings
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.page.client import PageClient
 from tests.support.turned_clock import TurnedClock

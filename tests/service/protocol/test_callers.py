@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from fine_tuning.app import create_app as fine_tuning_app
 from fine_tuning.settings import FineTuningSettings
 from gateway.app import create_app as gateway_app
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from reward_service.app import create_app as rewards_app
 from reward_service.sandbox.settings import PythonSettings
 from reward_service.settings import RewardSettings

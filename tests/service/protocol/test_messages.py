@@ -16,9 +16,9 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
-from gateway.admission.backpressure import TrainerBacklog, read_backpressure
 from gateway.app import create_app as gateway_app
-from gateway.settings.service import GatewaySettings
+from gateway.callers.backpressure import TrainerBacklog, read_backpressure
+from gateway.settings import GatewaySettings
 from rollout_queue.http.keys import Keyring
 from rollout_queue.protocol.errors import ErrorReply
 from rollout_queue.protocol.message import MalformedMessage

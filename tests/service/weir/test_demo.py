@@ -20,7 +20,7 @@ from starlette.routing import Route
 from gateway.app import create_app
 from gateway.language.render import ChatRenderer
 from gateway.language.tokenizer_files import tokenizer_of
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port, serving

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from environments.errors import RunStopped
 from environments.start import RunPlace
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from reward_service.app import create_app as create_rewards
 from reward_service.settings import RewardSettings
 from rollout_queue.protocol.model_checks import ModelCheck

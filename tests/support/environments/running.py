@@ -12,7 +12,7 @@ from environments.settings import RunSettings
 from environments.start import RunPlace, play_run
 from gateway.app import create_app
 from gateway.language.tokenizer_files import tokenizer_of
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from tests.support.environments.answering_engine import AnsweringEngine
 from tests.support.redis_clients import redis_at
 from tests.support.serving import serving

@@ -12,7 +12,7 @@ from redis import Redis
 from tokenizers import Tokenizer
 
 from gateway.app import create_app
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue.redis import keys
 from rollout_queue.signals.access_log import AccessLog
 from tests.support.gateway.fake_engine import FakeEngine

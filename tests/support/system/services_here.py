@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from gateway.app import create_app as create_gateway
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue.http.keys import Keyring
 from rollout_server.app import create_app as create_rollout_server
 from rollout_server.engine.command import find_device

@@ -10,7 +10,7 @@ import httpx
 from prometheus_client import CollectorRegistry
 
 from gateway.app import create_app as create_gateway
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue.http.keys import Keyring
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys

@@ -16,7 +16,7 @@ from bench.simulated_fleet.calls import (
 from bench.simulated_fleet.engines import EngineCall, EngineModel, SimulatedEngine
 from bench.simulated_fleet.events import EVENTS
 from bench.simulated_fleet.virtual_time import virtual_clocks
-from gateway.settings.groups import ConcurrencySettings
+from gateway.settings import ConcurrencySettings
 
 SMALL = Traffic(servers=20, gateways=2, sessions=200, warm_s=12.0, measured_s=6.0)
 

@@ -12,7 +12,7 @@ from bench import asynchrony, learning, trial
 from bench.results import Progress, Result, ResultFolder, Trial
 from bench.tasks import LONGEST_S, TASKS, takes_s
 from bench.trial import Bounds, TrialCourse
-from gateway.settings.service import LimitSettings
+from gateway.settings import LimitSettings
 from rollout_queue.protocol.trainer import TrainerReport
 from tests.support.system_status import system_status
 from trainer_service.algorithms.settings import AlgorithmSettings

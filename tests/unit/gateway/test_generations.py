@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from gateway.counters import CallFigures
 from gateway.edge.background_answers import UnreadCall
 from gateway.errors import InvalidRequest
 from gateway.fleet.event_stream import OutputChunk
@@ -15,10 +16,9 @@ from gateway.generations.generator import Generator
 from gateway.generations.pinning import Pinned
 from gateway.generations.recorder import Recorder
 from gateway.language.render import ChatRenderer
-from gateway.metrics.calls import CallFigures
-from gateway.metrics.metrics import Metrics
 from gateway.policies.canary_watch import CanaryWatch
-from gateway.settings.service import GatewaySettings
+from gateway.prometheus import Metrics
+from gateway.settings import GatewaySettings
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.policies.canary import Canary
 from rollout_queue.contract.policies.serving import ServingPlan

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 import gateway.__main__
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue.http import starting
 from rollout_queue.http.server import KEEP_ALIVE_S
 from tests.support.service_log import log_of

@@ -5,10 +5,17 @@ from typing import Any, cast, get_args
 
 import pytest
 
-from gateway.sessions.reasons import CONTEXT, NO_ADVANTAGE, untrained_spans, why_session, why_turn
-from gateway.sessions.service import SessionService
-from gateway.sessions.verdicts import session_verdict, turn_verdict
-from gateway.settings.service import GatewaySettings
+from gateway.sessions.session_service import SessionService
+from gateway.sessions.verdicts import (
+    CONTEXT,
+    NO_ADVANTAGE,
+    session_verdict,
+    turn_verdict,
+    untrained_spans,
+    why_session,
+    why_turn,
+)
+from gateway.settings import GatewaySettings
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.progress import GroupProgress
 from rollout_queue.contract.records import SessionSpec, Span, Verdict, VerdictCode

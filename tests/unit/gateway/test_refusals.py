@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from gateway.callers.identity import Caller
 from gateway.dialects.base import Dialect
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -18,7 +19,6 @@ from gateway.edge.errors import api_error
 from gateway.errors import InvalidRequest
 from gateway.language.render import ChatRenderer
 from gateway.language.schema import MAX_BYTES
-from gateway.sessions.identity import Caller
 from tests.support.gateway.examples import no_bodies
 from tests.support.gateway.families_agent import renderer_of
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gateway.cancellation import cancel_and_wait
+from gateway.counters import CallFigures
 from gateway.edge.reply import Reply
-from gateway.metrics.calls import CallFigures
 
 
 async def test_a_stream_that_ends_while_its_first_heartbeat_waits_begins_all_the_same() -> None:

@@ -13,7 +13,7 @@ from gateway.fleet.fleet_server import EngineWait, FleetServer, Registration
 from gateway.fleet.generate_request import Wish
 from gateway.fleet.server_status import read_status
 from gateway.fleet.silence import SILENCE_S, WATCH_EVERY_S, SilenceWatch
-from gateway.metrics.metrics import Metrics
+from gateway.prometheus import Metrics
 from rollout_queue.contract.policies.canary import Canary
 from rollout_queue.contract.policies.serving import Admissible, ServingPlan
 from tests.support.turned_clock import TurnedClock

@@ -1,6 +1,6 @@
 """How long a step of the trainer takes, where it waits for rollouts most of the time."""
 
-from gateway.admission.limits import StepTrend
+from gateway.callers.caller_limits import StepTrend
 
 
 def test_only_the_time_in_which_the_trainer_works_counts() -> None:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue.config_file import MalformedSettings
 from rollout_queue.http.starting import start
 from rollout_queue.redis.client.address import read_address

@@ -12,7 +12,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from gateway.settings.service import LimitSettings
+from gateway.settings import LimitSettings
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.worked_example import (
     DOCUMENT,

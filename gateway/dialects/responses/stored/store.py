@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
+from gateway.callers.identity import Caller, names
 from gateway.conversations.digests import chain
 from gateway.dialects.responses.input import items_of, messages_of
 from gateway.dialects.responses.stored.record import SHARED, StoredResponse, digest_of, packed, unpacked
@@ -21,7 +22,6 @@ from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.generations.generation import Generation
 from gateway.language.chat_messages import Message
-from gateway.sessions.identity import Caller, names
 from rollout_queue.contract.errors import SessionDeleted
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored

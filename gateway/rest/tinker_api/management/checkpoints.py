@@ -6,13 +6,13 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.callers.identity import Caller
 from gateway.errors import ObjectNotFound
 from gateway.rest.tinker_api.door import TinkerDoor, door_of
 from gateway.rest.tinker_api.paths import PATH, WeightsPath, weights_path
 from gateway.rest.tinker_api.records import KeptTerms
 from gateway.rest.tinker_api.weights import KeptWeights
 from gateway.rest.tinker_api.wire.bodies import TtlBody
-from gateway.sessions.identity import Caller
 from rollout_queue import clock
 from rollout_queue.http.bodies.json_routes import JsonRoute
 

@@ -6,6 +6,7 @@ copy_weights ─▶ LoadWeights (0), SaveWeights (1) of the new model ─▶ tra
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from gateway.callers.identity import Caller
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.rest.tinker_api.door import TinkerDoor, door_of, now
 from gateway.rest.tinker_api.futures import result_of
@@ -13,7 +14,6 @@ from gateway.rest.tinker_api.models import check_trainer
 from gateway.rest.tinker_api.paths import WeightsPath, model_of, weights_path
 from gateway.rest.tinker_api.records import ClientModel, ClientSession, KeptTerms
 from gateway.rest.tinker_api.wire.bodies import CopyWeightsBody
-from gateway.sessions.identity import Caller
 from rollout_queue.commands.command import Command, LoadWeights, SaveWeights
 from rollout_queue.commands.result import Answer, CommandFailed
 from rollout_queue.http.bodies.json_routes import JsonRoute

@@ -16,10 +16,10 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNotFound
+from gateway.parts import parts_of
 from gateway.rest.tinker_api.door import door_of, now
 from gateway.rest.tinker_api.paths import PATH, WeightsPath, weights_path
 from gateway.rest.tinker_api.wire.bodies import Number
-from gateway.wiring.parts import parts_of
 from rollout_queue import clock
 from rollout_queue.commands.result import Exported, Kept
 from rollout_queue.http.files import LargeFile

@@ -7,12 +7,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from gateway.callers.identity import Caller
 from gateway.errors import InvalidRequest
 from gateway.rest.tinker_api.door import TinkerDoor, door_of
 from gateway.rest.tinker_api.management.listing import time_of
 from gateway.rest.tinker_api.store import FoundSession, SessionPlace
 from gateway.rest.tinker_api.wire.searches import ClientFinishedQuery, SessionSearchBody
-from gateway.sessions.identity import Caller
 from rollout_queue.http.bodies.json_routes import JsonRoute
 
 router = APIRouter(tags=["tinker"], route_class=JsonRoute)

@@ -11,8 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from gateway.admission.backpressure import TrainerBacklog
-from gateway.admission.staleness import StalenessBudget
+from gateway.callers.backpressure import StalenessBudget, TrainerBacklog
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close, given
 from tests.support.trainer_service.harness import turn

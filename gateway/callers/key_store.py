@@ -6,14 +6,15 @@ weir:keys_used      name → when the key was used last
 weir:keys_tokens    name → tokens that its calls used
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.keys.api_key import ApiKey
 from rollout_queue.contract.ids import new_id
+from rollout_queue.http.keys import Role, digest
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.client.losses import note_loss_async, was_lost
@@ -29,6 +30,58 @@ return 1
 """
 
 USE_LOST = "what API keys have used counts from 0, also against their token_budget"
+
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""A name is shorter than a digest, so that no name is the owner of another key's sessions."""
+Source = Literal["settings", "file", "admin"]
+"""`settings`: a key of the section `gateway`; `file`: `keys_file`; `admin`: `POST /admin/keys`."""
+
+
+class Secret(msgspec.Struct, frozen=True):
+    """One secret of a key. A key has several while its users change from one to the next."""
+
+    digest: str
+    """SHA-256 of the secret, in hex."""
+    created_at: float = 0.0
+    expires_at: float | None = None
+    """Seconds since the epoch; the secret is not accepted any more from then on. None: it does not expire."""
+
+    def accepted(self, now: float) -> bool:
+        return self.expires_at is None or now < self.expires_at
+
+
+Limit = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class KeyLimits(msgspec.Struct, frozen=True):
+    """What one key may use. None: the limit of the deployment, if it has one."""
+
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    token_budget: Limit | None = None
+    """Tokens of prompts and answers together, for as long as the key exists."""
+
+
+class ApiKey(msgspec.Struct, frozen=True):
+    """A key, as it is configured or stored."""
+
+    name: str
+    role: Role
+    secrets: tuple[Secret, ...]
+    limits: KeyLimits = KeyLimits()
+    source: Source = "admin"
+    created_at: float = 0.0
+    revoked_at: float | None = None
+    """A revoked key stays listed, so that no later key of its name gets its sessions."""
+
+    @property
+    def owner(self) -> str:
+        """What the sessions of this key have as their owner: a plain key's digest, else the name."""
+        return self.secrets[0].digest if self.source == "settings" else self.name
+
+    def accepted_secrets(self, now: float) -> tuple[Secret, ...]:
+        return () if self.revoked_at is not None else tuple(one for one in self.secrets if one.accepted(now))
 
 
 class KeyUse(msgspec.Struct):
@@ -107,3 +160,9 @@ class KeyStore:
         used = await stored(self._redis.hgetall(keys.KEYS_USED))
         tokens = await stored(self._redis.hgetall(keys.KEYS_TOKENS))
         return {name.decode(): KeyUse(float(at), int(tokens.get(name, 0))) for name, at in used.items()}
+
+
+def plain_key(secret: str, role: Role) -> ApiKey:
+    """A key of the settings, which have a secret and no name."""
+    hashed = digest(secret)
+    return ApiKey(f"key-{hashed[:8]}", role, (Secret(hashed),), source="settings")

@@ -12,38 +12,36 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from starlette.requests import Request
 
-from gateway.admission.admission import Admission
-from gateway.admission.backpressure import memory_bound, read_backpressure
+from gateway.callers.admission import Admission
+from gateway.callers.api_keys import ApiKeys, KeyChanges, configured_keys
+from gateway.callers.backpressure import memory_bound, read_backpressure
+from gateway.callers.identity import Identities
+from gateway.callers.key_store import KeyStore
 from gateway.conversations.conversation import FIRST_PROMPTS
+from gateway.counters import CacheLookups
 from gateway.fleet.engine_client import EngineClient
 from gateway.fleet.failover import Sampler
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.silence import SilenceWatch
 from gateway.generations.generator import Generator
 from gateway.generations.recorder import Recorder
-from gateway.keys.api_keys import ApiKeys, configured_keys
-from gateway.keys.changes import KeyChanges
-from gateway.keys.key_store import KeyStore
 from gateway.language.images.reading import ImageReader
 from gateway.language.render import ChatRenderer
-from gateway.metrics.counted_cache import CacheLookups
-from gateway.metrics.metrics import Metrics
 from gateway.operators.actions import ActionLog
 from gateway.operators.lost_keys import LostKeys
 from gateway.operators.pipeline import PipelineMonitor
 from gateway.operators.warnings import WarningMonitor
-from gateway.policies.adapters import AdapterPolicies
+from gateway.policies.adapter_policies import AdapterPolicies
 from gateway.policies.canaries import Canaries
 from gateway.policies.canary_judge import CanaryJudge
 from gateway.policies.canary_watch import CanaryWatch
 from gateway.policies.policies import Policies
 from gateway.policies.push_driver import PushBounds, PushDriver
-from gateway.sessions.identity import Identities
-from gateway.sessions.in_flight import CallsInFlight
+from gateway.prometheus import Metrics
+from gateway.sessions.lifetime import CallsInFlight, Retention
 from gateway.sessions.resolution import SessionResolver
-from gateway.sessions.retention import Retention
-from gateway.sessions.service import SessionService
-from gateway.settings.service import GatewaySettings
+from gateway.sessions.session_service import SessionService
+from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamDeleter, StreamWriter

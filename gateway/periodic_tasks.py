@@ -6,14 +6,14 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from gateway.admission.backpressure import NO_EVICTION
+from gateway.callers.api_keys import configured_keys
+from gateway.callers.backpressure import NO_EVICTION
 from gateway.cancellation import cancel_and_wait
 from gateway.conversations.conversation import clear_prompt_cache
 from gateway.conversations.digests import clear_digest_cache
 from gateway.fleet.silence import WATCH_EVERY_S
-from gateway.keys.api_keys import configured_keys
-from gateway.settings.service import GatewaySettings
-from gateway.wiring.parts import GatewayParts
+from gateway.parts import GatewayParts
+from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 

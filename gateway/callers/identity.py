@@ -1,4 +1,6 @@
-"""Identifies callers by their keys. A caller is an admin or a client; a session key permits one session.
+"""Says who calls, by the key of the call; and for which user, by its body.
+
+A caller is an admin or a client; a session key permits one session.
 
 A session key is `sess-{session id, base64}.{mark of the key that opened the session}.{signature}`. It is
 computed from the session, and never stored. The mark is missing where an admin has opened the session, and in
@@ -8,16 +10,18 @@ keys that older releases made.
 import base64
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import msgspec
 
+from gateway.callers.api_keys import ApiKeys
 from gateway.errors import NotPermitted, UnknownCaller
-from gateway.keys.api_keys import ApiKeys
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.http.keys import Role, ServiceRole, digest, presented_key
+from rollout_queue.protocol.ids import ID
 from rollout_queue.signals.log_ids import log_ids
 
 SERVICE_ROLES: frozenset[Role] = frozenset(get_args(ServiceRole))
@@ -210,3 +214,18 @@ class Identities:
     def _signature(self, session_id: str, *marks: str) -> str:
         signed = "\0".join([session_id, *marks])
         return hmac.new(self._secret, signed.encode(), hashlib.sha256).hexdigest()[:40]
+
+
+CLAUDE_CODE = re.compile(r"user_.*_session_([0-9a-f-]{36})")
+"""Claude Code's `metadata.user_id`. It names an installation and a session, and no user."""
+
+
+def user_named(name: Any) -> str | None:
+    """The name if it has the form of an id (`protocol.ids`); else None."""
+    return name if isinstance(name, str) and ID.fullmatch(name) else None
+
+
+def user_in_metadata(metadata: Mapping[str, Any]) -> str | None:
+    """The user named by Anthropic's `metadata.user_id`."""
+    name = user_named(metadata.get("user_id"))
+    return None if name is None or CLAUDE_CODE.fullmatch(name) else name

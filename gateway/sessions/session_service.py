@@ -1,18 +1,17 @@
 """Opens and finds sessions, and checks their owners, for the REST routes and for the agents' calls."""
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from gateway.admission.admission import Admission
+from gateway.callers.admission import Admission
+from gateway.callers.identity import Caller, Identities, names
 from gateway.errors import ObjectNotFound, StateConflict
-from gateway.sessions.groups import by_age, opened_before
-from gateway.sessions.identity import Caller, Identities, names
-from gateway.sessions.late_join import described, fixed_fields
 from gateway.sessions.verdicts import session_verdict, waits_for_group
-from gateway.settings.service import GatewaySettings
+from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.errors import (
@@ -288,3 +287,52 @@ def _may_have_own_group(spec: SessionSpec) -> bool:
 
 def no_session(session_id: str) -> ObjectNotFound:
     return ObjectNotFound(f"no session {session_id!r}")
+
+
+OF_ONE_MEMBER = ("session_id", "name")
+"""The terms of a session that the gateway chooses for each member."""
+
+
+async def opened_before(writer: StreamWriter, asked: Sequence[SessionSpec]) -> list[SessionHead] | None:
+    """The members of the group, in the order of their opening, without turns. None unless these are just the
+    ones that are asked for, of the same owner. Raises StorageUnavailable."""
+    first = asked[0]
+    scope = ListScope(group_id=first.group_id, turns=False)
+    same = (first.owner, _terms(first))
+    page = await writer.sessions(
+        scope.start, len(asked) + 1, lambda spec: (spec.owner, _terms(spec)) == same, scope
+    )
+    members = [each.found for each in page if isinstance(each.found, SessionHead)]
+    if not len(members) == len(page) == len(asked):
+        return None
+    return sorted(members, key=by_age)
+
+
+def by_age(member: SessionHead) -> tuple[float, str]:
+    """The order of a group's members in each answer."""
+    return member.spec.created_at, member.spec.session_id
+
+
+def _terms(spec: SessionSpec) -> Mapping[str, Any]:
+    return {name: value for name, value in spec.terms().items() if name not in OF_ONE_MEMBER}
+
+
+# A call was sampled, or is being sampled, with the deployment's defaults. So what decides how calls are
+# rendered, sampled and labelled stays as it is. The rest is about the whole session, and may be given once.
+FIXED = ("policy", "sampling", "reasoning_effort", "thinking", "lineage", "train_side_calls")
+"""The fields of a body that cannot be changed once a call has opened the session."""
+
+
+def fixed_fields(known: SessionSpec, asked: SessionSpec, model_name: str) -> list[str]:
+    """The fields of FIXED in which the description `asked` differs from the implicit session `known`."""
+    known, asked = (_with_policy(spec, model_name) for spec in (known, asked))
+    return [name for name in FIXED if getattr(known, name) != getattr(asked, name)]
+
+
+def described(known: SessionSpec, asked: SessionSpec) -> SessionSpec:
+    """The description `asked` of the implicit session `known`, which was opened when and how it was."""
+    return msgspec.structs.replace(asked, created_at=known.created_at, inferred=known.inferred)
+
+
+def _with_policy(spec: SessionSpec, model_name: str) -> SessionSpec:
+    return msgspec.structs.replace(spec, policy=spec.policy or model_name)

@@ -1,1 +1,0 @@
-"""Admission: decides by the limits in the settings whether a call or a new session is accepted now."""

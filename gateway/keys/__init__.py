@@ -1,1 +1,0 @@
-"""API keys by name: where they come from, what each may use, and when it was used last."""

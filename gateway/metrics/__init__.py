@@ -1,1 +1,0 @@
-"""What the gateway measures: counters that cost little where calls pass, and their form for Prometheus."""

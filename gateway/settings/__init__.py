@@ -1,1 +1,0 @@
-"""The section `gateway` of the configuration, with every default."""

@@ -1,1 +1,0 @@
-"""What requests share: built at the start, kept up to date by periodic tasks, closed at the end."""

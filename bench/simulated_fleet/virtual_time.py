@@ -4,7 +4,8 @@ import asyncio
 import selectors
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
+
+from rollout_queue import clock
 
 EPOCH_S = 1.7e9
 
@@ -32,12 +33,18 @@ class _Waits(selectors.DefaultSelector):
         return super().select(0)
 
 
+class VirtualClock(clock.Clock):
+    """The time of the loop, also as the time since 1970."""
+
+    def __init__(self, loop: VirtualTime) -> None:
+        self.monotonic, self.now = loop.time, lambda: EPOCH_S + loop.time()
+
+
 @contextmanager
 def virtual_clocks() -> Iterator[VirtualTime]:
-    """A loop whose time is also that of `time.monotonic` and, from an epoch on, of `time.time`."""
+    """A loop, and its time for all that reads it in this context."""
     loop = VirtualTime()
-    clocks = patch("time.monotonic", loop.time), patch("time.time", lambda: EPOCH_S + loop.time())
-    with clocks[0], clocks[1]:
+    with clock.using(VirtualClock(loop)):
         try:
             yield loop
         finally:

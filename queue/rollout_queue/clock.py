@@ -98,13 +98,10 @@ class _Deadline:
 class Clock:
     """The machine's clock. All durations are in seconds."""
 
-    def now(self) -> float:
-        """Seconds since 1970. It may jump."""
-        return time.time()
-
-    def monotonic(self) -> float:
-        """Seconds since some moment. It never goes back."""
-        return time.monotonic()
+    now: Callable[[], float] = staticmethod(time.time)
+    """Seconds since 1970. It may jump."""
+    monotonic: Callable[[], float] = staticmethod(time.monotonic)
+    """Seconds since some moment. It never goes back."""
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         """Call back in the running event loop."""

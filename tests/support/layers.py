@@ -11,7 +11,9 @@ from typing import Any, cast
 
 REDIS = {"start-redis.sh", "redis-server", "redis_server", "redis.executable", "valkey-server", "server"}
 """`server` is the name of those that `make redis-servers` unpacks."""
-STARTS = {"unit": set[str](), "service": REDIS}
+FONTS = {"fc-list"}
+"""Matplotlib asks for the fonts once on each machine."""
+STARTS = {"unit": FONTS, "service": REDIS | FONTS}
 """The programs that a test of a layer may start, by their file names. Other layers may start any."""
 _allowed: set[str] | None = None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.measuring import print_facts, reset_peak, resident_mib, timed
-from trainer_service.model.head.sampled_logprobs import sampled_logprobs
+from trainer_service.model.logprob_head import sampled_logprobs
 
 
 def naive(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.scripts.consumer import ACKNOWLEDGE, FREE
 from trainer_service.groups.acknowledgement import AcknowledgedTurn, Acknowledgement
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
 from weir.stack.redis_server import CONFIGURATION, executable
 
 TURNS_A_SESSION = 20

@@ -108,7 +108,7 @@ def paints(url: str) -> tuple[list[float], list[float]]:
 
 
 def curves(folder: Path, steps: int) -> None:
-    from trainer_service.sinks.curves import Curves
+    from trainer_service.curves import Curves
 
     path = folder / "metrics.jsonl"
     more = {f"more/{n}": 0.123456 + n for n in range(100)}

@@ -15,9 +15,9 @@ from bench.measuring import print_facts
 from bench.rollouts import SyntheticRollout, read, write
 from bench.workloads import WORKLOADS
 from tests.support.tiny_model import make_tiny_experts, make_tiny_model
-from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
+from trainer_service.model.packed_attention import packing_of
 from trainer_service.rows.rows import Row, micro_batches
 
 

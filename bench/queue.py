@@ -36,11 +36,11 @@ from rollout_queue.redis.lease.lease import Lease
 from rollout_queue.redis.reader import RedisReader
 from rollout_queue.redis.writer import RedisWriter
 from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.entry_reader import READ_COUNT
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
 from trainer_service.storage.run_state import RunState
 from weir.stack.redis_server import executable
 

@@ -32,10 +32,9 @@ from rollout_queue.protocol.trainer import (
     RestoreBody,
     TrainerReport,
 )
+from trainer_service.curves import IN_NO_NAME, Curves, KeptRuns
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender
-from trainer_service.sinks.curves import IN_NO_NAME, Curves
-from trainer_service.sinks.kept_runs import KeptRuns
-from trainer_service.status.shared_state import NotRestorable, SharedState, StatusSnapshot
+from trainer_service.shared_state import NotRestorable, SharedState, StatusSnapshot
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 

@@ -1,7 +1,9 @@
-"""The trainer's metrics: counters and gauges for Prometheus, and one point per step for every sink."""
+"""The trainer's metrics: counters and gauges for Prometheus, one point per step for every sink, and how many
+seconds each phase of a step takes."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -10,7 +12,7 @@ from rollout_queue.signals.tracing.start import show_spans
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import ENDS, EvaluationScore
 from trainer_service.groups.tally import TASK_METRIC
-from trainer_service.sinks.sink import PointKind, Sink
+from trainer_service.sinks import PointKind, Sink
 
 logger = logging.getLogger(__name__)
 
@@ -144,3 +146,27 @@ class TrainerMetrics:
             except Exception as error:  # the sinks' libraries raise exceptions of many types
                 self._sink_failures.labels(sink.name).inc()
                 logger.warning("sink %s could not %s: %s", sink.name, action, error)
+
+
+class Stopwatch:
+    """Adds up seconds by phase until they are read."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._began = clock.monotonic()
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = clock.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + clock.monotonic() - started
+
+    def laps(self, tokens: float) -> dict[str, float]:
+        """Metrics since the last call: seconds by phase, and tokens per second of the phase `train`; and the
+        seconds since the start, by which a restart is seen in a curve."""
+        seconds, self._seconds = self._seconds, {}
+        rate = tokens / seconds["train"] if seconds.get("train") else 0.0
+        phases = {f"seconds/{phase}": value for phase, value in seconds.items()}
+        return {"tokens_per_s": rate, "seconds/uptime": clock.monotonic() - self._began} | phases

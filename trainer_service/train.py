@@ -11,28 +11,25 @@ and checkpoint tell what is left to do after a crash.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from rollout_queue import clock
 from rollout_queue.signals.log_ids import begin_log_ids, log_ids
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.reward_guard import Alarm
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.groups.selection import Batch
+from trainer_service.heartbeat import Heartbeat, Stopped
 from trainer_service.intake.entry_reader import BLOCK_S
 from trainer_service.intake.intake import Intake
-from trainer_service.metrics import TrainerMetrics
-from trainer_service.publishing.content import VersionContent
-from trainer_service.publishing.hold import Hold
-from trainer_service.publishing.publisher import Publisher
-from trainer_service.publishing.recovery import Recoveries, check_restorable, choice_of, recovery_to
-from trainer_service.publishing.version_numbers import VersionNumbers
+from trainer_service.metrics import Stopwatch, TrainerMetrics
+from trainer_service.publishing.publisher import Publisher, VersionContent, VersionNumbers
+from trainer_service.publishing.recovery import Hold, Recoveries, check_restorable, choice_of, recovery_to
 from trainer_service.settings import TrainerSettings
-from trainer_service.status.heartbeat import Heartbeat, Stopped
-from trainer_service.status.shared_state import Phase, SharedState
-from trainer_service.status.step_report import report_step
-from trainer_service.status.stopwatch import Stopwatch
+from trainer_service.shared_state import Phase, SharedState
 from trainer_service.step.device_memory import DeviceMemory
 from trainer_service.step.group_trainer import Diverged, GroupTrainer, NotFinite
 from trainer_service.step.ranks import DistributedPolicy
@@ -40,11 +37,36 @@ from trainer_service.step.step_attempts import StepAttempts
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.checkpoint_cycle import CheckpointCycle, Contents
-from trainer_service.storage.disk_retry import DiskRetry
-from trainer_service.storage.run_files import VersionFile
-from trainer_service.storage.run_state import LedgerStep, RunState
+from trainer_service.storage.disk import DiskRetry
+from trainer_service.storage.run_state import LedgerStep, RunState, VersionFile
 
 logger = logging.getLogger(__name__)
+
+
+def report_step(
+    step: int,
+    version: int,
+    values: Mapping[str, float],
+    stopwatch: Stopwatch,
+    metrics: TrainerMetrics,
+    heartbeat: Heartbeat,
+) -> None:
+    """Report that `step` made `version`. `values` are the step's metrics; the seconds of its phases are
+    added."""
+    place = {"step": step, "version": version, "time": clock.now()}
+    values = {**place, **values, **stopwatch.laps(values["tokens"])}
+    metrics.stepped(values)
+    heartbeat.note(step, version, values)
+    logger.info(
+        "step %d made version %d: reward %.3f, %d rows, %d tokens, |dlogprob| %.2g, gradient %.3g",
+        step,
+        version,
+        values["reward_mean"],
+        values["rows"],
+        values["tokens"],
+        values.get("mismatch/abs_logp", math.nan),
+        values["grad_norm"],
+    )
 
 
 class Trainer:

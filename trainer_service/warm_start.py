@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollout_queue import clock
 from rollout_queue.foreign_json import read_json
-from trainer_service.storage.files import sync_tree
+from trainer_service.storage.durable_files import sync_tree
 
 NOT_COPIED = ("plan.json", "config.json", "generation_config.json")
 

@@ -26,7 +26,7 @@ from bench.workloads import HUNDRED_MILLION
 from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_vision_model import make_tiny_vision_model
 from trainer_service.settings import TrainerSettings
-from trainer_service.sizing.resolution import find_gpu, resolved
+from trainer_service.sizing import find_gpu, resolved
 
 PARTS = ("environment", "kernels", "images", "trainings", "step", "loop")
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12}

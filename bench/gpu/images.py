@@ -14,10 +14,10 @@ from bench.policies import row_of
 from bench.rollouts import SyntheticRollout
 from rollout_queue.contract.turn_parts.images import TurnImage
 from tests.support.images import encoded, image_of
-from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.images import ImageInputs
+from trainer_service.model.packed_attention import packing_of
 from trainer_service.rows.images import ImageRule, RowImage
 from trainer_service.rows.rows import Row, micro_batches
 

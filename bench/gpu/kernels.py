@@ -11,16 +11,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.gpu.checks import Check, at_most, peak_bytes
 from bench.policies import rows_of
 from bench.rollouts import SyntheticRollout
-from trainer_service.model.attention.attention_kernels import attend
-from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
-from trainer_service.model.head.sampled_logprobs import (
+from trainer_service.model.huggingface import load_model
+from trainer_service.model.logprob_head import (
     BYTES_OF_A_LOGIT,
     LogitTransform,
     logits_at_once,
     sampled_logprobs,
 )
-from trainer_service.model.huggingface import load_model
+from trainer_service.model.packed_attention import attend, packing_of
 from trainer_service.rows.rows import micro_batches
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 from bench.gpu.checks import Check, at_most
 from bench.gpu.kernels import LOGPROBS
 from bench.isolated_stack import isolated_stack
-from trainer_service.sizing.resolution import shape_of
+from trainer_service.sizing import shape_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 

@@ -16,10 +16,9 @@ from bench.policies import rows_of
 from bench.rollouts import drawn, small, tokens
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.settings import TrainerSettings
-from trainer_service.sizing.memory import fit
-from trainer_service.sizing.resolution import find_gpu, partition_of, resolved, shape_of
+from trainer_service.sizing import find_gpu, fit, partition_of, resolved, shape_of
 from trainer_service.step.optimizer_step import OptimizerSteps
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 
 PLAIN: dict[str, Any] = {"correction": "none", "masks": []}
 """The rollouts have no log-probabilities of an engine, so nothing may depend on them."""

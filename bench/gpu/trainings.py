@@ -26,7 +26,7 @@ from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.settings import TrainerSettings
 from trainer_service.step.memory_limit import OutOfMemory
 from trainer_service.step.optimizer_step import OptimizerSteps
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 
 LR = 1e-3
 COMMON: dict[str, Any] = {

@@ -14,10 +14,10 @@ from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Outcome, Reward, Span, Turn
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
 
 POLL_S = 30.0
 """How long the trainer waits before it looks again for a full step."""

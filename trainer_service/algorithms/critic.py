@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.advantages.settings import VALUE_CLIP
-from trainer_service.algorithms.ratios import widened
+from trainer_service.algorithms.tokens import widened
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from trainer_service.algorithms.ratios import bounded, ratio
+from trainer_service.algorithms.tokens import bounded, ratio
 
 LOW_VAR_BOUND = 10.0
 LARGEST_ERROR = 0.2

@@ -6,7 +6,7 @@ Names such as `logits.logp_entropy_T1.0` are cases of `algorithms_golden.json` i
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.ratios import widened
+from trainer_service.algorithms.tokens import widened
 
 
 def selected_logprobs(logits_TV: Tensor, targets: Tensor, temperatures_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,38 +8,150 @@ behind. Those that a model contains are skipped; the others are carried out agai
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from rollout_queue import clock
-from rollout_queue.commands.command import ForwardBackward, LoggedCommand, Save
+from rollout_queue.commands.command import ForwardBackward, LoggedCommand, Refused, Save
 from rollout_queue.commands.log import BEGINNING, CommandReader
 from rollout_queue.commands.result import CommandFailed, Result
 from rollout_queue.contract.errors import StorageUnavailable
-from trainer_service.commands.attempts import CommandAttempts
-from trainer_service.commands.dropped_weights import DroppedWeights
+from rollout_queue.contract.records import Outcome, Turn, Verdict
+from rollout_queue.contract.stream import Entry, StreamReader, Verdicts
+from rollout_queue.contract.verdicts import exclusion
 from trainer_service.commands.executor import CommandExecutor, StepMade
-from trainer_service.commands.exports import Exports
 from trainer_service.commands.live_model import place_in
-from trainer_service.commands.model_states import ModelStates
 from trainer_service.commands.ranks import ModelRanks
-from trainer_service.commands.sampler_weights import SamplerWeights
-from trainer_service.commands.saved_models import SavedModels
-from trainer_service.commands.untrained_turns import UntrainedTurns
+from trainer_service.commands.sampler_weights import DroppedWeights, SamplerWeights
+from trainer_service.commands.saved_models import Exports, ModelStates, SavedModels
 from trainer_service.groups.evaluation import EvaluationState
-from trainer_service.metrics import TrainerMetrics
-from trainer_service.model.sharding.base_model import BaseModel
+from trainer_service.heartbeat import Heartbeat, Stopped
+from trainer_service.metrics import Stopwatch, TrainerMetrics
+from trainer_service.model.checkpoint_layout import BaseModel
 from trainer_service.settings import TrainerSettings
-from trainer_service.status.heartbeat import Heartbeat, Stopped
-from trainer_service.status.shared_state import NotRestorable, SharedState
-from trainer_service.status.stopwatch import Stopwatch
+from trainer_service.shared_state import NotRestorable, SharedState
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.checkpoint_cycle import CheckpointCycle, Contents
-from trainer_service.storage.disk_retry import DiskRetry
+from trainer_service.storage.disk import DiskRetry
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 logger = logging.getLogger(__name__)
+
+NOT_BY_TURNS = Verdict(
+    code="not_for_training", detail="the trainer learns from commands, and not from turns (trainer.source)"
+)
+ENTRIES = 200
+"""How many entries are read at once."""
+
+
+class UntrainedTurns:
+    """Reads the entries of agents' sessions, and acknowledges each with its verdict."""
+
+    def __init__(self, stream: StreamReader, heartbeat: Heartbeat) -> None:
+        self._stream, self._heartbeat = stream, heartbeat
+        self._reclaims = True
+        """Whether entries may have been delivered and not acknowledged."""
+
+    def settle(self) -> None:
+        """Acknowledge the entries that are there now. Raises Stopped, LeaseLost."""
+        self._heartbeat.retry(self._settle, StorageUnavailable, "waiting")
+
+    def _settle(self) -> None:
+        if self._reclaims:
+            self._acknowledge([*self._stream.reclaim()])
+            self._reclaims = False
+        try:
+            while entries := self._stream.read(ENTRIES, 0):
+                self._acknowledge(entries)
+        except StorageUnavailable:
+            self._reclaims = True
+            raise
+
+    def _acknowledge(self, entries: Sequence[Entry]) -> None:
+        if not entries:
+            return
+        records = [entry.record for entry in entries]
+        ended = [record.session_id for record in records if isinstance(record, Outcome)]
+        decided = self._stream.verdict_codes(ended)
+        sessions = {name: NOT_BY_TURNS for name in ended if name not in decided}
+        turns = {
+            (record.session_id, record.turn_id): exclusion(record, {}) or NOT_BY_TURNS
+            for record in records
+            if isinstance(record, Turn)
+        }
+        self._stream.acknowledge([entry.entry_id for entry in entries], Verdicts(sessions, turns))
+
+
+COMMAND = "COMMAND"
+MOST_ENDS = 3
+"""A command that has ended so many processes is not tried again."""
+
+
+class CommandNote(msgspec.Struct):
+    """Places in the log."""
+
+    computes: str | None = None
+    """The command that is carried out now."""
+    ends: dict[str, int] = {}
+    """How many processes ended while they carried out a command."""
+
+
+class CommandAttempts:
+    """Counts how often a process ended during a command. The file need not survive a power cut, so writing it
+    takes no sync; a disk that refuses it does not hinder the training."""
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        self._path = checkpoint_dir / COMMAND
+        self._note = self._read()
+        if self._note.computes is not None:  # the last process ended during this command
+            ends = self._note.ends.get(self._note.computes, 0)
+            self._note.ends[self._note.computes] = ends + 1
+            self._note.computes = None
+
+    def refusal(self, command: LoggedCommand) -> str | None:
+        """Why a command is not tried again; None if it is."""
+        ends = self._note.ends.get(command.position, 0)
+        if ends < MOST_ENDS:
+            return None
+        return (
+            f"the trainer ended {ends} times while it carried out this command, perhaps for lack of memory; "
+            "it had no effect. Send less in one command"
+        )
+
+    @contextmanager
+    def noted(self, command: LoggedCommand) -> Iterator[None]:
+        """Inside the context, the process carries out this command."""
+        if isinstance(command.command, Refused):
+            yield
+            return
+        self._note.computes = command.position
+        self._write()
+        yield
+        self._note.computes = None
+        self._write()
+
+    def forget(self, position: str) -> None:
+        """Forget the commands up to this place, which no replay reaches."""
+        self._note.ends = {
+            each: ends for each, ends in self._note.ends.items() if place_in(each) > place_in(position)
+        }
+
+    def _read(self) -> CommandNote:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=CommandNote)
+        except (OSError, msgspec.DecodeError):  # a power cut may have left a part of it
+            return CommandNote()
+
+    def _write(self) -> None:
+        aside = self._path.with_name(f".{COMMAND}.tmp")
+        with suppress(OSError):
+            aside.write_bytes(msgspec.json.encode(self._note))
+            aside.replace(self._path)
+
 
 COUNT = 16
 """How many commands are read at once."""

@@ -35,19 +35,22 @@ from rollout_queue.commands.result import (
 )
 from rollout_queue.contract.tokens import Logprobs
 from trainer_service.algorithms.summed_losses.chosen import LossRefused
-from trainer_service.commands.exports import Exports
 from trainer_service.commands.live_model import LiveModel, ModelProgress, ModelRecord
-from trainer_service.commands.passes import PassValues, PassWork
+from trainer_service.commands.passes import (
+    CommandRefused,
+    DatumLimits,
+    PassValues,
+    PassWork,
+    check_rates,
+    checked_pass,
+)
 from trainer_service.commands.ranks import ModelRanks
 from trainer_service.commands.sampler_weights import NotPublished, SamplerWeights
-from trainer_service.commands.saved_models import SavedModels
-from trainer_service.commands.validation import CommandRefused, DatumLimits, check_rates, checked_pass
-from trainer_service.model.sharding.base_model import BaseModel
-from trainer_service.model.sharding.layout import LayoutRefused
-from trainer_service.model.sharding.universal import NotConverted
-from trainer_service.model.trained.models import ModelRefused
+from trainer_service.commands.saved_models import Exports, SavedModels
+from trainer_service.model.checkpoint_layout import BaseModel, LayoutRefused, NotConverted
+from trainer_service.model.trained_models import ModelRefused
 from trainer_service.settings import TrainerSettings
-from trainer_service.storage.disk_retry import DiskRetry
+from trainer_service.storage.disk import DiskRetry
 
 logger = logging.getLogger(__name__)
 

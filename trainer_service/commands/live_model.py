@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rollout_queue.commands.command import LoraSpec
-from trainer_service.model.sharding.layout import Layout
+from trainer_service.model.checkpoint_layout import Layout
 
 RECORD = "model.json"
 """The file with a ModelRecord, beside the files of a model's states."""

@@ -11,16 +11,11 @@ from typing import Protocol, TypeVar
 
 from rollout_queue.commands.command import LoraSpec, OptimStep
 from trainer_service.commands.passes import PassValues, PassWork, run_pass
-from trainer_service.model.sharding.file_copies import StateCopy
-from trainer_service.model.sharding.layout import Layout
-from trainer_service.model.sharding.universal import converted
-from trainer_service.model.trained.models import Models
-from trainer_service.model.trained.trained_model import PublishedWeights
-from trainer_service.step.communication.command_channel import CommandChannel
-from trainer_service.step.communication.rank_threads import RankThreads
-from trainer_service.step.communication.rank_watch import RankWatch
-from trainer_service.step.copy_writers import CopyWriter, SpreadCopy
-from trainer_service.step.share_writers import ShareWriter, ShareWriters
+from trainer_service.model.checkpoint_layout import Layout, converted
+from trainer_service.model.file_copies import StateCopy
+from trainer_service.model.trained_models import Models, PublishedWeights
+from trainer_service.step.rank_communication import CommandChannel, RankThreads, RankWatch
+from trainer_service.step.rank_writers import CopyWriter, ShareWriter, ShareWriters, SpreadCopy
 
 Answer = TypeVar("Answer", covariant=True)
 

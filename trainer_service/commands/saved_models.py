@@ -1,19 +1,197 @@
-"""The named checkpoints of models, which users save and load.
+"""The files that commands save under names: checkpoints of models, exports of models, and the states of all
+models as the weights of one checkpoint.
 
-{checkpoint_dir}/saved/{model}/{name}/{position}/    model.json, DeepSpeed's shards, and their digests
+{checkpoint_dir}/saved/{model}/{name}/{position}/     model.json, DeepSpeed's shards, and their digests
+{policies_dir}/external/{model}/{name}/{position}/    what other programs read, for download
+    an adapter   adapter_config.json, adapter_model.safetensors: PEFT's layout
+    all weights  config.json, the tokenizer, model.safetensors or several with an index: Hugging Face's
+{checkpoint}/models/{model}/                          model.json, and DeepSpeed's shards
+
+Files that are overwritten stay until no replay of the log can ask for them: a command that reads a name takes
+the newest files that were saved before it in the log. Likewise files that are deleted: they are gone for the
+commands after the deletion, and stay on the disk until no replay can ask for them.
 """
 
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from rollout_queue.commands.command import LoggedCommand, SaveWeights
-from trainer_service.commands.live_model import ModelRecord
-from trainer_service.commands.model_states import RecordedCopy, read_record
-from trainer_service.commands.named_files import NamedFiles
+from rollout_queue.commands.command import LoggedCommand, SaveExternal, SaveWeights
+from rollout_queue.commands.log import BEGINNING, Dropped
+from rollout_queue.commands.result import Exported
+from trainer_service.commands.live_model import RECORD, SAFE_NAME, ModelRecord, place_in, safe_name
+from trainer_service.commands.passes import CommandRefused
 from trainer_service.commands.ranks import ModelRanks
-from trainer_service.commands.validation import CommandRefused
-from trainer_service.storage.file_list import Damaged, verify_file_list, write_file_list
+from trainer_service.model.checkpoint_layout import BaseModel, Layout, LayoutRefused
+from trainer_service.model.huggingface import copy_small_files
+from trainer_service.model.lora import AdapterSnapshot
+from trainer_service.model.trained_models import HEAD, PublishedWeights
+from trainer_service.settings import TrainerSettings
+from trainer_service.step.rank_writers import SpreadCopy
+from trainer_service.storage.disk import DiskRetry, written
+from trainer_service.storage.durable_files import (
+    Damaged,
+    sync_directory,
+    sync_tree,
+    verify_file_list,
+    write_file_list,
+)
+
+MODELS = "models"
+
+
+@dataclass(frozen=True)
+class RecordedCopy:
+    """The copies of some models, and their records."""
+
+    states: SpreadCopy
+    records: Mapping[str, ModelRecord]
+    """By the subdirectory of each model; "." is none."""
+
+    def write(self, directory: Path) -> None:
+        """Write everything below `directory`. Raises OSError, or the RuntimeError of torch's writer."""
+        self.states.write(directory)
+        for place, record in self.records.items():
+            (directory / place / RECORD).write_bytes(msgspec.json.encode(record))
+
+
+class ModelStates:
+    """The models of a trainer, as `Checkpoints` copies and reads them."""
+
+    def __init__(self, base: BaseModel, ranks: ModelRanks, records: Callable[[], list[ModelRecord]]) -> None:
+        """`records` tells what a checkpoint has of each model now."""
+        self._base, self._ranks, self._records = base, ranks, records
+        self.restored: list[ModelRecord] = []
+        """The models that the last `load` has made."""
+
+    @property
+    def layout(self) -> Layout:
+        sharded = self._ranks.layout(None)
+        return msgspec.structs.replace(sharded, source="commands", base_digest=self._base.digest)
+
+    def copy_states(self) -> RecordedCopy:
+        records = {f"{MODELS}/{safe_name(record.model_id)}": record for record in self._records()}
+        places = {record.model_id: place for place, record in records.items()}
+        return RecordedCopy(self._ranks.copy_states(places), records)
+
+    def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None:
+        """Make all models of a checkpoint. Each has its own layout; `layout` is that of the run, and
+        `rate_scale` is not used. Raises LayoutRefused and NotConverted."""
+        self.restored = []
+        if layout is not None:
+            layout.refuse_other_run(self.layout)
+        for path in sorted((directory / tag / MODELS).glob(f"*/{RECORD}")):
+            record = read_record(path.parent)
+            if not self._base.is_named(record.base_model, record.base_digest):
+                raise LayoutRefused(f"it has models over another base model, {record.base_model}")
+            self._ranks.load(record.model_id, record.lora, path.parent, record.layout, optimizer=True)
+            self.restored.append(record)
+
+
+def read_record(directory: Path) -> ModelRecord:
+    """The record of the model in this directory. Older builds adapted no head, whatever was asked for."""
+    record = msgspec.json.decode((directory / RECORD).read_bytes(), type=ModelRecord)
+    if record.lora is None or record.layout.lora is None or HEAD in record.layout.lora.target_modules:
+        return record
+    return msgspec.structs.replace(record, lora=msgspec.structs.replace(record.lora, train_unembed=False))
+
+
+ASIDE = ".tmp"
+
+
+class NamedFiles:
+    """Files of one kind. A name has a directory for each time it was saved."""
+
+    def __init__(self, root: Path, kind: str, noun: str) -> None:
+        """`kind` is the first part of the names in the log; `noun` is what users call such files."""
+        self._root, self._kind, self._noun = root, kind, noun
+        self.dropped = Dropped({}, {})
+        """What is deleted, as far as the commands know that are carried out."""
+
+    def check_free(self, logged: LoggedCommand, name: str) -> None:
+        """Raises CommandRefused if the name cannot be used, or is used already."""
+        if self.before(logged.position, logged.model_id, name):
+            raise CommandRefused(f"{logged.model_id} has {self._noun} {name} already")
+
+    def place(self, logged: LoggedCommand, name: str) -> Path:
+        """The directory of what this command saves. Raises CommandRefused for a name that cannot be used."""
+        return self._named(logged.model_id, name) / logged.position
+
+    def is_written(self, logged: LoggedCommand, name: str) -> bool:
+        """Whether this very command has written its files before."""
+        return self.place(logged, name).exists()
+
+    def write_files(self, logged: LoggedCommand, name: str, write: Callable[[Path], object]) -> None:
+        """Have `write` write the files, durably and all or none. Raises DiskTrouble, and leaves no files
+        then."""
+        final = self.place(logged, name)
+        aside = final.with_name(f"{final.name}{ASIDE}")
+        shutil.rmtree(aside, ignore_errors=True)  # of a process that died
+        with written(f"{self._kind}/{name}", lambda: shutil.rmtree(aside, ignore_errors=True)):
+            aside.mkdir(parents=True)
+            write(aside)
+            sync_tree(aside)
+            aside.rename(final)
+            for directory in (final.parent, final.parent.parent, self._root, self._root.parent):
+                sync_directory(directory)
+
+    def size(self, logged: LoggedCommand, name: str) -> int:
+        """How many bytes the files take that this command has written."""
+        return sum(path.stat().st_size for path in self.place(logged, name).rglob("*") if path.is_file())
+
+    def before(self, position: str, model_id: str, name: str) -> list[Path]:
+        """What was saved under a name before this place in the log, and not deleted before it."""
+        drops = self.dropped.weights.get((model_id, f"{self._kind}/{name}"), ())
+        gone = [place_in(each.saved) for each in drops if place_in(each.deleted) < place_in(position)]
+        first, saved = max(gone, default=place_in(BEGINNING)), _saved(self._named(model_id, name))
+        return [each for each in saved if first < place_in(each.name) < place_in(position)]
+
+    def prune(self, position: str) -> None:
+        """Remove what was overwritten by commands up to this place, which no replay begins before."""
+        for name in self._root.glob("*/*"):
+            for old in _up_to(position, name)[:-1]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def remove(self, model_id: str, name: str, saved: str) -> None:
+        """Remove what was saved under a name up to this place in the log. Raises OSError if files stay."""
+        directory = self._named(model_id, name)
+        for old in _up_to(saved, directory):
+            shutil.rmtree(old)
+        if directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
+
+    def remove_all(self, model_id: str) -> None:
+        """Remove what is left of a model that is gone: what a process had written that died before it could
+        answer. Raises OSError if files stay."""
+        directory = self._root / safe_name(model_id)
+        if directory.is_dir():
+            shutil.rmtree(directory)
+
+    def _named(self, model_id: str, name: str) -> Path:
+        if not SAFE_NAME.fullmatch(name):
+            raise CommandRefused(
+                f"{name!r} is no name of {self._noun}: take 1 to 64 letters, digits, dots, dashes and "
+                "underscores, the first a letter or a digit"
+            )
+        return self._root / safe_name(model_id) / name
+
+
+def _up_to(position: str, name: Path) -> list[Path]:
+    return [each for each in _saved(name) if place_in(each.name) <= place_in(position)]
+
+
+def _saved(name: Path) -> list[Path]:
+    """The complete directories of a name, in the order of the log."""
+    return sorted(_complete(name), key=lambda path: place_in(path.name))
+
+
+def _complete(name: Path) -> Iterator[Path]:
+    if name.is_dir():
+        yield from (each for each in name.iterdir() if not each.name.endswith(ASIDE))
 
 
 class SavedModels(NamedFiles):
@@ -52,3 +230,41 @@ class SavedModels(NamedFiles):
             return found[-1], read_record(found[-1])
         except (Damaged, OSError, msgspec.DecodeError) as error:
             raise CommandRefused(f"checkpoint {name} of {model_id} cannot be read: {error}") from error
+
+
+EXTERNAL = "external"
+"""The directory of exports, in that of the published versions."""
+
+
+class Exports(NamedFiles):
+    """Writes exports. An export is never overwritten: its name is free again when it was deleted."""
+
+    def __init__(self, settings: TrainerSettings, ranks: ModelRanks, disk: DiskRetry) -> None:
+        super().__init__(settings.policies_dir / EXTERNAL, "external_weights", "an export")
+        self._settings, self._ranks, self._disk = settings, ranks, disk
+
+    def save(self, logged: LoggedCommand, command: SaveExternal) -> Exported:
+        """Export the present weights of a model. Raises CommandRefused."""
+        if not self.is_written(logged, command.name):
+            self.check_free(logged, command.name)
+            snapshot = self._ranks.snapshot(logged.model_id)
+            self._disk.until_written(
+                f"export {command.name}",
+                lambda: self.write_files(logged, command.name, lambda place: self._write(snapshot, place)),
+            )
+        place = self.place(logged, command.name).resolve()
+        return Exported(str(place), self.size(logged, command.name))
+
+    def _write(self, snapshot: PublishedWeights, directory: Path) -> None:
+        if isinstance(snapshot, AdapterSnapshot):
+            replace(snapshot, config=self._named_base(snapshot.config)).write(directory)
+        else:
+            copy_small_files(self._settings.model_path, directory)
+            snapshot.write(directory)
+
+    def _named_base(self, config: bytes) -> bytes:
+        """PEFT's configuration with the base model's name in commands: users lack the trainer's disk."""
+        if not self._settings.base_models:
+            return config
+        named = json.loads(config) | {"base_model_name_or_path": self._settings.base_models[0]}
+        return f"{json.dumps(named, indent=2, sort_keys=True)}\n".encode()

@@ -12,7 +12,7 @@ from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import NO_TOKENS, Verdicts
 from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from trainer_service.groups.screening import ScreenedGroup
-from trainer_service.rows.turns import exclusions
+from trainer_service.rows.rows import exclusions
 
 
 class AcknowledgedTurn(msgspec.Struct, frozen=True):

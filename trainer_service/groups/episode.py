@@ -13,8 +13,7 @@ from rollout_queue.contract.stream import Entry
 from rollout_queue.contract.verdicts import OPENED_UNTRAINED
 from trainer_service.groups.evaluation import Evaluation, evaluation_of
 from trainer_service.rows.images import ImageRule
-from trainer_service.rows.rows import planned_rows
-from trainer_service.rows.turns import contradiction, exclusions
+from trainer_service.rows.rows import contradiction, exclusions, planned_rows
 
 
 class Rules(NamedTuple):

@@ -1,4 +1,5 @@
-"""Guards: checks of the last steps' metrics and the last groups' rewards, which may hold the training."""
+"""Guards: checks of the last steps' metrics and the last groups' rewards, which may hold the training; and
+recoveries: which versions are undone because the training went back. What they sampled is not trained."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +8,47 @@ from statistics import median
 
 import msgspec
 
-from trainer_service.groups.reward_guard import Alarm, EvaluationReward, GroupReward, RewardGuard, RewardState
-from trainer_service.groups.reward_series import RewardSeries
+from trainer_service.groups.reward_guard import (
+    Alarm,
+    EvaluationReward,
+    GroupReward,
+    RewardGuard,
+    RewardSeries,
+    RewardState,
+)
 from trainer_service.settings import GuardSettings
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """One time that the training was set back."""
+
+    version: int
+    """The new number of the restored weights."""
+    restored: int
+    """The version whose weights were restored. The versions between both are undone."""
+    step: int
+    """The last step that was made before."""
+    reason: str
+    automatic: bool
+    """Whether a guard asked for it, and not an operator."""
+    at: float
+    """In seconds since 1970."""
+
+    def undid(self, oldest: int, newest: int) -> bool:
+        """Whether some of the versions from `oldest` to `newest` are undone."""
+        return self.restored < newest and oldest < self.version
+
+
+class RecoveryState(msgspec.Struct, frozen=True):
+    """What a checkpoint stores of recoveries."""
+
+    rate_scale: float = 1.0
+    """The learning rate is this times the configured one."""
+    done: list[Recovery] = []
+    """The last recoveries, the newest last."""
+    automatic: int = 0
+    """How many recoveries guards have asked for."""
+
 
 MEDIAN_STEPS = 100
 """How many earlier steps the median of the gradient norm covers."""

@@ -6,10 +6,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from trainer_service.groups.assemble import Member
+from trainer_service.groups.reward_guard import source_of
 from trainer_service.groups.screening import ScreenedGroup
-from trainer_service.groups.task_names import source_of
-from trainer_service.rows.rows import Row
-from trainer_service.rows.turns import exclusions
+from trainer_service.rows.rows import Row, exclusions
 
 STEPS_REMEMBERED = 8
 """Over how many steps `rollouts_per_step` is averaged."""

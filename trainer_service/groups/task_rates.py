@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from trainer_service.algorithms.curriculum import CurriculumSettings, learnability, smoothed
+from trainer_service.algorithms.settings import CurriculumSettings, learnability, smoothed
 from trainer_service.groups.assemble import Group
 
 TASKS_KEPT = 10_000

@@ -12,8 +12,8 @@ from functools import partial
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamReader
 from trainer_service.groups.acknowledgement import Acknowledgement
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.status.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 

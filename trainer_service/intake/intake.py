@@ -5,35 +5,91 @@ read ─▶ select ─┬─ skipped ─▶ end
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
 
 from rollout_queue import clock
+from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.trained_step import TrainedStep
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import NO_TOKENS, StreamReader
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.acknowledgement import Acknowledgement, acknowledgement_of
-from trainer_service.groups.assemble import Assembler, Group, Rules
+from trainer_service.groups.assemble import Assembler, Group, Rules, describe_sessions, describe_waits
+from trainer_service.groups.evaluation import Evaluations, EvaluationState
 from trainer_service.groups.group_rewards import GroupRewards
-from trainer_service.groups.order import Order
+from trainer_service.groups.guards import Recovery
 from trainer_service.groups.screening import ScreenedGroup, with_verdict
-from trainer_service.groups.selection import Batch, select
+from trainer_service.groups.selection import Batch, Order, select
 from trainer_service.groups.tally import Tally
 from trainer_service.groups.task_rates import TaskRates
-from trainer_service.groups.undone import Recovery
-from trainer_service.groups.waits import describe_sessions, describe_waits
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.intake.entry_reader import BLOCK_S, EntryReader
-from trainer_service.intake.evaluation_counts import EvaluationCounts
-from trainer_service.intake.image_loader import ImageLoader
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.rows.images import ImageRule
+from trainer_service.rows.images import ImageRule, ShownRows, lacking
 from trainer_service.rows.rows import Row
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.status.shared_state import Backlog
+from trainer_service.shared_state import Backlog
 from trainer_service.storage.run_state import RunState
 
 logger = logging.getLogger(__name__)
+
+
+class ImageLoader:
+    """Reads images from the stream's store. Waits while Redis does not answer; raises Stopped if the trainer
+    is told to stop meanwhile."""
+
+    def __init__(self, stream: StreamReader, heartbeat: Heartbeat) -> None:
+        self._stream, self._heartbeat = stream, heartbeat
+
+    def load(self, rows: Sequence[Row]) -> ShownRows[Row]:
+        """The rows with the bytes of their images. Sessions whose images are gone are refused."""
+        wanted = sorted({image.place.sha256 for row in rows for image in row.images})
+        if not wanted:
+            return ShownRows(list(rows), {})
+        found = self._heartbeat.retry(
+            lambda: self._stream.image_bytes(wanted), StorageUnavailable, "waiting", "images in Redis"
+        )
+        pngs = {name: png for name, png in found.items() if sha256(png).hexdigest() == name}
+        refused = {row.session_id: why for row in rows if (why := lacking(row.images, pngs)) is not None}
+        shown = [
+            replace(row, images=tuple(replace(each, png=pngs[each.place.sha256]) for each in row.images))
+            for row in rows
+            if row.session_id not in refused
+        ]
+        return ShownRows(shown, refused)
+
+
+class EvaluationCounts:
+    """Keeps the scores, and reports them to Prometheus, the sinks and `/status`."""
+
+    def __init__(self, heartbeat: Heartbeat, metrics: TrainerMetrics) -> None:
+        self._heartbeat, self._metrics = heartbeat, metrics
+        self._evaluations = Evaluations()
+
+    def state(self) -> EvaluationState:
+        return self._evaluations.state
+
+    def resume(self, state: EvaluationState) -> None:
+        self._evaluations = Evaluations(state)
+        self._metrics.show_evaluations(state.scores)
+        self._heartbeat.note_evaluations(self._evaluations.metrics())
+
+    def note_version(self, version: int, step: int) -> None:
+        """Note that `step` made `version`."""
+        self._evaluations.note_version(version, step)
+
+    def add(self, groups: Iterable[Group]) -> None:
+        """Count the evaluation sessions of groups that have ended."""
+        members = (member for group in groups for member in group.members)
+        changed = self._evaluations.add(each.evaluation for each in members if each.evaluation)
+        for score in changed:
+            self._metrics.evaluated(score, self._evaluations.step_of(score.version))
+        if changed:
+            self._metrics.forget_evaluations(self._evaluations.forget_oldest())
+            self._heartbeat.note_evaluations(self._evaluations.metrics())
+
 
 WHILE_PAUSED = Verdict(
     code="not_for_training", detail="it ended while the training was paused (trainer.paused_traffic)"

@@ -20,14 +20,40 @@ from rollout_queue.base_model.files_check import files_check, quantized, refuse_
 from rollout_queue.base_model.headers import BrokenWeights
 from rollout_queue.base_model.model_files import Located, ModelFiles, named, small_files
 from rollout_queue.base_model.output_head import KEY, output_head
+from rollout_queue.base_model.tokenizer_check import TOKENIZER, tokenizer_check
 from rollout_queue.protocol.model_checks import ModelCheck
+from trainer_service.model.checkpoint_layout import BaseModel
 from trainer_service.model.export import ExportTensor, export_tensors, tied_names
-from trainer_service.model.huggingface import REFUSALS, SAFETENSORS_DTYPES, STORED_DTYPES, base_on_meta
-from trainer_service.model.self_check.outcome import first_words
-from trainer_service.model.self_check.tokenizer import transformers_check
-from trainer_service.model.sharding.base_model import BaseModel
+from trainer_service.model.huggingface import (
+    REFUSALS,
+    SAFETENSORS_DTYPES,
+    STORED_DTYPES,
+    base_on_meta,
+    first_words,
+)
 
 logger = logging.getLogger(__name__)
+
+
+def transformers_check(model_path: Path) -> ModelCheck:
+    """The ids that `AutoTokenizer` makes. The trainer needs no tokenizer for anything else."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+
+        def encode(text: str, framed: bool) -> list[int]:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=framed, verbose=False)
+            return ids
+
+        return tokenizer_check(encode, added)
+    except Exception as error:  # whatever the tokenizer's code raises
+        first = (str(error).splitlines() or [""])[0]
+        detail = (
+            f"transformers cannot load it, so nothing compares the gateway's: {type(error).__name__}: {first}"
+        )
+        return ModelCheck(check=TOKENIZER, outcome="unknown", detail=detail)
 
 
 class BaseWeights:

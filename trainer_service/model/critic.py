@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_service.model.attention.packed_attention import Packing, attention_arguments
-from trainer_service.model.head.logprob_head import logit_transform_of
+from trainer_service.model.file_copies import FileCopies
 from trainer_service.model.huggingface import enable_activation_checkpointing
+from trainer_service.model.logprob_head import logit_transform_of
 from trainer_service.model.optimizer import apply_configured_rates, make_optimizer, schedule_of
+from trainer_service.model.packed_attention import Packing, attention_arguments
+from trainer_service.model.parallel import SequenceRanks, Slice
 from trainer_service.model.settings import ModelSettings
-from trainer_service.model.sharding.file_copies import FileCopies
-from trainer_service.model.sharding.sequence_ranks import SequenceRanks, Slice
-from trainer_service.model.sharding.zero import (
+from trainer_service.model.zero import (
     deepspeed_config,
     full_shape,
     offload_states,

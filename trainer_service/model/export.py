@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainer_service.model.huggingface import STORED_DTYPES
-from trainer_service.model.sharding.zero import full_shape, gathered
+from trainer_service.model.zero import full_shape, gathered
 
 NAMES = {getattr(torch, name): short for short, name in STORED_DTYPES.items()}
 ROUNDED_AT_ONCE = 2**18

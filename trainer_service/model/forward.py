@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.logits import entropies, selected_logprobs
-from trainer_service.model.attention.packed_attention import AttentionArguments, Packing, attention_arguments
-from trainer_service.model.head.logprob_head import requesting_logprobs
 from trainer_service.model.images import ImageInputs
+from trainer_service.model.logprob_head import requesting_logprobs
+from trainer_service.model.packed_attention import AttentionArguments, Packing, attention_arguments
+from trainer_service.model.parallel import SequenceRanks, Slice
 from trainer_service.model.routers import Routers
-from trainer_service.model.sharding.sequence_ranks import SequenceRanks, Slice
 from trainer_service.rows.rows import MicroBatch
 
 NO_IMAGES: Mapping[str, Tensor] = {}

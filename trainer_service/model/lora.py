@@ -13,7 +13,7 @@ import torch
 
 from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FileSpec
 from trainer_service.model.export import ExportTensor
-from trainer_service.model.head.logprob_head import LogprobHead
+from trainer_service.model.logprob_head import LogprobHead
 from trainer_service.model.settings import LoraSettings
 from trainer_service.model.snapshot import HostTensor, SnapshotMemory, write_file
 
@@ -44,7 +44,7 @@ class Adapters:
     def __init__(self, model: Any, settings: LoraSettings, model_path: Path, name: str = ADAPTER) -> None:
         from peft import LoraConfig, inject_adapter_in_model
 
-        from trainer_service.model.head.adapted_head import AdaptedHead
+        from trainer_service.model.adapted_head import AdaptedHead
 
         alpha: Any = (
             settings.alpha

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from trainer_service.algorithms.routing import LOAD, PROBABILITY
 from trainer_service.algorithms.sums import Sums
 from trainer_service.model.settings import ModelSettings
-from trainer_service.model.sharding.zero import gathered
+from trainer_service.model.zero import gathered
 from trainer_service.rows.rows import MicroBatch
 
 ROUTER = re.compile(r"Top[kK]Router$")

@@ -16,8 +16,8 @@ from rollout_queue.contract.policies.object_prefix import ObjectPrefix
 from rollout_queue.contract.policies.policy import MANIFEST, STABLE
 from rollout_queue.http.object_store import ObjectAbsent, ObjectStore, opened
 from rollout_queue.settings import ObjectStoreSettings
+from trainer_service.heartbeat import Stopped
 from trainer_service.settings import TrainerSettings
-from trainer_service.status.heartbeat import Stopped
 from trainer_service.storage.policy_store import PolicyStore
 
 logger = logging.getLogger(__name__)

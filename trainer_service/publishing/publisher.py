@@ -1,10 +1,12 @@
-"""Publishes versions while the training goes on: writes the files, and has the gateway push them.
+"""Publishes versions while the training goes on: numbers them, writes the files, has the gateway push them,
+and finds out how the push ended.
 
 main thread      snapshot ─┐                                                      ┌─▶ how the push ended
 background       └─▶ PolicyStore.write ─▶ offer ─▶ POST {gateway}/admin/policies ┘ (202) ─▶ remove old ones
 
 One version is published at a time: the next one waits until the former is announced. With a `TensorSender`,
-engines may also receive the tensors from the snapshot, until the next one is taken.
+engines may also receive the tensors from the snapshot, until the next one is taken. A version gets its number
+before the step that makes it; no other weights have that number.
 """
 
 import logging
@@ -22,8 +24,10 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.policies.policy import FileSpec
 from rollout_queue.contract.stream import StreamReader
 from rollout_queue.http.object_store import StoreUnavailable
+from rollout_queue.protocol.policies import PushResult
 from rollout_queue.signals.tracing.spans import in_span
 from trainer_service.groups.reward_guard import Alarm
+from trainer_service.heartbeat import Heartbeat, Stopped
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.snapshot import HostTensor
 from trainer_service.publishing.gateway_client import (
@@ -33,13 +37,87 @@ from trainer_service.publishing.gateway_client import (
     VersionUnknown,
 )
 from trainer_service.publishing.places import PolicyPlace
-from trainer_service.publishing.push_follower import PushFollower, Results
 from trainer_service.publishing.tensor_sender import TensorSender
-from trainer_service.status.heartbeat import Heartbeat, Stopped
-from trainer_service.storage.disk import DiskTrouble
+from trainer_service.storage.disk import DiskRetry, DiskTrouble
 from trainer_service.storage.policy_store import PolicyStore, WeightsWriter, manifest_sha256
+from trainer_service.storage.run_state import VersionFile
 
 logger = logging.getLogger(__name__)
+
+Results = tuple[PushResult, ...]
+"""The results of a push, one per server."""
+
+
+class PushFollower:
+    """Asks the gateway, and reports what servers did: in the log and in the metrics."""
+
+    def __init__(self, gateway: GatewayClient, metrics: TrainerMetrics) -> None:
+        self._gateway, self._metrics = gateway, metrics
+        self.announced: int | None = None
+        """The last announced version, until it is known how its push ended."""
+        self.refused: int | None = None
+        """The last version that every server has refused; None if a server has taken one since."""
+        self._failures, self._reason = 0, ""
+        """How many pushes have failed since a server took one, and how the last of them did."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the fleet serves older weights than the trainer's; None if the last push did not fail."""
+        if not self._failures:
+            return None
+        pushes = "push" if self._failures == 1 else "pushes"
+        return f"engines sample with older weights: the last {self._failures} {pushes} {self._reason}"
+
+    def follow(self) -> None:
+        """Ask how the push goes, if one is not known to have ended."""
+        if self.announced is None:
+            return
+        version = self.announced
+        try:
+            detail = self._gateway.push_of(version)
+        except VersionUnknown as error:
+            logger.error("no server took version %d: %s", version, error)
+            self._metrics.pushed(False)
+            self._note_failure(str(error), refused=True)
+            self.announced, self.refused = None, version
+            return
+        except GatewayUnavailable as error:
+            logger.warning("the gateway does not tell how the push of version %d goes: %s", version, error)
+            return
+        if detail.push is not None and detail.push.state == "superseded":
+            logger.info("a newer version has replaced version %d before every server had it", version)
+        elif detail.push is not None and detail.push.state != "pushing":
+            failed = detail.push.state == "failed"
+            self.account(version, detail.results, failed=failed, error=detail.push.error)
+        else:
+            return
+        self.announced = None
+
+    def account(
+        self, version: int, results: Results, *, failed: bool = False, error: str | None = None
+    ) -> None:
+        """Report the results of a push that has ended. The gateway knows no results of one that a later push
+        has replaced, but whether it has `failed`, and its `error`."""
+        for result in results:
+            self._metrics.pushed(result.ok)
+            if not result.ok:
+                logger.error("server %s did not take version %d: %s", result.server, version, result.error)
+        if failed or (results and not any(result.ok for result in results)):
+            logger.error("no server took version %d", version)
+            errors = (f"{result.server}: {result.error}" for result in results if result.error)
+            refused = all(result.state == "refused" for result in results)
+            self._note_failure(error or "; ".join(errors), refused=refused)
+            if results and refused:
+                self.refused = version
+        else:
+            self.refused, self._failures = None, 0
+            logger.info("version %d is served by %d servers", version, sum(result.ok for result in results))
+
+    def _note_failure(self, why: str, *, refused: bool) -> None:
+        self._failures += 1
+        verb = "was refused" if self._failures == 1 else "were refused"
+        self._reason = f"{verb if refused else 'failed'}: {why}"
+
 
 FOLLOW_EVERY_S = 2.0
 GATEWAY = "the gateway to take the newest version"
@@ -294,3 +372,42 @@ class Publisher:
                 return push.result()
 
         return self._heartbeat.retry(pushed, GatewayUnavailable, "publishing")
+
+
+class SnapshotSource(Protocol):
+    """Copies its present weights into host memory."""
+
+    def snapshot(self) -> Snapshot: ...
+    def adapter_snapshot(self) -> Snapshot: ...
+
+
+class VersionContent:
+    """With `adapters`, only adapters are published until every rollout server refuses them."""
+
+    def __init__(self, policy: SnapshotSource, publisher: Publisher, *, adapters: bool) -> None:
+        self._policy, self._publisher, self._adapters = policy, publisher, adapters
+
+    def snapshot(self) -> Snapshot:
+        """Copy it into host memory."""
+        if self._adapters and self._publisher.refused is not None:
+            self._adapters = False
+            logger.warning("every server refuses adapters: from now on, whole weights travel")
+        return self._policy.adapter_snapshot() if self._adapters else self._policy.snapshot()
+
+
+class VersionNumbers:
+    """Chooses numbers higher than all that the trainer's disk, the gateway or the stream knows."""
+
+    def __init__(self, file: VersionFile, publisher: Publisher, disk: DiskRetry) -> None:
+        self._file, self._publisher, self._disk = file, publisher, disk
+
+    def reserve_after(self, version: int) -> int:
+        """A new number greater than `version`. Waits for the gateway, the disk and the stream; raises Stopped
+        when told to stop meanwhile."""
+        number = self._reserve_on_disk(self._publisher.newest_version(version))
+        while (newest := self._publisher.reserve(number)) >= number:
+            number = self._reserve_on_disk(newest)
+        return number
+
+    def _reserve_on_disk(self, above: int) -> int:
+        return self._disk.until_written("the number of a version", lambda: self._file.reserve(above))

@@ -3,22 +3,116 @@
     turns ─▶ branches ─▶ PlannedRow ─▶ Row (ids, mask 1 where a token is trained)
     Row, Row, Row ─▶ MicroBatch: one sequence of segments; positions start at 0 again where a row begins
 
+    root ─ a ─ b          branches(…) ─▶ (root a b), (root c)
+         └ c              b and c are the tips: no trainable turn continues them
+
 Each branch becomes one row. A token that several branches share is trained in the first of them only.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_queue.contract.records import Turn
+from rollout_queue.contract.attempts import orphans_of
+from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.sampling import temperature_of_logprobs
-from trainer_service.rows.images import RowImage, in_pack, row_images, within
+from rollout_queue.contract.verdicts import exclusion
+from trainer_service.rows.images import ImageRule, RowImage, in_pack, row_images, within
 from trainer_service.rows.packing import Pack, layout_of, packs_of
-from trainer_service.rows.top_tokens import TopTokens
-from trainer_service.rows.turns import Branch, branches
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """K tokens for each of T trained tokens, the most probable ones of the teacher."""
+
+    ids_TK: NDArray[np.int32]
+    lp_TK: NDArray[np.float32]
+    """Their log-probabilities under the teacher, in nats."""
+
+    def at(self, chosen_T: NDArray[np.generic]) -> "TopTokens":
+        """Those of the chosen trained tokens."""
+        return TopTokens(self.ids_TK[chosen_T], self.lp_TK[chosen_T])
+
+    @classmethod
+    def joined(cls, parts: Sequence["TopTokens | None"]) -> "TopTokens | None":
+        """All of them in order; None if a part is missing."""
+        known = [part for part in parts if part is not None]
+        if not known or len(known) < len(parts):
+            return None
+        return cls(
+            np.concatenate([part.ids_TK for part in known]), np.concatenate([part.lp_TK for part in known])
+        )
+
+
+Branch = tuple[Turn, ...]
+"""The turns from a root to a tip. Each turn has only the tokens that it adds to its parent."""
+
+
+def exclusions(turns: Sequence[Turn]) -> Mapping[str, Verdict]:
+    """The verdicts of the turns that must not be trained, by turn id."""
+    orphans = orphans_of(turns)
+    found = {turn.turn_id: exclusion(turn, orphans) for turn in turns}
+    return {turn_id: verdict for turn_id, verdict in found.items() if verdict is not None}
+
+
+def branches(turns: Sequence[Turn], trainable: Collection[str]) -> list[Branch]:
+    """The branches that together contain every turn of `trainable` (turn ids), sorted by the age of their
+    tips, oldest first. No branch is a part of another."""
+    by_id = {turn.turn_id: turn for turn in turns}
+    inner: set[str] = set()
+    for turn in turns:
+        if turn.turn_id in trainable:
+            inner.update(ancestor.turn_id for ancestor in _branch(turn, by_id)[:-1])
+    tips = [turn for turn in turns if turn.turn_id in trainable and turn.turn_id not in inner]
+    return [_branch(tip, by_id) for tip in sorted(tips, key=_age)]
+
+
+def contradiction(turns: Sequence[Turn], vocab_size: int, images: ImageRule | None = None) -> str | None:
+    """The reason why the tree of turns cannot be trained; None if it can. Without a rule of `images`, turns
+    that show images cannot."""
+    by_id = {turn.turn_id: turn for turn in turns}
+    for turn in turns:
+        if turn.parent_id is not None and turn.parent_id not in by_id:
+            return f"turn {turn.turn_id} continues turn {turn.parent_id}, which is not in the stream"
+        if images is None and turn.images:
+            return f"turn {turn.turn_id} shows images, which this trainer does not train"
+        if images is not None and (broken := images.complaint(turn)):
+            return broken
+        if turn.parent_id is None and not turn.context_ids:
+            return f"turn {turn.turn_id} has no prompt"
+        largest = max([*turn.context_ids, *turn.output_ids], default=0)
+        if largest >= vocab_size:
+            return f"turn {turn.turn_id} has token id {largest} of a vocabulary of {vocab_size}"
+        if _circular(turn, by_id):
+            return f"turn {turn.turn_id} is its own ancestor"
+    return None
+
+
+def _branch(tip: Turn, by_id: Mapping[str, Turn]) -> Branch:
+    branch = [tip]
+    while branch[-1].parent_id is not None:
+        branch.append(by_id[branch[-1].parent_id])
+    return tuple(reversed(branch))
+
+
+def _circular(turn: Turn, by_id: Mapping[str, Turn]) -> bool:
+    seen: set[str] = set()
+    ancestor: Turn | None = turn
+    while ancestor is not None:
+        if ancestor.turn_id in seen:
+            return True
+        seen.add(ancestor.turn_id)
+        ancestor = by_id.get(ancestor.parent_id) if ancestor.parent_id is not None else None
+    return False
+
+
+def _age(turn: Turn) -> tuple[float, str]:
+    """A sort key, oldest first. The id breaks ties, so that equal times always give the same order."""
+    return (turn.started_at, turn.turn_id)
+
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -291,4 +385,26 @@ def _experts(rows: Sequence[Row]) -> Experts | None:
             np.full((len(row), width), -1, np.int16) if row.experts_LW is None else row.experts_LW
             for row in rows
         ]
+    )
+
+
+def shortest() -> MicroBatch:
+    """For a pass that is made only for what it does to the accumulated gradient."""
+    one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
+    zero = np.zeros(1, np.float32)
+    return MicroBatch(
+        ids_N=np.zeros(2, np.int64),
+        positions_N=np.arange(2),
+        lengths_S=2 * one,
+        parents_S=-one,
+        predict_at_T=none,
+        targets_T=none,
+        logprobs_T=zero,
+        advantages_T=zero,
+        temperatures_T=np.ones(1, np.float32),
+        versions_T=none,
+        turns_T=none,
+        rewards_T=zero,
+        lp_teacher_T=None,
+        rows_T=none,
     )

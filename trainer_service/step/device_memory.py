@@ -21,7 +21,7 @@ from rollout_queue.protocol.errors import error_message
 from rollout_queue.protocol.memory import MemoryReleased, ReleaseBody, ResumeBody
 from rollout_queue.protocol.message import MalformedMessage, ServiceMessage
 from rollout_queue.protocol.status import ServerStatus
-from trainer_service.status.heartbeat import Heartbeat, Stopped
+from trainer_service.heartbeat import Heartbeat, Stopped
 
 logger = logging.getLogger(__name__)
 

@@ -1,38 +1,158 @@
 """Trains the policy on groups: advantages, the teacher's scores, early groups, and the optimizer step.
 
-groups ─ learn_early ─▶ gradients, while the step waits for more groups
-groups ─ ask_teacher ─▶ ScoredRows ─ step ─▶ new weights and the step's metrics
+groups ─ early_pass ─▶ gradients of the groups that are here, while the step waits for more
+groups ─ ask_teacher ─▶ ScoredRows ─ step ─▶ new weights, the step's metrics, and what its span says
 """
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from rollout_queue.contract.records import Verdict
-from rollout_queue.signals.tracing.spans import span
+from rollout_queue.signals.tracing.spans import Value, span
 from trainer_service.algorithms.kl import adapted_coefficient
 from trainer_service.algorithms.settings import AlgorithmSettings
-from trainer_service.groups.comparison import Baselines, updated_baselines, with_advantages
-from trainer_service.groups.screening import ScreenedGroup, with_verdict, without_sessions
+from trainer_service.groups.screening import (
+    Baselines,
+    ScreenedGroup,
+    updated_baselines,
+    with_advantages,
+    with_verdict,
+    without_sessions,
+)
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.rows.images import ShownRows
+from trainer_service.rows.packing import packs_of
 from trainer_service.rows.rows import Row
 from trainer_service.settings import RecordedTokens
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.step.early_groups import EarlyGroups
 from trainer_service.step.memory_limit import OutOfMemory, first_too_long
 from trainer_service.step.quarantine import non_finite_groups
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.step_attempts import StepAttempts
-from trainer_service.step.step_request import StepRequest
-from trainer_service.step.step_trace import step_attributes, traces_of
+from trainer_service.step.step_parts import StepRequest
 from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
 from trainer_service.storage.run_state import RunState
 
 logger = logging.getLogger(__name__)
+
+SHOWN = ("loss", "grad_norm", "entropy", "mismatch/abs_logp", "mismatch/kl")
+"""The metrics that are attributes."""
+
+
+def traces_of(groups: Sequence[ScreenedGroup]) -> Iterator[str]:
+    """The spans that recorded the turns which these groups train, as far as they are traced."""
+    for group in groups:
+        for planned in group.planned:
+            for turn in planned.branch:
+                if turn.trace is not None and turn.turn_id in planned.turn_ids:
+                    yield turn.trace
+
+
+def step_attributes(
+    groups: Sequence[ScreenedGroup], rows: Sequence[Row], version: int, values: object
+) -> dict[str, Value | None]:
+    """`values` are the step's metrics, if it was made. The rewards are those of the sessions in `groups`."""
+    members = [member for screened in groups for member in screened.group.members]
+    rewards = [member.reward for member in members if member.rewarded and member.reward is not None]
+    metrics = values if isinstance(values, dict) else {}
+    shown = {f"rl.{name.replace('/', '.')}": metrics.get(name) for name in SHOWN}
+    return {
+        "rl.policy.version": version,
+        "rl.step.made": isinstance(values, dict),
+        "rl.step.rows": len(rows),
+        "rl.step.turns": sum(len(row.turn_ids) for row in rows),
+        "rl.step.tokens": sum(row.trained_tokens for row in rows),
+        "rl.reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        **shown,
+    }
+
+
+Fingerprint = tuple[Any, ...]
+"""The rewards and the turns that a group is trained on. Equal fingerprints give equal gradients."""
+
+
+class EarlyGroups:
+    """The groups whose gradients are accumulated for the next step.
+
+    The gradients are not durable: after a crash, the stream delivers their groups again.
+    """
+
+    def __init__(self, policy: DistributedPolicy) -> None:
+        self._policy = policy
+        self._learned: dict[Fingerprint, str] = {}
+        """The group id of each fingerprint that is in the accumulated gradient."""
+        self._is_over = False
+        """Whether a group changed after its gradient was accumulated, or a pass did not fit into the memory.
+        If so, `fills_a_pass` is false until the next step."""
+        self.tokens = 0
+        """Trained tokens in the accumulated gradient."""
+
+    @property
+    def group_ids(self) -> Collection[str]:
+        return self._learned.values()
+
+    def drop_if_changed(self, groups: Sequence[ScreenedGroup]) -> None:
+        """Discard the accumulated gradient if one of its groups has other rewards or turns now, or is gone.
+
+        `groups` are all groups that can be trained now.
+        """
+        if not self._learned.keys() <= {_fingerprint(judged) for judged in groups}:
+            self._policy.discard_gradients()
+            self._learned, self._is_over, self.tokens = {}, True, 0
+
+    def discard(self) -> None:
+        """Discard the accumulated gradient: the weights become others."""
+        if self._learned:
+            self._policy.discard_gradients()
+        self._learned, self._is_over, self.tokens = {}, False, 0
+
+    def remaining(self, groups: Sequence[ScreenedGroup]) -> list[ScreenedGroup]:
+        """The groups that are not in the accumulated gradient."""
+        return [judged for judged in groups if _fingerprint(judged) not in self._learned]
+
+    def fills_a_pass(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> bool:
+        """Whether the rows of these groups make a pass: as many micro-batches as the ranks compute at a time,
+        and at least `max_tokens` tokens for each, where each shared prefix counts once."""
+        planned = [row for judged in groups for row in judged.planned]
+        ranks = self._policy.data_ranks
+        fewest = ranks * algorithm.micro_batch_tokens
+        if self._is_over or sum(len(row) for row in planned) < fewest:
+            return False
+        ids = [row.row().ids_L for row in planned]
+        packs = packs_of(ids, algorithm.micro_batch_tokens, self._policy.shares_prefixes)
+        return len(packs) >= ranks and sum(tree.tokens for pack in packs for tree in pack) >= fewest
+
+    def learn(self, groups: Sequence[ScreenedGroup], request: StepRequest) -> None:
+        """Add the gradient of `groups`. The request holds their rows, with advantages. After OutOfMemory,
+        nothing is learned early for this step."""
+        try:
+            self._policy.accumulate(request)
+        except OutOfMemory:
+            self._learned, self._is_over, self.tokens = {}, True, 0
+            raise
+        self._learned |= {_fingerprint(judged): judged.group.group_id for judged in groups}
+        self.tokens += sum(row.trained_tokens for row in request.rows)
+
+    def step(self, groups: Sequence[ScreenedGroup], request: StepRequest) -> dict[str, float]:
+        """Add the gradients of the remaining groups and make the step. The request holds the rows of all
+        `groups`. Returns the step's metrics by name."""
+        self.drop_if_changed(groups)
+        remaining = {row.session_id for judged in self.remaining(groups) for row in judged.planned}
+        early = self.tokens / sum(row.trained_tokens for row in request.rows)
+        self._learned, self._is_over, self.tokens = {}, False, 0
+        others = [row for row in request.rows if row.session_id in remaining]
+        return self._policy.optimise(request.with_rows(others)) | {"early_frac": early}
+
+
+def _fingerprint(judged: ScreenedGroup) -> Fingerprint:
+    rollouts = tuple(
+        (rollout.rollout_id, rollout.reward, *sorted(rollout.parts.items())) for rollout in judged.rollouts
+    )
+    return (rollouts, tuple(row.turn_ids for row in judged.planned))
 
 
 class Diverged(Exception):

@@ -18,10 +18,9 @@ from trainer_service.algorithms.aggregation import divisor
 from trainer_service.algorithms.critic import value_loss
 from trainer_service.algorithms.losses.distillation import top_k_kl
 from trainer_service.algorithms.policy_loss import policy_loss
-from trainer_service.algorithms.prox import loglinear
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums
-from trainer_service.algorithms.tokens import Tokens
+from trainer_service.algorithms.tokens import Tokens, loglinear
 from trainer_service.model.forward import TokenScores
 from trainer_service.rows.rows import MicroBatch, Row
 from trainer_service.step.diagnostics import (
@@ -33,9 +32,16 @@ from trainer_service.step.diagnostics import (
 )
 from trainer_service.step.memory_limit import OutOfMemory, is_out_of_memory
 from trainer_service.step.pre_pass import PrePass, PrePassCritic
-from trainer_service.step.step_parts import SharingPolicy, StepPart, counts_of, step_parts
-from trainer_service.step.step_request import StepRequest
-from trainer_service.step.token_records import LearnedTokens, TurnRecord, turn_records
+from trainer_service.step.step_parts import (
+    LearnedTokens,
+    SharingPolicy,
+    StepPart,
+    StepRequest,
+    TurnRecord,
+    counts_of,
+    step_parts,
+    turn_records,
+)
 
 logger = logging.getLogger(__name__)
 

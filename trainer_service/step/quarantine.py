@@ -17,8 +17,7 @@ from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.rows.rows import MicroBatch, micro_batches
-from trainer_service.step.step_parts import counts_of
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest, counts_of
 
 Group = TypeVar("Group")
 

@@ -12,20 +12,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer_service.model.checkpoint_layout import Layout, converted
 from trainer_service.model.lora import AdapterSnapshot
 from trainer_service.model.policy import DeepSpeedPolicy
-from trainer_service.model.sharding.layout import Layout
-from trainer_service.model.sharding.universal import converted
 from trainer_service.model.snapshot import WeightSnapshot
-from trainer_service.step.communication.command_channel import CommandChannel
-from trainer_service.step.communication.rank_threads import RankThreads
-from trainer_service.step.communication.rank_watch import RankWatch
-from trainer_service.step.copy_writers import CopyWriter, SpreadCopy
 from trainer_service.step.optimizer_step import OptimizerSteps
 from trainer_service.step.quarantine import has_finite_gradient
-from trainer_service.step.share_writers import ShareWriter, ShareWriters, SpreadSnapshot
-from trainer_service.step.step_request import StepRequest
-from trainer_service.step.token_records import TurnRecord
+from trainer_service.step.rank_communication import CommandChannel, RankThreads, RankWatch
+from trainer_service.step.rank_writers import (
+    CopyWriter,
+    ShareWriter,
+    ShareWriters,
+    SpreadCopy,
+    SpreadSnapshot,
+)
+from trainer_service.step.step_parts import StepRequest, TurnRecord
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.contract.records import Verdict
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.screening import ScreenedGroup, with_verdict
-from trainer_service.status.heartbeat import Stopped
-from trainer_service.storage.run_files import AttemptFile, AttemptNote, OutOfMemoryMark
+from trainer_service.heartbeat import Stopped
+from trainer_service.storage.run_state import AttemptFile, AttemptNote, OutOfMemoryMark
 
 logger = logging.getLogger(__name__)
 

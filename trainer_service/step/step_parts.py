@@ -1,23 +1,26 @@
 """Makes the parts of a step that learn one after another, each after its passes before the step.
 
-rows ─ mini_batches ─ packed_rows ─ own share ─▶ pre_pass ─ step_context ─▶ StepPart, …
+StepRequest ─ mini_batches ─ packed_rows ─ own share ─▶ pre_pass ─ step_context ─▶ StepPart, …
+micro-batch ─ LearnedTokens ─▶ the rank's own turns ─ turn_records ─▶ TurnRecord, … of all ranks
 
 A part has the groups that arrived together. With `mini_batches`, it has one mini-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Protocol
+from itertools import chain, pairwise
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from trainer_service.algorithms.aggregation import StepCounts, divisor
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums
-from trainer_service.rows.mini_batches import mini_batches, packed_rows
-from trainer_service.rows.rows import MicroBatch, Row
+from trainer_service.rows.rows import Ints, MicroBatch, Row, micro_batches
+from trainer_service.settings import RecordedTokens
 from trainer_service.step.pre_pass import (
     PrePass,
     PrePassPolicy,
@@ -26,8 +29,101 @@ from trainer_service.step.pre_pass import (
     pre_pass,
     step_context,
 )
-from trainer_service.step.step_request import StepRequest
-from trainer_service.step.token_records import LearnedTokens
+
+LARGEST = float(np.finfo(np.float16).max)
+
+
+class LearnedTokens(NamedTuple):
+    """The T trained tokens of a micro-batch, row after row. Tensors may be on the device."""
+
+    rows_T: Ints
+    """The row of each token, numbered over all rows of the step."""
+    turns_T: Ints
+    """The turn of each token, numbered within the row's branch."""
+    advantages_T: Tensor | None
+    """float32, as the loss has used them; None if it uses none."""
+    log_rho_T: Tensor | None
+    """Log-probability under the weights before the step minus the engine's, in nats."""
+
+
+class TurnRecord(NamedTuple):
+    """The packed `TrainedTokens` of one turn."""
+
+    session_id: str
+    turn_id: str
+    packed: bytes
+
+
+def turn_records(learned: LearnedTokens, rows: Sequence[Row]) -> Iterator[TurnRecord]:
+    """The records of the turns in a micro-batch. `rows` are all rows of the step."""
+    if not len(learned.rows_T):
+        return
+    advantages_T = None if learned.advantages_T is None else learned.advantages_T.float().cpu().numpy()
+    ratios_T = None
+    if learned.log_rho_T is not None:
+        ratios_T = np.exp(np.minimum(learned.log_rho_T.float().cpu().numpy(), np.log(LARGEST)))
+    changes_T = (np.diff(learned.rows_T) != 0) | (np.diff(learned.turns_T) != 0)
+    ends = [0, *(np.flatnonzero(changes_T) + 1).tolist(), len(learned.rows_T)]
+    before, place = -1, 0
+    for start, end in pairwise(ends):
+        number = int(learned.rows_T[start])
+        place = place + 1 if number == before else 0
+        before, row = number, rows[number]
+        packed_advantages = packed_ratios = None
+        if advantages_T is not None:
+            own_T = advantages_T[start:end]
+            packed_advantages = (own_T[:1] if (own_T == own_T[0]).all() else own_T).astype("<f4").tobytes()
+        if ratios_T is not None:
+            packed_ratios = ratios_T[start:end].astype("<f2").tobytes()
+        tokens = TrainedTokens(end - start, packed_advantages, packed_ratios)
+        yield TurnRecord(row.session_id, row.turn_ids[place], tokens.pack())
+
+
+def _no_beat() -> None: ...
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The rows to train, and the settings of the algorithm."""
+
+    rows: Sequence[Row]
+    version: int
+    """The version of the weights before the step. All parts of one step have the same version."""
+    algorithm: AlgorithmSettings
+    beat: Callable[[], None] = _no_beat
+    """Called between micro-batches, so that a long step still reports that the trainer is alive."""
+    recorded: RecordedTokens = "none"
+    """What is recorded of each trained token."""
+
+    def with_rows(self, rows: Sequence[Row]) -> "StepRequest":
+        return replace(self, rows=rows)
+
+    def for_other_ranks(self) -> "StepRequest":
+        """The same request without `beat`, because only rank 0 reports progress."""
+        return replace(self, beat=_no_beat)
+
+
+def mini_batches(rows: Sequence[Row], count: int) -> list[Ints]:
+    """The indices of the rows of each mini-batch: consecutive groups, about as many in each. A step with
+    fewer groups than mini-batches is split by rollouts, and one with fewer rollouts makes fewer
+    mini-batches. All rows of a rollout are in one."""
+    names: dict[str, int] = {}
+    owners: list[str] = []
+    for owners in ([row.group_id for row in rows], [row.session_id for row in rows]):
+        names = {name: at for at, name in enumerate(dict.fromkeys(owners))}
+        if len(names) >= count:
+            break
+    count = min(count, len(names))
+    home_R = np.array([names[owner] * count // len(names) for owner in owners])
+    return [np.flatnonzero(home_R == number) for number in range(count)]
+
+
+def packed_rows(
+    rows: Sequence[Row], at: Ints, max_tokens: int, share_prefixes: bool = False
+) -> list[MicroBatch]:
+    """The micro-batches of the rows at the indices `at`. Their rows are numbered over all `rows`."""
+    packed = micro_batches([rows[index] for index in at], max_tokens, share_prefixes)
+    return [replace(batch, rows_T=at[batch.rows_T]) for batch in packed]
 
 
 class SharingPolicy(PrePassPolicy, Protocol):

@@ -17,8 +17,7 @@ import numpy as np
 
 from rollout_queue.foreign_json import read_json
 from rollout_queue.http.keys import bearer
-from trainer_service.rows.rows import Row
-from trainer_service.rows.top_tokens import TopTokens
+from trainer_service.rows.rows import Row, TopTokens
 from trainer_service.settings import TeacherSettings
 
 

@@ -22,10 +22,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from trainer_service.model.sharding import universal
-from trainer_service.model.sharding.layout import Layout, LayoutRefused
+from trainer_service.model.checkpoint_layout import Layout, LayoutRefused, remove_converted
 from trainer_service.storage.disk import written
-from trainer_service.storage.files import sync_directory, sync_tree, write_atomically
+from trainer_service.storage.durable_files import sync_directory, sync_tree, write_atomically
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 logger = logging.getLogger(__name__)
@@ -184,7 +183,7 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Remove checkpoints without STATE. STATE is written last, so these checkpoints are not complete."""
-        universal.remove_converted(self._directory)
+        remove_converted(self._directory)
         for tag in self._tags():
             if not (self._directory / tag / STATE).exists():
                 shutil.rmtree(self._directory / tag, ignore_errors=True)

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from rollout_queue import clock
 from trainer_service.groups.evaluation import EvaluationState
+from trainer_service.heartbeat import REPORT_EVERY_S, Heartbeat
+from trainer_service.metrics import Stopwatch
 from trainer_service.settings import TrainerSettings
-from trainer_service.status.heartbeat import REPORT_EVERY_S, Heartbeat
-from trainer_service.status.stopwatch import Stopwatch
 from trainer_service.storage.checkpoint import Checkpoints, ShardedWeights, Wanted
-from trainer_service.storage.disk_retry import DiskRetry
+from trainer_service.storage.disk import DiskRetry
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 CHEAP = 0.05

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer_service.storage.files import sync_directory, write_atomically
+from trainer_service.storage.durable_files import sync_directory, write_atomically
 from weir.errors import StackError
 
 MANIFEST = "backup.json"

@@ -20,7 +20,7 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.client.opening import open_redis
 from rollout_queue.redis.connection.schema import RESTORING, write_schema
 from trainer_service.storage.checkpoint import CURRENT, TAG
-from trainer_service.storage.files import sync_directory, write_atomically
+from trainer_service.storage.durable_files import sync_directory, write_atomically
 from trainer_service.storage.policy_store import ASIDE, VERSION_DIRECTORY
 from weir.backup.backup import Say
 from weir.backup.manifest import BackupManifest, copy_file, files_below, read_manifest, verify

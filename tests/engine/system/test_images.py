@@ -18,10 +18,10 @@ from tests.support.redis_clients import redis_at
 from tests.support.system.real_system import ADMIN_KEY, System, running_system, system_settings
 from tests.support.system.turns import recorded_turns
 from tests.support.tiny_vision_model import make_tiny_vision_model
-from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.images import ImageInputs
+from trainer_service.model.packed_attention import packing_of
 from trainer_service.rows.rows import Row, micro_batches, planned_rows
 
 pytestmark = pytest.mark.long

@@ -18,9 +18,9 @@ from tests.support.system.real_system import System, running_system, system_sett
 from tests.support.system.turns import recorded_turns
 from tests.support.tiny_model import make_tiny_experts
 from tests.support.waiting import wait_until
-from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
+from trainer_service.model.packed_attention import packing_of
 from trainer_service.model.routers import Routers
 from trainer_service.rows.rows import Row, micro_batches, planned_rows
 

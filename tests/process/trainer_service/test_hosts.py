@@ -17,7 +17,7 @@ from tests.support.trainer_service.hosts import NAMES, why_not
 from tests.support.trainer_service.remote_shells import write_remote_shells
 from tests.support.trainer_service.slurm import srun_variables
 from tests.support.waiting import PATIENCE_S, wait_until
-from trainer_service.step.communication.rank_watch import FAREWELL_S
+from trainer_service.step.rank_communication import FAREWELL_S
 
 REASON = why_not()
 pytestmark = [

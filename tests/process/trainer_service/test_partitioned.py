@@ -22,9 +22,9 @@ from tests.support.trainer_service.loading_peaks import Peaks
 from tests.support.trainer_service.random_rows import MakeLearner, random_rows
 from tests.support.trainer_service.same_training import WELL_CONDITIONED, same_metrics
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.sharding.zero import deepspeed_config, gathered
+from trainer_service.model.zero import deepspeed_config, gathered
 from trainer_service.settings import TrainerSettings
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 from weir.stack.services import launcher
 
 LAYERS = 6

@@ -16,12 +16,10 @@ from prometheus_client import CollectorRegistry
 from tests.support.serving import free_port
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.metric_files import curve, lines
+from trainer_service import sinks
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings, WandbSettings
-from trainer_service.sinks import weights_and_biases
-from trainer_service.sinks.chosen import chosen_sinks
-from trainer_service.sinks.tensorboard import TensorBoard
-from trainer_service.sinks.weights_and_biases import WeightsAndBiases
+from trainer_service.sinks import TensorBoard, WeightsAndBiases, chosen_sinks
 
 Values = Mapping[str, float]
 
@@ -169,8 +167,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from trainer_service.settings import WandbSettings
-from trainer_service.sinks.json_lines import JsonLines
-from trainer_service.sinks.weights_and_biases import WeightsAndBiases
+from trainer_service.sinks import JsonLines
+from trainer_service.sinks import WeightsAndBiases
 
 root, first, last, resumes = Path(sys.argv[1]), *map(int, sys.argv[2:])
 path = root / "metrics.jsonl"
@@ -220,7 +218,7 @@ def test_weights_and_biases_that_is_away_stops_no_training(
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    monkeypatch.setattr(weights_and_biases, "AWAY_S", 1.0)
+    monkeypatch.setattr(sinks, "AWAY_S", 1.0)
     harness = make_harness(wandb={"project": "weir", "dir": tmp_path}).start()
     harness.step("g")
     harness.metrics.close()

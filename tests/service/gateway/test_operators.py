@@ -21,12 +21,11 @@ from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, Runni
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 from trainer_service.app import create_app
+from trainer_service.curves import Curves, limits_of
+from trainer_service.groups.guards import Recovery, RecoveryState
 from trainer_service.groups.task_rates import TaskRate
-from trainer_service.groups.undone import Recovery, RecoveryState
 from trainer_service.settings import GuardSettings
-from trainer_service.sinks.curves import Curves
-from trainer_service.sinks.limits import limits_of
-from trainer_service.status.shared_state import NotRestorable, SharedState, StatusSnapshot
+from trainer_service.shared_state import NotRestorable, SharedState, StatusSnapshot
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 from weir.__main__ import app

@@ -25,7 +25,7 @@ from tests.support.redis_clients import redis_at
 from tests.support.reward_service.graders import CHECK, MULTI, PYTHON, SIMILAR
 from tests.support.rollout_server.harness import make_harness
 from trainer_service.app import create_app as trainer_app
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
 
 KEY = "admin-key"

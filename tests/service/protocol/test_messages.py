@@ -45,9 +45,9 @@ from tests.support.rollout_server.weights import (
 from tests.support.serving import free_port, serving
 from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import create_app as trainer_app
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.publishing.gateway_client import GatewayClient, VersionTaken, VersionUnknown
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.status.shared_state import Backlog, SharedState
+from trainer_service.shared_state import Backlog, SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from weir.demo.report import served_versions
 from weir.stack.probes import http_ready, system_status

@@ -16,10 +16,10 @@ from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import NOTHING
 from tests.support.redis_clients import redis_at
 from trainer_service.groups.acknowledgement import AcknowledgedTurn, Acknowledgement
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
 
 TURNS = 3000
 MOST_ARGUMENTS = 6 * 250 + 350

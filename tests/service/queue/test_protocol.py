@@ -61,8 +61,7 @@ from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.intake import intake
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.intake.intake import Intake
-from trainer_service.storage import checkpoint, run_files
-from trainer_service.storage import files as durable
+from trainer_service.storage import checkpoint, durable_files, run_state
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 LONG = long()
@@ -480,12 +479,12 @@ def machine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Pr
 
     def cut(path: Path, content: bytes) -> None:
         knife.at(path.name)
-        durable.write_atomically(path, content)
+        durable_files.write_atomically(path, content)
 
     redis = redis_at(redis_url)
     redis.config_set("hz", 500)  # how often Redis checks whether a blocking read has timed out
     monkeypatch.setattr(checkpoint, "write_atomically", cut)
-    monkeypatch.setattr(run_files, "write_atomically", cut)
+    monkeypatch.setattr(run_state, "write_atomically", cut)
     monkeypatch.setattr(intake, "BLOCK_S", 0.001)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     yield type("Protocol", (Protocol,), {"url": redis_url, "knife": knife})

@@ -19,7 +19,7 @@ from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import PATIENCE_S, wait_until
-from trainer_service.rows.turns import exclusions
+from trainer_service.rows.rows import exclusions
 
 WITHIN_S = 0.3
 

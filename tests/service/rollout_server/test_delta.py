@@ -26,8 +26,7 @@ from tests.support.rollout_server.weights import (
     write_safetensors,
 )
 from tests.support.turned_clock import TurnedClock
-from trainer_service.storage.delta_files import encode, write_delta
-from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.storage.policy_store import PolicyStore, encode, write_delta
 
 TRAINER, PEER = "http://127.0.0.1:8200", "http://peer:8100"
 CHANGES = f"{WEIGHTS}.delta"

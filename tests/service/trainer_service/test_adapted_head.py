@@ -23,9 +23,9 @@ from tests.support.trainer_service.model_families import Family, made
 from tests.support.trainer_service.peft_models import peft_model
 from tests.support.trainer_service.same_training import Weights, assert_moved_alike
 from trainer_service.algorithms.logits import entropies, selected_logprobs
-from trainer_service.model.head import sampled_logprobs as head_module
-from trainer_service.model.head.sampled_logprobs import LogitTransform, LowRank, sampled_logprobs
-from trainer_service.storage.file_list import write_file_list
+from trainer_service.model import logprob_head
+from trainer_service.model.logprob_head import LogitTransform, LowRank, sampled_logprobs
+from trainer_service.storage.durable_files import write_file_list
 
 pytestmark = pytest.mark.numeric
 TOKENS, WIDTH, VOCABULARY, RANK = 37, 16, 501, 3
@@ -44,8 +44,8 @@ FAMILIES = {
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few tokens a chunk, so that there are several full chunks and a smaller one."""
-    monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 10 * VOCABULARY)
-    monkeypatch.setattr(head_module, "WEIGHTS_AT_ONCE", 100 * WIDTH)
+    monkeypatch.setattr(logprob_head, "LOGITS_AT_ONCE", 10 * VOCABULARY)
+    monkeypatch.setattr(logprob_head, "WEIGHTS_AT_ONCE", 100 * WIDTH)
 
 
 def given(dtype: torch.dtype, tokens: int = TOKENS, vocabulary: int = VOCABULARY) -> list[Tensor]:

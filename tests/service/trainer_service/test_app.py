@@ -30,8 +30,8 @@ from tests.support.trainer_service.harness import MakeHarness
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from trainer_service.app import create_app
-from trainer_service.status.lease_holder import keep_lease
-from trainer_service.status.shared_state import SharedState
+from trainer_service.heartbeat import keep_lease
+from trainer_service.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 

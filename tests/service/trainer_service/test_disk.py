@@ -19,14 +19,14 @@ from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
+from trainer_service.model.checkpoint_layout import Layout
+from trainer_service.model.file_copies import StateCopy
 from trainer_service.model.huggingface import WEIGHTS
-from trainer_service.model.sharding.file_copies import StateCopy
-from trainer_service.model.sharding.layout import Layout
 from trainer_service.model.snapshot import WeightSnapshot
-from trainer_service.status.shared_state import Phase
+from trainer_service.shared_state import Phase
 from trainer_service.storage.checkpoint import INITIAL, CheckpointBroken, Checkpoints
 from trainer_service.storage.disk import DiskTrouble
-from trainer_service.storage.files import write_atomically
+from trainer_service.storage.durable_files import write_atomically
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 Write = Callable[..., Any]
@@ -236,7 +236,7 @@ def test_a_step_waits_until_its_version_number_is_on_disk(
         changed.append(any(not bool((before[name] == now[name]).all()) for name in before))
 
     monkeypatch.setattr(
-        "trainer_service.storage.run_files.write_atomically", disk.short(write_atomically, half)
+        "trainer_service.storage.run_state.write_atomically", disk.short(write_atomically, half)
     )
     harness.step("g")
     assert changed == [False, False]
@@ -247,7 +247,7 @@ def test_a_file_that_fails_leaves_no_temporary_file(tmp_path: Path, monkeypatch:
     def refused(_descriptor: int) -> None:
         raise full()
 
-    monkeypatch.setattr("trainer_service.storage.files.os.fsync", refused)
+    monkeypatch.setattr("trainer_service.storage.durable_files.os.fsync", refused)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "CURRENT", b"content")
     assert not list(tmp_path.iterdir())
@@ -267,8 +267,8 @@ def test_a_line_that_does_not_fit_is_left_out_whole(
     harness.step("g")
     with monkeypatch.context() as patch:
         halved = SimpleNamespace(dumps=lambda _: "half a line")
-        patch.setattr("trainer_service.sinks.json_lines.json", halved)
-        patch.setattr("trainer_service.sinks.json_lines.len", lambda _: 1_000_000, raising=False)
+        patch.setattr("trainer_service.sinks.json", halved)
+        patch.setattr("trainer_service.sinks.len", lambda _: 1_000_000, raising=False)
         harness.step("h")
     harness.step("i")
     lines = (harness.root / "metrics.jsonl").read_text().splitlines()
@@ -329,7 +329,7 @@ def test_if_only_the_sync_of_current_fails_the_save_fails_and_its_files_stay(
             raise full(errno.EIO)
 
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.storage.files.sync_directory", sync)
+        patch.setattr("trainer_service.storage.durable_files.sync_directory", sync)
         with pytest.raises(CheckpointBroken, match="could not be synced"):
             saved_checkpoint(checkpoints, Shards(), RunState(step=2, version=2), [row(2)])
     restored = Checkpoints(tmp_path, 2).restore(Shards())

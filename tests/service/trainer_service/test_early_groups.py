@@ -29,7 +29,7 @@ from trainer_service.rows import rows
 from trainer_service.rows.rows import Row
 from trainer_service.step.group_trainer import Diverged
 from trainer_service.step.quarantine import non_finite_groups
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 

@@ -22,12 +22,12 @@ from tests.support.trainer_service.harness import turn
 from tests.support.trainer_service.made_rows import rows_of
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner, random_rows, with_experts
 from trainer_service.groups.episode import Session
-from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import enable_activation_checkpointing, load_model
+from trainer_service.model.packed_attention import packing_of
 from trainer_service.model.routers import Routers, RoutersUnknown
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 
 pytestmark = pytest.mark.numeric
 

@@ -17,7 +17,7 @@ from rollout_queue.contract.stream import Entry
 from tests.support.tolerances import FLOAT64, ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from tests.support.turned_clock import TurnedClock
-from trainer_service.algorithms.curriculum import CurriculumSettings
+from trainer_service.algorithms.settings import CurriculumSettings
 from trainer_service.groups.assemble import Assembler, Rules
 from trainer_service.groups.task_rates import TaskRate, TaskRates, lot
 

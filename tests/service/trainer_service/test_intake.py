@@ -29,11 +29,11 @@ from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.assemble import Group
 from trainer_service.groups.screening import ScreenedGroup, screen
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.entry_reader import BLOCK_S
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
 
 
 def test_a_huge_reward_or_a_strange_token_ends_its_session_and_not_the_trainer(

@@ -34,7 +34,7 @@ from trainer_service.model.export import check_tensor_names, stochastically_roun
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.lora import Adapters
 from trainer_service.model.settings import LoraSettings
-from trainer_service.model.sharding.zero import deepspeed_config
+from trainer_service.model.zero import deepspeed_config
 from trainer_service.rows.rows import MicroBatch, micro_batches
 from trainer_service.settings import TrainerSettings
 from trainer_service.storage.checkpoint import Checkpoints

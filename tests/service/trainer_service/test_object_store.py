@@ -16,9 +16,9 @@ from rollout_queue.settings import ObjectStoreSettings
 from tests.support.object_store import BUCKET, CuttingProxy, RunningStore, object_store, set_environment
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.waiting import wait_until
+from trainer_service.heartbeat import Stopped
 from trainer_service.publishing import places
 from trainer_service.publishing.places import ObjectStorePlace
-from trainer_service.status.heartbeat import Stopped
 from trainer_service.storage.policy_store import PolicyStore
 
 ROOT = "runs/a"

@@ -32,13 +32,12 @@ from tests.support.trainer_service.made_rows import rows_of
 from tests.support.trainer_service.model_kinds import make_kind
 from tests.support.trainer_service.random_rows import MakeLearner
 from tests.support.trainer_service.same_training import WELL_CONDITIONED, Weights, assert_moved_alike
-from trainer_service.model.attention.packed_attention import packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.images import ImageInputs, image_inputs_of
+from trainer_service.model.packed_attention import packing_of
 from trainer_service.model.settings import CriticSettings, ModelSettings
-from trainer_service.rows.rows import Row, micro_batches
-from trainer_service.rows.turns import contradiction
+from trainer_service.rows.rows import Row, contradiction, micro_batches
 
 pytestmark = pytest.mark.numeric
 

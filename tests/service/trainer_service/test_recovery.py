@@ -13,7 +13,7 @@ from tests.support.trainer_service.checkpoints import saved_checkpoint
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.random_rows import MakeLearner
 from tests.support.trainer_service.same_training import differs_by
-from trainer_service.status.heartbeat import Stopped
+from trainer_service.heartbeat import Stopped
 from trainer_service.storage.checkpoint import INITIAL, Checkpoints
 from trainer_service.storage.run_state import RunState
 

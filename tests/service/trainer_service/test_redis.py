@@ -37,9 +37,9 @@ from tests.support.trainer_service.crash import Crash
 from tests.support.trainer_service.harness import MakeHarness, turn
 from tests.support.trainer_service.redis_trainer import RedisTrainer
 from trainer_service.__main__ import connect
-from trainer_service.commands.untrained_turns import NOT_BY_TURNS, UntrainedTurns
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.status.shared_state import SharedState
+from trainer_service.commands.command_trainer import NOT_BY_TURNS, UntrainedTurns
+from trainer_service.heartbeat import Heartbeat
+from trainer_service.shared_state import SharedState
 from weir.importing.run import ImportReport, import_files
 
 ENDINGS = ("killed before a checkpoint", "killed after a checkpoint", "told to stop", "its disk was lost")

@@ -44,8 +44,7 @@ from trainer_service.rows.rows import Row
 from trainer_service.settings import GuardSettings
 from trainer_service.step import optimizer_step
 from trainer_service.step.diagnostics import SampledTokens, token_sums
-from trainer_service.step.step_request import StepRequest
-from trainer_service.step.token_records import LearnedTokens, turn_records
+from trainer_service.step.step_parts import LearnedTokens, StepRequest, turn_records
 
 
 def evaluated(harness: Harness) -> dict[str, float]:

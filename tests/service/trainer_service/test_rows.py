@@ -26,14 +26,13 @@ from tests.support.trainer_service.same_training import (
     assert_moved_alike,
     same_metrics,
 )
-from trainer_service.model.attention.packed_attention import Packing, packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.sharding.parallel import Parallel
-from trainer_service.model.sharding.sequence_ranks import SequenceRanks
+from trainer_service.model.packed_attention import Packing, packing_of
+from trainer_service.model.parallel import Parallel, SequenceRanks
 from trainer_service.rows.packing import FEWEST_SHARED
 from trainer_service.rows.rows import MicroBatch, Row, balanced_shares, micro_batches, planned_rows
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 
 pytestmark = pytest.mark.numeric
 
@@ -349,7 +348,7 @@ def test_a_long_part_has_its_mask_in_blocks(tmp_path: Path, monkeypatch: pytest.
         (batch,) = micro_batches(related_rows(roots=1, branches=2, tips=2), 1000, share_prefixes=True)
         lp_T = scores(model, batch, packing_of(model), DEVICE)[0].detach()
         with monkeypatch.context() as patch:
-            patch.setattr("trainer_service.model.attention.attention_kernels.BLOCK", 7)
+            patch.setattr("trainer_service.model.packed_attention.BLOCK", 7)
             in_blocks_T = scores(model, batch, packing_of(model), DEVICE)[0].detach()
         torch.testing.assert_close(in_blocks_T, lp_T, atol=ulps(48, of=float(lp_T.abs().max())), rtol=0)
 

@@ -21,8 +21,8 @@ from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.memory_server import MemoryServer
 from tests.support.trainer_service.same_training import differs_by
 from tests.support.waiting import PATIENCE_S, wait_until
-from trainer_service.status.heartbeat import Heartbeat, Stopped
-from trainer_service.status.shared_state import SharedState
+from trainer_service.heartbeat import Heartbeat, Stopped
+from trainer_service.shared_state import SharedState
 from trainer_service.step import device_memory
 from trainer_service.step.device_memory import DeviceMemory, RolloutMemory
 from trainer_service.step.group_trainer import Diverged

@@ -34,10 +34,9 @@ from tests.support.trainer_service.same_training import (
     same_metrics,
 )
 from trainer_service.algorithms.kl import adapted_coefficient
-from trainer_service.model.head.sampled_logprobs import sampled_logprobs
-from trainer_service.rows.mini_batches import mini_batches
+from trainer_service.model.logprob_head import sampled_logprobs
 from trainer_service.rows.rows import Row, micro_batches
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest, mini_batches
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 

@@ -34,7 +34,7 @@ from trainer_service.model.snapshot import HostTensor, WeightSnapshot
 from trainer_service.publishing.process_group import Broadcaster, joined_group
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender, fingerprint, is_finite
 from trainer_service.settings import CollectiveSettings
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
 
 CPU = torch.device("cpu")

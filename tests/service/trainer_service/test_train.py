@@ -19,7 +19,7 @@ from tests.support.trainer_service.same_training import differs_by
 from tests.support.turned_clock import TurnedClock
 from trainer_service.storage.checkpoint import CURRENT
 from trainer_service.storage.checkpoint_cycle import CHEAP
-from trainer_service.storage.files import write_atomically
+from trainer_service.storage.durable_files import write_atomically
 
 
 def crash_at_current(path: Path, content: bytes) -> None:
@@ -178,7 +178,7 @@ def test_a_group_goes_on_without_members_that_failed(harness: Harness, restarted
 def test_sessions_wait_until_enough_rows_have_an_advantage(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.status.heartbeat.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("trainer_service.heartbeat.REPORT_EVERY_S", 0.0)
     harness = make_harness(algorithm={"min_live_rows": 4}).start()
     harness.agents.group("g", [1.0, 0.0])
     assert not harness.trainer.run_once()

@@ -21,12 +21,12 @@ from tests.support.trainer_service.same_training import (
     same_metrics,
 )
 from trainer_service.model import policy
+from trainer_service.model.checkpoint_layout import LayoutRefused
 from trainer_service.model.optimizer import schedule_of
 from trainer_service.model.settings import OptimizerSettings
-from trainer_service.model.sharding.layout import LayoutRefused
-from trainer_service.model.sharding.zero import deepspeed_config
+from trainer_service.model.zero import deepspeed_config
 from trainer_service.settings import TrainerSettings
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 

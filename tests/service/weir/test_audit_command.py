@@ -30,7 +30,7 @@ from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import create_app
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 from weir.__main__ import app

@@ -142,11 +142,10 @@ def trainer_with_curves(shown: ShownDeployment, folder: Path, steps: int = 3000)
     """A trainer's API with the file of a run of so many steps."""
     # Imported here, because they import torch, which the other views do not need.
     from trainer_service.app import create_app
-    from trainer_service.groups.undone import Recovery, RecoveryState
+    from trainer_service.curves import Curves, limits_of
+    from trainer_service.groups.guards import Recovery, RecoveryState
     from trainer_service.settings import GuardSettings
-    from trainer_service.sinks.curves import Curves
-    from trainer_service.sinks.limits import limits_of
-    from trainer_service.status.shared_state import SharedState
+    from trainer_service.shared_state import SharedState
     from trainer_service.storage.policy_store import PolicyStore
 
     path, port = folder / "metrics.jsonl", free_port()

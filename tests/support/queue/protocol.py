@@ -30,17 +30,16 @@ from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.trainer_service.harness import FakeGateway
 from tests.support.trainer_service.publications import InlineExecutor, LateExecutor, OneTensor
 from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
-from trainer_service.model.sharding.layout import Layout
+from trainer_service.model.checkpoint_layout import Layout
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import DiskPlace
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.status.shared_state import SharedState
-from trainer_service.step.step_request import StepRequest
-from trainer_service.step.token_records import TurnRecord
+from trainer_service.shared_state import SharedState
+from trainer_service.step.step_parts import StepRequest, TurnRecord
 from trainer_service.storage.checkpoint import CURRENT, Checkpoints, Unwritten
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep

@@ -24,7 +24,7 @@ from tests.support.redis_process import RedisProcess
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 from trainer_service.settings import TrainerSettings
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
 from weir.stack.services import determined_sections
 from weir.stack.settings import StackSettings
 
@@ -93,7 +93,7 @@ def _rollout_server(settings: StackSettings, section: dict[str, Any]) -> Iterato
 @contextmanager
 def _trainer(settings: StackSettings, section: dict[str, Any]) -> Iterator[str]:
     from trainer_service.__main__ import serve  # loads torch
-    from trainer_service.sizing.resolution import find_gpu, resolved
+    from trainer_service.sizing import find_gpu, resolved
 
     given = TrainerSettings(**_keys(settings), **section)
     given = resolved(given, find_gpu(given), 1)

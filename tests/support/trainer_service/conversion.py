@@ -6,7 +6,7 @@ import pytest
 
 
 def convert_here(arguments: list[str], name: str) -> None:
-    """Takes the place of `trainer_service.model.sharding.universal.run_converter`."""
+    """Takes the place of `trainer_service.model.checkpoint_layout.run_converter`."""
     from deepspeed.checkpoint import ds_to_universal
 
     with pytest.MonkeyPatch.context() as patch:

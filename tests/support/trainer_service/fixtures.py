@@ -25,18 +25,18 @@ from tests.support.trainer_service.publications import InlineExecutor
 from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, OneRankLearner, random_rows
 from tests.support.trainer_service.rank_pair import RankPair, rank_pair
 from tests.support.trainer_service.same_training import Weights
+from trainer_service.model import checkpoint_layout
 from trainer_service.model.policy import DeepSpeedPolicy
-from trainer_service.model.sharding import universal
 from trainer_service.settings import TrainerSettings
-from trainer_service.sinks.sink import Sink
+from trainer_service.sinks import Sink
 from trainer_service.step.ranks import DistributedPolicy
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 
 
 @pytest.fixture(autouse=True)
 def converted_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convert checkpoints in the test's process. The import of DeepSpeed would take a new one seconds."""
-    monkeypatch.setattr(universal, "run_converter", convert_here)
+    monkeypatch.setattr(checkpoint_layout, "run_converter", convert_here)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from rollout_queue.http.keys import Keyring
 from rollout_queue.memory import MemoryStream
 from tests.support.trainer_service.publications import InlineExecutor
 from trainer_service.app import create_app
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.policy import DeepSpeedPolicy
@@ -28,10 +29,8 @@ from trainer_service.publishing.places import place_of
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.settings import TrainerSettings
-from trainer_service.sinks.chosen import chosen_sinks
-from trainer_service.sinks.sink import Sink
-from trainer_service.status.heartbeat import Heartbeat
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
+from trainer_service.sinks import Sink, chosen_sinks
 from trainer_service.step.device_memory import DeviceMemory, RolloutMemory
 from trainer_service.step.ranks import DistributedPolicy
 from trainer_service.step.teacher import TeacherClient

@@ -24,7 +24,7 @@ from tests.support.trainer_service.random_rows import random_rows
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import TrainerSettings
-from trainer_service.step.communication.launch import own_rank
+from trainer_service.step.rank_communication import own_rank
 
 LOOKS_EVERY_S = 0.001
 Peaks = dict[str, dict[str, float]]

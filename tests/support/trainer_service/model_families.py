@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainer_service.model.attention.packed_attention import Packing
+from trainer_service.model.packed_attention import Packing
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from tests.support.trainer_service.random_rows import row_of
 from tests.support.trainer_service.related_rows import related_rows
-from trainer_service.model.attention.packed_attention import Packing
 from trainer_service.model.forward import scores
-from trainer_service.model.huggingface import load_model
-from trainer_service.model.self_check.checks import check_model
-from trainer_service.model.self_check.outcome import CheckedModel, ModelUnfit
+from trainer_service.model.huggingface import CheckedModel, ModelUnfit, load_model
+from trainer_service.model.packed_attention import Packing
+from trainer_service.model.self_check import check_model
 from trainer_service.rows.rows import Row, micro_batches
 
 CPU = torch.device("cpu")

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from trainer_service.model.policy import DeepSpeedPolicy
-from trainer_service.rows.rows import Row
-from trainer_service.rows.top_tokens import TopTokens
+from trainer_service.rows.rows import Row, TopTokens
 from trainer_service.settings import TrainerSettings
 from trainer_service.step.ranks import DistributedPolicy
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 
 VOCABULARY = 64
 POISON = 1e-42

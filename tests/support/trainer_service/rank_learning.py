@@ -16,7 +16,7 @@ from tests.support.trainer_service.same_training import (
     assert_moved_alike,
     same_metrics,
 )
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 
 Settings = dict[str, Any]
 Metrics = list[dict[str, float]]

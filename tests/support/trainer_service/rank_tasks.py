@@ -9,7 +9,7 @@ from rollout_queue.commands.command import Command
 from tests.support.serving import free_port
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings
-from trainer_service.step.token_records import TurnRecord
+from trainer_service.step.step_parts import TurnRecord
 
 Steps = Sequence[Sequence[Row]]
 OVER = "over"

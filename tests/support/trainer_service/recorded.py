@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
-from trainer_service.step.token_records import TurnRecord
+from trainer_service.step.step_parts import TurnRecord
 
 HALF_PRECISION = 1e-3
 """The relative error of a float16, and a little more."""

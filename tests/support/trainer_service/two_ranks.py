@@ -51,11 +51,10 @@ from tests.support.trainer_service.rank_tasks import (
     ranks_path,
 )
 from trainer_service.commands.ranks import follow_models
-from trainer_service.model.trained.models import Models
-from trainer_service.step.communication.launch import own_rank
+from trainer_service.model.trained_models import Models
+from trainer_service.step.rank_communication import own_rank
 from trainer_service.step.ranks import DistributedPolicy, follow
-from trainer_service.step.step_request import StepRequest
-from trainer_service.step.token_records import TurnRecord
+from trainer_service.step.step_parts import StepRequest, TurnRecord
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 

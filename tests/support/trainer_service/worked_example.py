@@ -27,13 +27,11 @@ from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.groups.acknowledgement import Acknowledgement, acknowledgement_of
 from trainer_service.groups.assemble import Assembler, Rules
-from trainer_service.groups.comparison import with_advantages
-from trainer_service.groups.screening import ScreenedGroup, screen
+from trainer_service.groups.screening import ScreenedGroup, screen, with_advantages
 from trainer_service.model.forward import TokenScores
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 from trainer_service.step.optimizer_step import OptimizerSteps
-from trainer_service.step.step_parts import counts_of
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest, counts_of
 
 DOCUMENT = Path(__file__).parents[3] / "docs/training.md"
 VOCABULARY = 32

@@ -20,7 +20,7 @@ from tests.support.redis_process import RedisProcess
 from tests.support.serving import serving
 from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import create_app as create_trainer
-from trainer_service.status.shared_state import SharedState
+from trainer_service.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from weir.doctor.doctor import examine
 from weir.doctor.problem import Problem

@@ -14,7 +14,7 @@ from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.redis import keys
 from tests.support.claimed import claimed_reader
 from trainer_service.groups.acknowledgement import AcknowledgedTurn, Acknowledgement
-from trainer_service.model.sharding.layout import Layout
+from trainer_service.model.checkpoint_layout import Layout
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import LedgerStep, RunState
 

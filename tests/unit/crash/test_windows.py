@@ -19,7 +19,7 @@ from tests.crash.system import CrashSystem
 from tests.crash.waits import NeverCame
 from tests.crash.windows import WINDOWS
 from trainer_service.groups.acknowledgement import Acknowledgement
-from trainer_service.groups.undone import Recovery, RecoveryState
+from trainer_service.groups.guards import Recovery, RecoveryState
 from trainer_service.storage.checkpoint import CURRENT, STATE
 from trainer_service.storage.run_state import RunState
 from weir.stack.settings import StackSettings

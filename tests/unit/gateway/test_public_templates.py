@@ -15,7 +15,7 @@ from gateway.language.render import ChatRenderer
 from tests.support.gateway.families_agent import TOOL, Agent, call, result, sampled, told, user
 from tests.support.gateway.families_models import CHATML, LLAMA, QWEN
 from tests.support.gateway.own_templates import COMMAND_R_TOOLS, PUBLIC, R1, OwnModel
-from trainer_service.model.self_check.tokenizer import transformers_check
+from trainer_service.model.base_weights import transformers_check
 from weir.demo.tokenizer import THINKING_TEMPLATE
 
 SYSTEM: Message = {"role": "system", "content": "Be brief."}

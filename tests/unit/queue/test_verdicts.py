@@ -10,7 +10,7 @@ from rollout_queue.contract.records import Outcome, Sampling, SessionSpec, Turn,
 from rollout_queue.contract.stream import Entry
 from rollout_queue.contract.tokens import Logprobs, TokenIds
 from trainer_service.groups.assemble import Assembler, Rules
-from trainer_service.rows.turns import exclusions
+from trainer_service.rows.rows import exclusions
 
 HELD = {"sampling": Sampling(used={"constraint": "tool_choice"})}
 

@@ -19,10 +19,9 @@ from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.fake_flash import CALLS, install_fake_flash
 from tests.support.trainer_service.model_families import FAMILIES, SMALL, Family, made
 from tests.support.trainer_service.random_rows import row_of
-from trainer_service.model.attention.attention_kernels import attend
-from trainer_service.model.attention.packed_attention import Packing, packing_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
+from trainer_service.model.packed_attention import Packing, attend, packing_of
 from trainer_service.rows.rows import MicroBatch, Row, micro_batches
 
 # One row has the plain result, by kernels that keep no matrix of all pairs of tokens

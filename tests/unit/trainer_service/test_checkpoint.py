@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.trainer_service.checkpoints import saved_checkpoint
 from trainer_service.groups.acknowledgement import Acknowledgement
-from trainer_service.model.sharding.layout import Layout
+from trainer_service.model.checkpoint_layout import Layout
 from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
-from trainer_service.storage.files import lock_directory
+from trainer_service.storage.durable_files import lock_directory
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer_service.curves import Curves, KeptRuns, Series, limits_of
 from trainer_service.settings import GuardSettings
-from trainer_service.sinks import curves as curves_module
-from trainer_service.sinks.curves import Curves, Series
-from trainer_service.sinks.json_lines import JsonLines
-from trainer_service.sinks.kept_runs import KeptRuns
-from trainer_service.sinks.limits import limits_of
+from trainer_service.sinks import JsonLines
 
 
 def write(path: Path, *lines: Mapping[str, float]) -> None:
@@ -60,8 +57,8 @@ def test_a_long_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "metrics.jsonl"
     line = json.dumps({"step": 0, "version": 0, "loss": 0.5})
     path.write_text("".join(f"{line.replace('0,', f'{n},')}\n" for n in range(1000)), encoding="utf-8")
-    monkeypatch.setattr(curves_module, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(curves_module, "PART_BYTES", 20_000)
+    monkeypatch.setattr("trainer_service.curves.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("trainer_service.curves.PART_BYTES", 20_000)
     curves = Curves(path)
     replies = [curves.read(["loss"], None, None, 1000)]
     while not replies[-1].complete:
@@ -75,7 +72,7 @@ def test_a_long_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_columns_that_are_not_used_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, *({"step": n, "loss": 1.0, "entropy": 2.0} for n in range(10)))
-    monkeypatch.setattr(curves_module, "MOST_POINTS", 25)
+    monkeypatch.setattr("trainer_service.curves.MOST_POINTS", 25)
     curves = Curves(path)
     for name in ("loss", "entropy", "loss"):
         assert len(curves.read([name], None, None, 1000).series[name].steps) == 10

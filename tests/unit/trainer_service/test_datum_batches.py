@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.hypothesis_profiles import examples
-from trainer_service.rows.datum_batches import DatumRow, datum_batches, places_of
+from trainer_service.commands.passes import DatumRow, datum_batches, places_of
 from trainer_service.rows.packing import FEWEST_SHARED
 from trainer_service.rows.rows import MicroBatch
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.support.trainer_service.slurm import srun_variables
-from trainer_service.step.communication.launch import first_host, joined
+from trainer_service.step.rank_communication import first_host, joined
 
 LAUNCHED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
 

@@ -19,17 +19,17 @@ from tests.support.trainer_service.head_gradients import gradients
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.algorithms.logits import entropies, selected_logprobs
-from trainer_service.model.attention.packed_attention import packing_of
+from trainer_service.model import logprob_head
 from trainer_service.model.forward import scores
-from trainer_service.model.head import sampled_logprobs as head_module
-from trainer_service.model.head.logprob_head import LogprobHead
-from trainer_service.model.head.sampled_logprobs import (
+from trainer_service.model.huggingface import load_model
+from trainer_service.model.logprob_head import (
     BYTES_OF_A_LOGIT,
     LogitTransform,
+    LogprobHead,
     logits_at_once,
     sampled_logprobs,
 )
-from trainer_service.model.huggingface import load_model
+from trainer_service.model.packed_attention import packing_of
 from trainer_service.rows.rows import micro_batches
 
 pytestmark = pytest.mark.numeric
@@ -46,8 +46,8 @@ RESHAPINGS = [
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten tokens a chunk, so that there are several full chunks and a smaller one."""
-    monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 10 * VOCABULARY)
-    monkeypatch.setattr(head_module, "WEIGHTS_AT_ONCE", 100 * WIDTH)
+    monkeypatch.setattr(logprob_head, "LOGITS_AT_ONCE", 10 * VOCABULARY)
+    monkeypatch.setattr(logprob_head, "WEIGHTS_AT_ONCE", 100 * WIDTH)
 
 
 def given(dtype: torch.dtype, tokens: int = TOKENS, vocabulary: int = VOCABULARY) -> list[Tensor]:
@@ -197,7 +197,7 @@ def most_bytes(way: Callable[..., Tensor], tokens: int, vocabulary: int) -> int:
 def test_the_head_takes_a_fraction_of_the_memory_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary of 152k and 4k tokens, both divided by 32: so the logits are 32 · 32 times smaller."""
     tokens, vocabulary = 4096 // 32, 151_936 // 32
-    monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 2**24 // 32**2)
+    monkeypatch.setattr(logprob_head, "LOGITS_AT_ONCE", 2**24 // 32**2)
     ours, naive = (most_bytes(way, tokens, vocabulary) for way in (sampled_logprobs, all_at_once))
     assert naive > 2 * 4 * tokens * vocabulary, "the naive way holds some tensors of all logits"
     assert ours < naive / 5
@@ -248,7 +248,7 @@ def test_a_chunk_on_cuda_grows_with_the_memory(
 
 def test_no_pass_takes_more_than_its_bytes_of_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, vocabulary = 64, 4096
-    monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", tokens * vocabulary)
+    monkeypatch.setattr(logprob_head, "LOGITS_AT_ONCE", tokens * vocabulary)
     for dtype, others in ((torch.float32, 2), (torch.bfloat16, 4)):
         hidden, weight, _, targets_T, temperatures_T = given(dtype, tokens, vocabulary)
         with LargestLive() as live:
@@ -282,9 +282,7 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_scored_from_all_lo
         got = scores(model, batch, packing_of(model), DEVICE)[:2]
         torch.testing.assert_close(got, expected)
     assert [
-        record.message
-        for record in caplog.records
-        if record.name == "trainer_service.model.head.logprob_head"
+        record.message for record in caplog.records if record.name == "trainer_service.model.logprob_head"
     ] == ["the model changes its logits in an unknown way: all logits are computed at once"]
 
 

@@ -11,11 +11,9 @@ import torch
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.model_kinds import CPU, VARIANTS, Tried, kinds, table, try_kind
-from trainer_service.model.attention.packed_attention import Packing, packing_of
-from trainer_service.model.huggingface import load_model
-from trainer_service.model.self_check.checks import check_model
-from trainer_service.model.self_check.outcome import ModelUnfit
-from trainer_service.model.self_check.small_part import small_part
+from trainer_service.model.huggingface import ModelUnfit, load_model
+from trainer_service.model.packed_attention import Packing, packing_of
+from trainer_service.model.self_check import check_model, small_part
 
 ROUNDINGS = 240
 """A gradient is a sum over so many tokens."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_service.model.sharding.file_copies import FileCopies
+from trainer_service.model.file_copies import FileCopies
 from trainer_service.model.snapshot import shares_of
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.support.tolerances import FLOAT64, ulps
-from trainer_service.groups.version_scores import ScoreState, VersionScores
+from trainer_service.groups.group_rewards import ScoreState, VersionScores
 
 
 def version_scores(**rewards: list[float]) -> VersionScores:

@@ -20,9 +20,7 @@ from trainer_service.algorithms.corrections.settings import (
     TIS_SEQUENCE_CAP,
     TIS_TOKEN_CAP,
 )
-from trainer_service.algorithms.ratios import bounded
-from trainer_service.algorithms.row_index import RowIndex
-from trainer_service.algorithms.tokens import Tokens
+from trainer_service.algorithms.tokens import RowIndex, Tokens, bounded
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,7 @@ from trainer_service.algorithms.corrections.settings import (
     PRODUCT_LOW,
     Estimator,
 )
-from trainer_service.algorithms.ratios import bernoulli_kl, bounded
-from trainer_service.algorithms.row_index import RowIndex
-from trainer_service.algorithms.tokens import Tokens
+from trainer_service.algorithms.tokens import RowIndex, Tokens, bernoulli_kl, bounded
 
 
 def geometric(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer_service.algorithms.losses.settings import KAPPA, TEACHER_GAP
 from trainer_service.algorithms.losses.token_losses import TokenLosses
-from trainer_service.algorithms.ratios import MAX_LOGPROB, ratio, widened
+from trainer_service.algorithms.tokens import MAX_LOGPROB, ratio, widened
 
 
 def teacher_advantage(lp_new_T: Tensor, lp_teacher_T: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer_service.algorithms.losses.settings import KL_COV_COEFFICIENT, KL_COV_FRACTION
 from trainer_service.algorithms.losses.token_losses import TokenLosses
-from trainer_service.algorithms.ratios import ratio
+from trainer_service.algorithms.tokens import ratio
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from trainer_service.algorithms.losses.settings import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, GSPO_HIGH, GSPO_LOW
 from trainer_service.algorithms.losses.token_losses import TokenLosses
-from trainer_service.algorithms.ratios import bounded, ratio
-from trainer_service.algorithms.row_index import RowIndex
+from trainer_service.algorithms.tokens import RowIndex, bounded, ratio
 
 
 def ppo(

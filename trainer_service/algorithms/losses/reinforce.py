@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.losses.token_losses import TokenLosses
-from trainer_service.algorithms.ratios import ratio
+from trainer_service.algorithms.tokens import ratio
 
 
 def reinforce(lp_new_T: Tensor, advantages_T: Tensor) -> TokenLosses:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer_service.algorithms.losses.settings import SAPO_NEGATIVE, SAPO_POSITIVE
 from trainer_service.algorithms.losses.token_losses import TokenLosses
-from trainer_service.algorithms.ratios import ratio
+from trainer_service.algorithms.tokens import ratio
 
 
 def sapo(

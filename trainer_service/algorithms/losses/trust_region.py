@@ -15,7 +15,7 @@ from trainer_service.algorithms.losses.settings import (
     Form,
 )
 from trainer_service.algorithms.losses.token_losses import TokenLosses
-from trainer_service.algorithms.ratios import bernoulli_kl, ratio
+from trainer_service.algorithms.tokens import bernoulli_kl, ratio
 
 
 def dppo(

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.row_index import RowIndex
 from trainer_service.algorithms.summed_losses.further import NAMES, FurtherLoss, SettingRefused
+from trainer_service.algorithms.tokens import RowIndex
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, Any]

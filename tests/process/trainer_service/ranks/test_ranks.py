@@ -32,7 +32,7 @@ from tests.support.trainer_service.same_training import (
 )
 from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.rows.rows import Row
-from trainer_service.step.step_request import StepRequest
+from trainer_service.step.step_parts import StepRequest
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
 

@@ -12,9 +12,9 @@ from tests.support.trainer_service.rank_learning import learned_alike
 from tests.support.trainer_service.rank_pair import RankPair
 from tests.support.trainer_service.rank_tasks import Told
 from tests.support.trainer_service.related_rows import related_rows
-from trainer_service.model.attention.packed_attention import check_can_share, packing_of
 from trainer_service.model.huggingface import load_model
-from trainer_service.model.sharding.sequence_ranks import SequenceRanks
+from trainer_service.model.packed_attention import check_can_share, packing_of
+from trainer_service.model.parallel import SequenceRanks
 from trainer_service.rows.rows import micro_batches
 
 pytestmark = pytest.mark.numeric  # processes start one after another

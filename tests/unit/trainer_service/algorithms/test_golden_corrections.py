@@ -29,10 +29,9 @@ from trainer_service.algorithms.corrections.masks import (
     product,
     rejection,
 )
-from trainer_service.algorithms.corrections.mismatch import mismatch, mismatch_sums
 from trainer_service.algorithms.logits import selected_logprobs
-from trainer_service.algorithms.prox import interpolation_weight, loglinear
-from trainer_service.algorithms.row_index import RowIndex
+from trainer_service.algorithms.tokens import RowIndex, interpolation_weight, loglinear
+from trainer_service.step.diagnostics import mismatch, mismatch_sums
 
 pytestmark = pytest.mark.numeric
 

@@ -26,8 +26,7 @@ from trainer_service.algorithms.losses.distillation import teacher_advantage
 from trainer_service.algorithms.losses.kl_cov import CovarianceCut, kl_cov
 from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.policy_loss import PolicyLoss
-from trainer_service.algorithms.row_index import RowIndex
-from trainer_service.algorithms.tokens import Tokens
+from trainer_service.algorithms.tokens import RowIndex, Tokens
 
 pytestmark = pytest.mark.numeric
 

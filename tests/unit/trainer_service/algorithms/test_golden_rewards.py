@@ -35,7 +35,7 @@ from trainer_service.algorithms.advantages.settings import (
 )
 from trainer_service.algorithms.advantages.shaping import shaped
 from trainer_service.algorithms.critic import value_loss
-from trainer_service.algorithms.staleness import staleness
+from trainer_service.step.diagnostics import staleness
 
 pytestmark = pytest.mark.numeric
 

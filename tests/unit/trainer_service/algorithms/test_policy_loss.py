@@ -31,9 +31,8 @@ from trainer_service.algorithms.losses.settings import LossSettings
 from trainer_service.algorithms.losses.step_statistics import StepStatistics, step_statistics
 from trainer_service.algorithms.losses.terms import Kl
 from trainer_service.algorithms.policy_loss import policy_loss
-from trainer_service.algorithms.prox import interpolation_weight
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
-from trainer_service.algorithms.tokens import Tokens
+from trainer_service.algorithms.tokens import Tokens, interpolation_weight
 
 pytestmark = pytest.mark.numeric
 

@@ -19,7 +19,7 @@ from trainer_service.algorithms.advantages.settings import (
     contradiction,
 )
 from trainer_service.algorithms.advantages.shaping import shaped, untruncated
-from trainer_service.algorithms.staleness import staleness
+from trainer_service.step.diagnostics import staleness
 
 pytestmark = pytest.mark.numeric
 

@@ -11,7 +11,7 @@ from trainer_service.groups.episode import Member, Rules
 from trainer_service.groups.screening import ScreenedGroup, is_too_old
 from trainer_service.groups.tally import Tally
 from trainer_service.rows.rows import PlannedRow
-from trainer_service.step.step_trace import traces_of
+from trainer_service.step.group_trainer import traces_of
 
 
 @pytest.mark.parametrize(

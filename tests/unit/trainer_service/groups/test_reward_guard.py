@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.hypothesis_profiles import examples
 from trainer_service.groups.guards import Guards, GuardState
-from trainer_service.groups.reward_guard import Alarm, EvaluationReward, GroupReward
-from trainer_service.groups.task_names import source_of
+from trainer_service.groups.reward_guard import Alarm, EvaluationReward, GroupReward, source_of
 from trainer_service.settings import GuardSettings
 
 WINDOW = GuardSettings().reward_groups

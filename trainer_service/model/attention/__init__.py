@@ -1,1 +1,0 @@
-"""The attention of packed rows."""

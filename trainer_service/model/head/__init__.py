@@ -1,1 +1,0 @@
-"""The output head, as the trainer computes it, and its adapter."""

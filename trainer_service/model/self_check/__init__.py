@@ -1,1 +1,0 @@
-"""Checks of the base model against itself when the trainer starts."""

@@ -1,1 +1,0 @@
-"""How the model and its work are distributed over ranks."""

@@ -1,1 +1,0 @@
-"""Several models over one base model in one process, each with its own optimizer."""

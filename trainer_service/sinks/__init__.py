@@ -1,1 +1,0 @@
-"""Writes metrics to JSON lines, TensorBoard and Weights & Biases."""

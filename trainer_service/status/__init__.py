@@ -1,1 +1,0 @@
-"""Reports what the trainer does, and makes sure that only one trainer runs."""

@@ -3,8 +3,8 @@
 .venv-engine/bin/python -P bench/grammars.py 4000 150000     the table of docs/performance.md
 .venv-engine/bin/python -P bench/grammars.py 4000 < tags     the figure of each structural tag of a JSON list
 
-`gateway/language/grammars` has what follows from it. The vocabulary is made: words of syllables with and
-without a space before them, Chinese and Cyrillic ones, signs, and all bytes. One
+`gateway/language/grammar_cost.py` has what follows from it. The vocabulary is made: words of syllables with
+and without a space before them, Chinese and Cyrillic ones, signs, and all bytes. One
 thread compiles each case, in a process of its own that is ended after LIMIT_S.
 """
 

@@ -22,8 +22,8 @@ import httpx
 from bench.gateway import Rig, measured, running_rig
 from bench.isolated_stack import isolated_stack
 from bench.processes import cpu_s, with_children
-from gateway.rest.json_bodies import PROTOBUF
-from gateway.rest.tinker_api.wire import messages_pb2 as wire
+from gateway.rest.bodies import PROTOBUF
+from gateway.tinker import messages_pb2 as wire
 from tests.support.gateway.tinker_loop import datum
 from tests.support.tiny_model import make_tiny_model
 from weir.stack.services import services_of

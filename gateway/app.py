@@ -23,17 +23,15 @@ from gateway.dialects.base import Dialect
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.messages import Messages
-from gateway.dialects.responses.dialect import Responses
+from gateway.dialects.responses import Responses
 from gateway.dialects.token_ids import TokenIdsDialect
-from gateway.edge.asgi import EdgeApp, Endpoint
+from gateway.edge.asgi import EdgeApp, Endpoint, WrongKeys
 from gateway.edge.background_answers import BackgroundAnswers
 from gateway.edge.errors import install_gateway_errors
-from gateway.edge.exchange import Exchange
+from gateway.edge.exchange import Exchange, TokenCount
 from gateway.edge.joins import JoinableCalls, Joins
 from gateway.edge.request import BodyBudget
 from gateway.edge.retries import InFlightCalls
-from gateway.edge.token_count import TokenCount
-from gateway.edge.wrong_keys import WrongKeys
 from gateway.errors import InvalidRequest
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import effort_of
@@ -43,16 +41,14 @@ from gateway.page.page_parts import opened_page
 from gateway.parts import GatewayParts, opened
 from gateway.periodic_tasks import background_tasks, reload_on_hangup
 from gateway.prometheus import Metrics
-from gateway.rest import heartbeat, listing, rewards, sessions
-from gateway.rest.admin import deployment, users
-from gateway.rest.admin.actions import LogAdminActions
-from gateway.rest.agent import models, responses
-from gateway.rest.json_bodies import JsonBodies
+from gateway.rest import agents, deployment, listing, rewards, sessions
+from gateway.rest.admin_actions import LogAdminActions
+from gateway.rest.bodies import JsonBodies
 from gateway.rest.openapi import BODIES, openapi_document
-from gateway.rest.tinker_api import routes as tinker
-from gateway.rest.tinker_api.door import opened_door
 from gateway.rest.workers import metrics_text, private_app
 from gateway.settings import GatewaySettings
+from gateway.tinker import routes as tinker
+from gateway.tinker.door import opened_door
 from rollout_queue.http.api_page import api_page
 from rollout_queue.http.browsers import public_hosts
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
@@ -110,7 +106,7 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     app.add_middleware(JsonBodies, bodies=bodies)
     app.add_middleware(PageAccess)
     app.add_middleware(RequestIds)
-    for routes in (models, responses, sessions, listing, heartbeat, rewards, deployment, users, tinker, page):
+    for routes in (agents, sessions, listing, rewards, deployment, tinker, page):
         # The routes as they are: `include_router` would make each one anew, at the first request, in 0.1 s.
         app.router.routes.extend(routes.router.routes)
     app.include_router(

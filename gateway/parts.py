@@ -17,15 +17,15 @@ from gateway.callers.api_keys import ApiKeys, KeyChanges, configured_keys
 from gateway.callers.backpressure import memory_bound, read_backpressure
 from gateway.callers.identity import Identities
 from gateway.callers.key_store import KeyStore
-from gateway.conversations.conversation import FIRST_PROMPTS
 from gateway.counters import CacheLookups
 from gateway.fleet.engine_client import EngineClient
 from gateway.fleet.failover import Sampler
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.silence import SilenceWatch
+from gateway.generations.conversation import FIRST_PROMPTS
 from gateway.generations.generator import Generator
 from gateway.generations.recorder import Recorder
-from gateway.language.images.reading import ImageReader
+from gateway.language.image_reading import ImageReader
 from gateway.language.render import ChatRenderer
 from gateway.operators.actions import ActionLog
 from gateway.operators.lost_keys import LostKeys

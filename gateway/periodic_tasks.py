@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from gateway.callers.api_keys import configured_keys
 from gateway.callers.backpressure import NO_EVICTION
 from gateway.cancellation import cancel_and_wait
-from gateway.conversations.conversation import clear_prompt_cache
-from gateway.conversations.digests import clear_digest_cache
 from gateway.fleet.silence import WATCH_EVERY_S
+from gateway.generations.conversation import clear_prompt_cache
+from gateway.generations.digests import clear_digest_cache
 from gateway.parts import GatewayParts
 from gateway.settings import GatewaySettings
 from rollout_queue import clock

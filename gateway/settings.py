@@ -265,7 +265,7 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     distribution."""
     train_side_calls: bool = True
     """Train the requests that an agent's harness makes for itself: for titles, topics, quotas and summaries
-    (`conversations/side_calls.py`). Sessions may choose otherwise."""
+    (`generations/side_calls.py`). Sessions may choose otherwise."""
     router_replay: bool = False
     """Mixtures of experts: record which experts the engine chose for each token, for the trainer to replay
     them. Engines need `rollout_server.router_replay`."""

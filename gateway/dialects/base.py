@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.callers.identity import Caller
 from gateway.generations.generation import Call, Generation
-from gateway.language.answers.deltas import Delta
+from gateway.language.deltas import Delta
 from gateway.language.parsed_answer import ParsedAnswer
 from rollout_queue.contract.records import Turn
 from rollout_queue.http.errors import ApiError

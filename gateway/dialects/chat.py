@@ -1,12 +1,16 @@
-"""`/v1/chat/completions`: reads OpenAI's chat requests and writes their answers, whole or as a stream."""
+"""`/v1/chat/completions`: reads OpenAI's chat requests and writes their answers, whole or as a stream.
+
+Reads the messages, tools and thinking of OpenAI's chat requests, and refuses what is not served.
+"""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
 from gateway.callers.identity import Caller, user_named
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
-from gateway.dialects.chat_input import begun_of, conversation, form_of, thinking_of, tools_of
+from gateway.dialects.body_decoding import decode_body
 from gateway.dialects.chat_wire import (
     ChatChoice,
     ChatCompletion,
@@ -21,28 +25,275 @@ from gateway.dialects.chat_wire import (
     message_of,
     tool_call_of,
 )
-from gateway.dialects.fields.checks import check_metadata, refuse_unserved, verbosity_of
-from gateway.dialects.fields.decoding import decode_body
-from gateway.dialects.fields.tables import CHAT
+from gateway.dialects.fields import (
+    CALLED,
+    CHAT,
+    CHAT_CALL,
+    CHAT_MESSAGES,
+    CHAT_TOOL,
+    FUNCTION,
+    NAMED,
+    REFUSAL_PART,
+    TEXT_PART,
+    check_choice,
+    check_fields,
+    check_format,
+    check_metadata,
+    check_names,
+    refuse_unserved,
+    verbosity_of,
+)
+from gateway.dialects.image_parts import SHOWN, chat_image, is_image
 from gateway.dialects.logprobs import logprobs_of
 from gateway.dialects.wire import (
     HEARTBEAT,
+    TEXT_PARTS,
+    JsonObject,
     check_sampling,
     encode,
     event,
+    guided_form,
     refuse_constrained,
     sampling_of,
+    split_begun,
     stop_strings,
     usage_of,
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
-from gateway.language.answers.deltas import Delta
-from gateway.language.constraint import constrainer, shown_tools
+from gateway.language.call_syntax import SYNTAX_OF_FAMILY
+from gateway.language.chat_messages import Message, Tool, in_call_order
+from gateway.language.constraint import AnswerForm, constrainer, shown_tools
+from gateway.language.deltas import Delta
+from gateway.language.families import Family
 from gateway.language.parsed_answer import ToolCall
 from gateway.language.render import ChatRenderer
+from gateway.language.thinking import SWITCHES, ThinkingWish, effort_of
 from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
+
+OLDER = frozenset({"refusal", "function_call"})
+"""Fields that `_modern` converts to other fields."""
+PLAIN = frozenset({"role", "content"})
+TEXTS = frozenset({"name", "tool_call_id", "reasoning_content", "reasoning", "refusal"})
+"""Fields of a message that are text, or null."""
+
+
+def conversation(messages: Sequence[Message], sees: bool = False) -> list[Message]:
+    """The messages as the template reads them; with `sees`, the model reads images. Raises InvalidRequest
+    that names a malformed field."""
+    check_messages(messages, sees)
+    if sees:
+        messages = [_with_images(each, f"messages[{index}]") for index, each in enumerate(messages)]
+    return in_call_order([each if each.keys().isdisjoint(OLDER) else _modern(each) for each in messages])
+
+
+def begun_of(request: ChatRequest, messages: list[Message]) -> tuple[list[Message], str]:
+    """The messages, and the text with which the answer begins. Raises InvalidRequest for a contradiction."""
+    continues, param = bool(request.continue_final_message), "continue_final_message"
+    if request.add_generation_prompt is not None and request.add_generation_prompt is continues:
+        raise _invalid("add_generation_prompt", f"contradicts {param}")
+    if not continues:
+        return messages, ""
+    if messages[-1]["role"] != "assistant":
+        raise _invalid(param, "the last message is not the assistant's")
+    return split_begun(messages, param)
+
+
+class ChatTools(NamedTuple):
+    """The tools of a request as the template reads them, and how they may be called."""
+
+    tools: list[Tool] | None
+    choice: str | JsonObject | None
+    parallel: bool | None
+
+
+def tools_of(request: ChatRequest, family: Family) -> ChatTools:
+    """The tools of the request, in either form. Raises InvalidRequest that names a malformed field, also of
+    `tool_choice` and `response_format`."""
+    if request.functions or request.function_call is not None:
+        return _functions_of(request, family)
+    check_choice(request.tool_choice)
+    check_format(request.response_format, "response_format")
+    tools = request.tools
+    if tools:
+        check_tools(tools)
+        tools = [_tool(tool["function"]) for tool in tools]
+    return ChatTools(tools, request.tool_choice, request.parallel_tool_calls)
+
+
+def _functions_of(request: ChatRequest, family: Family) -> ChatTools:
+    """The functions of the request as tools of which an answer calls at most one."""
+    functions, choice = request.functions or [], request.function_call
+    if not functions:
+        raise _invalid("function_call", "there are no functions to choose from")
+    for name in ("tools", "tool_choice"):
+        if getattr(request, name):
+            raise _invalid(name, "functions are given already")
+    if family.syntax not in SYNTAX_OF_FAMILY or family.call_ids or family.text_calls:
+        raise _invalid("functions", f"use tools: {family.name} cannot be held to one call without an id")
+    for index, function in enumerate(functions):
+        check_function(function, f"functions[{index}]")
+    check_names((f"functions[{index}].name", each["name"]) for index, each in enumerate(functions))
+    if isinstance(choice, dict):
+        check_fields(choice, NAMED, "function_call")
+        if choice.get("name") not in [function["name"] for function in functions]:
+            raise _invalid("function_call", "there is no function of this name")
+        choice = {"type": "function", "function": choice}
+    elif choice not in (None, "auto", "none"):
+        raise _invalid("function_call", "auto, none, or a function by its name")
+    return ChatTools([_tool(function) for function in functions], choice, False)
+
+
+def _tool(function: Tool) -> Tool:
+    """The tool as the template reads it, without fields that are not known."""
+    if not function.keys() <= FUNCTION.accepted:
+        function = {name: value for name, value in function.items() if name in FUNCTION.accepted}
+    return {"type": "function", "function": function}
+
+
+def form_of(request: ChatRequest) -> tuple[JsonObject | AnswerForm | None, str]:
+    """What the answer's text must be, and the field that says so. Raises InvalidRequest if two do."""
+    form, param = guided_form(request)
+    if form is None:
+        return request.response_format, "response_format"
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise InvalidRequest(f"{param}: response_format is given already", param=param)
+    return form, param
+
+
+def check_messages(messages: Sequence[Message], sees: bool = False) -> None:
+    """Raises InvalidRequest for an empty list, and for a message that is malformed, or not text. With `sees`,
+    users and tools may show images."""
+    if not messages:
+        raise InvalidRequest("messages: give at least one", param="messages")
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        known = isinstance(role, str) and role in CHAT_MESSAGES
+        if known and isinstance(content, str) and message.keys() <= PLAIN:
+            continue
+        where = f"messages[{index}]"
+        if not (isinstance(role, str) and known):
+            raise _invalid(f"{where}.role", f"{role!r} is no role")
+        if isinstance(content, list):
+            for at, part in enumerate(content):
+                _check_part(part, f"{where}.content[{at}]", sees and role in SHOWN)
+        elif not (content is None or isinstance(content, str)):
+            raise _invalid(f"{where}.content", "neither text nor a list of parts")
+        check_fields(message, CHAT_MESSAGES[role], where)
+        if _lacks_content(message):
+            raise _invalid(f"{where}.content", "missing")
+        for name in TEXTS & message.keys():
+            if not isinstance(message[name], str | None):
+                raise _invalid(f"{where}.{name}", "not text")
+        if (calls := message.get("tool_calls")) is not None:
+            _check_calls(calls, f"{where}.tool_calls")
+        if (call := message.get("function_call")) is not None:
+            if not isinstance(call, dict) or calls:
+                raise _invalid(f"{where}.function_call", "not a call, or beside tool_calls")
+            check_fields(call, CALLED, f"{where}.function_call")
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequest for a tool that is not a function with a name."""
+    for index, tool in enumerate(tools):
+        function, where = tool.get("function"), f"tools[{index}].function"
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise InvalidRequest("tools: each is a function", param="tools")
+        check_function(function, where)
+        check_fields(tool, CHAT_TOOL, f"tools[{index}]")
+    check_names(
+        (f"tools[{index}].function.name", tool["function"]["name"]) for index, tool in enumerate(tools)
+    )
+
+
+def check_function(function: Tool, where: str) -> None:
+    """Raises InvalidRequest for a malformed definition of a function."""
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise _invalid(f"{where}.name", "not a name")
+    if not isinstance(function.get("description"), str | None):
+        raise _invalid(f"{where}.description", "not text")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise _invalid(f"{where}.parameters", "not a JSON schema")
+    check_fields(function, FUNCTION, where)
+
+
+def thinking_of(request: ChatRequest) -> tuple[ThinkingWish, str]:
+    """What the request asks of the model's thinking, and the field that asks. Raises InvalidRequest."""
+    kwargs, param = request.chat_template_kwargs, "chat_template_kwargs"
+    if kwargs is None:
+        return effort_of(request.reasoning_effort, "reasoning_effort"), "reasoning_effort"
+    for name, value in kwargs.items():  # each may change the prompt, so none is ignored
+        if name not in (*SWITCHES, "reasoning_effort") and value is not None:
+            raise _invalid(f"{param}.{name}", "this gateway hands no other options to the chat template")
+    effort = request.reasoning_effort or kwargs.get("reasoning_effort")
+    wish = effort_of(effort, f"{param}.reasoning_effort")
+    for name in SWITCHES:
+        switch = kwargs.get(name)
+        if not isinstance(switch, bool | None):
+            raise InvalidRequest(f"{param}.{name}: neither true nor false", param=f"{param}.{name}")
+        if switch is not None and wish.on not in (None, switch):
+            raise InvalidRequest(f"{param}.{name}: contradicts the effort {effort}", param=f"{param}.{name}")
+        if switch is not None:
+            wish = ThinkingWish(switch, wish.effort)
+    return wish, param
+
+
+def _modern(message: Message) -> Message:
+    """The message with `function_call` as a tool call, and with a refusal as its content if it has none."""
+    made = {name: value for name, value in message.items() if name not in OLDER}
+    if (call := message.get("function_call")) is not None:
+        made["tool_calls"] = [{"type": "function", "function": call}]
+    if message.get("refusal") and not message.get("content"):
+        made["content"] = message["refusal"]
+    return made
+
+
+def _lacks_content(message: Message) -> bool:
+    """Whether a message has nothing to read. An answer may be empty; some clients leave empty fields out."""
+    return message["role"] != "assistant" and message.get("content") in (None, [])
+
+
+def _with_images(message: Message, where: str) -> Message:
+    """The message with its images as `ImageReader` takes them."""
+    content = message.get("content")
+    if not isinstance(content, list) or message["role"] not in SHOWN:
+        return message
+    parts = [
+        chat_image(part, f"{where}.content[{at}]") if is_image(part, "image_url") else part
+        for at, part in enumerate(content)
+    ]
+    return message | {"content": parts}
+
+
+def _check_part(part: Any, where: str, sees: bool) -> None:
+    if isinstance(part, str):
+        return
+    if not isinstance(part, dict):
+        raise _invalid(where, "a part is neither text nor an object")
+    kind = part.get("type", "text")
+    if sees and kind == "image_url":
+        return
+    if kind not in TEXT_PARTS:
+        raise _invalid(where, f"this model reads text here, not {kind}")
+    name = "refusal" if kind == "refusal" else "text"
+    if not isinstance(part.get(name), str):
+        raise _invalid(where, "the text of a part is not a string")
+    check_fields(part, REFUSAL_PART if kind == "refusal" else TEXT_PART, where)
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise _invalid(where, "not a list of function calls")
+    for at, call in enumerate(calls):
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+            raise _invalid(f"{where}[{at}]", "not a function call")
+        check_fields(call, CHAT_CALL, f"{where}[{at}]")
+        check_fields(call["function"], CALLED, f"{where}[{at}].function")
+
+
+def _invalid(where: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {message}", param=where)
 
 
 class Chat:

@@ -9,13 +9,13 @@ from msgspec import UNSET, UnsetType
 
 from gateway.callers.identity import Caller, user_named
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
+from gateway.dialects.body_decoding import decode_body
 from gateway.dialects.completions_wire import (
     CompletionChoice,
     CompletionRequest,
     TextCompletion,
 )
-from gateway.dialects.fields.checks import check_metadata
-from gateway.dialects.fields.decoding import decode_body
+from gateway.dialects.fields import check_metadata
 from gateway.dialects.logprobs import CompletionLogprobs, TextOffsets, completion_logprobs
 from gateway.dialects.wire import (
     HEARTBEAT,
@@ -30,8 +30,8 @@ from gateway.dialects.wire import (
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
-from gateway.language.answers.deltas import Delta
 from gateway.language.constraint import Constraint, constraint_of_text
+from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.http.bodies.large_bodies import worked

@@ -8,11 +8,17 @@ Messages   {"type": "image", "source": {"type": "base64", "media_type": …, "da
 from collections.abc import Iterable
 from typing import Any
 
-from gateway.dialects.fields.checks import check_fields
-from gateway.dialects.fields.tables import IMAGE_BLOCK, IMAGE_PART, IMAGE_SOURCE, IMAGE_URL, INPUT_IMAGE
+from gateway.dialects.fields import (
+    IMAGE_BLOCK,
+    IMAGE_PART,
+    IMAGE_SOURCE,
+    IMAGE_URL,
+    INPUT_IMAGE,
+    check_fields,
+)
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest
-from gateway.language.images.reading import image_part
+from gateway.language.image_reading import image_part
 
 SHOWN = frozenset({"user", "tool", "function"})
 """The roles whose messages may have images."""

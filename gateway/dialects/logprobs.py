@@ -11,7 +11,7 @@ from msgspec import Raw, Struct
 from gateway.dialects.wire import encode
 from gateway.generations.generation import Generation
 from gateway.language.render import ChatRenderer
-from gateway.language.token_bytes import GrowingText, named_bytes
+from gateway.language.tokenizer import GrowingText, named_bytes
 
 
 class TopLogprob(Struct, frozen=True):

@@ -7,18 +7,19 @@ from msgspec import UNSET, UnsetType
 
 from gateway.callers.identity import Caller, user_in_metadata
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
-from gateway.dialects.fields.checks import check_metadata, refuse_unserved
-from gateway.dialects.fields.decoding import decode_body
-from gateway.dialects.fields.tables import MESSAGES
+from gateway.dialects.body_decoding import decode_body
+from gateway.dialects.fields import MESSAGES, check_metadata, refuse_unserved
 from gateway.dialects.messages_input import (
     carrying,
+    choice_of,
     conversation,
     format_of,
+    left_out_of,
     omits_thoughts,
     read_thoughts,
     thinking_of,
+    tools_of,
 )
-from gateway.dialects.messages_tools import choice_of, left_out_of, tools_of
 from gateway.dialects.messages_wire import (
     AnthropicMessage,
     BlockDelta,
@@ -55,9 +56,9 @@ from gateway.dialects.wire import (
 )
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
-from gateway.language.answers.deltas import Delta
 from gateway.language.chat_messages import in_call_order
 from gateway.language.constraint import constrainer, shown_tools
+from gateway.language.deltas import Delta
 from gateway.language.parsed_answer import ToolCall
 from gateway.language.render import ChatRenderer
 from rollout_queue.http.bodies.large_bodies import worked

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects.fields.checks import Refusals
+from gateway.dialects.fields import Refusals
 from gateway.dialects.wire import SamplingFields, Usage
 from rollout_queue.contract.records import Span
 

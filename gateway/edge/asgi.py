@@ -4,9 +4,18 @@
 every other path ──▶ FastAPI's application with the REST routes
 
 It is bare ASGI, because FastAPI would cost time for every streamed token.
+
+Slows down whoever tries keys: a wrong key beyond the limits gets a late 429 in place of a 401.
+
+The key is checked first. So a caller with a valid key is never refused because somebody else guesses, also
+behind a proxy, where all have one address. A guess costs time on a connection, and connections are bounded
+(`gateway.connections`). Each process counts for itself.
 """
 
+import ipaddress
 import logging
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Protocol
@@ -16,13 +25,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.callers.identity import Identities
 from gateway.counters import CLIENT_LEFT, CallFigures
 from gateway.edge.background_answers import BackgroundAnswers
-from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
-from gateway.edge.request import AgentRequest, BodyBudget, ClientDisconnected, headers_of, read_body
+from gateway.edge.request import (
+    AgentRequest,
+    BodyBudget,
+    ClientDisconnected,
+    DisconnectWatch,
+    headers_of,
+    read_body,
+)
 from gateway.edge.retries import InFlightCalls
-from gateway.edge.wrong_keys import WrongKeys
 from gateway.errors import NotPermitted, UnknownCaller
+from gateway.settings import WrongKeySettings
 from rollout_queue import clock
 from rollout_queue.http.bodies.large_bodies import PacedReceive, next_iteration
 from rollout_queue.http.browsers import check_keyless
@@ -32,6 +47,67 @@ from rollout_queue.signals.access_log import path_template
 from rollout_queue.signals.log_ids import begin_log_ids, log_ids
 from rollout_queue.signals.tracing.requests import describe_request, request_span
 from rollout_queue.signals.tracing.spans import TraceSpan
+
+ADDRESSES = 10_000
+"""How many addresses are remembered: those that tried last."""
+WINDOW_S = 60.0
+NETWORK_BITS = 64
+"""One subscriber has at least so much of IPv6, so its addresses count as one."""
+
+
+class WrongKeys:
+    """Counts the wrong keys of each address, and of all."""
+
+    def __init__(self, settings: WrongKeySettings) -> None:
+        self._settings = settings
+        self._full_at: OrderedDict[str, float] = OrderedDict()
+        """By address, when its whole allowance is there again; the one that tried last is last."""
+        self._all_full_at = 0.0
+
+    @property
+    def remembered(self) -> int:
+        """How many addresses are remembered."""
+        return len(self._full_at)
+
+    async def refusal(self, address: str) -> ApiError | None:
+        """Count a wrong key. Returns the error that it gets in place of a 401, after a delay, or None."""
+        settings, now, name = self._settings, clock.monotonic(), _counted_as(address)
+        own_at = _spent(self._full_at.get(name, now), now, settings.per_address)
+        all_at = _spent(self._all_full_at, now, settings.in_all)
+        if own_at - now <= WINDOW_S and all_at - now <= WINDOW_S:
+            self._all_full_at = all_at
+            self._remember(name, own_at)
+            return None
+        wait_s = max(own_at, all_at) - now - WINDOW_S
+        await clock.sleep(settings.delay_s)  # the guesser waits; other connections do not
+        message = "too many wrong keys came from your address, or in all; a valid key is accepted"
+        # SDKs do not send such a request again.
+        headers = {"retry-after": str(math.ceil(wait_s)), "x-should-retry": "false"}
+        return ApiError(429, message, code="wrong_keys", headers=headers)
+
+    def _remember(self, name: str, full_at: float) -> None:
+        self._full_at[name] = full_at
+        self._full_at.move_to_end(name)
+        if len(self._full_at) > ADDRESSES:
+            self._full_at.popitem(last=False)
+
+
+def _spent(full_at: float, now: float, per_window: int) -> float:
+    """When a bucket of `per_window` tokens that was full at `full_at` is full again, with one token less."""
+    return max(full_at, now) + WINDOW_S / per_window
+
+
+def _counted_as(address: str) -> str:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:  # a socket file, or a test
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.ip_network((int(found), NETWORK_BITS), strict=False))
+    return address
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,8 @@
 """Takes one model call from HTTP request to reply.
 
 request ──▶ caller ──▶ parsed request ──▶ session ──▶ generations ──▶ recorded turns ──▶ reply
+
+`/v1/messages/count_tokens`: how many tokens the prompt of a request has.
 """
 
 import asyncio
@@ -14,21 +16,19 @@ import msgspec
 from gateway.callers.identity import Caller
 from gateway.counters import CallFigures
 from gateway.dialects.base import Dialect, ParsedRequest, RecordedAnswer
-from gateway.dialects.fields.unknown import Reading
+from gateway.dialects.fields import Reading, ignored_header
+from gateway.dialects.messages import Messages, request_of
+from gateway.dialects.messages_wire import InputTokens
+from gateway.dialects.wire import encode
 from gateway.edge.background_answers import BackgroundAnswers, UnreadCall
 from gateway.edge.choices import for_each, sample_each
 from gateway.edge.errors import ANSWERABLE, api_error
-from gateway.edge.images import has_images, with_images
 from gateway.edge.joins import Joins
-from gateway.edge.reply import Reply
-from gateway.edge.request import AgentRequest
-from gateway.edge.retelling import ToldStream
-from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls, attempt_of, request_digest
-from gateway.edge.streaming import answer_stream, opening_headers, reply_headers
-from gateway.edge.writing import written
+from gateway.edge.reply import Reply, answer_stream, opening_headers, reply_headers, written
+from gateway.edge.request import AgentRequest, has_images, with_images
+from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls, ToldStream, attempt_of, request_digest
 from gateway.fleet.event_stream import OutputChunk
-from gateway.generations.generation import ClientCall, Generation, tokens_of
-from gateway.generations.pinning import pinned
+from gateway.generations.generation import ClientCall, Generation, pinned, tokens_of
 from gateway.parts import GatewayParts
 from gateway.sessions.resolution import HEADERS, SessionClues
 from rollout_queue import clock
@@ -237,3 +237,29 @@ async def _stream(
         logger.exception("a stream failed")
         told.failure = ApiError(500, "internal error")
         await reply.close(events.failing(told.failure))
+
+
+@dataclass(frozen=True)
+class TokenCount:
+    """The endpoint that counts the tokens of a prompt. A request counts as a call, and samples nothing."""
+
+    messages: Messages
+    gateway: GatewayParts
+    figures: CallFigures
+
+    async def serve(self, request: AgentRequest, reply: Reply) -> None:
+        gateway = self.gateway
+        with Reading(report=gateway.settings.unknown_fields == "report") as ignored:
+            payer, body, context_length = request.caller.payer, request.body, gateway.renderer.context_length
+            asked = await worked(payer, body, request_of, body, context_length)
+            prompt = await worked(payer, body, self.messages.prompt_of, asked)
+        self.figures.ignoring += bool(ignored.paths)
+        owner = await gateway.sessions.owner_of(request.caller)
+        reply.more_headers = partial(gateway.admission.rate_headers, owner)
+        gateway.admission.check_call(owner)
+        call = await with_images(gateway.images, prompt, request.held)
+        count = await gateway.generator.count(call, self.figures, owner)
+        await reply.send_json(200, encode(InputTokens(count)), ignored_header(tuple(ignored.paths)))
+
+    def error(self, error: ApiError) -> bytes:
+        return self.messages.error(error)

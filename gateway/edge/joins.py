@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.counters import CallFigures
-from gateway.edge.disconnect import DisconnectWatch
 from gateway.edge.errors import ANSWERABLE, AnswerableError, api_error
 from gateway.edge.reply import Reply
+from gateway.edge.request import DisconnectWatch
 from gateway.edge.retries import CallKey, InFlightCalls
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.workers.siblings import ASK_S, HUNG_S, Siblings

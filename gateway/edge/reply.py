@@ -1,16 +1,45 @@
 """Writes the reply to one client: one whole body, or a stream of server-sent events.
 
 A heartbeat here is an event that clients ignore: it keeps proxies from closing a silent stream.
+
+Keeps JSON on one line for clients that split texts as Python does, such as those that use httpx.
+
+The headers of a reply, and the text of the tokens that a stream sends.
+
+Writes the parts of a reply that are long, without keeping other calls waiting.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
 
+import msgspec
 from starlette.types import Message, Send
 
 from gateway.counters import CLIENT_LEFT, CallFigures
-from gateway.edge.one_line import one_line
+from gateway.dialects.fields import ignored_header
+from gateway.generations.generation import Generation
+from gateway.language.deltas import AnswerStream, BegunAnswerStream, RawTextStream, StoppedStream
+from gateway.parts import GatewayParts
 from rollout_queue import clock
+from rollout_queue.contract.tokens import TokenIds
+
+LINE_ENDS = (
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+    (b"\xc2\x85", b"\\u0085"),
+)
+"""Characters in UTF-8 that JSON need not escape, and that Unicode calls the end of a line."""
+
+
+def one_line(encoded: bytes) -> bytes:
+    """Lines of JSON, or events of it, with those characters escaped."""
+    if encoded.isascii():
+        return encoded
+    for raw, escaped in LINE_ENDS:
+        encoded = encoded.replace(raw, escaped)
+    return encoded
+
 
 Headers = Mapping[str, str]
 
@@ -137,3 +166,81 @@ class Reply:
 
 def _encoded(headers: Headers) -> list[tuple[bytes, bytes]]:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+NEAR = 0.8
+"""The share of the trainer's bound of a row from which on replies have the header `x-weir-row-tokens`."""
+MAX_HEADER_CHARS = 2048
+"""aiohttp refuses a header over 8 KiB, Node headers over 16 KiB in total."""
+
+
+Stream = AnswerStream | RawTextStream | BegunAnswerStream | StoppedStream
+
+
+def answer_stream(gateway: GatewayParts, generation: Generation) -> Stream:
+    stream, stops = _whole_stream(gateway, generation), generation.call.stop
+    return StoppedStream(stream, gateway.renderer.tokenizer, stops) if stops else stream
+
+
+def _whole_stream(
+    gateway: GatewayParts, generation: Generation
+) -> AnswerStream | RawTextStream | BegunAnswerStream:
+    """The deltas of all tokens, those of a stop string included."""
+    call = generation.call
+    if call.prompt_ids is not None:
+        return RawTextStream(gateway.renderer)
+    prompt_ids, begun = generation.prompt.prompt_ids, generation.prompt.begun
+    asked = TokenIds(prompt_ids[:-begun]) if begun else prompt_ids
+    renderer = gateway.renderer.variant(call.thinking)
+    whole = AnswerStream(renderer, call.tools, generation.turn_id, asked)
+    return BegunAnswerStream(whole, prompt_ids[-begun:], call.begun) if begun else whole
+
+
+def opening_headers(generations: Sequence[Generation]) -> dict[str, str] | None:
+    """The headers of a stream that begins with a heartbeat; None until an engine works on an answer."""
+    return reply_headers(generations) if any(each.at_engine for each in generations) else None
+
+
+def reply_headers(generations: Sequence[Generation]) -> dict[str, str]:
+    """Headers that name the session, the turns, the policy version and the sampling of the answers, and how
+    near the prompt, with the answer so far, is to the trainer's bound of a row."""
+    first = generations[0]
+    tokens = max(len(each.prompt.prompt_ids) + len(each.ids) for each in generations)
+    near = first.max_row_tokens is not None and tokens >= NEAR * first.max_row_tokens
+    return {
+        **({"x-weir-row-tokens": f"{tokens} of {first.max_row_tokens}"} if near else {}),
+        "x-weir-session-id": first.head.spec.shown_id,
+        "x-weir-turn-id": ",".join([generation.turn_id for generation in generations]),
+        "x-weir-policy-version": str(first.versions[0].version) if first.versions else "",
+        "x-weir-sampling": _header_json(first.sampling.used),
+        "x-weir-sampling-asked": _header_json(first.sampling.asked),
+        **ignored_header(first.call.ignored_fields),
+    }
+
+
+def _header_json(parameters: Mapping[str, Any]) -> str:
+    """The parameters as JSON. A long `logit_bias` becomes null, because clients refuse long headers."""
+    text = msgspec.json.encode(parameters).decode()
+    if len(text) <= MAX_HEADER_CHARS:
+        return text
+    return msgspec.json.encode({**parameters, "logit_bias": None}).decode()
+
+
+P = ParamSpec("P")
+
+LOOP_LOGPROBS = 1024
+"""A reply with more log-probabilities is written in a thread, because each takes a microsecond or two."""
+
+
+async def written(
+    generations: Sequence[Generation], write: Callable[P, bytes], *args: P.args, **kwargs: P.kwargs
+) -> bytes:
+    """Call `write`, which writes the whole answers of these generations; return its result."""
+    if sum(map(_logprobs, generations)) <= LOOP_LOGPROBS:
+        return write(*args, **kwargs)
+    return await asyncio.to_thread(write, *args, **kwargs)
+
+
+def _logprobs(generation: Generation) -> int:
+    tops = generation.top_logprobs
+    return len(generation.ids) * (1 + (len(tops[-1]) if tops else 0))

@@ -1,6 +1,14 @@
-"""Reads a request: its headers, and its whole body, which must be of one media type and within limits."""
+"""Reads a request: its headers, and its whole body, which must be of one media type and within limits.
 
-from collections.abc import Hashable, Mapping
+Stops a call whose client has disconnected, so that no engine samples an answer that no client reads.
+
+Reads the images of a call before its session is found, since they tell conversations apart, too.
+
+The limits are checked before, and so is a session that the call names.
+"""
+
+import asyncio
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -8,10 +16,75 @@ import msgspec
 from starlette.types import Receive, Scope
 
 from gateway.callers.identity import Caller
-from gateway.edge.disconnect import DisconnectWatch
 from gateway.errors import LimitReached
+from gateway.generations.generation import Call
+from gateway.language.image_pads import image_parts
+from gateway.language.image_reading import ImageReader
+from rollout_queue import clock
 from rollout_queue.http.bodies.content_codings import HEADER, codings_of, content_encoding, decoded
 from rollout_queue.http.errors import ApiError
+
+WATCH_AFTER_S = 0.5
+"""Most calls end sooner. Only longer calls start the task that watches the connection."""
+
+
+class DisconnectWatch:
+    """`with DisconnectWatch(receive) as client:` cancels the block when the client disconnects.
+
+    The `with` statement swallows this cancellation.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._task: asyncio.Task[object] | None = None
+        """Runs the block; None outside of it."""
+        self._watching: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._error: Exception | None = None
+        self._on_disconnect: Callable[[], None] | None = None
+
+    def __enter__(self) -> "DisconnectWatch":
+        self._task = asyncio.current_task()
+        self._timer = clock.call_later(WATCH_AFTER_S, self._watch)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._timer.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+        # Without these, nothing of a call refers to itself: its memory need not wait for the collector.
+        task, self._task, self._on_disconnect = self._task, None, None
+        if not self._stopped or task is None or task.uncancel() or kind is not asyncio.CancelledError:
+            return False
+        if self._error is not None:
+            raise self._error from error
+        return True
+
+    @property
+    def watched(self) -> bool:
+        """Whether the task that watches the connection has started."""
+        return self._watching is not None
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in place of `stop` when the client disconnects. It may call `stop` later."""
+        self._on_disconnect = callback
+
+    def stop(self, error: Exception | None = None) -> None:
+        """Cancel the `with` block. The `with` statement then raises the error, if one is given."""
+        if not self._stopped and self._task is not None:
+            self._stopped, self._error = True, error
+            self._task.cancel()
+
+    def _watch(self) -> None:
+        self._watching = asyncio.get_running_loop().create_task(self._until_disconnect())
+
+    async def _until_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        (self._on_disconnect or self.stop)()
+
 
 JSON = "application/json"
 HEAVY_BYTES = 32 * 2**10
@@ -205,3 +278,18 @@ def _check_media_type(given: str, wanted: str) -> None:
     media_type = given.partition(";")[0].strip().lower()
     if media_type != wanted:
         raise ApiError(415, f"content type {media_type!r}: send {wanted}")
+
+
+def has_images(call: Call) -> bool:
+    return next(image_parts(call.messages), None) is not None
+
+
+async def with_images(reader: ImageReader, call: Call, held: HeldBody) -> Call:
+    """The call with its images decoded. Their bytes count beside the body's, and longer than those.
+
+    Raises InvalidRequest, LimitReached, StorageUnavailable, and ApiError 413 for images that never fit.
+    """
+    messages, pngs = await reader.read(call.messages, held.keep)
+    if not pngs:
+        return call
+    return msgspec.structs.replace(call, messages=messages, images=pngs)

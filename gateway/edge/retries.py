@@ -4,23 +4,184 @@ Both attempts then read one answer, which is sampled and recorded once.
 
 first ──begin──▶ InFlightCall ──▶ first client      no client left for `retry_grace_s` ──▶ stopped
 retry ──join─────────┴──────────▶ second client: the whole answer, from its beginning
+
+Writes an answer to the client that made the call, at this client's pace unless others read it, too.
+
+sampling ──message──▶ first client           alone: the sampling waits until the socket takes the message
+            └─────────▶ unsent ──task──▶ first client     a retry reads as well: nobody waits for this socket
+
+Writes a stream in flight once more, from its first token, to a client that repeats the call.
+
+The events are made again from the tokens, which are kept for the record anyway. So a stream stores no output
+for a retry that may never come.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Protocol
 
 import msgspec
-from starlette.types import Message
+from starlette.types import Message, Send
 
 from gateway.callers.identity import Caller
-from gateway.edge.disconnect import DisconnectWatch
-from gateway.edge.first_client import FirstClient
-from gateway.edge.reply import Reply
-from gateway.edge.retelling import ToldStream
+from gateway.dialects.base import ParsedRequest, RecordedAnswer
+from gateway.edge.errors import ANSWERABLE, api_error
+from gateway.edge.reply import Reply, answer_stream, opening_headers, reply_headers, written
+from gateway.edge.request import DisconnectWatch
+from gateway.generations.generation import Generation
+from gateway.parts import GatewayParts
 from rollout_queue import clock
 from rollout_queue.http.errors import ApiError
+
+
+class FirstClient:
+    """The client that made a call, and what is still to be sent to it once others read the answer, too."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._gone = self._complete = False
+        self._sending: dict[asyncio.Task[object], int] = {}
+        """The tasks that wait for the client's socket, and how often each had been cancelled before."""
+        self._freed: set[asyncio.Task[object]] = set()
+        self._unsent: deque[Message] = deque()
+        self._more = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        if self._gone:
+            return
+        if self._writing is not None:
+            self._later(message)
+            return
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - a call is always served by a task
+        self._sending[task] = task.cancelling()
+        try:
+            await self._send(message)
+        except asyncio.CancelledError:
+            # As in asyncio.timeout: if others cancelled the task as well, it stays cancelled.
+            if task not in self._freed or task.uncancel() > self._sending[task]:
+                raise
+            self._later(message)  # the server waits for the socket before it takes a message
+        finally:
+            del self._sending[task]
+
+    def free(self) -> None:
+        """From now on nobody waits for this client. What it has not taken is kept until the call ends."""
+        if self._writing is None and not (self._gone or self._complete):
+            self._writing = asyncio.create_task(self._write())
+            self._freed.update(self._sending)
+            for task in self._sending:
+                task.cancel()
+
+    def leave(self) -> None:
+        """The client has left."""
+        self._gone = True
+        self._unsent.clear()
+        if self._writing is not None:
+            self._writing.cancel()
+
+    async def flush(self) -> None:
+        """The others have the answer: return when this client has all of it, and wait for it from now on."""
+        if self._writing is None:
+            return
+        writing, self._complete = self._writing, True
+        self._more.set()
+        try:
+            await asyncio.wait([writing])
+        finally:
+            writing.cancel()
+            self._writing = None
+
+    def _later(self, message: Message) -> None:
+        self._unsent.append(message)
+        self._more.set()
+
+    async def _write(self) -> None:
+        while True:
+            while self._unsent:
+                await self._send(self._unsent.popleft())
+            if self._complete:
+                return
+            self._more.clear()
+            await self._more.wait()
+
+
+MAX_PIECE = 256
+"""The most tokens that are written in one piece. Other calls run between two pieces."""
+
+
+class Progress(Protocol):
+    """The call whose stream is written to another client."""
+
+    changes: int
+    """Grows whenever there is more to tell."""
+    ended: bool
+    failure: Exception | None
+    """The error that ended the call, if one did."""
+
+    async def change(self, seen: int) -> None:
+        """Wait until `changes` is no longer `seen`."""
+        ...
+
+
+@dataclass
+class ToldStream:
+    """A stream that can be written to other clients as well."""
+
+    gateway: GatewayParts
+    parsed: ParsedRequest
+    generations: Sequence[Generation]
+    recorded: dict[int, RecordedAnswer] = field(default_factory=dict)
+    """The complete answers, by the index of their choice."""
+    failure: ApiError | None = None
+    """The error with which the stream ended after it had begun; None without one."""
+
+    async def tell(self, reply: Reply, call: Progress) -> None:
+        """Write the stream to another client, until the call ends."""
+        events = self.parsed.responder.events(self.generations)
+        every_s = self.gateway.settings.heartbeat_s
+        reply.keep_alive(events.heartbeat, every_s, lambda: opening_headers(self.generations))
+        answers = [answer_stream(self.gateway, generation) for generation in self.generations]
+        told, closed = [0] * len(self.generations), set[int]()
+        unsent, ended, behind = events.opening(), False, False
+        while not ended or behind:
+            seen, ended, behind = call.changes, call.ended, False
+            for index, generation in enumerate(self.generations):
+                if (start := told[index]) < len(generation.ids):
+                    told[index] = end = min(start + MAX_PIECE, len(generation.ids))
+                    deltas = answers[index].feed(generation.ids[start : min(end, generation.text_tokens)])
+                    unsent += events.piece(index, deltas, range(start, end))
+                    behind |= end < len(generation.ids)
+                if index in self.recorded and index not in closed and told[index] == len(generation.ids):
+                    closed.add(index)
+                    done = self.recorded[index]
+                    unsent += events.piece(index, answers[index].finish(done.answer), range(0))
+                    closing = await written([generation], events.closing, index, done)
+                    unsent += closing
+            if any(told) or closed:
+                if not reply.begun:
+                    await reply.open_stream(reply_headers(self.generations))
+                if unsent:
+                    now, unsent = unsent, b""
+                    await reply.write(now)
+            if behind:
+                await asyncio.sleep(0)
+            elif not ended:
+                await call.change(seen)
+        failure = self.failure or call.failure
+        if failure is None:
+            await reply.close(events.ending())
+        elif reply.begun:
+            error = api_error(failure) if isinstance(failure, ANSWERABLE) else ApiError(500, "internal error")
+            await reply.close(events.failing(error))
+        else:
+            raise failure
+
 
 RETRY_HEADER = "x-stainless-retry-count"
 

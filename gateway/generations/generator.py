@@ -1,32 +1,37 @@
 """Begins generations, and samples them on the fleet.
 
 call ──begin──▶ parent, prompt, sampling ──sample──▶ chunks …
+
+Decides the sampling parameters of an answer, and records both those requested and those used.
+
+The engine's logprobs are of softmax(logits / temperature), before top-p and top-k. They are exact for the
+sampled distribution only if nothing but a temperature above 0 changes it. So mode `exact` takes this
+temperature and `max_tokens` from a call, and ignores its other parameters; `enforce` ignores the temperature,
+too. Both ignore a `seed`: a harness that always sends the same would have every session of a group sample the
+same answer.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
-from gateway.conversations.conversation import Prompt, locate
-from gateway.conversations.raw import locate_raw
-from gateway.conversations.side_calls import side_call_of
 from gateway.counters import CallFigures, PromptTime
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
 from gateway.fleet.event_stream import OutputChunk
 from gateway.fleet.failover import OnChunk, Sampler
-from gateway.fleet.generate_request import PromptImage, SampleRequest
-from gateway.generations.generation import Call, ClientCall, Generation
-from gateway.generations.generation_trace import asked_attributes, operation_of, sampled_attributes
-from gateway.generations.pinning import Pinned
-from gateway.generations.recorder import Recorder
-from gateway.generations.sampling import decide, engine_parameters
-from gateway.language.answers.begun_answer import beginning
-from gateway.language.extension import UNREADABLE
-from gateway.language.images.pads import collapsed
+from gateway.fleet.generate_request import PromptImage, SampleRequest, SamplingParameters
+from gateway.generations.conversation import Prompt, locate, locate_raw
+from gateway.generations.generation import Call, ClientCall, Generation, Pinned
+from gateway.generations.recorder import Recorder, asked_attributes, operation_of, sampled_attributes
+from gateway.generations.side_calls import side_call_of
+from gateway.language.deltas import beginning
+from gateway.language.image_pads import collapsed
+from gateway.language.parsed_answer import UNREADABLE
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import effort_of
 from gateway.policies.canary_watch import CanaryWatch
@@ -34,12 +39,111 @@ from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.records import PastThoughts, ReasoningEffort
-from rollout_queue.contract.sampling import inexact
+from rollout_queue.contract.records import PastThoughts, ReasoningEffort, Sampling
+from rollout_queue.contract.sampling import WITHOUT_EFFECT, SamplingMode, SamplingPolicy, inexact, is_greedy
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.http.bodies.fair_turns import FairTurns
 from rollout_queue.signals.log_ids import of_turn
 from rollout_queue.signals.tracing.spans import span
+
+NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Values without effect. They are sent where no other value applies, so that no engine's default does."""
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens")
+"""Parameters that change logits. `min_tokens` forbids the tokens that end an answer, until it is so long."""
+COMPARED = frozenset((*DEFAULTED, *PENALTIES))
+"""Parameters of a call that may be used with another value, or not at all."""
+RENAMED = frozenset({"max_tokens", "min_tokens", "seed", "constraint", "thinking", "why"})
+"""Parameters that have another name at the engine, or change the prompt and not the sampling, and words."""
+REASONS: Mapping[SamplingMode, str] = {
+    "exact": "would make the logprobs inexact of a trained answer (sampling.mode exact)",
+    "enforce": "the session's apply to a trained answer (sampling.mode enforce)",
+    "default": "no penalty applies to a trained answer (sampling.mode default)",
+    "allow": "the answer has no more tokens",
+}
+"""Why a parameter of a call is not used, or only in part."""
+
+
+def decide(policy: SamplingPolicy, call: Call, room: int, train: bool, index: int = 0) -> Sampling:
+    """The sampling of choice `index` of one call; `room` is the number of tokens left in the context.
+
+    If `train` is false, the answer is an evaluation, and the caller's parameters apply.
+    """
+    asked = call.asked
+    mode = policy.named_mode if train else "allow"
+    used: dict[str, Any] = {"temperature": policy.temperature, "top_p": policy.top_p, **NEUTRAL}
+    if mode in ("default", "allow"):
+        used |= {name: asked[name] for name in DEFAULTED if name in asked}
+    elif mode == "exact" and "temperature" in asked and not is_greedy(asked["temperature"]):
+        used["temperature"] = asked["temperature"]
+    if mode == "allow":
+        used |= {name: asked[name] for name in PENALTIES if asked.get(name)}
+    limits = [asked.get("max_tokens"), policy.max_tokens, room]
+    used["max_tokens"] = min(limit for limit in limits if limit is not None)
+    if "min_tokens" in used:
+        used["min_tokens"] = min(used["min_tokens"], used["max_tokens"])
+    if call.ignore_eos:
+        used["ignore_eos"] = True
+    if call.structural_tag is not None:
+        used["constraint"] = asked["constraint"]
+    if call.thinking:
+        used["thinking"] = dict(call.thinking)
+    if "seed" in asked and mode in ("default", "allow"):
+        used["seed"] = asked["seed"] + index  # with equal seeds, all choices would be equal
+    if why := "; ".join(_differences(policy, mode, asked, used)):
+        used["why"] = why
+    return Sampling(asked=dict(asked), used=used | _lawful(used))
+
+
+def _lawful(used: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that the engine takes, in place of those that only other servers know."""
+    made: dict[str, Any] = {}
+    if used["top_k"] == 0:  # all, for vLLM
+        made["top_k"] = -1
+    if used["top_p"] == 0:  # the most likely token only
+        made |= {"top_p": 1.0, "top_k": 1}
+    if is_greedy(used["temperature"]):
+        made["temperature"] = 0.0
+    return made
+
+
+def _differences(
+    policy: SamplingPolicy, mode: SamplingMode, asked: Mapping[str, Any], used: Mapping[str, Any]
+) -> Iterator[str]:
+    """What the call asked for and did not get, and why."""
+    unused = [
+        name if name == "logit_bias" else f"{name} {asked[name]:g}"
+        for name in asked
+        if name in COMPARED and used.get(name, WITHOUT_EFFECT.get(name)) != asked[name]
+    ]
+    if unused:
+        yield f"{', '.join(unused)}: {REASONS[mode]}"
+    if "seed" in asked and "seed" not in used:
+        yield "seed: a group would sample one answer"
+    if left_out := asked.get("constraint_left_out"):
+        yield f"{', '.join(left_out)}: the engine would take too long to compile them into its grammar"
+    if (most := asked.get("max_tokens", 0)) > (limit := used["max_tokens"]):
+        of_session = limit == policy.max_tokens
+        yield f"max_tokens {most}: the {'session allows' if of_session else 'context has room for'} {limit}"
+
+
+def engine_parameters(
+    sampling: Sampling, stop_ids: list[int], call: Call, stream_interval: int
+) -> SamplingParameters:
+    """The parameters under the engine's names."""
+    same_name = {name: value for name, value in sampling.used.items() if name not in RENAMED}
+    return SamplingParameters(
+        **same_name,
+        max_new_tokens=sampling.used["max_tokens"],
+        # With `ignore_eos`, SGLang ends an answer at no stop token.
+        stop_token_ids=[] if call.ignore_eos else [*dict.fromkeys((*stop_ids, *call.stop_ids))],
+        min_new_tokens=sampling.used.get("min_tokens", UNSET),
+        sampling_seed=sampling.used.get("seed", UNSET),
+        stop=list(call.stop) or UNSET,
+        structural_tag=UNSET if call.structural_tag is None else call.structural_tag,
+        stream_interval=stream_interval,
+    )
+
 
 T = TypeVar("T")
 ENCODERS = 2

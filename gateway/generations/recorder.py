@@ -1,24 +1,27 @@
 """Records generations as turns: a client receives the end of an answer only after its turn is in Redis.
 
 generation ──parse──▶ answer ──▶ turn ──append──▶ Redis ──▶ the dialect writes the end of the reply
+
+Counts the tokens of an answer's thought, for `usage`.
+
+What the spans of one generation say, by the conventions `gen_ai.*` and our own `rl.*`. No text of it.
 """
 
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
-from gateway.conversations.conversation import reply_message
-from gateway.conversations.digests import extend
 from gateway.errors import EngineFault, StateConflict
+from gateway.generations.conversation import reply_message
+from gateway.generations.digests import extend
 from gateway.generations.generation import Generation
-from gateway.generations.generation_trace import recorded_attributes
-from gateway.language.answers.begun_answer import rest_of
-from gateway.language.answers.fast_parse import FastParser
-from gateway.language.answers.stop_strings import before_stop
-from gateway.language.answers.thoughts import tokens_of_thought
+from gateway.language.deltas import before_stop, rest_of
 from gateway.language.parsed_answer import ParsedAnswer
+from gateway.language.partial_parse import FastParser
 from gateway.language.render import ChatRenderer
+from gateway.language.tokenizer import BareTokenizer, text_and_ends
 from gateway.policies.canary_watch import CanaryWatch
 from gateway.prometheus import Metrics
 from gateway.settings import GatewaySettings
@@ -28,7 +31,78 @@ from rollout_queue.contract.records import Finish, Turn
 from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.contract.tokens import TokenIds
 from rollout_queue.signals.log_ids import of_turn
-from rollout_queue.signals.tracing.spans import span
+from rollout_queue.signals.tracing.spans import Attributes, span
+
+
+def tokens_of_thought(tokenizer: BareTokenizer, ids: Sequence[int], thought: str) -> int:
+    """How many of the ids lie between the marks of the thought, the blanks around it included.
+
+    If the thought is no text in one piece, because there are several: as many tokens as it is encoded in.
+    """
+    for bytes_of in (partial(_unmarked, tokenizer), tokenizer.token_bytes):
+        text, ends = text_and_ends(ids, bytes_of)
+        start = text.find(thought)
+        if start >= 0:
+            end = start + len(thought)
+            start, end = len(text[:start].rstrip()), len(text) - len(text[end:].lstrip())
+            starts = [0, *ends[:-1]]
+            return sum(first < end and last > start for first, last in zip(starts, ends, strict=True))
+    return min(len(tokenizer.encode(thought)), len(ids))
+
+
+def _unmarked(tokenizer: BareTokenizer, token_id: int) -> bytes:
+    """The bytes of a token; of a mark such as `<think>` others, so that no thought is found in it."""
+    return b"\0" if token_id in tokenizer.added_ids else tokenizer.token_bytes(token_id)
+
+
+def operation_of(generation: Generation) -> str:
+    """What the engine does, in the names of the conventions."""
+    return "chat" if generation.call.prompt_ids is None else "text_completion"
+
+
+def asked_attributes(generation: Generation, model: str) -> Attributes:
+    """Of the call to an engine."""
+    used = generation.sampling.used
+    return {
+        "gen_ai.operation.name": operation_of(generation),
+        "gen_ai.provider.name": "sglang",
+        "gen_ai.request.model": model,
+        "gen_ai.request.temperature": used.get("temperature"),
+        "gen_ai.request.top_p": used.get("top_p"),
+        "gen_ai.request.max_tokens": used.get("max_new_tokens"),
+        "gen_ai.request.stream": generation.call.stream,
+        "gen_ai.conversation.id": generation.head.spec.session_id,
+        "gen_ai.usage.input_tokens": len(generation.prompt.prompt_ids),
+        "rl.turn.id": generation.turn_id,
+    }
+
+
+def sampled_attributes(generation: Generation) -> Attributes:
+    """Of the answer, once it is complete."""
+    return {
+        "gen_ai.response.id": generation.completion_id,
+        "gen_ai.response.finish_reasons": [generation.finish] if generation.finish else None,
+        "gen_ai.usage.output_tokens": len(generation.ids),
+        "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
+        "rl.server": generation.engine or None,
+        "rl.policy.version": generation.versions[-1].version if generation.versions else None,
+    }
+
+
+def recorded_attributes(turn: Turn) -> Attributes:
+    """Of the append to Redis."""
+    return {
+        "messaging.system": "redis",
+        "messaging.operation.type": "send",
+        "rl.turn.id": turn.turn_id,
+        "rl.turn.relation": turn.relation,
+        "rl.turn.finish": turn.finish,
+        "rl.turn.train": turn.train,
+        "rl.session.id": turn.session_id,
+        "rl.group.id": turn.group_id,
+        "rl.task.id": turn.task_id,
+    }
+
 
 logger = logging.getLogger(__name__)
 

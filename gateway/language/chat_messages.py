@@ -23,7 +23,7 @@ from math import isfinite, isnan
 from typing import Any
 
 from gateway.language.families import Family
-from gateway.language.images.pads import IMAGE, has_image
+from gateway.language.image_pads import IMAGE, has_image
 
 Message = dict[str, Any]
 Tool = dict[str, Any]

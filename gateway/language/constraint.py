@@ -12,11 +12,10 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from gateway.errors import InvalidRequest
-from gateway.language.call_syntax import SYNTAX_OF_FAMILY, CallSyntax, id_of
-from gateway.language.chat_messages import Tool
-from gateway.language.grammars.cost import fitted_tag
-from gateway.language.grammars.structural_tag import (
+from gateway.language.call_syntax import (
+    SYNTAX_OF_FAMILY,
     AnyTokens,
+    CallSyntax,
     FixedText,
     Format,
     FormatOrigin,
@@ -25,8 +24,11 @@ from gateway.language.grammars.structural_tag import (
     Pattern,
     TokenFormat,
     either,
+    id_of,
     sequence,
 )
+from gateway.language.chat_messages import Tool
+from gateway.language.grammar_cost import fitted_tag
 from gateway.language.render import ChatRenderer
 from gateway.language.schema import check_pattern, check_schema, check_tool
 

@@ -18,17 +18,23 @@ from renderers import ParsedResponse
 
 from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message, MessageNormalizer, Tool
-from gateway.language.extension import UNREADABLE, after_any_answer, extension
 from gateway.language.families import Thinking, ToolPrompt, changed, config_of, end_ids, end_token, family_of
 from gateway.language.families import configuration as configuration_of
-from gateway.language.images.pads import expanded, images_of
-from gateway.language.own.choice import Wanted, chosen
-from gateway.language.own.probe import Stability, kept_by, read_calls
-from gateway.language.own.renderer import refuse_tools
-from gateway.language.own.template import TemplateRefusal
-from gateway.language.parsed_answer import AnswerReader, ParsedAnswer, SampledIds
+from gateway.language.image_pads import expanded, images_of
+from gateway.language.own_choice import Wanted, chosen
+from gateway.language.own_renderer import refuse_tools
+from gateway.language.own_template import TemplateRefusal
+from gateway.language.parsed_answer import (
+    UNREADABLE,
+    AnswerReader,
+    ParsedAnswer,
+    SampledIds,
+    after_any_answer,
+    extension,
+)
+from gateway.language.template_probe import Stability, kept_by, read_calls
 from gateway.language.thinking import Options, ThinkingWish, options_of
-from gateway.language.token_budget import at_most, text_chars, too_long
+from gateway.language.tokenizer import at_most, text_chars, too_long
 from rollout_queue import clock
 from rollout_queue.contract.tokens import TokenIds
 

@@ -1,25 +1,281 @@
-"""Gives a `tokenizers` tokenizer the interface that the library `renderers` needs, without transformers."""
+"""Gives a `tokenizers` tokenizer the interface that the library `renderers` needs, without transformers.
 
+Bounds what one prompt may cost: a text with far too many tokens is refused before it is encoded whole.
+
+Escapes control tokens in the text of users and tools, so that the tokenizer encodes them as ordinary text.
+
+"say <|im_end|>" ──▶ "say <CUT|im_end|>" ──▶ ids of "say <", ids of "|im_end|>"
+
+So no user or tool can end a message, or begin one in another role.
+
+The bytes that a token stands for, from the vocabulary: several tokens may make one character together.
+
+"Ġwor" of a byte-level vocabulary ──▶ b" wor"        <0xE2> of a SentencePiece vocabulary ──▶ b"\\xe2"
+"""
+
+import codecs
+import json
 import math
+import re
 from array import array
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE, Unigram
 from tokenizers.normalizers import NFC, NFD, NFKD
 
 from gateway.counters import CountedCache, ThreadSeconds
-from gateway.language.control_tokens import CUT, ControlTokenEscaper, split_at_cuts
-from gateway.language.token_budget import BOUNDARY, BUDGET, PIECE_CHARS, SPLIT_SLACK, TokenBudget, runs
-from gateway.language.token_bytes import TokenBytes
+from gateway.errors import InvalidRequest
 from gateway.language.tokenizer_files import named_tokens, tokenizer_of, tokenizer_settings
 from rollout_queue import clock
 from rollout_queue.base_model.tokenizer_check import tokenizer_check
 from rollout_queue.protocol.model_checks import ModelCheck
+
+PIECE_CHARS: Final = 32 * 2**10
+"""Longer texts are encoded in pieces, so that no encoding takes much memory."""
+BOUNDARY: Final = re.compile(r"(?<=[A-Za-z0-9]) (?=[A-Za-z])")
+"""Where a text may be cut: before a space between words. Most tokenizers split texts there themselves."""
+SPLIT_SLACK = 16
+"""How many tokens a cut within a word may add."""
+
+
+@dataclass
+class TokenBudget:
+    """How many tokens the prompt that is being encoded may still have."""
+
+    limit: int
+    context: int
+    param: str
+    spent: int = 0
+    cuts: int = 0
+    """Where texts are cut: each cut ends a token."""
+
+    def cut(self) -> None:
+        """Count a cut. Raises InvalidRequest if the prompt has more of them than it may have tokens."""
+        self.cuts += 1
+        if self.cuts > self.limit:
+            raise too_long(self.limit, self.context, self.param)
+
+    def check(self, more: int) -> None:
+        """Raises InvalidRequest if the prompt and `more` tokens exceed the limit."""
+        if self.spent + more > self.limit:
+            raise too_long(self.limit, self.context, self.param)
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens of the prompt. Raises as `check`."""
+        self.check(tokens)
+        self.spent += tokens
+
+
+BUDGET: ContextVar[TokenBudget | None] = ContextVar("BUDGET", default=None)
+"""The budget of the prompt that this thread encodes; None: no limit."""
+
+
+@contextmanager
+def at_most(limit: int, context: int, param: str) -> Iterator[None]:
+    """Let all texts that are encoded in the block have at most `limit` tokens together."""
+    former = BUDGET.set(TokenBudget(limit, context, param))
+    try:
+        yield
+    finally:
+        BUDGET.reset(former)
+
+
+def too_long(limit: int, context: int, param: str) -> InvalidRequest:
+    message = f"the prompt has more than {limit} tokens; the context holds {context}, the answer included"
+    return InvalidRequest(message, param=param, code="context_length_exceeded")
+
+
+def runs(text: str, at_boundaries: bool) -> Iterator[str]:
+    """The text in parts of about `PIECE_CHARS` characters. Encoded one by one, they give the same tokens.
+
+    A part without a boundary may be longer. Without `at_boundaries`, the whole text is one part.
+    """
+    start = 0
+    while at_boundaries and len(text) - start > PIECE_CHARS:
+        end = _boundary(text, start + PIECE_CHARS // 2)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _boundary(text: str, start: int) -> int:
+    # Searched in windows: one search holds the interpreter's lock until it ends.
+    for at in range(start, len(text), PIECE_CHARS):
+        if (found := BOUNDARY.search(text, at, at + PIECE_CHARS + 1)) is not None:
+            return found.start()
+    return len(text)
+
+
+def text_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    """The characters of all texts that every template renders: those of all roles but the assistant."""
+    return sum(_chars(message.get("content")) for message in messages if message.get("role") != "assistant")
+
+
+def _chars(content: object) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, Mapping):
+        text = content.get("text")
+        return len(text) if isinstance(text, str) else 0
+    return sum(map(_chars, content)) if isinstance(content, list | tuple) else 0
+
+
+CUT = "\ufdd0"
+"""Marks where text is split before it is encoded. If the text itself contains this Unicode noncharacter, it
+is doubled there, so that it is not taken for a mark."""
+WINDOW = 64 * 2**10
+"""Characters that are searched at once: a search holds the interpreter's lock until it ends."""
+_CUTS = re.compile(f"(?<!{CUT}){CUT}(?!{CUT})")
+
+
+def split_at_cuts(text: str) -> list[str]:
+    """The parts of a text between its cuts."""
+    return [part.replace(CUT * 2, CUT) for part in _CUTS.split(text)] if CUT in text else [text]
+
+
+class ControlTokenEscaper:
+    """Cuts the given control tokens in a text, fast even for thousands of tokens and long texts."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        # A token of one character cannot be cut. No known tokenizer has a control token of that length.
+        known = sorted({token for token in tokens if len(token) > 1})
+        self._longest = max(map(len, known), default=1)
+        rests: dict[str, list[str]] = {}
+        for token in known:
+            rests.setdefault(token[0], []).append(token[1:])
+        begins = (f"{re.escape(first)}(?={_any_of(each)})" for first, each in rests.items())
+        self._begins = re.compile("|".join(begins) or "(?!)")
+        """The first character of each token, wherever one begins."""
+
+    def cut(self, text: str) -> str:
+        """The text with a cut in every control token that it contains. Raises InvalidRequest once the prompt
+        has more cuts than it may have tokens: there is a token between two cuts."""
+        if CUT in text:
+            text = text.replace(CUT, CUT * 2)
+        last, parts, budget = 0, [], BUDGET.get()
+        for start in self._starts(text):
+            parts.append(text[last : start + 1])
+            last = start + 1
+            if budget is not None:
+                budget.cut()
+        return CUT.join([*parts, text[last:]]) if parts else text
+
+    def _starts(self, text: str) -> Iterator[int]:
+        for at in range(0, len(text), WINDOW):
+            for found in self._begins.finditer(text, at, at + WINDOW + self._longest - 1):
+                if found.start() < at + WINDOW:  # the next window has the others
+                    yield found.start()
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern of any of the texts that looks at each character once: the texts as a tree."""
+    begins = sorted({text[:1] for text in texts})
+    if "" in begins:
+        return ""
+    branches = []
+    for begin in begins:
+        same = [text for text in texts if text.startswith(begin)]
+        shared = commonprefix(same)  # noqa: RUF071 - they are no paths
+        branches.append(re.escape(shared) + _any_of([text[len(shared) :] for text in same]))
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+
+
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+"""The bytes that a byte-level vocabulary writes as themselves; it numbers the others from U+0100 on."""
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(0x100 + number): byte
+    for number, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)
+}
+
+
+class TokenBytes:
+    """The bytes of the tokens of one vocabulary. Those of all tokens of a text, joined, are its UTF-8."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        kinds = _kinds(json.loads(backend.decoder.__getstate__())) if backend.decoder else ()
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_tokens = "ByteFallback" in kinds
+        pieces = ((byte, char, f"<0x{byte:02X}>") for char, byte in BYTE_OF.items())
+        self._single = {
+            byte: backend.token_to_id(char if self._byte_level else name) for byte, char, name in pieces
+        }
+        """The token of each byte; None for a byte that is no token."""
+        self._anchor = backend.token_to_id("a")
+        """A token of which it is known that it is in the middle of a text: some decoders drop the space with
+        which a text begins."""
+
+    def of(self, token_id: int) -> bytes:
+        """The bytes of one token; none of an id that the vocabulary does not have."""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            found = [BYTE_OF.get(char) for char in piece]
+            return piece.encode() if None in found else bytes(byte for byte in found if byte is not None)
+        if self._byte_tokens and (byte := BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        if self._anchor is not None:
+            before, both = self._decode([self._anchor]), self._decode([self._anchor, token_id])
+            if both.startswith(before):
+                return both[len(before) :].encode()
+        return self._decode([token_id]).encode()
+
+    def named(self, token_id: int) -> tuple[str, bytes]:
+        """The text of one token, and its bytes. If these are no whole characters, the text names them."""
+        data = self.of(token_id)
+        try:
+            return data.decode(), data
+        except UnicodeDecodeError:
+            return named_bytes(data), data
+
+    def ids_of(self, text: str) -> list[int] | None:
+        """One token for each byte of the text; None if there are no such tokens."""
+        ids = [self._single[byte] for byte in text.encode()]
+        return None if None in ids else [token_id for token_id in ids if token_id is not None]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(ids, skip_special_tokens=False))
+
+
+def named_bytes(data: bytes) -> str:
+    """The name of bytes that are no whole characters, as OpenAI writes it: `bytes:\\xe2\\x80`."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _kinds(decoder: dict[str, Any]) -> set[str]:
+    """The types of a decoder and of its parts."""
+    return {decoder["type"]}.union(*(_kinds(part) for part in decoder.get("decoders", ())))
+
+
+class GrowingText:
+    """A text whose tokens come one by one."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token_id: int) -> str:
+        """The characters that the token completes."""
+        return self._decoder.decode(self._bytes_of(token_id))
+
+
+def text_and_ends(ids: Sequence[int], bytes_of: Callable[[int], bytes]) -> tuple[str, list[int]]:
+    """The text of the ids, and for each id how many characters are complete after it."""
+    growing = GrowingText(bytes_of)
+    added = [growing.add(token_id) for token_id in ids]
+    return "".join(added), list(accumulate(map(len, added)))
+
 
 REASONING_TAGS = ("<think>", "</think>")
 """The tokenizer treats these as control tokens, even if the template uses neither."""

@@ -5,29 +5,258 @@ open ─▶ waiting_reward ─▶ ended (its group is not complete: group_incomp
 The work of one reading is bounded, however many sessions there are. Redis counts verdicts when they are given
 (`weir:verdicts`). Only sessions that may still expire need action. Of these, the `MAX_SESSIONS` that expire
 first are read. Requests within `SHARED_S` seconds of a reading share its report.
+
+The report of `GET /admin/pipeline`: what sessions, groups and the trainer wait for.
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
-from gateway.operators.pipeline_report import (
-    IncompleteGroup,
-    PipelineReport,
-    PipelineSnapshot,
-    QueueCounts,
-    report_of,
-)
+from gateway.operators.warnings import counted, duration
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.progress import GroupProgress, SessionProgress
+from rollout_queue.contract.progress import GroupProgress, SessionProgress, SessionStage
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.progress import progress_of
 from rollout_queue.redis.retention import forgotten_sessions
+
+MOST_NAMED = 5
+"""The most sessions that one sentence names."""
+MAX_GROUPS = 50
+"""The most groups in one report, which has those that wait longest."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """A group that waits for members; `since` is when the first of them ended."""
+
+    group_id: str
+    size: int
+    ended: int
+    open: int
+    waiting_reward: int
+    not_opened: int
+    since: float | None
+    waiting_for: str
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """How many sessions and groups wait, and for what. Of the sessions that may still expire, and of their
+    groups, only those among the `looked_at` sessions that were read are counted."""
+
+    states: Mapping[str, int]
+    verdicts: Mapping[str, int]
+    looked_at: int
+    may_expire: int
+    forgotten: int
+    groups: list[GroupReport]
+    groups_waiting: int
+    trainer: str | None
+    notes: list[str]
+    """What the numbers do not say: the sentences about sessions that they leave out."""
+    sentences: list[str]
+
+
+class QueueCounts(NamedTuple):
+    """How many sessions and records there are, as Redis counts them."""
+
+    sessions: int
+    """All sessions that were ever opened, deleted and forgotten ones included."""
+    timed: int
+    """Sessions that may still expire."""
+    verdicts: Mapping[str, int]
+    forgotten: int
+    """Sessions that retention removed after their verdict."""
+    entries: int
+    """Records in the stream."""
+    delivered: int
+    """Entries that the trainer has read and not acknowledged."""
+    dead: int
+    """Records that the trainer could not read."""
+    trainer: TrainerReport
+
+    @property
+    def past_expiry(self) -> int:
+        """Sessions without a verdict that can no longer expire: the trainer has to decide on them.
+
+        An estimate: sessions and counters are not read at the same moment.
+        """
+        decided = sum(number for name, number in self.verdicts.items() if name.startswith("session:"))
+        return max(0, self.sessions - self.timed - decided)
+
+
+class IncompleteGroup(NamedTuple):
+    """A group that waits for members."""
+
+    group_id: str
+    progress: GroupProgress
+    since: float | None
+    """When the first member ended, of the members that were read; None if none has ended."""
+
+
+class PipelineSnapshot(NamedTuple):
+    """One reading of Redis."""
+
+    now: float
+    queue: QueueCounts
+    found: Sequence[SessionProgress]
+    """The sessions that were read."""
+    expires_at: Mapping[str, float]
+    """When each of them expires, by session id."""
+    groups: Mapping[str, IncompleteGroup]
+    """The groups that wait for members, by group id."""
+
+    def of(self, stage: SessionStage) -> list[SessionProgress]:
+        return [each for each in self.found if each.stage == stage]
+
+    def incomplete(self) -> list[SessionProgress]:
+        return [each for each in self.of("ended") if each.spec and each.spec.group_id in self.groups]
+
+    def ready(self) -> list[SessionProgress]:
+        return [each for each in self.of("ended") if each.spec and each.spec.group_id not in self.groups]
+
+
+def report_of(snapshot: PipelineSnapshot) -> PipelineReport:
+    """What the snapshot says, in numbers and in sentences."""
+    queue = snapshot.queue
+    waiting = sorted(
+        (group for group in snapshot.groups.values() if group.progress.ended or group.since is not None),
+        key=lambda group: snapshot.now if group.since is None else group.since,
+    )
+    open_, unrewarded = len(snapshot.of("open")), len(snapshot.of("waiting_reward"))
+    finished = max(0, queue.sessions - queue.timed)
+    finished += len(snapshot.of("ended")) + len(snapshot.of("decided"))
+    return PipelineReport(
+        states={"open": open_, "waiting_reward": unrewarded, "finished": finished},
+        verdicts={
+            "session:open": open_,
+            "session:waiting_reward": unrewarded,
+            "session:group_incomplete": len(snapshot.incomplete()),
+            "session:ready": len(snapshot.ready()),
+            **queue.verdicts,
+        },
+        looked_at=len(snapshot.found),
+        may_expire=queue.timed,
+        forgotten=queue.forgotten,
+        groups=[_group(group) for group in waiting[:MAX_GROUPS]],
+        groups_waiting=len(waiting),
+        trainer=queue.trainer.waiting_for,
+        notes=list(_notes(snapshot)),
+        sentences=list(_sentences(snapshot, waiting)),
+    )
+
+
+def _group(group: IncompleteGroup) -> GroupReport:
+    progress = group.progress
+    return GroupReport(
+        group_id=group.group_id,
+        size=progress.size,
+        ended=progress.ended,
+        open=progress.open,
+        waiting_reward=progress.unrewarded,
+        not_opened=progress.missing,
+        since=group.since,
+        waiting_for=progress.waiting_for,
+    )
+
+
+def _notes(snapshot: PipelineSnapshot) -> Iterator[str]:
+    queue = snapshot.queue
+    if len(snapshot.found) < queue.timed:
+        yield (
+            f"{counted(queue.timed, 'session')} may still expire; of these and their groups, the next "
+            f"sentences count only the {len(snapshot.found)} that expire first"
+        )
+    if unreadable := [each.session_id for each in snapshot.found if not each.readable]:
+        yield (
+            f"{counted(len(unreadable), 'session')} cannot be read by this build and "
+            f"{'does' if len(unreadable) == 1 else 'do'} not expire: {', '.join(unreadable[:MOST_NAMED])}"
+            f"{', …' if len(unreadable) > MOST_NAMED else ''}; a newer build reads what it wrote, and "
+            "DELETE /sessions/{id} removes what is broken"
+        )
+    if past := queue.past_expiry:
+        yield (
+            f"{counted(past, 'session has', 'sessions have')} ended and can no longer expire: each waits "
+            "for the trainer's verdict, or for members of its group to end"
+        )
+
+
+def _sentences(snapshot: PipelineSnapshot, waiting: Sequence[IncompleteGroup]) -> Iterator[str]:
+    yield from _notes(snapshot)
+    yield from _of_sessions(snapshot)
+    if waiting:
+        oldest = waiting[0]
+        since = "" if oldest.since is None else f", since {duration(snapshot.now - oldest.since)}"
+        yield (
+            f"{counted(len(waiting), 'group waits', 'groups wait')} for members; the longest wait is that of "
+            f"{oldest.group_id}{since}: {oldest.progress.ended} of {oldest.progress.size} have ended, "
+            f"{oldest.progress.waiting_for}"
+        )
+    yield from _of_the_trainer(snapshot)
+
+
+def _of_sessions(snapshot: PipelineSnapshot) -> Iterator[str]:
+    if open_ := snapshot.of("open"):
+        first = min(snapshot.expires_at[each.session_id] for each in open_)
+        yield (
+            f"{counted(len(open_), 'session goes on', 'sessions go on')}; without another call, the first "
+            f"expires in {duration(first - snapshot.now)}"
+        )
+    if unrewarded := [(each, each.outcome) for each in snapshot.of("waiting_reward") if each.outcome]:
+        oldest, outcome = min(unrewarded, key=lambda pair: pair[1].created_at)
+        yield (
+            f"{counted(len(unrewarded), 'session waits', 'sessions wait')} for a reward; the oldest has "
+            f"waited for {duration(snapshot.now - outcome.created_at)}, and expires in "
+            f"{duration(snapshot.expires_at[oldest.session_id] - snapshot.now)}"
+        )
+    if incomplete := snapshot.incomplete():
+        yield (
+            f"{counted(len(incomplete), 'session has', 'sessions have')} ended with a reward, and "
+            f"{'waits' if len(incomplete) == 1 else 'wait'} for the rest of the group"
+        )
+    if grouped := [each for each in snapshot.ready() if each.spec and each.spec.group_id]:
+        yield (
+            f"{counted(len(grouped), 'session is', 'sessions are')} finished and rewarded, and so is the "
+            f"whole group: the trainer can train on {'it' if len(grouped) == 1 else 'them'}"
+        )
+    if alone := len(snapshot.ready()) - len(grouped):
+        yield (
+            f"{counted(alone, 'session is', 'sessions are')} finished and rewarded, and in no group: by "
+            f"default no step trains {'it' if alone == 1 else 'them'}"
+        )
+
+
+def _of_the_trainer(snapshot: PipelineSnapshot) -> Iterator[str]:
+    queue, trainer = snapshot.queue, snapshot.queue.trainer
+    if queue.entries:
+        unread = max(0, queue.entries - queue.delivered)
+        yield (
+            f"{counted(queue.entries, 'record is', 'records are')} in the stream: the trainer has read "
+            f"{queue.delivered} without acknowledging them, and has not read {unread}"
+        )
+    if queue.forgotten:
+        yield (
+            f"{counted(queue.forgotten, 'session was', 'sessions were')} removed by retention after the "
+            "verdict: only the counters of verdicts still include them"
+        )
+    if queue.dead:
+        yield f"the trainer could not read {counted(queue.dead, 'record')}, now in {keys.DEAD_LETTERS}"
+    if trainer.last_seen is None:
+        yield "no trainer has reported yet: nothing is trained before one does"
+        return
+    ago = duration(snapshot.now - trainer.last_seen)
+    yield (
+        f"the trainer, at step {trainer.step} and version {trainer.version}, is {trainer.state} "
+        f"and waits for {trainer.waiting_for}; it reported this {ago} ago"
+    )
+
 
 MAX_SESSIONS = 2000
 SHARED_S = 2.0

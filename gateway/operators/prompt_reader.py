@@ -4,6 +4,11 @@
 
 Messages are told apart by control tokens, and never by text: no user or tool can write a control token, so
 none can write a message of another role. What a template marks in ordinary text is read as one message.
+
+The text of each token of a sequence, for people who look at single tokens.
+
+Several tokens may make one character together. Then the first of them has the character, and the others have
+None: they have no text of their own.
 """
 
 import re
@@ -11,11 +16,16 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from gateway.language.tokenizer import BareTokenizer
+from tokenizers import decoders
 
-Role = Literal["system", "user", "assistant", "tool", "prompt"]
+from gateway.language.partial_parse import LONGEST_CHARACTER, IncrementalDetokenizer, markup_of
+from gateway.language.render import ChatRenderer
+from gateway.language.tokenizer import BareTokenizer
+from rollout_queue.contract.tokens import TokenIds
+
+PromptRole = Literal["system", "user", "assistant", "tool", "prompt"]
 """`prompt`: the template does not say whose text it is."""
-ROLES: dict[str, Role] = {
+ROLES: dict[str, PromptRole] = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "inst", "human"), "user"),
     **dict.fromkeys(("assistant", "chatbot", "model", "ai"), "assistant"),
@@ -43,7 +53,7 @@ SIGNS = re.compile(r"[^a-z/]+")
 class PromptMessage(NamedTuple):
     """One message, and which ids of the prompt are its content."""
 
-    role: Role
+    role: PromptRole
     text: str
     start: int
     end: int
@@ -96,7 +106,7 @@ class _Messages:
         self._found: list[PromptMessage] = []
         self._begin(None, 0)
 
-    def _begin(self, role: Role | None, start: int, *, header: bool = False) -> None:
+    def _begin(self, role: PromptRole | None, start: int, *, header: bool = False) -> None:
         """`header`: the role's name comes next."""
         self._role, self._start, self._header = role, start, header
         self._texts: list[str] = []
@@ -180,7 +190,7 @@ def _ends_part(name: str) -> bool:
     return "/" in name or (name.endswith("|>") and not name.startswith("<|"))
 
 
-def _role_of(name: str) -> Role | None:
+def _role_of(name: str) -> PromptRole | None:
     """The role whose message a control token begins, as `<|user|>` does; None if it begins none."""
     words = NAMED.findall(name)
     if name.startswith("[/inst"):
@@ -192,10 +202,43 @@ def _role_of(name: str) -> Role | None:
     return next((ROLES[each] for each in words if each in ROLES), None)
 
 
-def _of_tools(words: Sequence[str]) -> Role | None:
+def _of_tools(words: Sequence[str]) -> PromptRole | None:
     """Whose message begins or ends with a token of these words, one of which is `tool`."""
     if not {"tool", "tools"}.intersection(words):
         return None
     if "available" in words:
         return "system"
     return "tool" if RESULTS.intersection(words) else None
+
+
+LEAD = 2 * LONGEST_CHARACTER
+
+
+def token_texts(renderer: ChatRenderer, ids: Sequence[int]) -> list[str | None]:
+    """One text for each id; without the Nones they are the text of all ids together."""
+    backend = renderer.tokenizer.backend
+    decoder = IncrementalDetokenizer(backend, markup_of(renderer).byte_ids)
+    alone = isinstance(backend.decoder, decoders.ByteLevel)  # then a token's bytes are the same everywhere
+    texts: list[str | None] = []
+    for each in ids:
+        if alone and not decoder.held:
+            text, data = renderer.tokenizer.token_text(each)
+            if text.encode() == data:
+                texts.append(text)
+                continue
+        before = len(decoder.held) + 1
+        text = decoder.step([each])
+        if released := before - len(decoder.held):
+            texts += [text, *[None] * (released - 1)]
+    if rest := decoder.held:
+        whole, known = renderer.text_of(ids), "".join(text for text in texts if text is not None)
+        texts += [whole[len(known) :], *[None] * (len(rest) - 1)]
+    return texts
+
+
+def texts_in(renderer: ChatRenderer, ids: TokenIds, part: slice) -> list[str | None]:
+    """The texts of a part of a sequence. More tokens on both sides are decoded, since a character may lie
+    across the edge of the part."""
+    start, end, _ = part.indices(len(ids))
+    first = max(0, start - LEAD)
+    return token_texts(renderer, ids[first : end + LEAD].tolist())[start - first : end - first]

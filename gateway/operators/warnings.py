@@ -2,6 +2,8 @@
 
 Redis counts how sessions have ended. The monitor reads the counters at every poll and remembers earlier
 values. So it knows how sessions ended recently, although it reads no session.
+
+Numbers and times in sentences for operators.
 """
 
 import logging
@@ -13,7 +15,6 @@ from typing import NamedTuple
 from redis.asyncio import Redis
 
 from gateway.callers.backpressure import NO_EVICTION, UNBOUNDED, Backpressure, full_redis
-from gateway.operators.formatting import counted, duration
 from gateway.policies.push_progress import NOT_LOADED
 from gateway.settings import LimitSettings, WarningSettings
 from rollout_queue import clock
@@ -22,6 +23,21 @@ from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPla
 from rollout_queue.protocol.trainer import ROOM_ON_DISK, TrainerReport
 from rollout_queue.redis import keys
 from rollout_queue.redis.availability import stored
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """`1 session`, `12 sessions`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def duration(seconds: float) -> str:
+    """A length of time, rounded to one unit: `40 s`, `4 min`, `3 h`, `2 days`."""
+    seconds = max(0.0, seconds)
+    for unit_s, name, until in ((1, "s", 100), (60, "min", 100), (3600, "h", 48)):
+        if seconds < unit_s * until:
+            return f"{seconds / unit_s:.0f} {name}"
+    return counted(round(seconds / 86400), "day")
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,13 @@
 """The page's routes: the page itself, its files, signing in and out, and the live stream.
 
 Everything else that the page shows comes from the REST: `/admin/…` and `/sessions…`.
+
+The headers that tell browsers what the page may do: use its own files, and the REST of its gateway.
 """
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -15,18 +18,27 @@ from gateway.callers.identity import PREFIX
 from gateway.edge.request import HeldBody, headers_of, read_body
 from gateway.errors import InvalidRequest, NotPermitted, ObjectNotFound, UnknownCaller
 from gateway.operators.actions import now_action
-from gateway.page import headers
-from gateway.page.cookies import set_cookie
-from gateway.page.files import page_files
 from gateway.page.live import LiveFeed
-from gateway.page.page_access import SignedIn
-from gateway.page.page_parts import PageParts
+from gateway.page.page_access import SignedIn, set_cookie
+from gateway.page.page_parts import PageParts, page_files
 from gateway.parts import parts_of
 from gateway.rest.access import SIGNED_IN, caller_in
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.foreign_json import read_json
-from rollout_queue.http.api_page import HTML
+from rollout_queue.http.api_page import COMMON, HTML
 from rollout_queue.http.browsers import check_site
+
+ASSET: Final = {
+    **COMMON,
+    "content-security-policy": "default-src 'none'",
+    "vary": "accept-encoding",
+}
+FOR_EVER: Final = "public, max-age=31536000, immutable"
+"""A file under the path of this version never changes."""
+EACH_TIME: Final = "no-cache"
+"""A file under the path of another version, while gateways of two builds run, is asked for each time."""
+ANSWER: Final = {**COMMON, "cache-control": "no-store"}
+
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +72,8 @@ async def asset(version: str, name: str, request: Request) -> Response:
     page_of(request)
     if (file := page_files().files.get(name)) is None:
         raise ObjectNotFound("the page has no such file")
-    cached = headers.FOR_EVER if version == page_files().version else headers.EACH_TIME
-    own = {**headers.ASSET, "etag": file.etag, "cache-control": cached}
+    cached = FOR_EVER if version == page_files().version else EACH_TIME
+    own = {**ASSET, "etag": file.etag, "cache-control": cached}
     if file.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=own)
     if "gzip" in request.headers.get("accept-encoding", ""):
@@ -131,7 +143,7 @@ class LiveEvents(StreamingResponse):
 
     def __init__(self, feed: LiveFeed, may_look: Callable[[], Awaitable[bool]]) -> None:
         self._feed = feed
-        more = {**headers.ANSWER, "x-accel-buffering": "no"}
+        more = {**ANSWER, "x-accel-buffering": "no"}
         super().__init__(feed.events(may_look), headers=more, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -174,4 +186,4 @@ def _session_shape(request: Request, found: SignedIn | None) -> Response:
         }
     )
     more = {"needs_key": not open_, "model": parts_of(request).settings.model_name}
-    return JSONResponse(shape | more | {"page": page_files().version}, headers=headers.ANSWER)
+    return JSONResponse(shape | more | {"page": page_files().version}, headers=ANSWER)

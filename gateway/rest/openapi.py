@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from gateway.dialects.chat_wire import ChatRequest
 from gateway.dialects.completions_wire import CompletionRequest
 from gateway.dialects.messages_wire import MessagesRequest
-from gateway.dialects.responses.wire import ResponsesRequest
+from gateway.dialects.responses_wire import ResponsesRequest
 from gateway.dialects.token_ids_wire import TokenIdsRequest
 from rollout_queue.http.api_page import REFUSED
 

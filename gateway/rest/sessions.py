@@ -3,6 +3,8 @@
 POST /sessions, /groups ──▶ base_url and api_key of each new session, for an OpenAI client
 GET  /sessions/{id}     ──▶ the whole session: every turn, its tokens on request, its verdict
 DELETE …                ──▶ every copy is removed; a tombstone (id, times, counts) stays
+
+`POST /sessions/{id}/heartbeat`: an agent postpones its session's expiry while it runs a long tool.
 """
 
 import asyncio
@@ -14,21 +16,19 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, FiniteFloat
 
 from gateway.callers.identity import Caller
-from gateway.errors import InvalidRequest
-from gateway.generations.pinning import policy_name
+from gateway.errors import InvalidRequest, StateConflict
+from gateway.generations.generation import policy_name
 from gateway.language.thinking import effort_of
-from gateway.parts import GatewayParts
-from gateway.rest.access import client_of
+from gateway.parts import GatewayParts, parts_of
+from gateway.rest.access import caller_in, client_of
 from gateway.rest.bodies import RestBody, StoredMetadata
-from gateway.rest.shapes import DeletedSession, NewGroup, NewSession, SessionShape
-from gateway.rest.turns.shown import MOST_TEXT, Shown, TokenWindow
-from gateway.rest.views import session_view
+from gateway.rest.shapes import DeletedSession, HeartbeatReply, NewGroup, NewSession, SessionShape
+from gateway.rest.views import MOST_TEXT, Shown, TokenWindow, session_view
+from gateway.sessions.resolution import refusal_of
+from rollout_queue import clock
+from rollout_queue.contract.errors import SessionClosed
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.records import (
-    PastThoughts,
-    ReasoningEffort,
-    SessionSpec,
-)
+from rollout_queue.contract.records import PastThoughts, ReasoningEffort, SessionSpec
 from rollout_queue.contract.sampling import SamplingMode, SamplingPolicy
 from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.protocol.ids import Id
@@ -201,3 +201,19 @@ def _new_session(gateway: GatewayParts, spec: SessionSpec, request: Request) -> 
         "created_at": spec.created_at,
         "expires_at": spec.created_at + spec.ttl_s,
     }
+
+
+@router.post("/sessions/{session_id}/heartbeat", responses={200: {"model": HeartbeatReply}})
+async def extend_session(session_id: str, request: Request) -> Response:
+    """Let the session expire `ttl_s` from now. Its session key suffices; 409 once the session has ended."""
+    gateway = parts_of(request)
+    caller = caller_in(request.scope)
+    head = await gateway.sessions.head(session_id, caller)
+    if refusal := refusal_of(head):
+        raise refusal
+    gateway.admission.check_call(head.spec.owner)
+    try:
+        expires_at = await gateway.writer.heartbeat(head.spec.session_id, clock.now())
+    except SessionClosed as error:  # it ended since it was read
+        raise StateConflict(str(error), code="session_finished") from error
+    return JSONResponse({"session_id": session_id, "expires_at": max(expires_at, head.expires_at)})

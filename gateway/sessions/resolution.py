@@ -17,8 +17,8 @@ import msgspec
 from gateway.callers.admission import Admission
 from gateway.callers.identity import CLAUDE_CODE, Caller
 from gateway.callers.identity import names as is_named
-from gateway.conversations.digests import chain, continuation_digests
 from gateway.errors import InvalidRequest, NotPermitted, StateConflict
+from gateway.generations.digests import chain, continuation_digests
 from gateway.generations.generation import Call
 from gateway.language.chat_messages import Message
 from gateway.sessions.session_service import SessionService

@@ -12,10 +12,9 @@ import openai
 import pytest
 
 from gateway.errors import InvalidRequest
-from gateway.language.call_syntax import SYNTAX_OF_FAMILY
+from gateway.language.call_syntax import SYNTAX_OF_FAMILY, FormatOrigin, JsonFormat, StructuralTag
 from gateway.language.constraint import constraint_of
-from gateway.language.grammars.cost import MOST_S, fitted
-from gateway.language.grammars.structural_tag import FormatOrigin, JsonFormat, StructuralTag
+from gateway.language.grammar_cost import MOST_S, fitted
 from gateway.language.schema import check_schema
 from tests.support.gateway.families_agent import TOOL, call, renderer_of, sampled, told
 from tests.support.system.real_system import ENGINE_PYTHON, System

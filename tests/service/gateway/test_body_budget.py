@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.language.images.decoding import png_of
-from gateway.language.images.vision import vision_of
+from gateway.language.image_decoding import png_of
+from gateway.language.image_pads import vision_of
 from rollout_queue.contract.ids import new_id
 from tests.support.gateway.gated_engine import ANSWER, GatedEngine, asked, let_on
 from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway

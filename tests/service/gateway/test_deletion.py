@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.dialects.responses.stored.store import ResponseStore
+from gateway.dialects.stored_responses import ResponseStore
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.records import Deletion, Reward
 from rollout_queue.contract.tokens import TokenIds

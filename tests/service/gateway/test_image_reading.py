@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from gateway.errors import InvalidRequest
-from gateway.language.images import decoding, reading
-from gateway.language.images.decoding import Png, image_of, png_of
-from gateway.language.images.reading import ImageReader, ReadImages, image_part
-from gateway.language.images.vision import vision_of
+from gateway.language import image_decoding, image_reading
+from gateway.language.image_decoding import Png, image_of, png_of
+from gateway.language.image_pads import vision_of
+from gateway.language.image_reading import ImageReader, ReadImages, image_part
 from gateway.settings import ImageSettings
 from tests.support.gateway.running import RunningGateway
 from tests.support.images import asking, noise_url
@@ -43,10 +43,10 @@ class Gate:
 def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     if request.param == "base64":
         gate = Gate(base64.b64decode)
-        monkeypatch.setattr(decoding, "base64", SimpleNamespace(b64decode=gate))
+        monkeypatch.setattr(image_decoding, "base64", SimpleNamespace(b64decode=gate))
     else:
         gate = Gate(hashlib.sha256)
-        monkeypatch.setattr(decoding, "sha256", gate)
+        monkeypatch.setattr(image_decoding, "sha256", gate)
     yield gate
     gate.open.set()
 
@@ -74,11 +74,11 @@ def test_a_long_data_url_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     for end in (b"", b"1", b"12"):
         url = "data:image/png;base64," + base64.b64encode(data + end).decode()
         assert image_of(url, "", len(data) + 2).data == data + end
-    assert max(pieces) <= decoding.PIECE < len(data)
+    assert max(pieces) <= image_decoding.PIECE < len(data)
 
 
 def test_a_long_data_url_is_refused_wherever_it_is_malformed() -> None:
-    piece = "A" * decoding.PIECE
+    piece = "A" * image_decoding.PIECE
     for wrong in ("AAA=", "A===", "AA A", "AAAé"):
         for text in (piece[:-4] + wrong + piece, piece + wrong + piece, piece + "AAA"):
             with pytest.raises(InvalidRequest, match="not base64"):
@@ -105,7 +105,7 @@ class Decoder:
 @pytest.fixture
 def decoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoder]:
     decoder = Decoder()
-    monkeypatch.setattr(reading, "png_of", decoder)
+    monkeypatch.setattr(image_reading, "png_of", decoder)
     yield decoder
     decoder.open.set()
 
@@ -131,7 +131,7 @@ class Reads:
 
 @pytest.fixture
 def reads(vision_model: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
-    monkeypatch.setattr(reading, "READERS", 1)
+    monkeypatch.setattr(image_reading, "READERS", 1)
     reads = Reads(vision_model)
     yield reads
     decoder.open.set()
@@ -185,5 +185,5 @@ async def test_an_image_that_all_calls_have_left_is_not_decoded(decoder: Decoder
     await asyncio.gather(*left, return_exceptions=True)
     decoder.open.set()
     await asyncio.gather(*busy, reads.begin(noise_url(seed=4), "later"))
-    assert len(decoder.began) == reading.DECODERS + 1
+    assert len(decoder.began) == image_reading.DECODERS + 1
     assert "left" not in decoder.began

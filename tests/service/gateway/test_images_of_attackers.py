@@ -14,7 +14,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from gateway.errors import InvalidRequest
-from gateway.language.images.fetching import ImageFetcher, PublicResolver, is_public
+from gateway.language.image_reading import ImageFetcher, PublicResolver, is_public
 from gateway.settings import LimitSettings
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.images import asking, data_url, encoded, image_of, noise_url

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from gateway.edge.disconnect import WATCH_AFTER_S
+from gateway.edge.request import WATCH_AFTER_S
 from gateway.settings import LimitSettings
 from rollout_queue.contract.ids import new_id
 from rollout_queue.redis import keys

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.language.own import template
+from gateway.language import own_template
 from gateway.language.tokenizer_files import tokenizer_of
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.own_templates import (
@@ -359,7 +359,7 @@ def test_calls_that_a_parser_reads_can_be_required(redis_url: str, tmp_path: Pat
 def test_a_call_that_makes_the_template_run_forever_is_a_400(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template, "RENDER_S", 2.0)
+    monkeypatch.setattr(own_template, "RENDER_S", 2.0)
     trap = "{%- if messages[-1].content == 'trap' %}" + LOOP + "{%- endif %}"
     model = OwnModel(trap + BASE, CHATML, "<|im_end|>")
     with running(model, tmp_path, redis_url) as gateway, ThreadPoolExecutor(1) as pool:

@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.errors import InvalidRequest
-from gateway.language.token_budget import PIECE_CHARS, at_most
-from gateway.language.tokenizer import PASSAGE_CHARS, BareTokenizer
+from gateway.language.tokenizer import PASSAGE_CHARS, PIECE_CHARS, BareTokenizer, at_most
 from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
 from tests.support.waiting import wait_until
 

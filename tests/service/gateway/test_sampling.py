@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.generations.generation import Call
-from gateway.generations.sampling import decide
+from gateway.generations.generator import decide
 from gateway.settings import GatewaySettings, SamplingSettings
 from rollout_queue.contract.sampling import SamplingMode, SamplingPolicy, inexact
 from tests.support.gateway.running import Backends, RunningGateway

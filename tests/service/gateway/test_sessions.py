@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from gateway.rest.turns import messages, shown
+from gateway.rest import views
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import Reward
 from rollout_queue.redis import keys
@@ -290,14 +290,14 @@ def test_a_session_shows_its_metadata_and_the_tools_that_a_turn_calls(gateway: R
     gateway.engine.script.append(f"Well.\n{call}")
     session = gateway.session(metadata={"grader": "sums", "deep": {"x": [1]}})
     gateway.chat(session=session)
-    shown = gateway.get(f"/sessions/{session['session_id']}?text=true").json()
-    assert shown["metadata"] == {"grader": "sums", "deep": {"x": [1]}}
+    views = gateway.get(f"/sessions/{session['session_id']}?text=true").json()
+    assert views["metadata"] == {"grader": "sums", "deep": {"x": [1]}}
     (row,) = gateway.get("/sessions").json()["data"]
-    assert row["metadata"] == shown["metadata"]
-    assert (row["group_size"], shown["group_size"]) == (None, None)
+    assert row["metadata"] == views["metadata"]
+    assert (row["group_size"], views["group_size"]) == (None, None)
     gateway.post("/groups", {"size": 2})
     assert [each["group_size"] for each in gateway.get("/sessions").json()["data"][1:]] == [2, 2]
-    message = shown["turns"][0]["message"]
+    message = views["turns"][0]["message"]
     assert message["content"] == "Well."
     (called,) = message["tool_calls"]
     assert (called["type"], called["function"]["name"]) == ("function", "add")
@@ -348,9 +348,9 @@ def test_the_ends_of_a_session_and_the_bounds_of_its_messages(
         "question 2",
         "anew",
     ]
-    monkeypatch.setattr(messages, "MOST_MESSAGES", 3)
+    monkeypatch.setattr(views, "MOST_MESSAGES", 3)
     assert gateway.get(f"{path}&ends=true").json()["turns"][1]["messages_left_out"] > 0
-    monkeypatch.setattr(shown, "MOST_MESSAGE_TOKENS", 10)
+    monkeypatch.setattr(views, "MOST_MESSAGE_TOKENS", 10)
     assert gateway.get(path).json()["error"]["param"] == "messages"
     assert gateway.get(f"{path}&turn_id={last['turn_id']}").status_code == 200
     assert gateway.get(f"{path}&text_limit=0").status_code == 400

@@ -17,7 +17,7 @@ import pytest
 from gateway.app import create_app
 from gateway.callers.identity import Identities
 from gateway.fleet.fleet import Fleet
-from gateway.language.grammars.pattern_cost import steps_of
+from gateway.language.grammar_cost import steps_of
 from gateway.settings import LimitSettings
 from rollout_queue.contract.errors import MOST_REWARDS
 from rollout_queue.redis import keys

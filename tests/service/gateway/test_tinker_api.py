@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from gateway.rest.tinker_api.wire import messages_pb2 as wire
+from gateway.tinker import messages_pb2 as wire
 from rollout_queue.commands.command import CreateModel, ForwardBackward, LoraSpec, OptimStep, Refused
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys

@@ -12,9 +12,9 @@ import httpx
 import msgspec
 import pytest
 
-from gateway.rest.tinker_api.door import MOST_DOWNLOADS
-from gateway.rest.tinker_api.records import KeptTerms, encode_record
-from gateway.rest.tinker_api.weights import KeptWeightsStore
+from gateway.tinker.door import MOST_DOWNLOADS
+from gateway.tinker.paths import KeptTerms, encode_record
+from gateway.tinker.weights import KeptWeightsStore
 from rollout_queue.commands.command import LoadWeights, SaveExternal, SaveWeights, request_id
 from rollout_queue.commands.result import CommandFailed, Exported
 from rollout_queue.redis import keys
@@ -433,7 +433,7 @@ def test_only_what_is_signed_is_given_and_only_in_time(
     with backends.gateway() as second:  # another process, which has the same secret
         assert status(exported, changed(url, netloc=urlsplit(second.url).netloc)) == 200
     later_s = time.time() + 2 * 3600
-    monkeypatch.setattr("gateway.rest.tinker_api.management.exports.now", lambda: later_s)
+    monkeypatch.setattr("gateway.tinker.checkpoints.now", lambda: later_s)
     assert "expired" in exported.gateway.http.get(url).json()["error"]["message"]
 
 

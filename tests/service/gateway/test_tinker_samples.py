@@ -11,10 +11,10 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from gateway.rest.json_bodies import PROTOBUF
-from gateway.rest.tinker_api.paths import PromiseId
-from gateway.rest.tinker_api.sample_promises import CANCELLED, LEASE_S, SamplePromises
-from gateway.rest.tinker_api.wire import messages_pb2 as wire
+from gateway.rest.bodies import PROTOBUF
+from gateway.tinker import messages_pb2 as wire
+from gateway.tinker.paths import PromiseId
+from gateway.tinker.promises import CANCELLED, LEASE_S, SamplePromises
 from rollout_queue.redis import keys
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.gated_engine import let_on

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis as AsyncRedis
 
-from gateway.rest.tinker_api.user_data.removal import ClientRecordRemoval
-from gateway.rest.tinker_api.weights import KeptWeightsStore
+from gateway.tinker.removal import ClientRecordRemoval
+from gateway.tinker.weights import KeptWeightsStore
 from rollout_queue.commands.log import WHOLE_MODEL
 from rollout_queue.redis import keys
 from rollout_queue.redis.commands.submission import CommandSubmissions
@@ -561,7 +561,7 @@ def test_a_filter_that_is_not_served_is_named(client: TinkerLoop) -> None:
 def test_a_page_reads_so_many_models_and_names_the_next_one(
     client: TinkerLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.rest.tinker_api.management.session_search.MOST_MODELS", 1)
+    monkeypatch.setattr("gateway.tinker.run_listing.MOST_MODELS", 1)
     sessions: list[str] = []
     for _ in range(3):
         client.begin()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.rest.turns import shown
+from gateway.rest import views
 from gateway.sessions.verdicts import CONTEXT
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import Span
@@ -77,7 +77,7 @@ def test_bad_choices_are_refused(gateway: RunningGateway, path: str, monkeypatch
     many = "&".join(["turn_id=t0"] * 101)
     for bad in ("token_start=1", "turn_id=t0&token_start=3&token_end=2", "token_end=-1&turn_id=t0", many):
         assert gateway.get(f"{path}?{bad}").status_code == 400, bad
-    monkeypatch.setattr(shown, "MOST_TOKEN_TEXTS", 30)
+    monkeypatch.setattr(views, "MOST_TOKEN_TEXTS", 30)
     refused = gateway.get(f"{path}?token_texts=true")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "token_texts")
     assert len(turns(gateway, path, "token_texts=true&turn_id=t0&token_end=30")) == 1

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from gateway.language.families import ToolPrompt
 from gateway.language.render import ChatRenderer
-from gateway.language.token_bytes import BYTE_OF
+from gateway.language.tokenizer import BYTE_OF
 from tests.support.gateway.echoes import (
     ChatClient,
     Client,

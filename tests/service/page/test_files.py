@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.page.files import page_files
+from gateway.page.page_parts import page_files
 from tests.support.gateway.running import RunningGateway
 from tests.support.page.client import raw, status_of
 from tests.support.page.vendored import FOLDER, digest_of, vendored

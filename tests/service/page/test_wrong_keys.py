@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.edge.wrong_keys import ADDRESSES, WrongKeys
+from gateway.edge.asgi import ADDRESSES, WrongKeys
 from gateway.settings import WrongKeySettings
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.page.client import PageClient

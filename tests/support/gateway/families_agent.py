@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gateway.conversations.conversation import Prompt, locate, reply_message
-from gateway.conversations.digests import extend
+from gateway.generations.conversation import Prompt, locate, reply_message
+from gateway.generations.digests import extend
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.families import Thinking
 from gateway.language.parsed_answer import ParsedAnswer

@@ -10,7 +10,7 @@ from weakref import ref
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.edge.disconnect import DisconnectWatch
+from gateway.edge.request import DisconnectWatch
 from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls
 from gateway.language.tokenizer_files import tokenizer_of
 from tests.support.gateway.deployment import Deploy, Deployment, ready

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import httpx
 
-from gateway.rest.json_bodies import PROTOBUF
-from gateway.rest.tinker_api.wire import messages_pb2 as wire
+from gateway.rest.bodies import PROTOBUF
+from gateway.tinker import messages_pb2 as wire
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, RunningGateway
 
 ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}

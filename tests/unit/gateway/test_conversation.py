@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from renderers import create_renderer
 
-from gateway.conversations.digests import chain
+from gateway.generations.digests import chain
 from gateway.language.chat_messages import Message
 from gateway.language.render import ChatRenderer
 from gateway.language.tokenizer import BareTokenizer
@@ -132,7 +132,7 @@ def test_a_conversation_begins_with_the_date_of_its_day(
         monkeypatch.setattr(renderer, "render_ids", lambda *said, **more: date + undated(*said, **more))
         return renderer
 
-    monkeypatch.setattr("gateway.language.own.choice.create_renderer", dated)
+    monkeypatch.setattr("gateway.language.own_choice.create_renderer", dated)
     monkeypatch.setattr(ChatRenderer, "today", lambda _: day[0])
     renderer = renderer_of(tmp_path, "kimi-k2")
     for day[0] in ("2026-01-31", "2026-01-31", "2026-02-01"):

@@ -11,16 +11,12 @@ from renderers import create_renderer
 from renderers.parsing import parse_gpt_oss
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from gateway.language.answers.deltas import AnswerStream, Delta, RawTextStream
-from gateway.language.answers.fast_parse import FastParser
-from gateway.language.answers.partial_parse import markup_of
-from gateway.language.answers.stop_strings import StoppedStream, before_stop
-from gateway.language.answers.streamed_text import IncrementalDetokenizer
-from gateway.language.own import choice
+from gateway.language import own_choice
+from gateway.language.deltas import AnswerStream, Delta, RawTextStream, StoppedStream, before_stop
 from gateway.language.parsed_answer import ParsedAnswer
+from gateway.language.partial_parse import FastParser, IncrementalDetokenizer, markup_of
 from gateway.language.render import ChatRenderer
-from gateway.language.token_bytes import TokenBytes
-from gateway.language.tokenizer import BareTokenizer
+from gateway.language.tokenizer import BareTokenizer, TokenBytes
 from gateway.language.tokenizer_files import tokenizer_of
 from rollout_queue.contract.tokens import TokenIds
 from tests.support.gateway.examples import TEXTS
@@ -125,7 +121,7 @@ def harmony(directory: Path) -> ChatRenderer:
             )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "create_renderer", GptOss)
+        patch.setattr(own_choice, "create_renderer", GptOss)
         return ChatRenderer(directory, "qwen3")
 
 

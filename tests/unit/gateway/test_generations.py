@@ -11,9 +11,8 @@ from gateway.edge.background_answers import UnreadCall
 from gateway.errors import InvalidRequest
 from gateway.fleet.event_stream import OutputChunk
 from gateway.fleet.fleet import Fleet
-from gateway.generations.generation import Call, Generation
+from gateway.generations.generation import Call, Generation, Pinned
 from gateway.generations.generator import Generator
-from gateway.generations.pinning import Pinned
 from gateway.generations.recorder import Recorder
 from gateway.language.render import ChatRenderer
 from gateway.policies.canary_watch import CanaryWatch

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import InvalidRequest
-from gateway.language.call_syntax import SYNTAX_OF_FAMILY
+from gateway.language.call_syntax import SYNTAX_OF_FAMILY, FormatOrigin, JsonFormat, Pattern
 from gateway.language.constraint import constraint_of, shown_tools
-from gateway.language.grammars.cost import fitted
-from gateway.language.grammars.pattern_cost import steps_of
-from gateway.language.grammars.structural_tag import FormatOrigin, JsonFormat, Pattern
+from gateway.language.grammar_cost import fitted, steps_of
 from gateway.language.render import ChatRenderer
 from gateway.language.schema import check_pattern
 from tests.support.gateway.families_agent import TOOL, RendererOf

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.language.own import template
+from gateway.language import own_template
 from gateway.language.render import ChatRenderer
 from tests.support.gateway.own_templates import BASE, CHATML, LOOP, MODELS, OwnModel
 
@@ -94,7 +94,7 @@ HOSTILE = COMPARED | {
 def test_a_hostile_template_is_refused_at_the_start(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template, "RENDER_S", 0.25)
+    monkeypatch.setattr(own_template, "RENDER_S", 0.25)
     model = OwnModel(HOSTILE[name] + BASE, CHATML, "<|im_end|>")
     with pytest.raises(SystemExit, match="chat template"):
         ChatRenderer(model.make(tmp_path))

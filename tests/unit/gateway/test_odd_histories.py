@@ -9,8 +9,8 @@ import pytest
 from gateway.dialects.chat import call_of
 from gateway.dialects.chat_wire import ChatRequest
 from gateway.errors import InvalidRequest
-from gateway.language.answers.begun_answer import beginning
 from gateway.language.chat_messages import Message
+from gateway.language.deltas import beginning
 from gateway.language.render import ChatRenderer
 from tests.support.gateway.families_agent import (
     TOOL,

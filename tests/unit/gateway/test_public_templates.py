@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.language.chat_messages import Message
-from gateway.language.own.template import own_template
+from gateway.language.own_template import own_template
 from gateway.language.render import ChatRenderer
 from tests.support.gateway.families_agent import TOOL, Agent, call, result, sampled, told, user
 from tests.support.gateway.families_models import CHATML, LLAMA, QWEN

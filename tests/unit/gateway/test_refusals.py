@@ -13,7 +13,7 @@ from gateway.dialects.base import Dialect
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.messages import Messages, request_of
-from gateway.dialects.responses.dialect import Responses
+from gateway.dialects.responses import Responses
 from gateway.dialects.token_ids import TokenIdsDialect
 from gateway.edge.errors import api_error
 from gateway.errors import InvalidRequest

@@ -23,9 +23,7 @@ from tokenizers import (
 )
 
 from gateway.errors import InvalidRequest
-from gateway.language.control_tokens import CUT, WINDOW, ControlTokenEscaper, split_at_cuts
-from gateway.language.token_budget import at_most
-from gateway.language.tokenizer import BareTokenizer
+from gateway.language.tokenizer import CUT, WINDOW, BareTokenizer, ControlTokenEscaper, at_most, split_at_cuts
 from tests.support.hypothesis_profiles import examples
 
 MARKS = ("<s>", "</s>", "<|im_end|>", "<tool_call>", "<mask>")

@@ -12,18 +12,16 @@ from pydantic import BaseModel, FiniteFloat
 
 from fine_tuning.app import create_app as fine_tuning_app
 from fine_tuning.settings import FineTuningSettings
-from gateway.page import routes as page
-from gateway.rest import heartbeat, listing, rewards, sessions
-from gateway.rest.admin import deployment, users
-from gateway.rest.agent import models, responses
-from gateway.rest.tinker_api import routes as tinker
+from gateway.page import routes
+from gateway.rest import agents, deployment, listing, rewards, sessions
+from gateway.tinker import routes as tinker
 from reward_service.app import create_app as reward_app
 from reward_service.settings import RewardSettings
 from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import install_error_handlers
 
 MANY = JsonRoute.most_values
-MODULES = (models, responses, sessions, listing, heartbeat, rewards, deployment, users, tinker, page)
+MODULES = (agents, sessions, listing, rewards, deployment, tinker, routes)
 
 
 class Body(BaseModel):

@@ -1,1 +1,0 @@
-"""Which fields of requests, and of the objects inside them, are served, accepted, refused, or unknown."""

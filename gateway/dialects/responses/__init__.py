@@ -1,1 +1,0 @@
-"""`/v1/responses`: its objects, its stored answers, and its dialect."""

@@ -1,1 +1,0 @@
-"""Responses that are kept in Redis, also those that are made while no client waits."""

@@ -1,1 +1,0 @@
-"""Answers: reads sampled ids as text, thoughts and calls, whole or while they arrive."""

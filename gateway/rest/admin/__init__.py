@@ -1,1 +1,0 @@
-"""The routes of operators: the deployment, its API keys, the trainer, and the log of admin actions."""

@@ -1,1 +1,0 @@
-"""Routes of the agents beside the dialects: models, stored responses, and a refusal of embeddings."""

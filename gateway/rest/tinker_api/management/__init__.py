@@ -1,1 +1,0 @@
-"""Management: lists what a client key has made, finds it, deletes it, and hands out its files."""

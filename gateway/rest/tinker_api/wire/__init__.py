@@ -1,1 +1,0 @@
-"""The bodies of the Tinker SDK, in JSON and in protobuf, and what they mean in Weir."""

@@ -102,7 +102,9 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     # POST /groups contains. A sender of a false address misleads only itself, so every sender is trusted.
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts="*")
     app.add_middleware(LogAdminActions)
-    bodies = BodyBudget(settings.max_body_bytes, settings.max_bodies_bytes, settings.max_bodies_bytes_per_key)
+    bodies = BodyBudget(
+        settings.max_body_bytes, settings.max_bodies_bytes, settings.max_bodies_bytes_per_key, metrics
+    )
     app.add_middleware(JsonBodies, bodies=bodies)
     app.add_middleware(PageAccess)
     app.add_middleware(RequestIds)

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from gateway.counters import SECONDS, CacheLookups, CallFigures, Distribution, FleetFigures, PromptTokens
+from gateway.errors import LimitReached
 from rollout_queue.contract.records import Turn
 from rollout_queue.signals.tracing.start import show_spans
 
@@ -49,7 +50,7 @@ class Metrics:
         self.tokens = PromptTokens()
         self.fleet = FleetCollector(self.tokens)
         self.registry.register(self.fleet)
-        self.refusals = self._counter("weir_refusals_total", "Calls and sessions refused with 429", "code")
+        self.refusals = self._counter("weir_refusals_total", "Requests that a limit refused with 429", "code")
         self.forgotten = self._counter(
             "weir_sessions_forgotten_total",
             "Settled sessions forgotten, by reason: their age, or a Redis that fills up",
@@ -116,6 +117,11 @@ class Metrics:
     def of(self, dialect: str) -> CallFigures:
         """The figures of a dialect's calls."""
         return self.calls.setdefault(dialect, CallFigures(dialect))
+
+    def refused(self, refusal: LimitReached) -> LimitReached:
+        """Count a refusal, which the caller raises."""
+        self.refusals.labels(refusal.code).inc()
+        return refusal
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)

@@ -394,8 +394,7 @@ class Admission:
         return None
 
     def _refuse(self, refusal: LimitReached) -> NoReturn:
-        self._metrics.refusals.labels(refusal.code).inc()
-        raise refusal
+        raise self._metrics.refused(refusal)
 
     # The poll
 

@@ -66,7 +66,7 @@ class BackgroundAnswers:
         for count, limit in ((self._owners.total(), self._in_all), (self._owners[owner], self._per_key)):
             if count >= limit:
                 message = f"{count} answers are made in the background, of {limit} allowed; try again"
-                raise LimitReached(message, code="background_limit", retry_s=1)
+                raise gateway.metrics.refused(LimitReached(message, code="background_limit", retry_s=1))
         self._owners[owner] += 1
         try:
             body = await reply.begin(generation)

@@ -20,6 +20,7 @@ from gateway.errors import LimitReached
 from gateway.generations.generation import Call
 from gateway.language.image_pads import image_parts
 from gateway.language.image_reading import ImageReader
+from gateway.prometheus import Metrics
 from rollout_queue import clock
 from rollout_queue.http.bodies.content_codings import HEADER, codings_of, content_encoding, decoded
 from rollout_queue.http.errors import ApiError
@@ -108,6 +109,7 @@ class BodyBudget:
     max_bytes: int
     in_all: int
     per_key: int
+    metrics: Metrics
     _held: int = 0
     _held_by: dict[Hashable, int] = field(default_factory=dict)
 
@@ -132,7 +134,7 @@ class BodyBudget:
         for held, limit in ((self._held, in_all), (own, self.per_key)):
             if held + size > limit:
                 message = f"the bodies of calls that wait have {held} bytes, of {limit} allowed; try again"
-                raise LimitReached(message, code="bodies_limit", retry_s=1)
+                raise self.metrics.refused(LimitReached(message, code="bodies_limit", retry_s=1))
         self._held += size
         self._held_by[payer] = own + size
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from gateway.cancellation import cancel_and_wait
 from gateway.errors import LimitReached
+from gateway.prometheus import Metrics
 from rollout_queue import clock
 
 logger = logging.getLogger(__name__)
@@ -26,11 +27,13 @@ RETRY_S = 5
 class LiveFeed:
     """Makes pictures, and hands them to the viewers."""
 
-    def __init__(self, picture: Callable[[], Awaitable[bytes]], every_s: float, viewers: int) -> None:
+    def __init__(
+        self, picture: Callable[[], Awaitable[bytes]], every_s: float, viewers: int, metrics: Metrics
+    ) -> None:
         """`picture` returns the bytes of one server-sent event."""
         self._picture = picture
         self._every_s = every_s
-        self._most = viewers
+        self._most, self._metrics = viewers, metrics
         self.viewers = 0
         self.pictures = 0
         """How many were made."""
@@ -43,7 +46,7 @@ class LiveFeed:
         """Count one more viewer, until `leave`. Raises LimitReached if there are too many."""
         if self._closed or self.viewers >= self._most:
             message = f"{self.viewers} browsers look at the page, and this gateway serves no more at once"
-            raise LimitReached(message, code="viewers_limit", retry_s=RETRY_S)
+            raise self._metrics.refused(LimitReached(message, code="viewers_limit", retry_s=RETRY_S))
         self.viewers += 1
 
     def leave(self) -> None:

@@ -111,8 +111,9 @@ async def opened_page(gateway: GatewayParts, siblings: Siblings) -> AsyncIterato
     page_files()  # from now on the files are in memory
     hosts = public_hosts(gateway.settings.public_url)
     door = PageDoor(PageSessions(gateway.redis, settings), gateway.identities, hosts)
-    feed = LiveFeed(picture_of(gateway, siblings), settings.every_s, settings.viewers)
-    bodies = BodyBudget(SIGN_IN_BYTES, 256 * SIGN_IN_BYTES, 256 * SIGN_IN_BYTES)
+    picture = picture_of(gateway, siblings)
+    feed = LiveFeed(picture, settings.every_s, settings.viewers, gateway.metrics)
+    bodies = BodyBudget(SIGN_IN_BYTES, 256 * SIGN_IN_BYTES, 256 * SIGN_IN_BYTES, gateway.metrics)
     try:
         yield PageParts(door, feed, bodies)
     finally:

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.callers.identity import Caller
 from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNotFound
 from gateway.parts import parts_of
+from gateway.prometheus import Metrics
 from gateway.tinker.bodies import CopyWeightsBody, Number, TtlBody
 from gateway.tinker.door import TinkerDoor, door_of, now
 from gateway.tinker.futures import result_of
@@ -208,14 +209,15 @@ BYTES = {"content": {"application/octet-stream": {"schema": {"type": "string", "
 class Download(LargeFile):
     """A file that needs one of the slots, and ends at last with its URL: a client may read slowly."""
 
-    def __init__(self, path: Path, slots: asyncio.Semaphore) -> None:
+    def __init__(self, path: Path, slots: asyncio.Semaphore, metrics: Metrics) -> None:
         super().__init__(path, media_type="application/octet-stream")
-        self._slots = slots
+        self._slots, self._metrics = slots, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._slots.locked():
             message = "this gateway sends as many files of exports as it may at once; try again"
-            raise LimitReached(message, code="downloads_limit", retry_s=RETRY_S)
+            full = LimitReached(message, code="downloads_limit", retry_s=RETRY_S)
+            raise self._metrics.refused(full)
         async with self._slots, clock.timeout(URLS_LAST_S):
             await super().__call__(scope, receive, send)
 
@@ -267,7 +269,7 @@ async def external_weights_file(
     files = await asyncio.to_thread(_files, path, found.kept)
     if file not in files:
         raise ObjectNotFound(f"{path} has no file {file!r}")
-    return Download(files[file], door.downloads)
+    return Download(files[file], door.downloads, door.gateway.metrics)
 
 
 def _export_path(model_id: str, kind: str, name: str) -> WeightsPath:

@@ -99,7 +99,8 @@ class TinkerDoor:
                 return await self.submit(model_id, number, Refused(why), digest)
             case "full":
                 message = "the command log is full: it is freed when the trainer has written a checkpoint"
-                raise LimitReached(message, code="log_full", retry_s=RETRY_FULL_S)
+                full = LimitReached(message, code="log_full", retry_s=RETRY_FULL_S)
+                raise self.gateway.metrics.refused(full)
 
 
 def log_bound(gateway: GatewayParts) -> int:

@@ -118,7 +118,7 @@ class SampleMaker:
         held = self._owners.total(), self._owners[owner]
         if held[0] + n > self.most or held[1] + n > share:
             message = f"{held[0]} sequences are sampled, {held[1]} of them for this key; try again"
-            raise LimitReached(message, code="samples_limit", retry_s=1)
+            raise self.gateway.metrics.refused(LimitReached(message, code="samples_limit", retry_s=1))
 
     async def close(self) -> None:
         """End all samples; their promises are gone, so clients ask for them again elsewhere."""

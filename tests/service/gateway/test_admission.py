@@ -50,11 +50,6 @@ def refusal(reply: Any) -> tuple[str, int]:
     return error["code"], retry_s
 
 
-def refusals(gateway: RunningGateway) -> dict[str, float]:
-    rows = [r for r in gateway.get("/metrics").text.splitlines() if r.startswith("weir_refusals_total{")]
-    return {row.split('"')[1]: float(row.split()[-1]) for row in rows}
-
-
 def trainer_says(gateway: RunningGateway, **fields: float | str) -> None:
     """Write fields of the trainer's heartbeat to Redis."""
     usual = {"version": 0, "rollouts_waiting": 0, "rollouts_owed": 0, "rollouts_per_step": 4.0}
@@ -89,7 +84,7 @@ def test_a_key_that_calls_too_often_waits_as_long_as_it_is_told(limited: Any, tu
         gateway.redis.delete(*gateway.redis.keys("weir:b:*"))  # Redis' own clock is not turned
         turned.turn(retry_s)
         assert gateway.chat().status_code == 200
-        assert refusals(gateway) == {"rate_limited": 1.0}
+        assert gateway.refusals == {"rate_limited": 1.0}
 
 
 def test_each_key_has_a_rate_of_its_own_and_its_sessions_share_it(limited: Any) -> None:
@@ -106,7 +101,7 @@ def test_each_key_has_a_rate_of_its_own_and_its_sessions_share_it(limited: Any) 
 def test_openais_client_survives_a_short_limit_without_noticing(limited: Any) -> None:
     with limited(requests_per_minute=60, burst_s=1) as gateway:
         client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=CLIENT_KEY, max_retries=2)
-        while refusals(gateway).get("rate_limited", 0) < 2:
+        while gateway.refusals.get("rate_limited", 0) < 2:
             reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
             assert reply.choices[0].message.content == "hello"
 
@@ -153,7 +148,7 @@ def test_the_open_sessions_of_a_key_are_limited(limited: Any) -> None:
         assert gateway.chat(key=first["api_key"]).status_code == 200
         gateway.finish(first)  # its place is free at once
         assert gateway.post("/sessions").status_code == 201
-        assert refusals(gateway) == {"sessions_limit": 1.0}
+        assert gateway.refusals == {"sessions_limit": 1.0}
         reply = gateway.post("/groups", {"size": 3})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "size"), "it would never fit"
 

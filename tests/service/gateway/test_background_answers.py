@@ -117,6 +117,7 @@ def test_answers_in_the_background_are_bounded_in_all_and_per_key(
             if status == 429:
                 assert reply.json()["error"]["code"] == "background_limit"
                 assert int(reply.headers["retry-after"]) >= 1
+        assert bounded.refusals == {"background_limit": 2}
         for told in started:
             bounded.post(f"{PATH}/{told['id']}/cancel")
         wait_until(lambda: bounded.post(PATH, body).status_code == 200)

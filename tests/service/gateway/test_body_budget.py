@@ -152,6 +152,7 @@ def test_images_count_while_the_answer_is_sampled_and_no_longer(
         asked(gateway, more.get("n", 1))
         assert code_of(ask(gateway, URLS[1])) == (429, "bodies_limit")
         let_on(gateway)
+        assert gateway.refusals == {"bodies_limit": 1}
         assert first.result().status_code == 200
         for url in URLS:
             assert ask(gateway, url).status_code == 200

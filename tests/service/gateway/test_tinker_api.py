@@ -109,6 +109,7 @@ def test_a_full_log_is_told_as_capacity(backends: Backends, gateway: RunningGate
         refused = other.pass_(1, large)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "log_full")
         assert refused.headers["retry-after"] == "2"
+        assert small.refusals == {"log_full": 1}
         assert other.command("optim_step", 2, adam_params=ADAM).status_code == 200, "a small one"
         told = other.poll(waiting).json()
         assert (told["queue_state"], "queue_state_reason" in told) == ("paused_capacity", True)

@@ -479,9 +479,11 @@ def test_so_many_files_are_sent_at_once(exported: SamplingLoop, files: Path) -> 
     with httpx.Client(timeout=300) as http, ExitStack() as open_ones:
         for _ in range(MOST_DOWNLOADS):
             assert open_ones.enter_context(http.stream("GET", url)).status_code == 200
+        before = exported.gateway.refusals.get("downloads_limit", 0)
         refused = http.get(url)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "downloads_limit")
         assert refused.headers["retry-after"] == "5"
+        assert exported.gateway.refusals["downloads_limit"] == before + 1
         open_ones.close()
         part = {"range": "bytes=0-9"}
         wait_until(lambda: http.get(url, headers=part).status_code == 206)

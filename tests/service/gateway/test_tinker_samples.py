@@ -245,6 +245,7 @@ def test_more_samples_than_a_gateway_makes_are_refused(backends: Backends, gated
         again = loop.ask(0, [1, 2], {"max_tokens": 100})
         assert again.json() == first.json(), "it is promised already"
         let_on(gated)
+        assert small.refusals == {"samples_limit": 1}
         wait_until(lambda: loop.poll(first.json()).headers["content-type"] == PROTOBUF)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.errors import LimitReached
 from gateway.page.live import LiveFeed
+from gateway.prometheus import Metrics
 from rollout_queue.protocol.trainer import TrainerReport
 from rollout_queue.redis import keys
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
@@ -88,6 +89,7 @@ def test_the_number_of_viewers_is_bounded(backends: Backends) -> None:
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "viewers_limit"
             assert refused.headers["retry-after"]
+            assert gateway.refusals == {"viewers_limit": 1}
 
         def free() -> bool:
             with gateway.http.stream("GET", address, headers=BEARER) as reply:
@@ -104,7 +106,7 @@ def feed() -> tuple[LiveFeed, list[bytes]]:
         made.append(b"event: picture\ndata: %d\n\n" % len(made))
         return made[-1]
 
-    return LiveFeed(picture, 0.01, VIEWERS), made
+    return LiveFeed(picture, 0.01, VIEWERS, Metrics()), made
 
 
 async def yes() -> bool:

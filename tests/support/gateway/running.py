@@ -88,6 +88,13 @@ class RunningGateway:
         page = self.get("/admin/rollout_servers", key=ADMIN_KEY).json()
         return {server["id"]: server["version"] for server in page["data"]}
 
+    @property
+    def refusals(self) -> dict[str, float]:
+        """How many requests limits have refused, by code."""
+        shown = self.get("/metrics").text.splitlines()
+        rows = [row for row in shown if row.startswith("weir_refusals_total{")]
+        return {row.split('"')[1]: float(row.split()[-1]) for row in rows}
+
     def client(self, session: dict[str, Any]) -> openai.OpenAI:
         return openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
 

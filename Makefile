@@ -223,7 +223,7 @@ run/environments/%/installed: environments/requirements/%.txt $(LOCKS)/build.txt
 	@echo "installing the environments of $* into run/environments/$*"
 	@run/environments/$*/bin/python $(LOCKED) -r $(LOCKS)/build.txt
 	@run/environments/$*/bin/python $(LOCKED) -r $<
-	@run/environments/$*/bin/python environments/hosts/programs/prepare.py $*
+	@run/environments/$*/bin/python environments/programs/prepare.py $*
 	@touch $@
 
 run/clients/openai_npm/installed: $(wildcard tests/clients/openai_npm/package*.json)

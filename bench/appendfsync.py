@@ -18,7 +18,7 @@ from bench.turns import EXPIRES_AT, specs, turns
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis.client.replication import Replication
 from rollout_queue.redis.writer import RedisWriter
-from weir.stack.redis_server import executable
+from weir.stack.service_process import executable
 
 CASES = (("everysec", 0), ("always", 0), ("always", 1))
 """The policy, and how many replicas, which have the same policy, confirm each append."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.processes import answering, cpu_s, free_port, module, running, with_children
 from tests.support.tiny_model import make_tiny_model
-from weir.stack.redis_server import executable
+from weir.stack.service_process import executable
 
 TURN_TOKENS, STREAM_TOKENS = 32, 512
 REDIS = "--appendonly yes --appendfsync everysec --save  --loglevel warning --bind 127.0.0.1"

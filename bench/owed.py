@@ -32,7 +32,7 @@ from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.acknowledger import Acknowledger
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.shared_state import SharedState
-from weir.stack.redis_server import CONFIGURATION, executable
+from weir.stack.service_process import CONFIGURATION, executable
 
 TURNS_A_SESSION = 20
 STARTS_WITHIN_S = 30.0

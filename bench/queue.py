@@ -42,7 +42,7 @@ from trainer_service.intake.intake import Intake
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.shared_state import SharedState
 from trainer_service.storage.run_state import RunState
-from weir.stack.redis_server import executable
+from weir.stack.service_process import executable
 
 IN_FLIGHT = 64
 BATCH = 10_000

@@ -37,7 +37,7 @@ from rollout_queue.redis.availability import stored
 from rollout_queue.redis.writer import RedisWriter
 from tests.support.serving import serving
 from tests.support.trainer_service.harness import FakeGateway
-from weir.stack.redis_server import executable
+from weir.stack.service_process import executable
 
 VOCABULARY = 8000
 PROMPT, ANSWER, GROUP = 120, 200, 8

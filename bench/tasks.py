@@ -9,12 +9,9 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from weir.demo.agent import MAX_CALLS, solve
-from weir.demo.game import Game, ToolGame
-from weir.demo.guess import GuessGame
-from weir.demo.guess_plan import write_guess_plan
-from weir.demo.plan import write_plan
-from weir.demo.task import ToolTask, draw
+from bench.guess import GuessGame, write_guess_plan
+from weir.demo.student import write_plan
+from weir.demo.task import MAX_CALLS, Game, ToolGame, ToolTask, draw, solve
 
 SIGMA = 1.0
 MEDIAN_S = math.exp(-(SIGMA**2) / 2)

@@ -19,12 +19,12 @@ import httpx
 from bench.isolated_stack import isolated_stack
 from bench.results import Progress, Result, Trial
 from bench.tasks import TASKS, TrainingTask
-from weir.demo.episodes import EpisodeLog, EpisodeRunner
+from weir.demo.demo_episodes import EpisodeLog, EpisodeRunner
 from weir.demo.make_model import model_for
 from weir.demo.observer import Observation, Observer
 from weir.demo.report import account
+from weir.demo.run_demo import watched
 from weir.demo.settings import services_of_demo
-from weir.demo.watched import watched
 from weir.stack.services import merged
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack

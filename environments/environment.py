@@ -1,10 +1,112 @@
-"""The protocols of environments: a source gives tasks, and an environment plays one episode."""
+"""What an environment is: a source gives tasks, an environment plays one episode in steps, and an outcome
+says for each agent how the episode ended.
+"""
 
+import hashlib
+import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
-from environments.step import Description, Step
-from environments.task import Task
+import msgspec
+
+Status = Literal["completed", "truncated", "failed", "abandoned"]
+
+
+@dataclass(frozen=True)
+class TurnReward:
+    """A reward for one answer. `turn_id` is the id of the completion."""
+
+    turn_id: str
+    value: float
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """One of the rewards that a library gives an episode, each under a name of its own. `source` is where it
+    comes from, as recorded sessions say."""
+
+    name: str
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class EpisodeOutcome:
+    """`final` is the reward at the end, `turn_rewards` are those before it, `named` are those of a library;
+    their sum is the episode's reward. `final` is None if nobody has judged the end: that is not 0."""
+
+    status: Status
+    final: float | None = None
+    turn_rewards: tuple[TurnReward, ...] = ()
+    reason: str | None = None
+    turns: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    named: tuple[NamedReward, ...] = ()
+
+    @property
+    def reward(self) -> float | None:
+        given = [each.value for each in self.turn_rewards] + [each.value for each in self.named]
+        given += [self.final] if self.final is not None else []
+        return sum(given) if given else None
+
+
+ALLOWED = re.compile(r"[A-Za-z0-9._:@~=+-]{1,200}")
+NOT_ALLOWED = re.compile(r"[^A-Za-z0-9._:@~=+-]+")
+
+
+class Task(msgspec.Struct, frozen=True):
+    """`data` goes to the environment's `reset` unchanged; `id` is the `task_id` of the sessions."""
+
+    id: str
+    data: dict[str, Any]
+
+
+def task_id(name: str, *parts: object) -> str:
+    """An id that the gateway accepts. Another character becomes "-", and a digest then keeps the ids
+    apart."""
+    given = ":".join((name, *(str(part) for part in parts)))
+    if ALLOWED.fullmatch(given):
+        return given
+    digest = hashlib.sha256(given.encode()).hexdigest()[:12]
+    return f"{NOT_ALLOWED.sub('-', given)[:180]}-{digest}"
+
+
+Message = dict[str, Any]
+"""A message as chat completions take it."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """`messages` go to `player`, whose turn is next. `reward` belongs to the answer before this step; it is
+    None if the environment has no opinion, which is not 0."""
+
+    messages: tuple[Message, ...] = ()
+    player: int = 0
+    reward: float | None = None
+    rewards: dict[int, float] = {}
+    """What each player of a game gets at its end."""
+    terminated: bool = False
+    """The episode reached its end."""
+    truncated: bool = False
+    """The environment cut the episode off, for instance at its own limit of steps."""
+    metrics: dict[str, float] = {}
+
+    @property
+    def ended(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """What an environment is: how many players it has, the tools that it offers, and how many tasks."""
+
+    name: str
+    version: str = ""
+    players: int = 1
+    frozen: tuple[int, ...] = ()
+    """The players that never learn."""
+    tools: tuple[dict[str, Any], ...] = ()
+    task_count: int | None = None
+    """None if there is no end of tasks."""
 
 
 class Environment(Protocol):

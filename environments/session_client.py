@@ -19,7 +19,7 @@ import msgspec
 from openai import AsyncOpenAI
 
 from environments.errors import GatewayFault, SessionRefused
-from environments.hosts.programs.patience import patient_client
+from environments.programs.patience import patient_client
 from rollout_queue import clock
 from rollout_queue.foreign_json import read_json
 

@@ -3,8 +3,7 @@
 from fine_tuning.app import create_app
 from fine_tuning.errors import DirectoryInUse
 from fine_tuning.settings import FineTuningSettings
-from reward_service.sandbox.isolation import isolates
-from reward_service.sandbox.secrets import hide_from_children
+from reward_service.python_sandbox import hide_from_children, isolates
 from rollout_queue.http.connections import ConnectionBounds
 from rollout_queue.http.keys import Keyring, refuse_open_binding
 from rollout_queue.http.server import serve

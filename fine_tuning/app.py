@@ -13,18 +13,16 @@ from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, Gauge
 
 from fine_tuning.errors import BadInput, DirectoryInUse
-from fine_tuning.files.store import FileStore
 from fine_tuning.job_queue import JobQueue
-from fine_tuning.jobs.job import FineTuningJob
-from fine_tuning.jobs.store import JobStore
-from fine_tuning.rest.files import UPLOADS, file_routes
-from fine_tuning.rest.jobs import JobRoutes
+from fine_tuning.job_routes import UPLOADS, JobRoutes, file_routes
+from fine_tuning.job_trainer import JobTraining
+from fine_tuning.jobs import FineTuningJob, JobStore
+from fine_tuning.served_versions import PolicyWatch
 from fine_tuning.settings import FineTuningSettings
-from fine_tuning.training.trainer import JobTraining
-from fine_tuning.training.versions import PolicyWatch
-from reward_service.grading.runner import GraderRunner
-from reward_service.judging.models import GatewayModel, OpenAiModel
-from reward_service.sandbox.process import PythonProcesses
+from fine_tuning.training_files import FileStore
+from reward_service.grader_runner import GraderRunner
+from reward_service.judging import GatewayModel, OpenAiModel
+from reward_service.python_sandbox import PythonProcesses
 from rollout_queue.http.api_page import api_page
 from rollout_queue.http.bodies.body_limit import BodyLimit
 from rollout_queue.http.callers import CallerCheck

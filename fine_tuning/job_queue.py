@@ -13,9 +13,8 @@ import msgspec
 from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
 from environments.session_client import pause_after
 from fine_tuning.errors import BadInput, BadRow
-from fine_tuning.jobs.job import FineTuningJob, JobEvent, JobFault, JobStatus
-from fine_tuning.jobs.store import JobStore
-from fine_tuning.training.versions import GatewaySilent, PolicyWatch, answered
+from fine_tuning.jobs import FineTuningJob, JobEvent, JobFault, JobStatus, JobStore
+from fine_tuning.served_versions import GatewaySilent, PolicyWatch, answered
 from rollout_queue import clock
 
 logger = logging.getLogger(__name__)

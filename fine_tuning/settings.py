@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from environments.settings import OF_LOOPS
-from reward_service.judging.settings import JudgeSettings
-from reward_service.sandbox.settings import PythonSettings
+from reward_service.judging import JudgeSettings
+from reward_service.python_sandbox import PythonSettings
 from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 

@@ -16,15 +16,14 @@ import httpx
 
 from bench.isolated_stack import isolated_stack
 from bench.processes import free_port
-from environments.results.journal import EpisodeEnded, each_episode
+from environments.results import EpisodeEnded, each_episode
 from environments.settings import RunSettings
-from environments.start import RunPlace, play_run
+from environments.start_run import RunPlace, play_run
 from results.cpu_clock import CpuClock
 from results.experiment import Experiment, Say, Variant
 from results.figures import Judged, Spent, TrialResult, curve_of
 from weir.demo.settings import services_of_demo
-from weir.stack.probes import http_ready
-from weir.stack.process import Service
+from weir.stack.service_process import Service, http_ready
 from weir.stack.services import merged, services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack

@@ -17,7 +17,7 @@ from gateway.language.render import ChatRenderer
 from results.experiment import Say
 from rollout_queue.contract.tokens import TokenIds
 from weir.demo.make_model import model_for
-from weir.demo.plan import WARM_START, TrainingRow, write_rows, write_student
+from weir.demo.student import WARM_START, TrainingRow, write_rows, write_student
 
 Message = dict[str, Any]
 SEED = 0

@@ -3,9 +3,8 @@
 import asyncio
 
 from reward_service.app import check_rules, create_app
-from reward_service.graders.faults import UnusableSource
-from reward_service.sandbox.isolation import isolates
-from reward_service.sandbox.secrets import hide_from_children
+from reward_service.graders.grade import UnusableSource
+from reward_service.python_sandbox import hide_from_children, isolates
 from reward_service.settings import RewardSettings
 from rollout_queue.http.connections import ConnectionBounds
 from rollout_queue.http.keys import Keyring, refuse_open_binding

@@ -8,16 +8,10 @@ from dataclasses import dataclass
 import httpx
 from fastapi import FastAPI
 
-from reward_service.dispatch.attempt import SessionGrader
 from reward_service.dispatch.dispatcher import Dispatcher
 from reward_service.dispatch.gateway import SessionGateway
-from reward_service.dispatch.groups import GroupHandler
-from reward_service.dispatch.handler import RuleHandler
-from reward_service.dispatch.http_grader import HttpGraderCall, HttpGroupGrader, HttpSessionGrader
-from reward_service.dispatch.kinds import ObjectSessionGrader, PythonSessionGrader, judge_of
-from reward_service.dispatch.posting import RewardPoster
-from reward_service.dispatch.relative_grader import RelativeGroupGrader
-from reward_service.dispatch.rules import (
+from reward_service.dispatch.handlers import GroupHandler, RewardPoster, RuleHandler, SessionHandler
+from reward_service.dispatch.reward_rules import (
     EnvRule,
     GraderRule,
     HttpRule,
@@ -26,17 +20,22 @@ from reward_service.dispatch.rules import (
     PythonRule,
     RelativeRule,
 )
-from reward_service.dispatch.single import SessionHandler
-from reward_service.graders.objects import AnyGrader, PythonGrader, brings_python
-from reward_service.grading.runner import GraderRunner
-from reward_service.judging.allowance import Allowances
-from reward_service.judging.models import GatewayModel, JudgeModelClient, OpenAiModel
-from reward_service.metrics import RewardMetrics
-from reward_service.rest.dispatch import dispatch_routes
-from reward_service.rest.graders import GraderRoutes
-from reward_service.rest.slots import Slots
-from reward_service.sandbox.isolation import WITHOUT
-from reward_service.sandbox.process import PythonProcesses
+from reward_service.dispatch.session_graders import (
+    HttpGraderCall,
+    HttpGroupGrader,
+    HttpSessionGrader,
+    ObjectSessionGrader,
+    PythonSessionGrader,
+    RelativeGroupGrader,
+    judge_of,
+)
+from reward_service.dispatch.waiting_sessions import SessionGrader
+from reward_service.grader_routes import GraderRoutes, Slots, dispatch_routes
+from reward_service.grader_runner import GraderRunner
+from reward_service.graders.grader_objects import AnyGrader, PythonGrader, brings_python
+from reward_service.judging import Allowances, GatewayModel, JudgeModelClient, OpenAiModel
+from reward_service.python_sandbox import WITHOUT, PythonProcesses
+from reward_service.reward_metrics import RewardMetrics
 from reward_service.settings import RewardSettings
 from rollout_queue.http.api_page import api_page
 from rollout_queue.http.bodies.body_limit import BodyLimit

@@ -14,14 +14,13 @@ from rollout_queue.http.release import release
 from rollout_queue.redis.client.address import without_password
 from weir import status
 from weir.configuration import check_configuration, effective_configuration
-from weir.env.commands import app as env_commands
+from weir.env import app as env_commands
 from weir.errors import StackError
 from weir.operations import add_commands
 from weir.options import STYLE, Config, RunDir, settings_from, settings_of_run, use
-from weir.stack import down as stopping
-from weir.stack import state, supervisor
-from weir.stack.keys import directory_of, of_run, variables, with_keys
+from weir.stack import stack_control, stack_state, supervisor
 from weir.stack.preflight import check_machine, check_place, check_ports
+from weir.stack.run_keys import directory_of, of_run, variables, with_keys
 from weir.stack.services import determined_sections, services_of
 from weir.stack.settings import PYTHON, StackSettings, redis_access, service_field
 
@@ -59,14 +58,14 @@ def weir(
 def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) -> None:
     """Start all services in the background, and return when they are ready."""
     settings = settings_from(config, run_dir=run_dir, model_path=model_path)
-    running = state.read(settings.run_dir)
+    running = stack_state.read(settings.run_dir)
     if running and running.parent.process():
         console.print(f"already up, pid {running.parent.pid}: see `weir status`")
         _say_what_to_do(settings)
         return
     _say_configuration(settings)
     if running and running.running():
-        _say(stopping.stop(settings.run_dir, settings.stop_timeout_s))
+        _say(stack_control.stop(settings.run_dir, settings.stop_timeout_s))
     settings = _with_model(_checked(settings))
     check_machine(settings)
     child = supervisor.start_detached(settings)
@@ -87,7 +86,7 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
 def _checked(settings: StackSettings) -> StackSettings:
     """The settings with keys, once this machine has what the services need beside a model: making or fetching
     one takes minutes. Raises StackError."""
-    state.own_run_dir(settings.run_dir)
+    stack_state.own_run_dir(settings.run_dir)
     check_place(settings)
     settings = with_keys(settings)
     check_ports(services_of(settings))
@@ -101,7 +100,7 @@ def _with_model(settings: StackSettings) -> StackSettings:
 
         console.print("WEIR_MODEL_PATH is not set: using the demo's model", highlight=False)
         return with_demo_model(settings, 0, console.print)[0]
-    from weir.hub import on_this_machine
+    from weir.models import on_this_machine
 
     path = on_this_machine(settings.model_path, settings.models_dir, lambda line: _say([line]))
     return settings.model_copy(update={"model_path": path})
@@ -111,7 +110,7 @@ def _with_model(settings: StackSettings) -> StackSettings:
 def down(config: Config = None, run_dir: RunDir = None) -> None:
     """Stop the services that `up` started, in order."""
     settings = settings_from(config, run_dir=run_dir)
-    _say(stopping.stop(settings.run_dir, settings.stop_timeout_s))
+    _say(stack_control.stop(settings.run_dir, settings.stop_timeout_s))
 
 
 @app.command("status")
@@ -121,7 +120,7 @@ def show_status(config: Config = None, run_dir: RunDir = None) -> None:
     If `weir up` has started nothing, this shows the services that the gateway at WEIR_GATEWAY_URL reports.
     """
     settings = settings_of_run(config, run_dir)
-    found = state.read(settings.run_dir)
+    found = stack_state.read(settings.run_dir)
     admin_key = next(iter(settings.admin_keys or settings.client_keys), None)
     if found is None or found.phase == "failed":
         gateway_url = service_field("trainer", "gateway_url") or f"http://127.0.0.1:{settings.gateway_port}"
@@ -152,7 +151,7 @@ def demo(
 ) -> None:
     """Train a tiny model to use its tool, on this machine, with a live view."""
     use(config, own_file=False)
-    from weir.demo.run import run  # slow to import, because of matplotlib and openai
+    from weir.demo.run_demo import run  # slow to import, because of matplotlib and openai
     from weir.demo.settings import on_own_ports
 
     raise typer.Exit(run(on_own_ports(settings_from(config, run_dir=run_dir or DEMO_RUN_DIR)), seed))
@@ -194,11 +193,10 @@ def show_audit(
 
     Exits with 2 when Redis, the ledger or the answers cannot be read.
     """
-    from weir.audit.audit import audit
+    from weir.audit.audit import as_json as in_json
+    from weir.audit.audit import audit, show
+    from weir.audit.audit_sources import sources_of
     from weir.audit.evidence import read_answers
-    from weir.audit.report import as_json as in_json
-    from weir.audit.report import show
-    from weir.audit.sources import sources_of
 
     try:
         settings = settings_of_run(config, run_dir, None, redis_url)
@@ -229,8 +227,8 @@ def import_sessions(
 ) -> None:
     """Write exported sessions back to the queue, to be trained as if agents had just finished them."""
     from rollout_queue.redis.client.opening import open_redis
-    from weir.audit.sources import sources_of
-    from weir.importing.run import import_files
+    from weir.audit.audit_sources import sources_of
+    from weir.importing import import_files
 
     sources = sources_of(settings_of_run(config, run_dir, None, redis_url), redis_url)
     with open_redis(sources.redis, IMPORT_TIMEOUT_S) as redis:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rollout_queue import clock
 from weir.options import AsJson, Config, RunDir, settings_from, settings_of_run
-from weir.stack.keys import of_run
+from weir.stack.run_keys import of_run
 from weir.stack.settings import service_field
 
 console = Console(soft_wrap=True)
@@ -80,7 +80,7 @@ def top(
     Without a terminal, or with --once, the view is printed once; exits with 1 if no gateway answers.
     """
     from weir.doctor.targets import targets_of
-    from weir.top.loop import show_live, show_once
+    from weir.top import show_live, show_once
 
     targets = targets_of(settings_of_run(config, run_dir, gateway_url), gateway_url)
     if once or not (console.is_terminal and sys.stdin.isatty()):
@@ -110,7 +110,7 @@ def requeue(
     """
     from rollout_queue.redis.client.opening import open_redis
     from rollout_queue.redis.turns.dead_letters import requeue as move
-    from weir.audit.sources import sources_of
+    from weir.audit.audit_sources import sources_of
 
     sources = sources_of(settings_of_run(config, run_dir, None, redis_url), redis_url)
     fates, why = Counter[str](), ""
@@ -148,7 +148,7 @@ def logs(
     run_dir: RunDir = None,
 ) -> None:
     """Print the end of the logs of `weir up`: of its services, of the engine, and of their supervisor."""
-    from weir.stack.logs import logs_in
+    from weir.stack.stack_control import logs_in
 
     def show(name: str, written: Iterable[str]) -> None:
         for line in written:
@@ -170,7 +170,7 @@ def restart(
     run_dir: RunDir = None,
 ) -> None:
     """Stop one service of `weir up`, and wait until it is ready again. It keeps the settings that it had."""
-    from weir.stack.restart import restart as again
+    from weir.stack.stack_control import restart as again
 
     settings = settings_from(config, run_dir=run_dir)
     _say(f"{service} is ready again, pid {again(settings, service, _say)}")
@@ -190,8 +190,7 @@ def export_model(
     Nothing needs to run. If nothing does, or the version that answers calls is not there any more, the newest
     one is copied. After a failure, nothing is left in DIR.
     """
-    from weir.exporting.export import chosen, export, refuse_used
-    from weir.exporting.served import served_version
+    from weir.models import chosen, export, refuse_used, served_version
     from weir.stack.services import effective_sections
 
     refuse_used(directory)
@@ -222,7 +221,7 @@ def backup(
     Calls and training go on. The backup holds the data of users, the secret that signs session keys, and
     digests of API keys: only its owner may read its files.
     """
-    from weir.audit.sources import sources_of
+    from weir.audit.audit_sources import sources_of
     from weir.backup.backup import BackupPlan, back_up
     from weir.stack.services import effective_sections
 

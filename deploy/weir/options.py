@@ -11,8 +11,8 @@ from rollout_queue.config_file import CONFIG_VARIABLE
 from rollout_queue.redis.client.address import without_password
 from rollout_queue.settings import read_settings
 from weir.errors import StackError
-from weir.stack import state
-from weir.stack.keys import of_run
+from weir.stack import stack_state
+from weir.stack.run_keys import of_run
 from weir.stack.settings import StackSettings, service_field
 
 Config = Annotated[
@@ -65,7 +65,7 @@ def place_of(settings: StackSettings, run_dir: Path | None, *named: str | None) 
             raise StackError(f"{gateway!r} is no address of a gateway: give http://HOST:PORT")
     if given := [without_password(each) for each in named if each]:
         return " and ".join(given)
-    found = state.read(settings.run_dir)
+    found = stack_state.read(settings.run_dir)
     if found is not None and found.services:
         return f"the stack in {settings.run_dir}, gateway {found.gateway_url or 'none'}"
     if run_dir is None and (set_by_variables := [without_password(each) for each in elsewhere if each]):

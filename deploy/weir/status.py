@@ -11,9 +11,15 @@ from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import SystemStatus
 from rollout_queue.redis.client.address import without_password
 from rollout_queue.redis.client.settings import RedisSettings
-from weir.stack.probes import http_ready, ready_of, redis_ready, reward_status, system_status
-from weir.stack.process import Readiness
-from weir.stack.state import ProcessState, StackState
+from weir.stack.service_process import (
+    Readiness,
+    http_ready,
+    ready_of,
+    redis_ready,
+    reward_status,
+    system_status,
+)
+from weir.stack.stack_state import ProcessState, StackState
 from weir.words import counted
 
 TRAINER_SILENT_S = 60.0

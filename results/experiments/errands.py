@@ -8,11 +8,11 @@ from random import Random
 from typing import Any
 
 from environments.settings import RunSettings
-from environments.start import RunPlace, source_of
+from environments.start_run import RunPlace, source_of
 from results.environments.errands import CALLS, ITEMS, Errands, asked_for
 from results.experiment import Experiment, Variant
 from results.warm_starts import Conversation, WarmStart, made_by
-from weir.demo.tokenizer import CHAT_TEMPLATE
+from weir.demo.student import CHAT_TEMPLATE
 
 ENVIRONMENT = "python:results.environments.errands:Errands"
 KNOWN = 1024

@@ -8,7 +8,7 @@ from typing import Any
 
 from environments.environment import EnvironmentSource
 from environments.settings import RunSettings
-from environments.start import RunPlace, source_of
+from environments.start_run import RunPlace, source_of
 from results.experiment import Experiment, Variant
 from results.warm_starts import Conversation, Message, WarmStart, made_by
 

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from environments.settings import RunSettings
-from environments.start import RunPlace, source_of
+from environments.start_run import RunPlace, source_of
 from results.experiment import Experiment, Variant
 from results.warm_starts import WarmStart, made_by, one_answer
 

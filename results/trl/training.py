@@ -21,9 +21,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from environments.results.intervals import mean_interval
+from environments.results import mean_interval
 
-PROGRAMS = Path("environments/hosts/programs")
+PROGRAMS = Path("environments/programs")
 KINDS = {"python": "python_class", "reasoning_gym": "with_reasoning_gym"}
 TASKS, ANSWERS = 8, 8
 MOST_TASKS = 4096

@@ -16,15 +16,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from reward_service.dispatch.attempt import AttemptFailed
+from reward_service.dispatch.attempts_memory import DeadLetter, DispatchMemory
 from reward_service.dispatch.gateway import GatewayAway, GatewayFailure, SessionGateway
-from reward_service.dispatch.handler import NotReady, RuleHandler
-from reward_service.dispatch.memory import DeadLetter, DispatchMemory
-from reward_service.dispatch.posting import pause_s
-from reward_service.dispatch.rules import DispatchSettings, EnvRule, GraderRule
-from reward_service.dispatch.sessions import WaitingSession
-from reward_service.judging.models import JUDGE_PREFIX
-from reward_service.metrics import RewardMetrics
+from reward_service.dispatch.handlers import NotReady, RuleHandler, pause_s
+from reward_service.dispatch.reward_rules import DispatchSettings, EnvRule, GraderRule
+from reward_service.dispatch.waiting_sessions import AttemptFailed, WaitingSession
+from reward_service.judging import JUDGE_PREFIX
+from reward_service.reward_metrics import RewardMetrics
 from rollout_queue import clock
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import httpx
 import msgspec
 
 from reward_service.bounded import AnswerTooLarge, read_bounded
-from reward_service.dispatch.rules import DispatchSettings
-from reward_service.dispatch.sessions import (
+from reward_service.dispatch.reward_rules import DispatchSettings
+from reward_service.dispatch.waiting_sessions import (
     GroupMember,
     MemberPage,
     SessionToGrade,

@@ -1,8 +1,21 @@
-"""What a grader found: the reward, and what went wrong, with the names of OpenAI's answer."""
+"""What a grader reads and finds: OpenAI's namespace `sample`, the reward with OpenAI's names, and what can
+be wrong with a grader, or with what it is given.
+
+GraderFault
+├── MalformedGrader      the grader cannot work with any sample
+├── UnusableSource       the source of a Python grader cannot be loaded, or has no function `grade`
+└── UngradableSample     the grader cannot work with this sample
+    ├── UnknownVariable
+    ├── SampleNotJson
+    ├── TextTooLong
+    └── FormulaUndefined
+"""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 
 @dataclass(frozen=True)
@@ -75,3 +88,64 @@ class Grade:
     @classmethod
     def failed(cls, **errors: bool | str | None) -> "Grade":
         return cls(0.0, GradeErrors(**errors))  # type: ignore[arg-type]  # the names are those of the fields
+
+
+class GraderFault(Exception):
+    """A grader cannot give a score."""
+
+
+class MalformedGrader(GraderFault):
+    """The grader cannot work with any sample."""
+
+
+class UnusableSource(GraderFault):
+    """The source of a Python grader cannot be loaded, or has no function `grade`. `where`: its path in the
+    grader."""
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(f"{where}: {why}")
+        self.where = where
+
+
+class UngradableSample(GraderFault):
+    """The grader cannot work with this sample and item."""
+
+
+class UnknownVariable(UngradableSample):
+    """A template names a variable that the sample or the item does not have."""
+
+
+class SampleNotJson(UngradableSample):
+    """A template names `sample.output_json`, and the model's output is not JSON."""
+
+
+class TextTooLong(UngradableSample):
+    """A text is longer than the grader reads."""
+
+
+class FormulaUndefined(UngradableSample):
+    """A formula has no finite value for these scores, as in a division by zero."""
+
+
+def sample_of(
+    text: str, message: Mapping[str, Any] | None = None, finish_reason: str = "stop"
+) -> dict[str, Any]:
+    """The answer with this text. `message` is the whole message of the answer, with its tool calls.
+
+    `output_json` is there if the text is JSON.
+    """
+    whole = dict(message or {"role": "assistant", "content": text})
+    sample = {
+        "output_text": text,
+        "output_tools": whole.get("tool_calls") or [],
+        "choices": [{"index": 0, "finish_reason": finish_reason, "message": whole}],
+    }
+    try:
+        return sample | {"output_json": json.loads(text, parse_constant=_refuse)}
+    except (ValueError, RecursionError):
+        return sample
+
+
+def _refuse(constant: str) -> NoReturn:
+    """Python reads NaN and Infinity, which JSON does not have."""
+    raise ValueError(f"{constant} is not JSON")

@@ -24,13 +24,13 @@ from typing import Any
 import httpx
 import pytest
 
-from environments.results.journal import EpisodeEnded, entries_of
+from environments.results import EpisodeEnded, entries_of
 from tests.support.environments.running import TOYS
 from tests.support.serving import free_port
 from tests.support.system.real_system import ADMIN_KEY, CLIENT_KEY, System, running_system, system_settings
 from tests.support.waiting import wait_until
 from weir.audit.audit import audit
-from weir.audit.sources import sources_of
+from weir.audit.audit_sources import sources_of
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("ENVIRONMENT_KILLS", "8"))

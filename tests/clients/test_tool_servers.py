@@ -14,11 +14,11 @@ import httpx
 import psutil
 import pytest
 
-import environments.tools.servers
+import environments.tools
 from environments.errors import UnknownEnvironment
-from environments.hosts.libraries import tools_command
+from environments.hosts import tools_command
 from environments.settings import ToolServerSettings
-from environments.tools.servers import ToolServers
+from environments.tools import ToolServers
 from tests.support.agents.acting_engine import tool_call
 from tests.support.environments.nothing import NoEnvironments
 from tests.support.environments.running import RunTest
@@ -182,7 +182,7 @@ async def test_a_mistake_is_told_before_the_first_episode(
 async def test_a_server_that_never_answers_is_ended(
     running: RunTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environments.tools.servers, "OPENS_WITHIN_S", 5.0)
+    monkeypatch.setattr(environments.tools, "OPENS_WITHIN_S", 5.0)
     with pytest.raises(UnknownEnvironment, match="did not answer in time"):
         await play(running, {"mute": {"command": "/bin/sleep", "args": ["1234"]}}, group_size=1, episodes=1)
     assert not [

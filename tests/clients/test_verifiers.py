@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from environments.settings import RunSettings
-from environments.start import RunPlace, play_run
+from environments.start_run import RunPlace, play_run
 from tests.support.clients.stack import CLIENT_KEY, ROOT, RunningStack
 
 CLIENT = "verifiers"

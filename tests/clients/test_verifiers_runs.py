@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from environments.errors import UnknownEnvironment
-from environments.results.journal import EpisodeEnded, entries_of
+from environments.results import EpisodeEnded, entries_of
 from tests.support.environments.running import RunTest
 from tests.support.waiting import wait_until
 

@@ -15,7 +15,7 @@ import pytest
 
 from environments.errors import UnknownEnvironment
 from environments.settings import RunSettings
-from environments.start import RunPlace, play_run
+from environments.start_run import RunPlace, play_run
 from tests.support.clients.stack import CLIENT_KEY, RunningStack
 from tests.support.environments.running import RunTest
 

@@ -17,7 +17,7 @@ from tests.crash.result import Kill, write
 from tests.crash.run import crash, plan
 from tests.crash.table import table
 from tests.support.tiny_model import make_tiny_model
-from weir.audit.report import show
+from weir.audit.audit import show
 from weir.stack.settings import StackSettings
 
 

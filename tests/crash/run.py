@@ -16,11 +16,9 @@ from tests.crash.result import Kill, Result
 from tests.crash.system import ADMIN_KEY, CLIENT_KEY, CrashSystem, crash_system, kill, stand_still
 from tests.crash.waits import NeverCame
 from tests.crash.windows import OF_CLUSTER, WINDOWS, Window
-from weir.audit.audit import audit
-from weir.audit.evidence import read_answers
-from weir.audit.ledger import EvidenceMissing
-from weir.audit.report import Report
-from weir.audit.sources import Sources
+from weir.audit.audit import Report, audit
+from weir.audit.audit_sources import Sources
+from weir.audit.evidence import EvidenceMissing, read_answers
 
 logger = logging.getLogger(__name__)
 

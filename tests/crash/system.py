@@ -23,8 +23,7 @@ from tests.crash.agents import Agents
 from tests.support.queue.cluster import Cluster
 from tests.support.serving import free_port
 from tests.support.system.real_system import stack_settings
-from weir.stack.probes import http_ready
-from weir.stack.process import Service
+from weir.stack.service_process import Service, http_ready
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack

@@ -7,19 +7,18 @@ import pytest
 from tests.support.packages import PACKAGES, sources
 
 EXCEPTIONS = {
-    "environments.hosts.programs.episode_forks": "it runs in a Python environment without Weir",
-    "environments.hosts.programs.episode_relay": "it runs in a Python environment without Weir",
-    "environments.hosts.programs.play": "it runs in a Python environment without Weir",
-    "environments.hosts.programs.process_family": "it runs in a Python environment without Weir",
-    "environments.hosts.programs.with_verifiers": "it runs in a Python environment without Weir",
-    "environments.hosts.programs.with_verifiers_v0": "it runs in a Python environment without Weir",
-    "environments.hosts.programs.tool_servers": "it runs in a Python environment without Weir",
+    "environments.programs.host_processes": "it runs in a Python environment without Weir",
+    "environments.programs.episode_relay": "it runs in a Python environment without Weir",
+    "environments.programs.play": "it runs in a Python environment without Weir",
+    "environments.programs.with_verifiers": "it runs in a Python environment without Weir",
+    "environments.programs.with_verifiers_v0": "it runs in a Python environment without Weir",
+    "environments.programs.tool_servers": "it runs in a Python environment without Weir",
     "rollout_queue.clock": "it is the clock",
     "rollout_queue.redis.connection.pipelined": "an answer that is on its way from Redis takes real time: a "
     "turn of the clock would find it overdue",
     "trainer_service.publishing.process_group": "torch measures timeouts on the machine's clock, and this "
     "one stands in for a timeout that NCCL lacks",
-    "weir.doctor.redis_facts": "it asks for the time of Redis",
+    "weir.doctor.redis_health": "it asks for the time of Redis",
 }
 """Modules that use the machine's clock, with the reason."""
 

@@ -18,10 +18,10 @@ from bench.results import Trial
 from bench.tasks import TASKS
 from bench.trial import GROUP_SIZE, evaluated, groups_in_flight, settings_of
 from trainer_service.settings import GuardSettings
-from weir.demo.episodes import EpisodeLog, EpisodeRunner
+from weir.demo.demo_episodes import EpisodeLog, EpisodeRunner
 from weir.demo.make_model import model_for
 from weir.demo.observer import Observation, Observer
-from weir.demo.watched import watched
+from weir.demo.run_demo import watched
 from weir.stack.services import merged
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack

@@ -9,7 +9,7 @@ import pytest
 from bench.isolated_stack import isolated_stack
 from bench.processes import free_port
 from trainer_service.algorithms.settings import PRESETS
-from weir.demo.episodes import EpisodeLog, EpisodeRunner
+from weir.demo.demo_episodes import EpisodeLog, EpisodeRunner
 from weir.demo.make_model import model_for
 from weir.demo.settings import services_of_demo
 from weir.stack.services import merged

@@ -19,8 +19,8 @@ from tests.soak.system import SoakSystem, soak_system
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.redis_clients import redis_at
 from weir.audit.audit import audit
+from weir.audit.audit_sources import Sources
 from weir.audit.evidence import read_answers
-from weir.audit.sources import Sources
 
 KEEPALIVE_S = 2.0
 """Shorter than the gateway's, so that no call meets a connection that the gateway is closing."""

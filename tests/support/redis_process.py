@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
-from weir.stack.redis_server import executable
+from weir.stack.service_process import executable
 
 POLICY = Path(__file__).parents[2] / "queue" / "redis.conf"
 

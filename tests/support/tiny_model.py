@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from weir.demo.tokenizer import THINKING_TEMPLATE
+from weir.demo.student import THINKING_TEMPLATE
 
 VOCABULARY = 1024
 PEAKED = 20.0

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.support.tiny_model import SPECIAL_TOKENS, write_tokenizer
-from weir.demo.tokenizer import CHAT_TEMPLATE
+from weir.demo.student import CHAT_TEMPLATE
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 PATCH, MERGE = 16, 2

@@ -13,7 +13,7 @@ import httpx
 
 from rollout_queue import clock
 from rollout_queue.settings import secret
-from weir.demo.episodes import EpisodeLog, EpisodeRunner
+from weir.demo.demo_episodes import EpisodeLog, EpisodeRunner
 from weir.demo.report import account
 from weir.errors import StackError
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from weir.demo.plan import write_plan
+from weir.demo.student import write_plan
 from weir.errors import StackError
 
 

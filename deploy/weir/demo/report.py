@@ -8,7 +8,7 @@ import httpx
 
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.policies import PolicyPage, PushPage
-from weir.demo.episodes import WINDOW, EpisodeLog
+from weir.demo.demo_episodes import WINDOW, EpisodeLog
 from weir.demo.observer import Observation
 
 TARGET = 0.9

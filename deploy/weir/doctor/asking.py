@@ -20,11 +20,11 @@ from rollout_queue.foreign_json import read_json
 from rollout_queue.http.keys import bearer
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.protocol.status import ServerStatus, SystemStatus
-from weir.doctor.facts import MOST_APART_S, DeploymentFacts, Kind, MachineFacts, ServiceFacts
-from weir.doctor.machine import examine
-from weir.doctor.redis_facts import read_redis
+from weir.doctor.deployment_facts import MOST_APART_S, DeploymentFacts, Kind, MachineFacts, ServiceFacts
+from weir.doctor.redis_health import read_redis
 from weir.doctor.targets import Targets
-from weir.stack.probes import refusal_of
+from weir.doctor.this_machine import examine
+from weir.stack.service_process import refusal_of
 
 MACHINE_MORE_S = 5.0
 """How much longer than a service the disks of this machine may take."""

@@ -8,13 +8,13 @@ from typing import Any
 import yaml
 
 from rollout_queue.settings import ServiceSettings
-from weir.audit.sources import redis_of
+from weir.audit.audit_sources import redis_of
 from weir.configuration import service_settings
-from weir.doctor.facts import Settings
-from weir.stack import state
-from weir.stack.keys import NAMES
+from weir.doctor.deployment_facts import Settings
+from weir.stack import stack_state
+from weir.stack.run_keys import NAMES
 from weir.stack.settings import StackSettings, service_field
-from weir.stack.state import StackState
+from weir.stack.stack_state import StackState
 
 logger = logging.getLogger(__name__)
 PATIENCE_S = 3.0
@@ -47,7 +47,7 @@ def targets_of(
 ) -> Targets:
     """Each address comes from the first of these that has it: the arguments; the services that run in the
     run directory; the services' own settings; the settings that `weir up` would use."""
-    found = state.read(settings.run_dir)
+    found = stack_state.read(settings.run_dir)
     running = {} if found is None else {name: service.url for name, service in found.services.items()}
     return Targets(
         gateway_url=(

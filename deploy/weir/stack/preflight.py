@@ -16,7 +16,7 @@ from rollout_queue.settings import read_settings
 from rollout_server.engine.command import cpu_kv_tokens, engine_dtype, find_device, kv_bytes_of_token
 from rollout_server.settings import RolloutServerSettings
 from weir.errors import StackError
-from weir.stack.process import Service
+from weir.stack.service_process import Service
 from weir.stack.services import determined_sections, effective_sections
 from weir.stack.settings import StackSettings, variable
 

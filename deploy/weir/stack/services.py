@@ -16,10 +16,8 @@ from rollout_queue.config_file import CONFIG_VARIABLE, MalformedSettings, file_d
 from rollout_queue.private_file import write_private
 from rollout_queue.settings import SHORT_NAMES, read_settings
 from weir.errors import StackError
-from weir.stack.keys import variables
-from weir.stack.probes import http_ready
-from weir.stack.process import Service
-from weir.stack.redis_server import redis_service
+from weir.stack.run_keys import variables
+from weir.stack.service_process import Service, http_ready, redis_service
 from weir.stack.settings import OWNERS, PYTHON, StackSettings, variable
 
 Sections = dict[str, dict[str, Any]]

@@ -16,12 +16,12 @@ from typing import Any, Self
 
 from rollout_queue import clock
 from weir.errors import StackError
-from weir.stack import state
+from weir.stack import stack_state
 from weir.stack.preflight import check_machine, check_ports
-from weir.stack.process import Service, ServiceProcess, all_children
+from weir.stack.service_process import Service, ServiceProcess, all_children
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
-from weir.stack.state import Phase, ProcessState, StackState
+from weir.stack.stack_state import Phase, ProcessState, StackState
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class Stack:
 
     def start(self) -> None:
         """Check the machine, then start all services at once; they wait for each other."""
-        state.refuse_in_use(self.settings.run_dir)
-        state.own_run_dir(self.settings.run_dir)
+        stack_state.refuse_in_use(self.settings.run_dir)
+        stack_state.own_run_dir(self.settings.run_dir)
         if self._given is None:
             check_machine(self.settings)
         services = self._given if self._given is not None else services_of(self.settings)
@@ -163,7 +163,7 @@ class Stack:
             process.stop(self.settings.stop_timeout_s)
             logger.info("%s stopped", name)
         if self.processes:
-            state.path_in(self.settings.run_dir).unlink(missing_ok=True)
+            stack_state.path_in(self.settings.run_dir).unlink(missing_ok=True)
         self.processes = {}
 
     def write_state(self, phase: Phase, detail: str = "") -> None:

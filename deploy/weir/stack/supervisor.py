@@ -19,10 +19,10 @@ from typing import BinaryIO
 from rollout_queue import clock
 from rollout_queue.private_file import append_private
 from weir.errors import ServiceDied, StackError
-from weir.stack import state
+from weir.stack import stack_state
 from weir.stack.settings import PYTHON, StackSettings
 from weir.stack.stack import Stack
-from weir.stack.state import ProcessState, StackState
+from weir.stack.stack_state import ProcessState, StackState
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def run(settings: StackSettings) -> int:
 def start_detached(settings: StackSettings) -> subprocess.Popen[bytes]:
     """Start the supervisor in a Unix session of its own, so that it outlives the terminal."""
     settings.logs_dir.mkdir(parents=True, exist_ok=True)
-    state.path_in(settings.run_dir).unlink(missing_ok=True)
+    stack_state.path_in(settings.run_dir).unlink(missing_ok=True)
     with append_private(settings.logs_dir / "supervisor.log") as log:
         child = subprocess.Popen(
             [PYTHON, "-m", "weir.stack.supervisor"],
@@ -149,7 +149,7 @@ def _waited(
     reported, began_at = "", clock.monotonic()
     told_at = began_at
     while child.poll() is None:
-        now = state.read(settings.run_dir)
+        now = stack_state.read(settings.run_dir)
         if now and now.phase == "up":
             return now
         detail, at = (now.detail if now else ""), clock.monotonic()
@@ -160,7 +160,7 @@ def _waited(
             told_at = at
             on_wait(f"{reported or 'the supervisor'} ({at - began_at:.0f} s so far)")
         clock.pause(WATCH_EVERY_S)
-    last = state.read(settings.run_dir)
+    last = stack_state.read(settings.run_dir)
     reason = last.detail if last else f"the supervisor has ended: see {settings.logs_dir / 'supervisor.log'}"
     raise StackError(reason)
 

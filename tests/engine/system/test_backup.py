@@ -15,8 +15,8 @@ from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.redis_process import RedisProcess
 from tests.support.system.local_system import LocalSystem, Service, open_local_system
 from tests.support.waiting import wait_until
-from weir.audit.facts import ClientAnswer
-from weir.audit.sources import Sources
+from weir.audit.audit_facts import ClientAnswer
+from weir.audit.audit_sources import Sources
 from weir.backup.backup import BackupPlan, back_up
 from weir.backup.restore import RestoreTarget, restore
 

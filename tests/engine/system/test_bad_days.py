@@ -33,8 +33,8 @@ from tests.support.system.real_system import ENGINE_PYTHON, System
 from tests.support.system.turns import retried, versions_of
 from tests.support.waiting import PATIENCE_S, wait_until
 from weir.audit.audit import audit
-from weir.audit.facts import ClientAnswer
-from weir.audit.sources import Sources
+from weir.audit.audit_facts import ClientAnswer
+from weir.audit.audit_sources import Sources
 from weir.stack.stack import Stack
 
 pytestmark = pytest.mark.long

@@ -18,7 +18,7 @@ from bench.isolated_stack import isolated_stack
 from tests.support.system.real_system import FORKING_ENGINE
 from tests.support.tiny_model import make_tiny_model
 from tests.support.waiting import wait_until
-from weir.demo.episodes import WINDOW, EpisodeLog, EpisodeRunner
+from weir.demo.demo_episodes import WINDOW, EpisodeLog, EpisodeRunner
 from weir.demo.settings import services_of_demo
 from weir.stack.services import merged
 from weir.stack.settings import StackSettings

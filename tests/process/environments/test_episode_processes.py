@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-import environments.hosts.pool
-from environments.results.journal import EpisodeEnded, entries_of
+import environments.hosts
+from environments.results import EpisodeEnded, entries_of
 from tests.support.environments.running import RunTest
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until, wait_until_async
@@ -111,7 +111,7 @@ def _session_of(pid: int) -> int | None:
 async def test_an_episode_whose_process_does_not_close_has_ended_all_the_same(
     running: RunTest, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environments.hosts.pool, "CLOSES_WITHIN_S", 0.2)
+    monkeypatch.setattr(environments.hosts, "CLOSES_WITHIN_S", 0.2)
     summary = await play(running, notes, ["hangs at its close"])
     assert summary["by_status"] == {"completed": 4}
     (pid,) = noted(notes, "hangs")

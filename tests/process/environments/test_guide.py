@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from environments.settings import RunSettings
-from environments.start import play_run
+from environments.start_run import play_run
 from tests.support.environments.running import RunTest
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from environments.errors import EnvironmentFault, HostDied
-from environments.hosts.libraries import PROGRAMS
-from environments.hosts.pool import HostedLibrary
+from environments.hosts import PROGRAMS, HostedLibrary
 from tests.support.waiting import PATIENCE_S, wait_until
 
 TOYS = Path(__file__).parents[2] / "support" / "environments"

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from environments.errors import RunStopped
-from environments.results.journal import EpisodeEnded, GroupBegun, Journal, entries_of
-from environments.start import opened_run, source_of
+from environments.results import EpisodeEnded, GroupBegun, Journal, entries_of
+from environments.start_run import opened_run, source_of
 from tests.support.environments.answering_engine import Gate
 from tests.support.environments.running import TOYS, RunTest
 from tests.support.waiting import wait_until

@@ -21,13 +21,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-import environments.hosts.pool
-import environments.runs.run
+import environments.hosts
+import environments.run
 from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
-from environments.results.journal import EpisodeEnded, entries_of
+from environments.results import EpisodeEnded, entries_of
 from environments.session_client import SessionClient
 from environments.settings import RunSettings
-from environments.start import play_run
+from environments.start_run import play_run
 from rollout_queue.protocol.trainer import RecoveryReport, TrainerReport
 from rollout_queue.redis import keys
 from tests.support.environments.running import TOYS, RunTest, running_gateway
@@ -209,7 +209,7 @@ async def test_a_run_that_is_stopped_does_not_wait_for_a_gateway_that_is_gone(
         raise aiohttp.ClientConnectionError("nobody is there")
 
     running.engine.answer = answer
-    monkeypatch.setattr(environments.runs.run, "STOPS_WITHIN_S", 0.5)
+    monkeypatch.setattr(environments.run, "STOPS_WITHIN_S", 0.5)
     playing = asyncio.create_task(running.play("Count", group_size=2, concurrency=2, wait_s=3600.0))
     await calls.wait()
     monkeypatch.setattr(aiohttp.ClientSession, "request", nobody)
@@ -229,7 +229,7 @@ async def test_a_run_that_is_stopped_does_not_wait_for_sessions_that_the_gateway
             raise aiohttp.ClientConnectionError("nobody is there")
         return request(client, method, url, **given)
 
-    monkeypatch.setattr(environments.runs.run, "STOPS_WITHIN_S", 0.5)
+    monkeypatch.setattr(environments.run, "STOPS_WITHIN_S", 0.5)
     monkeypatch.setattr(aiohttp.ClientSession, "request", refusing)
     playing = asyncio.create_task(running.play("Count", group_size=2, concurrency=2, wait_s=3600.0))
     await refused.wait()
@@ -263,7 +263,7 @@ async def test_a_run_pauses_longer_after_each_group_that_failed(
         pauses.append(failed)
         return 0.0
 
-    monkeypatch.setattr(environments.runs.run, "pause_after", no_pause)
+    monkeypatch.setattr(environments.run, "pause_after", no_pause)
     await running.play(
         "Faulty", options={"how": "raises", "fails": 3}, group_size=1, concurrency=1, episodes=9
     )
@@ -597,7 +597,7 @@ async def test_a_conversation_that_no_longer_fits_is_truncated_and_not_failed(ru
 async def test_an_episode_that_lasts_too_long_is_truncated(
     turned: TurnedClock, running: RunTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environments.hosts.pool, "CLOSES_WITHIN_S", 0.2)
+    monkeypatch.setattr(environments.hosts, "CLOSES_WITHIN_S", 0.2)
     given = {"group_size": 1, "episodes": 1, "episode_s": 1000.0, "step_s": 3600.0}
     summary = await hung_for(1000, turned, running, tmp_path / "it hangs", **given)
     assert summary["by_status"] == {"truncated": 1}

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 import fine_tuning.__main__
-from environments.results.journal import EpisodeEnded, entries_of
+from environments.results import EpisodeEnded, entries_of
 from tests.support.environments.answering_engine import Gate
 from tests.support.environments.running import RunTest
 from tests.support.fine_tuning.running import RunningJobs, client_of, sums

@@ -5,13 +5,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from reward_service.graders.grade import Grade, TokenUsage
-from reward_service.graders.objects import AnyGrader
-from reward_service.graders.samples import sample_of
-from reward_service.grading.runner import GraderRunner
-from reward_service.judging.models import JudgeAnswer, JudgeUnavailable
-from reward_service.sandbox.process import PythonProcesses
-from reward_service.sandbox.settings import PythonSettings
+from reward_service.grader_runner import GraderRunner
+from reward_service.graders.grade import Grade, TokenUsage, sample_of
+from reward_service.graders.grader_objects import AnyGrader
+from reward_service.judging import JudgeAnswer, JudgeUnavailable
+from reward_service.python_sandbox import PythonProcesses, PythonSettings
 from tests.support.reward_service import graders
 from tests.support.reward_service.graders import LABEL
 from tests.support.reward_service.scripted_judge import ScriptedModel, said

@@ -19,7 +19,7 @@ from tests.support.reward_service.sessions import finished, reward_of, values_of
 from tests.support.serving import free_port, serving
 from tests.support.waiting import wait_until
 from weir import status
-from weir.stack import state
+from weir.stack import stack_state
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
@@ -73,7 +73,7 @@ def test_a_rule_that_could_grade_nothing_stops_it_at_the_start(tmp_path: Path, k
 
 def test_a_process_that_hides_is_not_read_by_its_children() -> None:
     asked = (
-        "import ctypes; from reward_service.sandbox.secrets import hide_from_children; hide_from_children();"
+        "import ctypes; from reward_service.python_sandbox import hide_from_children; hide_from_children();"
         "print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"  # PR_GET_DUMPABLE
     )
     shown = subprocess.run([sys.executable, "-c", asked], env=environment(), capture_output=True, check=True)
@@ -115,7 +115,7 @@ def test_in_a_stack_it_rewards_is_told_and_comes_back_after_a_kill(
     with Stack(settings, [services_of(settings)[-1]]) as stack:
         stack.wait_ready(60)
         assert reward_of(gateway, finished(gateway))["value"] == 0.5
-        running = state.read(settings.run_dir)
+        running = stack_state.read(settings.run_dir)
         assert running is not None
 
         def said() -> tuple[str, str, str]:

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reward_service.sandbox.isolation import isolates
-from reward_service.sandbox.process import PythonProcesses, PythonResult
-from reward_service.sandbox.settings import PythonSettings
+from reward_service.python_sandbox import PythonProcesses, PythonResult, PythonSettings, isolates
 from tests.support.reward_service.running import without_namespaces
 from tests.support.waiting import wait_until_async
 

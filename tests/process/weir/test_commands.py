@@ -19,7 +19,7 @@ from weir.__main__ import app, main
 from weir.stack import supervisor
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
-from weir.stack.state import ProcessState, StackState
+from weir.stack.stack_state import ProcessState, StackState
 
 runner = CliRunner()
 

@@ -18,9 +18,9 @@ from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from weir.errors import StackError
 from weir.stack import preflight
-from weir.stack.keys import with_keys
 from weir.stack.preflight import check_machine, check_memory
-from weir.stack.redis_server import START, redis_service
+from weir.stack.run_keys import with_keys
+from weir.stack.service_process import START, redis_service
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack

@@ -23,13 +23,12 @@ from tests.support.waiting import wait_until
 from tests.support.weir.commands import weir
 from weir import status
 from weir.errors import ServiceDied, StackError
-from weir.stack import down, state
-from weir.stack.logs import LogEnd
-from weir.stack.probes import http_ready
-from weir.stack.process import Service
+from weir.stack import stack_control, stack_state
+from weir.stack.service_process import Service, http_ready
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
-from weir.stack.state import Phase, ProcessState, StackState
+from weir.stack.stack_control import LogEnd
+from weir.stack.stack_state import Phase, ProcessState, StackState
 from weir.stack.supervisor import FIRST_BACKOFF_S, STAY, WATCH_EVERY_S, Backoff, Supervisor, wait_up
 
 FakeService = Callable[..., Service]
@@ -47,12 +46,12 @@ def test_everything_starts_and_stops_in_the_order_of_dependence(
         stack.wait_ready()
         pids = [process.pid for process in stack.processes.values()]
         assert stack.gateway_url == services[2].url
-        found = state.read(settings.run_dir)
+        found = stack_state.read(settings.run_dir)
         assert found is not None
         assert found.phase == "up"
     assert notes.read_text().split() == ["trainer_service", "gateway", "rollout_server", "redis"]
     assert not any(alive(pid) for pid in pids)
-    assert state.read(settings.run_dir) is None
+    assert stack_state.read(settings.run_dir) is None
 
 
 def test_what_is_waited_for_is_told_with_its_reason(
@@ -225,7 +224,7 @@ def test_the_ports_of_services_are_read_where_the_services_read_them(
 
 
 def written(settings: StackSettings) -> StackState:
-    found = state.read(settings.run_dir)
+    found = stack_state.read(settings.run_dir)
     assert found is not None
     return found
 
@@ -324,11 +323,11 @@ def test_down_stops_what_a_killed_parent_left(
         StackError, match="services of an earlier run still run: redis, gateway; stop them with `weir down"
     ):
         Stack(settings, [fake_service("gateway")]).start()
-    said = down.stop(settings.run_dir, timeout_s=5)
+    said = stack_control.stop(settings.run_dir, timeout_s=5)
     assert "no longer runs" in said[0]
     assert [sentence.split()[0] for sentence in said[1:]] == ["gateway", "redis"]
     assert notes.read_text().split() == ["gateway", "redis"]
-    assert down.stop(settings.run_dir, timeout_s=5) == [f"no services run in {settings.run_dir}"]
+    assert stack_control.stop(settings.run_dir, timeout_s=5) == [f"no services run in {settings.run_dir}"]
     stack.stop()
 
 
@@ -337,7 +336,7 @@ def test_down_never_touches_a_process_that_only_shares_the_pid(settings: StackSe
         then = ProcessState.of(stranger.pid)
         then.started_at -= 100
         StackState(parent=then, services={"gateway": then}).write(settings.run_dir)
-        down.stop(settings.run_dir, timeout_s=1)
+        stack_control.stop(settings.run_dir, timeout_s=1)
         assert stranger.poll() is None
         stranger.communicate(b"\n")
 

@@ -28,7 +28,7 @@ from tests.support.serving import free_port, serving
 from tests.support.system_status import server_shape, system_status
 from tests.support.waiting import wait_until
 from weir.__main__ import app
-from weir.top.view import History, TopSample, lines
+from weir.top import History, TopSample, lines
 
 
 def report(trained: int = 0, step: int = 3, **more: Any) -> SystemStatus:

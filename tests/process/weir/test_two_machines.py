@@ -34,7 +34,7 @@ def adapted(block: str, folder: Path, model: Path) -> str:
     places = {
         "10.0.0.": "10.77.0.",
         ".venv-engine/bin/python": str(stub_interpreter(folder)),
-        ".venv/bin/python -c 'from weir.stack.redis_server import executable; print(executable())'": (
+        ".venv/bin/python -c 'from weir.stack.service_process import executable; print(executable())'": (
             f"echo {redis_executable()}"
         ),
         ".venv/bin/python": sys.executable,

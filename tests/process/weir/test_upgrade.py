@@ -19,8 +19,8 @@ from rollout_queue.redis import keys
 from rollout_queue.redis.connection.schema import claim_schema
 from tests.support.redis_process import RedisProcess
 from weir.audit.audit import audit
-from weir.audit.facts import ClientAnswer
-from weir.audit.sources import Sources
+from weir.audit.audit_facts import ClientAnswer
+from weir.audit.audit_sources import Sources
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[3]

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from fine_tuning.files.rows import RowFile
 from fine_tuning.settings import FineTuningLimits
+from fine_tuning.training_files import RowFile
 from tests.support.environments.running import RunTest, running_gateway
 from tests.support.fine_tuning.running import RunningJobs, client_of, fine_tuning, jsonl, sums
 

@@ -11,10 +11,9 @@ import msgspec
 import pytest
 
 from fine_tuning.job_queue import JobQueue
-from fine_tuning.jobs.job import FineTuningJob
-from fine_tuning.jobs.store import JobStore
+from fine_tuning.jobs import FineTuningJob, JobStore
+from fine_tuning.served_versions import PolicyWatch
 from fine_tuning.settings import FineTuningLimits
-from fine_tuning.training.versions import PolicyWatch
 from tests.support.environments.running import running_gateway
 from tests.support.fine_tuning.left_jobs import job_of, left_queued
 from tests.support.fine_tuning.running import fine_tuning

@@ -11,11 +11,11 @@ import openai
 import pytest
 from openai.types.fine_tuning import FineTuningJob
 
-from environments.results.journal import write_document
-from fine_tuning.jobs.store import JobStore
+from environments.results import write_document
+from fine_tuning.job_trainer import due_evaluation, end_evaluation, unfinished_evaluations
+from fine_tuning.jobs import JobStore
+from fine_tuning.served_versions import PolicyWatch
 from fine_tuning.settings import FineTuningLimits, FineTuningSettings
-from fine_tuning.training.evaluations import due_evaluation, end_evaluation, unfinished_evaluations
-from fine_tuning.training.versions import PolicyWatch
 from rollout_queue.protocol.policies import PolicyVersion
 from tests.support.environments.running import RunTest
 from tests.support.fine_tuning.left_jobs import left_queued

@@ -30,7 +30,7 @@ from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 from weir.__main__ import app
 from weir.status import details_from
-from weir.top.view import History, TopSample, lines
+from weir.top import History, TopSample, lines
 
 Weir = Callable[[str], tuple[int, str]]
 SERVER_KEY, TRAINER_KEY = "of-rollout-servers", "of-the-trainer"

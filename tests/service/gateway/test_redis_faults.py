@@ -24,7 +24,7 @@ from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port, serving
 from tests.support.waiting import wait_until
 from weir.audit.audit import audit
-from weir.audit.sources import Sources
+from weir.audit.audit_sources import Sources
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from weir.audit.audit import audit
-from weir.audit.sources import Sources
+from weir.audit.audit_sources import Sources
 
 GRACE_S = 1.0
 """How long a call continues without a client."""

@@ -18,7 +18,7 @@ from fine_tuning.settings import FineTuningSettings
 from gateway.app import create_app as gateway_app
 from gateway.settings import GatewaySettings
 from reward_service.app import create_app as rewards_app
-from reward_service.sandbox.settings import PythonSettings
+from reward_service.python_sandbox import PythonSettings
 from reward_service.settings import RewardSettings
 from rollout_queue.http.keys import Keyring
 from tests.support.redis_clients import redis_at

@@ -50,7 +50,7 @@ from trainer_service.publishing.gateway_client import GatewayClient, VersionTake
 from trainer_service.shared_state import Backlog, SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from weir.demo.report import served_versions
-from weir.stack.probes import http_ready, system_status
+from weir.stack.service_process import http_ready, system_status
 from weir.status import details_from
 
 KEY = "admin-key"

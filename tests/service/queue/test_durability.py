@@ -26,8 +26,8 @@ from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.redis_process import RedisProcess
 from weir.audit.audit import audit
-from weir.audit.facts import ClientAnswer
-from weir.audit.sources import Sources
+from weir.audit.audit_facts import ClientAnswer
+from weir.audit.audit_sources import Sources
 
 OUTPUT = 20
 TOKENS = list(range(300))

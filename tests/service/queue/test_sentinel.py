@@ -19,7 +19,7 @@ from tests.support.queue.load import Load
 from tests.support.queue.records import outcome, spec, turn
 from tests.support.queue.servers import WatchedMaster
 from tests.support.waiting import PATIENCE_S, wait_until
-from weir.audit.facts import ClientAnswer
+from weir.audit.audit_facts import ClientAnswer
 
 pytestmark = pytest.mark.failover
 

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from reward_service.judging.models import GatewayModel, JudgeCall
-from reward_service.judging.settings import JudgeSettings
+from reward_service.judging import GatewayModel, JudgeCall, JudgeSettings
 from tests.support.waiting import wait_until_async
 
 CALL = JudgeCall("policy", [{"role": "user", "content": "?"}], {}, {})

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from reward_service.judging.answers import UnreadableVerdict
-from reward_service.judging.relative import compare
+from reward_service.dispatch.session_graders import compare
+from reward_service.judging import UnreadableVerdict
 from tests.support.gateway.running import ADMIN_KEY, RunningGateway
 from tests.support.reward_service.running import RunningRewards, reward_service
 from tests.support.reward_service.scripted_judge import ScriptedOpenAi, ScriptedReply

@@ -32,10 +32,9 @@ from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.redis_agents import NOBODY
 from tests.support.waiting import wait_until
 from trainer_service.__main__ import connect
-from weir.audit.audit import audit
-from weir.audit.report import Report
-from weir.audit.sources import Sources
-from weir.doctor.redis_facts import read_redis
+from weir.audit.audit import Report, audit
+from weir.audit.audit_sources import Sources
+from weir.doctor.redis_health import read_redis
 
 DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
 FIXED = {name: each for name, each in vars(keys).items() if isinstance(each, keys.Key)}

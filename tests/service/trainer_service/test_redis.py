@@ -40,7 +40,7 @@ from trainer_service.__main__ import connect
 from trainer_service.commands.command_trainer import NOT_BY_TURNS, UntrainedTurns
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.shared_state import SharedState
-from weir.importing.run import ImportReport, import_files
+from weir.importing import ImportReport, import_files
 
 ENDINGS = ("killed before a checkpoint", "killed after a checkpoint", "told to stop", "its disk was lost")
 LATE = ("group_incomplete", "its group went on without it")

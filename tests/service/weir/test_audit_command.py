@@ -35,9 +35,9 @@ from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 from weir.__main__ import app
 from weir.audit.audit import audit
-from weir.audit.ledger import EvidenceMissing, read_ledger
-from weir.audit.sources import Sources
-from weir.stack.probes import http_ready
+from weir.audit.audit_sources import Sources
+from weir.audit.evidence import EvidenceMissing, read_ledger
+from weir.stack.service_process import http_ready
 
 NOBODY = f"http://127.0.0.1:{free_port()}"
 

@@ -22,8 +22,8 @@ from tests.support.serving import free_port
 from tests.support.weir.small_trainer import SmallTrainer, answer
 from weir.__main__ import app
 from weir.audit.audit import audit
-from weir.audit.facts import ClientAnswer
-from weir.audit.sources import Sources
+from weir.audit.audit_facts import ClientAnswer
+from weir.audit.audit_sources import Sources
 from weir.backup import backup as backups
 from weir.backup import redis_copy
 from weir.backup.backup import BackupPlan, back_up

@@ -13,9 +13,8 @@ from tests.support.redis_clients import redis_at
 from tests.support.redis_process import RedisProcess
 from weir.backup.point import MARK
 from weir.backup.rdb import RdbReader, RdbUnreadable, decompressed
-from weir.backup.records import StoredValues, stored_keys
-from weir.backup.redis_copy import RedisNotCopied, copy_redis
-from weir.backup.redis_restore import clear, has_keys, write_keys
+from weir.backup.redis_copy import RedisNotCopied, StoredValues, copy_redis, stored_keys
+from weir.backup.restore import clear, has_keys, write_keys
 
 
 @pytest.fixture

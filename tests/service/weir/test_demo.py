@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from bench.guess import GUESSES, NUMBERS, GuessGame, SecretNumber, blind, halving, write_guess_plan
 from gateway.app import create_app
 from gateway.language.render import ChatRenderer
 from gateway.language.tokenizer_files import tokenizer_of
@@ -24,12 +25,10 @@ from gateway.settings import GatewaySettings
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port, serving
-from weir.demo.episodes import WINDOW, EpisodeLog, EpisodeRunner
-from weir.demo.guess import GUESSES, NUMBERS, GuessGame, SecretNumber, blind, halving
-from weir.demo.guess_plan import write_guess_plan
+from weir.demo.demo_episodes import WINDOW, EpisodeLog, EpisodeRunner
 from weir.demo.observer import Observation
-from weir.demo.plan import CONTEXT_LENGTH, TOOLS, ToolExamples, write_plan
 from weir.demo.report import account, criterion, draw
+from weir.demo.student import CONTEXT_LENGTH, TOOLS, ToolExamples, write_plan
 from weir.demo.task import ToolTask, call_text
 from weir.demo.task import draw as draw_task
 from weir.errors import StackError

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from typer.testing import CliRunner
 
 from environments.errors import RunStopped
-from environments.start import RunPlace
+from environments.start_run import RunPlace
 from gateway.settings import GatewaySettings
 from reward_service.app import create_app as create_rewards
 from reward_service.settings import RewardSettings
@@ -36,11 +36,11 @@ from tests.support.waiting import wait_until
 from tests.support.weir.examined import ExaminedSystem, examined_system
 from weir.__main__ import app
 from weir.doctor.asking import DATE_AGES_S
+from weir.doctor.deployment_facts import DeploymentFacts, RedisFacts, ServiceFacts
 from weir.doctor.doctor import examined
-from weir.doctor.facts import DeploymentFacts, RedisFacts, ServiceFacts
-from weir.stack.keys import with_keys
+from weir.stack.run_keys import with_keys
 from weir.stack.settings import StackSettings
-from weir.stack.state import ProcessState, StackState
+from weir.stack.stack_state import ProcessState, StackState
 from weir.status import rows_of
 
 NOBODY = f"http://127.0.0.1:{free_port()}"
@@ -126,7 +126,7 @@ def test_the_keys_of_a_run_go_to_no_other_gateway(
         raise RunStopped("enough")
 
     places: list[RunPlace] = []
-    monkeypatch.setattr("environments.start.play_run", played)
+    monkeypatch.setattr("environments.start_run.play_run", played)
     monkeypatch.setenv("WEIR_STACK__RUN_DIR", str(run_dir))
     with serving(Starlette(routes=[Route("/{path:path}", asked)])) as elsewhere:
         CliRunner().invoke(app, ["top", "--once", "--gateway-url", elsewhere])

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from tests.support.serving import serving
 from weir.errors import StackError
-from weir.hub import on_this_machine
+from weir.models import on_this_machine
 
 FILES = {
     "config.json": b'{"model_type": "qwen3"}',

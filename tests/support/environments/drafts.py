@@ -1,9 +1,7 @@
 """A loop as a user would write it: a draft, then the answer."""
 
-from environments.environment import Environment
-from environments.episodes.agent import Agent
-from environments.step import Step
-from environments.task import Task
+from environments.agents import Agent
+from environments.environment import Environment, Step, Task
 
 
 async def play(agents: list[Agent], environment: Environment, task: Task, max_turns: int) -> Step:

@@ -14,6 +14,6 @@ def running(
 ) -> Iterator[RunTest]:
     """Runs draw no pictures, which take half a second each."""
     for name in ("draw", "draw_evaluations"):
-        monkeypatch.setattr(f"environments.start.{name}", lambda path, *_: path.write_text("a picture"))
+        monkeypatch.setattr(f"environments.start_run.{name}", lambda path, *_: path.write_text("a picture"))
     with running_gateway(redis_url, tiny_model, tmp_path) as running:
         yield running

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from environments.step import Description, Step
-from environments.task import Task
+from environments.environment import Description, Step, Task
 
 
 class NoEnvironment:

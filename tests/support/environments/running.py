@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from environments.settings import RunSettings
-from environments.start import RunPlace, play_run
+from environments.start_run import RunPlace, play_run
 from gateway.app import create_app
 from gateway.language.tokenizer_files import tokenizer_of
 from gateway.settings import GatewaySettings

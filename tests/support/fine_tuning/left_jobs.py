@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fine_tuning.jobs.job import FineTuningJob
-from fine_tuning.jobs.store import JobStore
+from fine_tuning.jobs import FineTuningJob, JobStore
 from fine_tuning.settings import FineTuningLimits
 from tests.support.fine_tuning.running import EQUAL, jsonl, sums
 

@@ -26,7 +26,7 @@ from tests.support.rollout_server.weights import (
 )
 from tests.support.serving import Served
 from tests.support.waiting import wait_until
-from weir.audit.facts import ClientAnswer
+from weir.audit.audit_facts import ClientAnswer
 
 CALLS_PER_S = 30.0
 

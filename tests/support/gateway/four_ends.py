@@ -11,7 +11,7 @@ from tests.support.rollout_server.weights_sampler import logprob_of_weights
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 from weir.audit.audit import audit
-from weir.audit.sources import Sources
+from weir.audit.audit_sources import Sources
 
 
 def check_four_ends(fleet: Fleet, seen: Traffic, version: int) -> None:

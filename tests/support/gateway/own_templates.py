@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 
 from tests.support.gateway.families_models import QWEN, THINK, write_model
-from weir.demo.tokenizer import THINKING_TEMPLATE
+from weir.demo.student import THINKING_TEMPLATE
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from reward_service.dispatch.rules import HttpRule
+from reward_service.dispatch.reward_rules import HttpRule
 from tests.support.gateway.conversation import path_of
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.processes import Processes

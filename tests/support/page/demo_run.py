@@ -18,8 +18,8 @@ from tests.support.rollout_server.processes import running
 from tests.support.serving import free_port
 from tests.support.system.real_system import ENGINE_PYTHON, second_server
 from tests.support.waiting import wait_until
-from weir.demo.episodes import EpisodeLog, EpisodeRunner
-from weir.demo.run import GROUP_SIZE, GROUPS_IN_FLIGHT, MAX_EPISODES
+from weir.demo.demo_episodes import EpisodeLog, EpisodeRunner
+from weir.demo.run_demo import GROUP_SIZE, GROUPS_IN_FLIGHT, MAX_EPISODES
 from weir.demo.settings import with_demo_model
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack

@@ -20,10 +20,9 @@ from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until_async
-from weir.audit.audit import audit
-from weir.audit.facts import ClientAnswer
-from weir.audit.report import Report
-from weir.audit.sources import Sources
+from weir.audit.audit import Report, audit
+from weir.audit.audit_facts import ClientAnswer
+from weir.audit.audit_sources import Sources
 
 NOBODY = f"http://127.0.0.1:{free_port()}"
 """The address of a trainer that is not running."""

@@ -10,7 +10,7 @@ import httpx
 import openai
 
 from reward_service.app import create_app
-from reward_service.sandbox.child import NOT_ISOLATED
+from reward_service.sandbox_child import NOT_ISOLATED
 from reward_service.settings import RewardSettings
 from tests.support.serving import serving
 

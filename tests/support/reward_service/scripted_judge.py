@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from reward_service.graders.grade import TokenUsage
-from reward_service.judging.models import JudgeAnswer, JudgeCall
+from reward_service.judging import JudgeAnswer, JudgeCall
 
 Script = Callable[[dict[str, Any]], "ScriptedReply"]
 

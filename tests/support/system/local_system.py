@@ -23,10 +23,9 @@ from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, Runni
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port, serving
 from tests.support.waiting import wait_until
-from weir.audit.audit import audit
-from weir.audit.facts import ClientAnswer
-from weir.audit.report import Report
-from weir.audit.sources import Sources
+from weir.audit.audit import Report, audit
+from weir.audit.audit_facts import ClientAnswer
+from weir.audit.audit_sources import Sources
 
 STARTS_WITHIN_S = 400.0
 """A process loads torch first, and the machine may be busy."""

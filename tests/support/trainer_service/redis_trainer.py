@@ -11,8 +11,8 @@ from tests.support.claimed import claimed_reader
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
 from weir.audit.audit import audit
-from weir.audit.facts import Finding
-from weir.audit.sources import Sources
+from weir.audit.audit_facts import Finding
+from weir.audit.audit_sources import Sources
 
 
 class RedisTrainer:

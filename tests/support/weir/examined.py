@@ -22,8 +22,8 @@ from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import create_app as create_trainer
 from trainer_service.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
+from weir.doctor.deployment_facts import Problem
 from weir.doctor.doctor import examine
-from weir.doctor.problem import Problem
 from weir.doctor.targets import Targets
 
 DEPENDS_ON_THE_MACHINE = {"memory_short", "redis_lacks_fixes"}

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.serving import free_port
-from weir.stack.probes import http_ready
-from weir.stack.process import Service
+from weir.stack.service_process import Service, http_ready
 from weir.stack.settings import StackSettings
 
 SCRIPT = Path(__file__).with_name("fake_service.py")

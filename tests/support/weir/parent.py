@@ -5,8 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from weir.stack.probes import http_ready
-from weir.stack.process import Service
+from weir.stack.service_process import Service, http_ready
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 

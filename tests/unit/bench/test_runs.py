@@ -16,7 +16,7 @@ from gateway.settings import LimitSettings
 from rollout_queue.protocol.trainer import TrainerReport
 from tests.support.system_status import system_status
 from trainer_service.algorithms.settings import AlgorithmSettings
-from weir.demo.episodes import WINDOW, EpisodeLog
+from weir.demo.demo_episodes import WINDOW, EpisodeLog
 from weir.demo.observer import Observation
 from weir.errors import StackError
 

@@ -11,7 +11,7 @@ import pytest
 from tests.crash.result import read, write
 from tests.crash.run import crash
 from tests.crash.windows import Window
-from weir.audit.ledger import EvidenceMissing
+from weir.audit.evidence import EvidenceMissing
 
 
 class Frail:

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 
 from environments.errors import EnvironmentFault, NoAction
-from environments.openenv.actions import ActionSchema
-from environments.openenv.connection import ServerIsFull
-from environments.openenv.observations import observation_of, result_of, step_of
-from environments.openenv.waiting_line import WaitingLine
+from environments.openenv_connection import ActionSchema, ServerIsFull, WaitingLine
+from environments.openenv_server import observation_of, result_of, step_of
 
 # What the model wrote becomes an action, or an error that it reads
 

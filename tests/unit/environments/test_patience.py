@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import httpx
 import pytest
 
-from environments.hosts.programs.patience import ATTEMPT, PatientClient
+from environments.programs.patience import ATTEMPT, PatientClient
 
 Said = int | tuple[int, dict[str, str]]
 """A status, maybe with headers; 0 is a connection that is refused."""

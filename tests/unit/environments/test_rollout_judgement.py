@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from environments.episodes.rollouts.judgement import outcome_of_trace
-from environments.episodes.rollouts.traces import PlayedTrace, PlayedTraces
-from environments.outcome import EpisodeOutcome, NamedReward
+from environments.environment import EpisodeOutcome, NamedReward
+from environments.episodes import PlayedTrace, PlayedTraces, outcome_of_trace
 
 SOURCE = "verifiers:sums"
 RIGHT = NamedReward("right", 1.0, SOURCE)

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from environments.episodes.episode import EpisodePlayer, Seat
-from environments.episodes.looped import LoopedEpisodes
-from environments.results.intervals import mean_interval, paired_difference, pass_at_k, wilson
-from environments.results.picture import draw, draw_evaluations
-from environments.runs.task_order import TaskOrder
+from environments.agents import LoopedEpisodes
+from environments.environment import Step, Task, task_id
+from environments.episodes import EpisodePlayer, Seat
+from environments.results import draw, draw_evaluations, mean_interval, paired_difference, pass_at_k, wilson
 from environments.session_client import LONGEST_PAUSE_S, pause_after
-from environments.step import Step
-from environments.task import Task, task_id
+from environments.task_order import TaskOrder
 from tests.support.environments.nothing import NoEnvironments
 
 # Which tasks a run plays: in what order, how often, and which it leaves out

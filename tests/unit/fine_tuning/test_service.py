@@ -8,8 +8,8 @@ import pytest
 
 from fine_tuning.__main__ import main
 from fine_tuning.app import create_app
+from fine_tuning.served_versions import GatewayRefused, GatewaySilent, PolicyWatch, answered
 from fine_tuning.settings import FineTuningSettings
-from fine_tuning.training.versions import GatewayRefused, GatewaySilent, PolicyWatch, answered
 
 
 @pytest.mark.parametrize(

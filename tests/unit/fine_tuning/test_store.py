@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fine_tuning.files.store import FileStore
-from fine_tuning.jobs.job import FineTuningJob, JobEvent
-from fine_tuning.jobs.store import JobStore
+from fine_tuning.jobs import FineTuningJob, JobEvent, JobStore
 from fine_tuning.settings import FineTuningLimits
+from fine_tuning.training_files import FileStore
 
 
 def job(number: int = 1) -> FineTuningJob:

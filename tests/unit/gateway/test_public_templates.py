@@ -16,7 +16,7 @@ from tests.support.gateway.families_agent import TOOL, Agent, call, result, samp
 from tests.support.gateway.families_models import CHATML, LLAMA, QWEN
 from tests.support.gateway.own_templates import COMMAND_R_TOOLS, PUBLIC, R1, OwnModel
 from trainer_service.model.base_weights import transformers_check
-from weir.demo.tokenizer import THINKING_TEMPLATE
+from weir.demo.student import THINKING_TEMPLATE
 
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 CALLED = told("", call(call_id="callnine9"))

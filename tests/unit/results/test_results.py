@@ -11,7 +11,7 @@ from results.experiments.errands import call, errand
 from results.figures import WINDOW, CurvePoint, Judged, Spent, TrialResult, curve_of
 from results.report import HERE, readme, results_of
 from results.warm_starts import Conversation, row_of
-from weir.demo.plan import write_student
+from weir.demo.student import write_student
 from weir.demo.task import TOOL
 
 # What a run's figures are made of: its curve, and what it took to reach a target

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from reward_service.graders.objects import AnyGrader, MultiGrader, every_grader
+from reward_service.graders.grader_objects import AnyGrader, MultiGrader, every_grader
 from tests.support.reward_service.graders import CHECK, LABEL, MULTI, PYTHON, SCORE, SIMILAR
 
 IMAGE = {"type": "input_image", "image_url": "x"}

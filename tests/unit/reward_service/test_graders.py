@@ -6,21 +6,30 @@ import math
 import httpx
 import pytest
 
-from reward_service.graders.faults import (
+from reward_service.graders.comparisons import (
+    SimilarityMetric,
+    StringOperation,
+    string_check,
+    text_similarity,
+)
+from reward_service.graders.grade import (
     FormulaUndefined,
     MalformedGrader,
     SampleNotJson,
     TextTooLong,
     UnknownVariable,
+    sample_of,
 )
-from reward_service.graders.formula import parse_formula
-from reward_service.graders.samples import sample_of
-from reward_service.graders.similarity_metrics import SimilarityMetric
-from reward_service.graders.string_check import StringOperation, string_check
-from reward_service.graders.templates import parse_template
-from reward_service.graders.text_similarity import text_similarity
-from reward_service.judging.answers import UnreadableVerdict, read_label, read_score
-from reward_service.judging.models import JudgeCall, JudgeUnavailable, completion
+from reward_service.graders.grader_objects import parse_formula
+from reward_service.graders.grader_templates import parse_template
+from reward_service.judging import (
+    JudgeCall,
+    JudgeUnavailable,
+    UnreadableVerdict,
+    completion,
+    read_label,
+    read_score,
+)
 
 # Formulas are OpenAI's arithmetic, and nothing else of Python
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel
 
-from reward_service.dispatch.rules import (
+from reward_service.dispatch.reward_rules import (
     EnvRule,
     HttpRule,
     JudgeRule,

@@ -9,8 +9,8 @@ import pytest
 
 from rollout_queue.contract.records import Verdict, VerdictCode
 from rollout_queue.contract.tombstone import Tombstone
-from weir.audit.evidence import read_answers
-from weir.audit.facts import (
+from weir.audit.audit import notes_of, totals_of
+from weir.audit.audit_facts import (
     ClientAnswer,
     Evidence,
     GroupFact,
@@ -20,10 +20,9 @@ from weir.audit.facts import (
     StreamFact,
     TurnFact,
 )
-from weir.audit.ledger import EvidenceMissing
-from weir.audit.rules import findings_of
-from weir.audit.totals import notes_of, totals_of
-from weir.importing.files import rows_of
+from weir.audit.audit_rules import findings_of
+from weir.audit.evidence import EvidenceMissing, read_answers
+from weir.importing import rows_of
 
 
 def verdict(code: VerdictCode, step: int | None = None, version: int | None = None) -> Verdict:

@@ -5,7 +5,7 @@ from threading import Thread
 
 import pytest
 
-from weir.stack.probes import http_ready
+from weir.stack.service_process import http_ready
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from weir.stack.probes import http_ready
     ],
 )
 def test_an_answer_that_stops_is_no_answer_yet(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weir.stack.probes.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("weir.stack.service_process.PROBE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         lines = []
 

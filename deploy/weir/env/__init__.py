@@ -1,1 +1,0 @@
-"""`weir env`: its commands, and a demo that learns a task of a library."""

@@ -1,1 +1,0 @@
-"""Copies a trained model out of a run."""

@@ -1,1 +1,0 @@
-"""`weir top`: a live view of a deployment on a terminal."""

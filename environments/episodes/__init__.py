@@ -1,1 +1,0 @@
-"""Episodes: agents in their sessions, from the first call to the outcome."""

@@ -1,1 +1,0 @@
-"""Episodes that a library plays itself, in sessions of this run."""

@@ -1,1 +1,0 @@
-"""Hosts: processes that run environments in the Python environment of their library."""

@@ -1,1 +1,0 @@
-"""Agent loops: short programs that a user can read, copy and change."""

@@ -1,1 +1,0 @@
-"""What a run leaves: its journal, its summary, its picture."""

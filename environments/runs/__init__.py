@@ -1,1 +1,0 @@
-"""One run: which task comes next, its groups of episodes, and how it is resumed and told."""

@@ -1,1 +1,0 @@
-"""Tools that come from elsewhere than the environment: those of MCP servers."""

@@ -1,1 +1,0 @@
-"""Uploaded files: their store, and the rows of a training file."""

@@ -1,1 +1,0 @@
-"""The HTTP side: OpenAI's routes for files and jobs."""

@@ -1,1 +1,0 @@
-"""Runs grader objects on a sample and an item, whatever their type."""

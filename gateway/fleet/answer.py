@@ -75,32 +75,37 @@ class PartialAnswer:
             image_data=wanted.images or UNSET,
         )
 
-    def take(self, chunk: OutputChunk) -> Iterator[OutputChunk]:
+    def take(self, chunk: OutputChunk) -> Iterable[OutputChunk]:
         """The chunks that can be delivered now that `chunk` has arrived; the last one ends the answer.
 
         Raises EngineFault for a chunk that contradicts itself. If the engine aborts, raises EngineFault after
         the chunks that another engine can continue.
         """
         self._check(chunk)
-        if (ending := self._stop_unseen(chunk.ids)) is not None:
+        if self._stops and (ending := self._stop_unseen(chunk.ids)) is not None:
             self.cut_short = chunk.finish is None
             chunk = _first(chunk, *ending)
         self._attribute(chunk)
         hold = self._must_hold(chunk)
         self.ids += chunk.ids
+        if chunk.finish is not None:
+            return self._end(chunk)
+        if hold or self._held:
+            self._held.append(chunk)
+            return ()
+        self._delivered += len(chunk.ids)
+        return (chunk,) if chunk.ids else ()
+
+    def _end(self, chunk: OutputChunk) -> Iterator[OutputChunk]:
         self.finished = chunk.finish in ("stop", "length")
         if self.finished:
             yield from self._release()
             yield structs.replace(chunk, versions=self._versions())
-        elif chunk.finish == "abort":
-            if not self._constrained:
-                yield from self._release()
-                yield from self._deliver(structs.replace(chunk, finish=None, versions=()))
-            raise EngineFault("aborted", "the engine aborted the answer")
-        elif hold or self._held:
-            self._held.append(chunk)
-        else:
-            yield from self._deliver(chunk)
+            return
+        if not self._constrained:
+            yield from self._release()
+            yield from self._deliver(structs.replace(chunk, finish=None, versions=()))
+        raise EngineFault("aborted", "the engine aborted the answer")
 
     def keep_delivered(self) -> OutputChunk | None:
         """After a fault, drop the tokens that were not delivered.
@@ -167,22 +172,21 @@ class PartialAnswer:
         if chunk.ids and not (min(chunk.ids) >= 0 and max(chunk.ids) < self._vocab_size):
             # SGLang crashes on a prompt with such an id. After a failover, the prompt would contain this one.
             raise EngineFault("nonsense", f"a token id lies outside the vocabulary of {self._vocab_size}")
-        self._check_prompt(chunk)
-        if chunk.finish is None:
-            versions: Iterable[int] = (chunk.version,)
-        else:
+        if self._wanted.prompt_tokens is not None:
+            self._check_prompt(chunk, self._wanted.prompt_tokens)
+        versions: Iterable[int] = (chunk.version,)
+        if chunk.finish is not None:
             versions = (span.version for span in chunk.versions)
             self._check_last(chunk)
-        only = self.wish.version
+        only = self._wanted.wish.version
         if only is not None and any(version != only for version in versions):
             raise EngineFault("nonsense", f"the engine does not serve version {only}")
 
-    def _check_prompt(self, chunk: OutputChunk) -> None:
+    def _check_prompt(self, chunk: OutputChunk, expected: int) -> None:
         """SGLang counts the prompt in each event, so nothing of a wrong answer is delivered."""
-        expected = self._wanted.prompt_tokens
         # It is not counted if the engine aborts the request before it reads it.
         unknown = not chunk.prompt_tokens and chunk.finish in (None, "abort")
-        if expected is not None and not unknown and chunk.prompt_tokens != expected + self._start:
+        if not unknown and chunk.prompt_tokens != expected + self._start:
             raise EngineFault("nonsense", f"the engine made other than {expected} tokens of the prompt")
 
     def _check_last(self, chunk: OutputChunk) -> None:
@@ -250,7 +254,7 @@ class PartialAnswer:
         An engine does not see those that began in an earlier engine's part, and without a tokenizer none.
         Returns how many tokens of `new` complete the string, and the string; None if there is none.
         """
-        if not (self._stops and new):
+        if not new:
             return None
         tail, near = self.ids[-self._window :], new
         if self._engine_looks:

@@ -158,7 +158,8 @@ class EngineConnection(asyncio.Protocol):
             self._time(min(self._read_timeout_s, self._last_bytes_s))
         self._transport.write(head + body)
         while not self.status:
-            self._raise_failure()
+            if self._failure is not None:
+                raise self._failure
             await self._more()
 
     async def read(self) -> bytes:
@@ -169,7 +170,8 @@ class EngineConnection(asyncio.Protocol):
         while not self._parts:
             if self._complete:
                 return b""
-            self._raise_failure()
+            if self._failure is not None:
+                raise self._failure
             await self._more()
         data = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
         self._parts.clear()
@@ -206,16 +208,15 @@ class EngineConnection(asyncio.Protocol):
             self._left = False
             self.release()
 
-    async def _more(self) -> None:
+    def _more(self) -> asyncio.Future[None]:
+        """Is done at the next event of the connection."""
         self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        self._waiter = None
 
     def _check_timeout(self) -> None:
         """Check when bytes arrived last, and start the timer again. One timer serves many answers."""
@@ -244,10 +245,6 @@ class EngineConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     # What the event loop calls
 

@@ -196,13 +196,13 @@ class Sampler:
                 while not answer.finished:
                     with wait:
                         chunks = await stream.read()
-                    server.heard()
-                    if chunks:
-                        server.heard("scheduler")
+                    server.gave_bytes(tokens=bool(chunks))
                     for chunk in chunks:
-                        self._note_success(server)
+                        if server.breaker.failures:
+                            self._note_success(server)
                         for checked in answer.take(chunk):
-                            retries.progressed()
+                            if retries.faults:
+                                retries.progressed()
                             await on_chunk(checked)
                         if case.needed:
                             await case.progressed(answer.by_engine)
@@ -266,9 +266,8 @@ class Sampler:
         await clock.sleep(backoff_s)
 
     def _note_success(self, server: FleetServer) -> None:
-        if server.breaker.failures:
-            self.fleet.call_succeeded(server)
-            self.metrics.breakers.labels(server.id).set(0)
+        self.fleet.call_succeeded(server)
+        self.metrics.breakers.labels(server.id).set(0)
 
     async def _abort(self, engine_url: str, rid: str) -> None:
         """Tell the engine to abort the request, even if the caller is cancelled meanwhile."""

@@ -345,13 +345,15 @@ class FleetServer:
     def begin_wait(self, wait: EngineWait) -> None:
         """A call begins to wait for the engine's bytes; its end removes it from `waits`."""
         if not self.waits:
-            self.heard()
-            self.heard("scheduler")
+            self.gave_bytes(tokens=True)
         self.waits.add(wait)
 
-    def heard(self, life: Life = "process") -> None:
-        """The engine gave a sign of life."""
-        self.signs[life] = clock.monotonic()
+    def gave_bytes(self, *, tokens: bool) -> None:
+        """Its engine gave a sign of life; tokens are one of its scheduler's as well."""
+        now = clock.monotonic()
+        self.signs["process"] = now
+        if tokens:
+            self.signs["scheduler"] = now
 
     def give_up(self, why: str) -> None:
         """End every wait for the engine's bytes."""

@@ -16,8 +16,8 @@ from redis.exceptions import RedisError
 from bench.processes import free_port, running
 from bench.turns import EXPIRES_AT, specs, turns
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis.client.replication import Replication
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.settings import Replication
+from rollout_queue.redis.stream_writer import RedisWriter
 from weir.stack.service_process import executable
 
 CASES = (("everysec", 0), ("always", 0), ("always", 1))

@@ -7,7 +7,7 @@ import sys
 
 from starlette.types import Receive, Scope, Send
 
-from rollout_queue.http.server import serve
+from rollout_queue.http.http_server import serve
 
 BODY = b'{"id":"chatcmpl-0","object":"chat.completion","choices":[]}'
 HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(BODY))]

@@ -25,7 +25,7 @@ from openai import AsyncOpenAI
 
 from gateway.language.chat_messages import Message
 from gateway.language.render import ChatRenderer
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 from weir.demo.student import TrainingRow, write_rows, write_student
 
 NUMBERS = range(10)

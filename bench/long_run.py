@@ -15,10 +15,10 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import encode
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis import keys
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.redis_process import RedisProcess
 
 TURNS, GROUP = 10, 8
@@ -49,11 +49,11 @@ end
 
 def fill(redis: RedisProcess, sessions: int, began: float) -> None:
     """Store the run, and print what it takes."""
-    started, last = time.perf_counter(), keys.session(session_name(sessions - 1))
+    started, last = time.perf_counter(), key_names.session(session_name(sessions - 1))
     asyncio.run(_write(redis.url, began))
     copy_templates(redis.client, sessions, began)
     note_trained(redis.client, sessions)
-    redis.client.delete(keys.STREAM, keys.DEADLINES)
+    redis.client.delete(key_names.STREAM, key_names.DEADLINES)
     facts: Any = redis.client.info("memory")
     made = f"{sessions} sessions, {sessions * TURNS} turns in {time.perf_counter() - started:.0f} s"
     print(f"{made}; Redis has {facts['used_memory'] / 2**20:.0f} MiB")
@@ -113,7 +113,7 @@ async def write_templates(redis: AsyncRedis, began: float) -> None:
         turns = {
             f"v:{turn_name(spec.session_id, place)}": msgspec.json.encode(verdict) for place in range(TURNS)
         }
-        await redis.hset(keys.session(spec.session_id), mapping=turns)  # type: ignore[arg-type]
+        await redis.hset(key_names.session(spec.session_id), mapping=turns)  # type: ignore[arg-type]
     await writer.close()
 
 
@@ -144,20 +144,20 @@ def copy_templates(redis: Redis, sessions: int, began: float) -> None:
     script, templates = redis.register_script(COPY), TASKS * GROUP
     for first in range(templates):
         old = [session_name(first), group_name(first)]
-        fixed = [*(each.replace("-", "%-") for each in old), keys.session(""), keys.group("")]
+        fixed = [*(each.replace("-", "%-") for each in old), key_names.session(""), key_names.group("")]
         for start in range(first + templates, sessions, templates * COPIES_AT_ONCE):
             arguments: list[str | bytes | float] = [*fixed]
             for number in range(start, min(sessions, start + templates * COPIES_AT_ONCE), templates):
                 arguments += [session_name(number), group_name(number), began + number]
                 arguments.append(encode(spec_of(number, began)))
-            script([keys.session(old[0]), keys.SESSIONS, keys.SETTLED], arguments)
+            script([key_names.session(old[0]), key_names.SESSIONS, key_names.SETTLED], arguments)
 
 
 def note_trained(redis: Redis, sessions: int) -> None:
     """What the trainer notes with its verdicts: which step's version each trained session is in."""
     for start in range(0, sessions, 1000):
         found = filter(trained, range(start, min(sessions, start + 1000)))
-        redis.zadd(keys.TRAINED, {session_name(number): version_of(number) for number in found})
+        redis.zadd(key_names.TRAINED, {session_name(number): version_of(number) for number in found})
 
 
 async def _write(url: str, began: float) -> None:

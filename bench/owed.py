@@ -20,13 +20,13 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from bench.processes import free_port, module, running
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.packed_tokens import TrainedTokens
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Verdict
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
-from rollout_queue.redis import keys
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.scripts.consumer import ACKNOWLEDGE, FREE
+from rollout_queue.redis import key_names
+from rollout_queue.redis.consumer_scripts import ACKNOWLEDGE, FREE
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.stream_reader import RedisReader
 from trainer_service.groups.acknowledgement import AcknowledgedTurn, Acknowledgement
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.acknowledger import Acknowledger
@@ -93,7 +93,7 @@ def server(program: str, folder: Path) -> Iterator[tuple[str, int]]:
 
 def plant(redis: Redis, turns: int) -> Acknowledgement:
     """Write sessions whose entries the trainer has read. Returns what a checkpoint of one step owes."""
-    redis.xgroup_create(keys.STREAM, keys.GROUP, "0", mkstream=True)
+    redis.xgroup_create(key_names.STREAM, key_names.GROUP, "0", mkstream=True)
     script = redis.register_script(PLANT)
     redis.script_load(PLANT)
     verdict = Verdict(code="trained", step=1, version=1)
@@ -101,13 +101,15 @@ def plant(redis: Redis, turns: int) -> Acknowledgement:
     with redis.pipeline(transaction=False) as pipeline:
         for number, name in enumerate(sessions):
             first = number * TURNS_A_SESSION
-            script([keys.STREAM, keys.session(name)], [first, TURNS_A_SESSION, RECORD], client=pipeline)
+            script(
+                [key_names.STREAM, key_names.session(name)], [first, TURNS_A_SESSION, RECORD], client=pipeline
+            )
             if number % 500 == 499:
                 pipeline.execute()
         pipeline.execute()
     deliver = redis.register_script(DELIVER)
     for _ in range(0, turns, 1000):
-        deliver([keys.STREAM], [keys.GROUP, keys.CONSUMER])
+        deliver([key_names.STREAM], [key_names.GROUP, key_names.CONSUMER])
     owned = [f"s{turn // TURNS_A_SESSION}" for turn in range(turns)]
     tokens = TrainedTokens(240).pack()
     owed = [AcknowledgedTurn(name, f"t{turn}", verdict, tokens) for turn, name in enumerate(owned)]
@@ -121,14 +123,14 @@ def found(redis: Redis) -> Found:
     slow: Any = redis.execute_command("SLOWLOG", "GET", 100_000)  # type: ignore[no-untyped-call]
     names = {redis.script_load(script).encode() for script in (ACKNOWLEDGE, FREE)}
     took = [duration for _, _, duration, command, *_ in slow if names.intersection(command)]
-    counts: Any = redis.hgetall(keys.VERDICTS)
-    pending: Any = redis.xpending(keys.STREAM, keys.GROUP)
+    counts: Any = redis.hgetall(key_names.VERDICTS)
+    pending: Any = redis.xpending(key_names.STREAM, key_names.GROUP)
     return Found(
         pending["pending"],
-        redis.xlen(keys.STREAM),
+        redis.xlen(key_names.STREAM),
         int(counts.get(b"turn:trained", 0)),
         int(counts.get(b"session:trained", 0)),
-        redis.zcard(keys.STEPS),
+        redis.zcard(key_names.STEPS),
         script_calls(redis),
         max(took, default=0) / 1000,
     )
@@ -155,12 +157,12 @@ def trainer(url: str, checkpoint: Path, pid: int) -> None:
     redis: Any = MeasuredRedis.from_url(url)
     redis.pid = pid
     lease = Lease(redis, 30.0)
-    redis.delete(keys.LEASE)
+    redis.delete(key_names.LEASE)
     lease.claim()
     stream = RedisReader(redis, lease.token, lease.renew)
     heartbeat, metrics = Heartbeat(stream, SharedState(), 0.1), TrainerMetrics(CollectorRegistry())
     owed = msgspec.msgpack.decode(checkpoint.read_bytes(), type=Acknowledgement)
-    pending: Any = redis.xpending_range(keys.STREAM, keys.GROUP, "-", "+", 1)
+    pending: Any = redis.xpending_range(key_names.STREAM, key_names.GROUP, "-", "+", 1)
     Acknowledger(stream, heartbeat, metrics).resume(owed, {each["message_id"].decode() for each in pending})
     checkpoint.with_suffix(".cpu").write_text(str(redis.most_s))
 

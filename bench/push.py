@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
-from rollout_queue.protocol.collective import JoinBody
+from rollout_queue.protocol.rollout_server_messages import JoinBody
 from rollout_server.server import RolloutServer
 from rollout_server.settings import EngineLoraSettings, RolloutServerSettings
 from rollout_server.weights.policy import WantedPolicy

@@ -31,10 +31,10 @@ from bench.turns import CONTEXT, EXPIRES_AT, OUTPUT, OWNER, VOCABULARY, ending, 
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.records import SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.redis import keys
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_writer import RedisWriter
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.entry_reader import READ_COUNT
@@ -84,7 +84,7 @@ class MeasuredRedis:
 
     def reader(self) -> RedisReader:
         """The reader of a new trainer. The lease of the previous one is deleted."""
-        self.redis.delete(keys.LEASE)
+        self.redis.delete(key_names.LEASE)
         lease = Lease(self.redis, 3600.0)
         lease.claim()
         return RedisReader(self.redis, lease.token)
@@ -143,14 +143,14 @@ def append_ours(server: MeasuredRedis, given: list[Turn], name: str) -> None:
 
 def append_raw(server: MeasuredRedis, given: list[Turn], name: str, together: int) -> None:
     """Append the same bytes, encoded beforehand, to stream and hash, `together` turns in each pipeline."""
-    ready = [(keys.session(turn.session_id), f"t:{turn.turn_id}", encode(turn)) for turn in given]
+    ready = [(key_names.session(turn.session_id), f"t:{turn.turn_id}", encode(turn)) for turn in given]
     parts = [ready[start : start + together] for start in range(0, len(ready), together)]
     with loop_of(server) as (runner, redis):
 
         async def append(part: Sequence[tuple[str, str, bytes]]) -> None:
             async with redis.pipeline(transaction=True) as pipeline:
                 for key, field, packed in part:
-                    pipeline.xadd(keys.STREAM, {b"r": packed})
+                    pipeline.xadd(key_names.STREAM, {b"r": packed})
                     pipeline.hset(key, field, packed)
                 await pipeline.execute()
 
@@ -168,11 +168,11 @@ def read_ours(server: MeasuredRedis, count: int, name: str) -> None:
 
 def read_raw(server: MeasuredRedis, count: int, name: str) -> None:
     """Read the bytes without decoding them and without a check of the lease."""
-    server.redis.xgroup_create(keys.STREAM, "raw", "0")
+    server.redis.xgroup_create(key_names.STREAM, "raw", "0")
     left = count
     with server.measured(name, count):
         while left:
-            found: Any = server.redis.xreadgroup("raw", "one", {keys.STREAM: ">"}, READ_COUNT)
+            found: Any = server.redis.xreadgroup("raw", "one", {key_names.STREAM: ">"}, READ_COUNT)
             left -= len(found[0][1])
 
 
@@ -254,8 +254,8 @@ def memory(server: MeasuredRedis, sessions: int) -> None:
         say("a session's reward and outcome", sessions)
         runner.run(writer.close())
         runner.run(redis.connection_pool.disconnect())
-    entries = server.redis.memory_usage(keys.STREAM, 0) or 0
-    key = keys.session(made[0].session_id)
+    entries = server.redis.memory_usage(key_names.STREAM, 0) or 0
+    key = key_names.session(made[0].session_id)
     print(f"| MEMORY USAGE of the stream, a turn's part | {entries / len(given):.0f} |")
     print(f"| MEMORY USAGE of a head with its four turns | {server.redis.memory_usage(key, 0) or 0:.0f} |")
     settle(server, made, given)

@@ -29,12 +29,12 @@ from starlette.routing import Route
 from bench.gateway import REDIS
 from bench.policies import make_policy
 from bench.processes import free_port, running
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.serving import serving
 from tests.support.trainer_service.harness import FakeGateway
 from weir.stack.service_process import executable
@@ -54,7 +54,7 @@ async def play(url: str, rows: int) -> None:
     redis = AsyncRedis.from_url(url)
     writer, rng, number = RedisWriter(redis), random.Random(0), 0
     while True:
-        report = TrainerReport.of(await stored(redis.hgetall(keys.TRAINER)))
+        report = TrainerReport.of(await stored(redis.hgetall(key_names.TRAINER)))
         if (report.rollouts_waiting or 0) >= AHEAD * rows:
             await asyncio.sleep(0.05)
             continue

@@ -2,8 +2,8 @@
 
 import random
 
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 CONTEXT, OUTPUT = 356, 240
 TURNS_A_SESSION = 4

@@ -4,10 +4,10 @@ from fine_tuning.app import create_app
 from fine_tuning.errors import DirectoryInUse
 from fine_tuning.settings import FineTuningSettings
 from reward_service.python_sandbox import hide_from_children, isolates
-from rollout_queue.http.connections import ConnectionBounds
-from rollout_queue.http.keys import Keyring, refuse_open_binding
-from rollout_queue.http.server import serve
-from rollout_queue.http.starting import start
+from rollout_queue.http.bounded_protocol import ConnectionBounds
+from rollout_queue.http.callers import Keyring, refuse_open_binding
+from rollout_queue.http.http_server import serve
+from rollout_queue.starting import start
 
 LAST_ANSWERS_S = 10.0
 """How long requests may still take after SIGTERM."""

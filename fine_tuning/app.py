@@ -24,11 +24,10 @@ from reward_service.grader_runner import GraderRunner
 from reward_service.judging import GatewayModel, OpenAiModel
 from reward_service.python_sandbox import PythonProcesses
 from rollout_queue.http.api_page import api_page
-from rollout_queue.http.bodies.body_limit import BodyLimit
-from rollout_queue.http.callers import CallerCheck
+from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.callers import CallerCheck, Keyring, bearer
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
-from rollout_queue.http.keys import Keyring, bearer
-from rollout_queue.http.probes import probes, text_of
+from rollout_queue.http.probe_routes import probes, text_of
 
 FORM_BYTES = 64 * 2**10
 """What an upload has besides its file."""

@@ -29,8 +29,8 @@ from reward_service.graders.grade import UnusableSource
 from reward_service.graders.grader_objects import brings_python
 from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
-from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import JsonRoute
 
 T = TypeVar("T")
 

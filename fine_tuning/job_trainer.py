@@ -37,7 +37,7 @@ from reward_service.graders.grade import sample_of
 from reward_service.graders.grader_objects import AnyGrader
 from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
-from rollout_queue.protocol.policies import PolicyVersion
+from rollout_queue.protocol.gateway_messages import PolicyVersion
 
 
 def unfinished_evaluations(directory: Path) -> list[int]:

@@ -10,10 +10,8 @@ import msgspec
 from environments.session_client import pause_after
 from rollout_queue import clock
 from rollout_queue.foreign_json import read_json
-from rollout_queue.protocol.errors import error_message
-from rollout_queue.protocol.message import MalformedMessage
-from rollout_queue.protocol.policies import PolicyPage, PolicyVersion
-from rollout_queue.protocol.status import SystemStatus
+from rollout_queue.protocol.gateway_messages import PolicyPage, PolicyVersion, SystemStatus
+from rollout_queue.protocol.message import MalformedMessage, error_message
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,10 @@ from pathlib import Path
 from gateway.app import create_app
 from gateway.callers.api_keys import ApiKeys, WrongKeyFile, configured_keys
 from gateway.settings import GatewaySettings
-from rollout_queue.http.keys import refuse_open_binding
-from rollout_queue.http.server import LAST_WORDS_S, serve
-from rollout_queue.http.starting import begin
-from rollout_queue.http.workers.parent import run_workers
-from rollout_queue.http.workers.worker import Worker, bound_sockets, end_with_parent
-from rollout_queue.signals.tracing.start import begin_tracing
+from rollout_queue.http.callers import refuse_open_binding
+from rollout_queue.http.http_server import LAST_WORDS_S, serve
+from rollout_queue.http.worker_processes import Worker, bound_sockets, end_with_parent, run_workers
+from rollout_queue.starting import begin, begin_tracing
 
 logger = logging.getLogger("gateway")
 

@@ -50,12 +50,10 @@ from gateway.settings import GatewaySettings
 from gateway.tinker import routes as tinker
 from gateway.tinker.door import opened_door
 from rollout_queue.http.api_page import api_page
-from rollout_queue.http.browsers import public_hosts
+from rollout_queue.http.callers import public_hosts
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
-from rollout_queue.http.probes import probes
-from rollout_queue.http.workers.private_server import private_server
-from rollout_queue.http.workers.siblings import Siblings
-from rollout_queue.http.workers.worker import Worker
+from rollout_queue.http.probe_routes import probes
+from rollout_queue.http.worker_processes import Siblings, Worker, private_server
 from rollout_queue.redis.availability import refusal
 
 

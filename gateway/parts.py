@@ -45,12 +45,12 @@ from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import StreamDeleter, StreamWriter
-from rollout_queue.http.keys import bearer
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.opening import open_async_redis
-from rollout_queue.redis.connection.schema import SchemaTooNew, claim_schema_async
-from rollout_queue.redis.deletion import RedisDeleter
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.http.callers import bearer
+from rollout_queue.redis import key_names
+from rollout_queue.redis.redis_client import open_async_redis
+from rollout_queue.redis.schema_version import SchemaTooNew, claim_schema_async
+from rollout_queue.redis.session_deletion import RedisDeleter
+from rollout_queue.redis.stream_writer import RedisWriter
 
 logger = logging.getLogger(__name__)
 
@@ -253,9 +253,9 @@ async def _secret(redis: Redis) -> bytes:
     """The secret that signs session keys. All gateways on this Redis share it; the first one makes it."""
     while True:
         try:
-            if (secret := await cast(Awaitable[bytes | None], redis.get(keys.SECRET))) is not None:
+            if (secret := await cast(Awaitable[bytes | None], redis.get(key_names.SECRET))) is not None:
                 return secret  # read before `set`: a full Redis refuses writes
-            await redis.set(keys.SECRET, secrets.token_bytes(32), nx=True)
+            await redis.set(key_names.SECRET, secrets.token_bytes(32), nx=True)
         except (RedisError, OSError) as error:
             logger.warning("waiting for Redis: %s", error)
             await clock.sleep(SECRET_RETRY_S)

@@ -23,7 +23,7 @@ from prometheus_client.utils import floatToGoString
 from gateway.counters import SECONDS, CacheLookups, CallFigures, Distribution, FleetFigures, PromptTokens
 from gateway.errors import LimitReached
 from rollout_queue.contract.records import Turn
-from rollout_queue.signals.tracing.start import show_spans
+from rollout_queue.starting import show_spans
 
 
 class Traffic(msgspec.Struct):

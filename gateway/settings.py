@@ -5,14 +5,13 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollout_queue.contract.policies.canary import CanaryGates, Sticky
-from rollout_queue.contract.records import ReasoningEffort
-from rollout_queue.contract.sampling import SamplingMode, inexact
-from rollout_queue.http.connections import ConnectionBounds
-from rollout_queue.redis.client.settings import WriterRedisSettings
-from rollout_queue.redis.heads.cache import CACHE_BYTES
+from rollout_queue.contract.records import ReasoningEffort, SamplingMode, inexact
+from rollout_queue.contract.serving_plan import CanaryGates, Sticky
+from rollout_queue.http.bounded_protocol import ConnectionBounds
+from rollout_queue.redis.session_heads import CACHE_BYTES
+from rollout_queue.redis.settings import WriterRedisSettings
 from rollout_queue.settings import CommaSeparated, ServiceKey, ServiceSettings
-from rollout_queue.signals.tracing.settings import OtelSettings
+from rollout_queue.tracing import OtelSettings
 
 
 class SamplingSettings(BaseModel):

@@ -15,7 +15,7 @@ from typing import Any
 
 from gateway.language.render import ChatRenderer
 from results.experiment import Say
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 from weir.demo.make_model import model_for
 from weir.demo.student import WARM_START, TrainingRow, write_rows, write_student
 

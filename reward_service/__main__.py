@@ -6,10 +6,10 @@ from reward_service.app import check_rules, create_app
 from reward_service.graders.grade import UnusableSource
 from reward_service.python_sandbox import hide_from_children, isolates
 from reward_service.settings import RewardSettings
-from rollout_queue.http.connections import ConnectionBounds
-from rollout_queue.http.keys import Keyring, refuse_open_binding
-from rollout_queue.http.server import serve
-from rollout_queue.http.starting import start
+from rollout_queue.http.bounded_protocol import ConnectionBounds
+from rollout_queue.http.callers import Keyring, refuse_open_binding
+from rollout_queue.http.http_server import serve
+from rollout_queue.starting import start
 
 LAST_ANSWERS_S = 10.0
 """How long requests may still take after SIGTERM."""

@@ -38,11 +38,10 @@ from reward_service.python_sandbox import WITHOUT, PythonProcesses
 from reward_service.reward_metrics import RewardMetrics
 from reward_service.settings import RewardSettings
 from rollout_queue.http.api_page import api_page
-from rollout_queue.http.bodies.body_limit import BodyLimit
-from rollout_queue.http.callers import CallerCheck
+from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.callers import CallerCheck, Keyring, Role
 from rollout_queue.http.errors import RequestIds, install_error_handlers
-from rollout_queue.http.keys import Keyring, Role
-from rollout_queue.http.probes import probes, text_of
+from rollout_queue.http.probe_routes import probes, text_of
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,9 @@ from reward_service.judging import Allowances
 from reward_service.reward_metrics import RewardMetrics
 from rollout_queue import clock
 from rollout_queue.foreign_json import MOST_VALUES
-from rollout_queue.http.bodies.json_routes import JsonRoute
-from rollout_queue.http.callers import admins_only, role_in
+from rollout_queue.http.callers import Role, admins_only, digest, presented_key, role_in
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.keys import Role, digest, presented_key
+from rollout_queue.http.json_routes import JsonRoute
 
 
 class Slots:

@@ -35,9 +35,9 @@ from reward_service.graders.grader_objects import AnyGrader, LabelModelGrader, S
 from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 from rollout_queue.foreign_json import read_json
+from rollout_queue.http.callers import bearer
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.keys import bearer
-from rollout_queue.protocol.errors import error_message
+from rollout_queue.protocol.message import error_message
 
 
 class JudgeSettings(BaseModel):

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from reward_service.dispatch.reward_rules import AnyRule, DispatchSettings
 from reward_service.judging import JudgeSettings
 from reward_service.python_sandbox import PythonSettings
-from rollout_queue.http.keys import bearer
+from rollout_queue.http.callers import bearer
 from rollout_queue.settings import CommaSeparated, ServiceSettings
 
 

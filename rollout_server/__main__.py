@@ -1,9 +1,8 @@
 """Runs one rollout server until SIGTERM: python -m rollout_server [--config weir.yaml]."""
 
-from rollout_queue.http.keys import Keyring, refuse_open_binding
-from rollout_queue.http.server import serve
-from rollout_queue.http.starting import start
-from rollout_queue.signals.tracing.start import begin_tracing
+from rollout_queue.http.callers import Keyring, refuse_open_binding
+from rollout_queue.http.http_server import serve
+from rollout_queue.starting import begin_tracing, start
 from rollout_server.app import create_app
 from rollout_server.engine.command import find_device
 from rollout_server.engine.process import port_in_use

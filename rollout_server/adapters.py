@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 
 from rollout_queue import clock
-from rollout_queue.protocol.adapters import LoadedAdapter, WantedAdapter, WantedAdapters
+from rollout_queue.protocol.rollout_server_messages import LoadedAdapter, WantedAdapter, WantedAdapters
 from rollout_server.engine.control import AdapterRefused, EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import (

@@ -7,7 +7,7 @@ reaches the gateway.
 
 from typing import NamedTuple
 
-from rollout_queue.http.addresses import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
+from rollout_queue.http.http_server import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
 from rollout_server.settings import RolloutServerSettings
 
 

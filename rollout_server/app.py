@@ -8,19 +8,29 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from rollout_queue.http.api_page import api_page
-from rollout_queue.http.bodies.body_limit import BodyLimit
-from rollout_queue.http.callers import CallerCheck
+from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.callers import CallerCheck, Keyring
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.files import LargeFile
-from rollout_queue.http.keys import Keyring
-from rollout_queue.http.probes import probes, text_of
-from rollout_queue.http.release import release
-from rollout_queue.protocol.adapters import AdapterShape, LoadedAdapters, WantedAdapters
-from rollout_queue.protocol.engine_routes import EngineRouteDone, LoadAdapterBody, UpdateWeightsBody
-from rollout_queue.protocol.memory import MemoryReleased, MemoryResumed, ReleaseBody, ResumeBody
-from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded, ReloadSeconds
-from rollout_queue.protocol.status import ServerStatus
-from rollout_queue.signals.tracing.spans import span
+from rollout_queue.http.probe_routes import probes, release, text_of
+from rollout_queue.protocol.gateway_messages import ServerStatus
+from rollout_queue.protocol.rollout_server_messages import (
+    Aborted,
+    AdapterShape,
+    EngineRouteDone,
+    LoadAdapterBody,
+    LoadedAdapters,
+    MemoryReleased,
+    MemoryResumed,
+    ReleaseBody,
+    ReloadBody,
+    Reloaded,
+    ReloadSeconds,
+    ResumeBody,
+    UpdateWeightsBody,
+    WantedAdapters,
+)
+from rollout_queue.tracing import span
 from rollout_server.engine.engine import Engine
 from rollout_server.engine.state import ServerState
 from rollout_server.errors import ReloadError

@@ -6,7 +6,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from rollout_queue.signals.tracing.start import show_spans
+from rollout_queue.starting import show_spans
 from rollout_server.engine.engine import Engine
 from rollout_server.engine.state import ServerState
 from rollout_server.errors import ReloadError

@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 
 from rollout_queue import clock
-from rollout_queue.http.keys import bearer
-from rollout_queue.protocol.adapters import AdapterBody, AdapterPushed
-from rollout_queue.protocol.errors import error_message
-from rollout_queue.protocol.policies import PolicyBody
+from rollout_queue.http.callers import bearer
+from rollout_queue.protocol.gateway_messages import PolicyBody
+from rollout_queue.protocol.message import error_message
+from rollout_queue.protocol.rollout_server_messages import AdapterBody, AdapterPushed
 from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import (

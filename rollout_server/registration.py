@@ -10,11 +10,10 @@ import logging
 import httpx
 from pydantic import ValidationError
 
-from rollout_queue.http.keys import bearer
-from rollout_queue.protocol.adapters import WantedAdapters
-from rollout_queue.protocol.errors import error_message
-from rollout_queue.protocol.message import MalformedMessage, first_fault
-from rollout_queue.protocol.registration import Registered, ServerBody
+from rollout_queue.http.callers import bearer
+from rollout_queue.protocol.gateway_messages import Registered, ServerBody
+from rollout_queue.protocol.message import MalformedMessage, error_message, first_fault
+from rollout_queue.protocol.rollout_server_messages import WantedAdapters
 from rollout_server.addresses import addresses
 from rollout_server.settings import RolloutServerSettings
 from rollout_server.weights.policy import WantedPolicy

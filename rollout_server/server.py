@@ -15,12 +15,12 @@ from pathlib import Path
 import httpx
 
 from rollout_queue import clock
-from rollout_queue.base_model.model_files import ModelFiles
 from rollout_queue.contract.ids import new_id
-from rollout_queue.http.keys import bearer
+from rollout_queue.http.callers import bearer
 from rollout_queue.machine_memory import machine_memory
+from rollout_queue.model_files import ModelFiles
 from rollout_queue.private_file import write_private
-from rollout_queue.protocol.engine_load import EngineLoads
+from rollout_queue.protocol.rollout_server_messages import EngineLoads
 from rollout_server.adapters import COMPARE_EVERY_S, NamedAdapters
 from rollout_server.engine.command import cpu_kv_tokens, engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed

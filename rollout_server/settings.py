@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rollout_queue.http.addresses import http_url
+from rollout_queue.http.http_server import http_url
 from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceKey, ServiceSettings
-from rollout_queue.signals.tracing.settings import OtelSettings
+from rollout_queue.tracing import OtelSettings
 
 Device = Literal["cpu", "cuda"]
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]+")

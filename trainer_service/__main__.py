@@ -22,19 +22,16 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
-from rollout_queue.http.addresses import LOOPBACK_ADDRESS, WILDCARDS, address_towards, http_url
-from rollout_queue.http.keys import Keyring, bearer, refuse_open_binding
-from rollout_queue.http.server import HttpThread
-from rollout_queue.http.starting import begin
-from rollout_queue.redis.client.address import read_address
-from rollout_queue.redis.client.opening import open_redis
-from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.commands.reader import RedisCommandReader
-from rollout_queue.redis.connection.schema import SchemaTooNew, claim_schema
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.signals.access_log import AccessLog
-from rollout_queue.signals.tracing.start import begin_tracing
+from rollout_queue.http.callers import Keyring, bearer, refuse_open_binding
+from rollout_queue.http.http_server import LOOPBACK_ADDRESS, WILDCARDS, HttpThread, address_towards, http_url
+from rollout_queue.redis.command_log import RedisCommandReader
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.redis_client import open_redis
+from rollout_queue.redis.schema_version import SchemaTooNew, claim_schema
+from rollout_queue.redis.settings import RedisSettings, read_address
+from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.service_log import AccessLog
+from rollout_queue.starting import begin, begin_tracing
 from trainer_service.app import create_app
 from trainer_service.commands.ranks import follow_models
 from trainer_service.commands.serving import train_by_commands

@@ -15,16 +15,15 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Gauge
 
 from rollout_queue import clock
-from rollout_queue.base_model.model_files import FILE_NAME
-from rollout_queue.contract.policies.policy import MANIFEST
-from rollout_queue.http.bodies.body_limit import BodyLimit
-from rollout_queue.http.callers import CallerCheck, admins_only
+from rollout_queue.contract.published_policy import MANIFEST
+from rollout_queue.http.body_limit import BodyLimit
+from rollout_queue.http.callers import CallerCheck, Keyring, admins_only
 from rollout_queue.http.errors import ApiError, RequestIds, install_error_handlers
 from rollout_queue.http.files import LargeFile
-from rollout_queue.http.keys import Keyring
-from rollout_queue.http.probes import probes, text_of
-from rollout_queue.protocol.collective import JoinBody
-from rollout_queue.protocol.trainer import (
+from rollout_queue.http.probe_routes import probes, text_of
+from rollout_queue.model_files import FILE_NAME
+from rollout_queue.protocol.rollout_server_messages import JoinBody
+from rollout_queue.protocol.trainer_messages import (
     MOST_BUCKETS,
     MOST_METRIC_NAMES,
     MOST_METRICS,

@@ -18,9 +18,9 @@ from typing import TypeVar
 from rollout_queue import clock
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.contract.stream import StreamReader
-from rollout_queue.protocol.trainer import MOST_RECOVERIES
-from rollout_queue.redis import keys
-from rollout_queue.redis.lease.lease import Lease
+from rollout_queue.protocol.trainer_messages import MOST_RECOVERIES
+from rollout_queue.redis import key_names
+from rollout_queue.redis.lease import Lease
 from trainer_service.groups.guards import RecoveryState
 from trainer_service.groups.task_rates import TaskRate
 from trainer_service.shared_state import Backlog, Phase, SharedState
@@ -192,7 +192,7 @@ def keep_lease(lease: Lease, shared_state: SharedState, retry_s: float) -> Itera
     if not _claimed(lease, shared_state, retry_s):
         yield False
         return
-    logger.info("holds %s as %s", keys.LEASE, lease.holder)
+    logger.info("holds %s as %s", key_names.LEASE, lease.holder)
     ended = threading.Event()
     keeper = threading.Thread(
         target=copy_context().run, args=(_keep, lease, ended), name="lease", daemon=True
@@ -225,12 +225,12 @@ def _claimed(lease: Lease, shared_state: SharedState, retry_s: float) -> bool:
             expires_at_s = clock.monotonic() + held.expires_in_s
             logger.warning(
                 "%s belongs to %s; unless renewed, it expires in %.1f s",
-                keys.LEASE,
+                key_names.LEASE,
                 held.holder,
                 held.expires_in_s,
             )
         elif asked_s + held.expires_in_s > expires_at_s + ROUNDING_S:
-            raise SystemExit(f"another trainer holds {keys.LEASE}: {held.holder}")
+            raise SystemExit(f"another trainer holds {key_names.LEASE}: {held.holder}")
         shared_state.sleep(min(ASK_EVERY_S, held.expires_in_s + 0.01))
     return False
 
@@ -242,7 +242,7 @@ def _keep(lease: Lease, ended: threading.Event) -> None:
         try:
             lease.renew()
         except StorageUnavailable as error:
-            logger.warning("%s not renewed: %s", keys.LEASE, error)
+            logger.warning("%s not renewed: %s", key_names.LEASE, error)
         except LeaseLost as error:
             logger.error("%s", error)
             return

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from rollout_queue import clock
-from rollout_queue.signals.tracing.start import show_spans
+from rollout_queue.starting import show_spans
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import ENDS, EvaluationScore
 from trainer_service.groups.tally import TASK_METRIC

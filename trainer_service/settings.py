@@ -5,10 +5,10 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
-from rollout_queue.redis.client.settings import WriterRedisSettings
+from rollout_queue.contract.published_policy import ObjectPrefix
+from rollout_queue.redis.settings import WriterRedisSettings
 from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceKey, ServiceSettings
-from rollout_queue.signals.tracing.settings import OtelSettings
+from rollout_queue.tracing import OtelSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.model.settings import ModelSettings
 

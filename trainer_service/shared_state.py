@@ -13,9 +13,9 @@ from typing import Literal
 from msgspec.structs import asdict
 
 from rollout_queue import clock
-from rollout_queue.http.release import release
-from rollout_queue.protocol.model_checks import ModelCheck
-from rollout_queue.protocol.trainer import RecoveryReport, TrainerReport
+from rollout_queue.http.probe_routes import release
+from rollout_queue.protocol.message import ModelCheck
+from rollout_queue.protocol.trainer_messages import RecoveryReport, TrainerReport
 from trainer_service.groups.guards import Recovery, RecoveryState
 from trainer_service.groups.task_rates import TaskRate
 

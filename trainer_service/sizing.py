@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from rollout_queue.base_model.headers import BrokenWeights
-from rollout_queue.base_model.model_files import ModelFiles
+from rollout_queue.model_files import BrokenWeights, ModelFiles
 from trainer_service.model.huggingface import refused_in_words
 from trainer_service.model.logprob_head import CHUNK_SHARE
 from trainer_service.model.settings import LORA_LEARNING_RATE, LoraSettings

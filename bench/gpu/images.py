@@ -12,7 +12,7 @@ from bench.gpu.checks import Check, at_most
 from bench.gpu.kernels import LOGPROBS
 from bench.policies import row_of
 from bench.rollouts import SyntheticRollout
-from rollout_queue.contract.turn_parts.images import TurnImage
+from rollout_queue.contract.records import TurnImage
 from tests.support.images import encoded, image_of
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model

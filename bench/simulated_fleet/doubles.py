@@ -8,9 +8,9 @@ import msgspec
 
 from bench.simulated_fleet.engines import SimulatedEngine
 from gateway.fleet.fleet_server import Registration
-from rollout_queue.contract.policies.serving import Admissible, ServingPlan
-from rollout_queue.protocol.status import ServerStatus
-from rollout_queue.redis import keys
+from rollout_queue.contract.serving_plan import Admissible, ServingPlan
+from rollout_queue.protocol.gateway_messages import ServerStatus
+from rollout_queue.redis import key_names
 
 
 def url_of(engine_id: str) -> str:
@@ -58,11 +58,11 @@ class Registry:
     def answer(self, name: str, key: str) -> Any:
         """The answer to a command of a pipeline."""
         self.operations += 1
-        found: Any = set(self.loading) if key == keys.LOADING else set()
+        found: Any = set(self.loading) if key == key_names.LOADING else set()
         if name == "exists":
             return 1
         if name == "get":
-            found = self._plan if key == keys.SERVING else str(self._changes).encode()
+            found = self._plan if key == key_names.SERVING else str(self._changes).encode()
         self.bytes_read += len(found) if isinstance(found, bytes) else sum(map(len, found))
         return found
 

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from bench.queue import own_redis
 from bench.turns import EXPIRES_AT, OWNER, ending, specs, turns
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.stream_writer import RedisWriter
 
 TURNS = 2000
 """Of all sessions."""

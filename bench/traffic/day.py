@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 from bench.traffic.demand import GROUP_SIZE, GROUPS_PER_STEP, HOUR_S, STEP_S, Demand, demands
 from bench.traffic.virtual_stream import VirtualStream
 from gateway.callers.backpressure import StalenessBudget, TrainerBacklog
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Outcome, Reward, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.intake import Intake

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from rollout_queue.config_file import CONFIG_VARIABLE, MalformedSettings, config_file
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.http.release import release
-from rollout_queue.redis.client.address import without_password
+from rollout_queue.http.probe_routes import release
+from rollout_queue.redis.settings import without_password
 from weir import status
 from weir.configuration import check_configuration, effective_configuration
 from weir.env import app as env_commands
@@ -226,7 +226,7 @@ def import_sessions(
     ] = None,
 ) -> None:
     """Write exported sessions back to the queue, to be trained as if agents had just finished them."""
-    from rollout_queue.redis.client.opening import open_redis
+    from rollout_queue.redis.redis_client import open_redis
     from weir.audit.audit_sources import sources_of
     from weir.importing import import_files
 

@@ -14,12 +14,19 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from redis import Redis
 
-from rollout_queue.contract.episodes import Episode, episode_of, renamed
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.contract.rows import DeletedExportRow, ExportRow, row_from_fields, row_from_json
+from rollout_queue.contract.export_rows import (
+    DeletedExportRow,
+    Episode,
+    ExportRow,
+    episode_of,
+    renamed,
+    row_from_fields,
+    row_from_json,
+)
 from rollout_queue.foreign_json import read_json
-from rollout_queue.protocol.ids import ID
-from rollout_queue.redis.restore import Restored, restore
+from rollout_queue.protocol.message import ID
+from rollout_queue.redis.record_restore import Restored, restore
 from weir.errors import StackError
 from weir.words import counted
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, Manifest
+from rollout_queue.contract.published_policy import MANIFEST, STABLE, FileSpec, Manifest
 from rollout_queue.protocol.message import MalformedMessage
 from weir.errors import StackError
 from weir.stack import stack_state

@@ -108,8 +108,8 @@ def requeue(
 
     Upgrade the trainer first. A run that was interrupted may be repeated; exits with 1 if records stay.
     """
-    from rollout_queue.redis.client.opening import open_redis
-    from rollout_queue.redis.turns.dead_letters import requeue as move
+    from rollout_queue.redis.record_restore import requeue as move
+    from rollout_queue.redis.redis_client import open_redis
     from weir.audit.audit_sources import sources_of
 
     sources = sources_of(settings_of_run(config, run_dir, None, redis_url), redis_url)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from rollout_queue.config_file import CONFIG_VARIABLE
-from rollout_queue.redis.client.address import without_password
+from rollout_queue.redis.settings import without_password
 from rollout_queue.settings import read_settings
 from weir.errors import StackError
 from weir.stack import stack_state

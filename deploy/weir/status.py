@@ -7,10 +7,9 @@ import msgspec
 from rich.text import Text
 
 from rollout_queue import clock
+from rollout_queue.protocol.gateway_messages import SystemStatus
 from rollout_queue.protocol.message import MalformedMessage
-from rollout_queue.protocol.status import SystemStatus
-from rollout_queue.redis.client.address import without_password
-from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.settings import RedisSettings, without_password
 from weir.stack.service_process import (
     Readiness,
     http_ready,

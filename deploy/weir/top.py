@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.text import Text
 
 from rollout_queue import clock
+from rollout_queue.protocol.gateway_messages import SystemStatus
 from rollout_queue.protocol.message import MalformedMessage
-from rollout_queue.protocol.status import SystemStatus
 from weir.stack.service_process import system_status
 from weir.words import counted, duration, size
 

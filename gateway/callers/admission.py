@@ -34,7 +34,7 @@ from gateway.settings import LimitSettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import SessionSpec
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Quotas:
         """Remove the ended sessions of the next pages."""
         place = start = self._places.pop(quota.key, 0)
         for _ in range(MOST_PAGES):
-            arguments = [clock.now(), OPENING_S, quota.until, place, PAGE, keys.session("")]
+            arguments = [clock.now(), OPENING_S, quota.until, place, PAGE, key_names.session("")]
             seen, removed = await stored(self._sweep([quota.key], arguments))
             place = place + seen - removed
             if seen < PAGE:  # the end
@@ -163,7 +163,7 @@ class Quotas:
         self._places[quota.key] = place
 
     async def _try(self, specs: Sequence[SessionSpec], quotas: Sequence[Quota], *, shut: bool) -> QuotaResult:
-        names = [quota.key for quota in quotas] + [keys.session(spec.session_id) for spec in specs]
+        names = [quota.key for quota in quotas] + [key_names.session(spec.session_id) for spec in specs]
         arguments: list[str | int | float] = [clock.now(), int(shut), len(quotas)]
         for quota in quotas:
             arguments += [quota.bound, int(quota.counts)]
@@ -332,7 +332,7 @@ class Admission:
             quotas.append(Quota(key, limit - number + 1, "outcome"))
         if budget is not None:
             # A call that names no session opens one, which may never be rewarded. So it is not counted.
-            quotas.append(Quota(keys.UNTRAINED, budget.bound, "verdict", counts=not specs[0].inferred))
+            quotas.append(Quota(key_names.UNTRAINED, budget.bound, "verdict", counts=not specs[0].inferred))
         return quotas
 
     def _budget(self, spec: SessionSpec) -> StalenessBudget | None:
@@ -347,10 +347,12 @@ class Admission:
         return StalenessBudget(versions, trainer, serving)
 
     def _quota_reached(self, quota: Quota, count: int, budget: StalenessBudget | None) -> LimitReached:
-        if budget is not None and quota.key == keys.UNTRAINED:
+        if budget is not None and quota.key == key_names.UNTRAINED:
             return budget.refusal(count - budget.trainer.rollouts_owed, self._steps)
         name, whose = (
-            ("open_sessions", "") if quota.key == keys.OPEN else ("open_sessions_per_key", " of this key")
+            ("open_sessions", "")
+            if quota.key == key_names.OPEN
+            else ("open_sessions_per_key", " of this key")
         )
         message = (
             f"{count} sessions{whose} are open, and gateway.limits.{name} is {getattr(self._limits, name)}: "
@@ -419,4 +421,4 @@ class Admission:
 
 def _counted_in(limit: str, owner: str) -> str:
     """The quota of open sessions that a limit bounds."""
-    return keys.OPEN if limit == "open_sessions" else keys.open_of(owner)
+    return key_names.OPEN if limit == "open_sessions" else key_names.open_of(owner)

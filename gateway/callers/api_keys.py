@@ -29,7 +29,7 @@ from gateway.errors import ObjectNotFound, StateConflict
 from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.http.keys import DEFAULT_KEYS, Role, ServiceRole, digest
+from rollout_queue.http.callers import DEFAULT_KEYS, Role, ServiceRole, digest
 from rollout_queue.settings import is_secret
 
 logger = logging.getLogger(__name__)

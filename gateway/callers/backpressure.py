@@ -17,10 +17,10 @@ from redis.asyncio import Redis
 from gateway.callers.caller_limits import DEFAULT_RETRY_S, StepTrend, limit_reached, retry_after_s
 from gateway.errors import LimitReached
 from rollout_queue import clock
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.retention import forgotten_sessions
+from rollout_queue.redis.session_retention import forgotten_sessions
 
 TRAINER_FIELDS = (
     "version",
@@ -107,13 +107,13 @@ def memory_bound(pressure: Backpressure) -> str:
 async def read_backpressure(redis: Redis) -> Backpressure:
     """Raises StorageUnavailable."""
     async with redis.pipeline(transaction=False) as pipeline:
-        pipeline.xlen(keys.STREAM)
+        pipeline.xlen(key_names.STREAM)
         pipeline.info("memory")
-        pipeline.zcard(keys.SESSIONS)
-        pipeline.hgetall(keys.FORGOTTEN)
-        pipeline.hmget(keys.TRAINER, TRAINER_FIELDS)
-        pipeline.xlen(keys.DEAD_LETTERS)
-        pipeline.zcard(keys.DEADLINES)
+        pipeline.zcard(key_names.SESSIONS)
+        pipeline.hgetall(key_names.FORGOTTEN)
+        pipeline.hmget(key_names.TRAINER, TRAINER_FIELDS)
+        pipeline.xlen(key_names.DEAD_LETTERS)
+        pipeline.zcard(key_names.DEADLINES)
         pipeline.info("stats")
         found = await stored(pipeline.execute())
     entries, memory, sessions, forgotten, report, dead, unfinished, stats = found

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from gateway.errors import LimitReached
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 
 LimitCode = Literal[
@@ -219,7 +219,7 @@ class RateLimiter:
         poured = [usage.unshared_s for usage in usages.values()]
         for usage in usages.values():
             usage.unshared_s = 0.0
-        names, left = [keys.bucket(self._name, owner) for owner in usages], list[float]()
+        names, left = [key_names.bucket(self._name, owner) for owner in usages], list[float]()
         try:
             for first in range(0, len(names), BUCKETS_AT_ONCE):
                 page = slice(first, first + BUCKETS_AT_ONCE)

@@ -20,9 +20,9 @@ import msgspec
 from gateway.callers.api_keys import ApiKeys
 from gateway.errors import NotPermitted, UnknownCaller
 from rollout_queue.contract.records import SessionSpec
-from rollout_queue.http.keys import Role, ServiceRole, digest, presented_key
-from rollout_queue.protocol.ids import ID
-from rollout_queue.signals.log_ids import log_ids
+from rollout_queue.http.callers import Role, ServiceRole, digest, presented_key
+from rollout_queue.protocol.message import ID
+from rollout_queue.service_log import log_ids
 
 SERVICE_ROLES: frozenset[Role] = frozenset(get_args(ServiceRole))
 PREFIX = "sess-"

@@ -14,11 +14,11 @@ import msgspec
 from redis.asyncio import Redis
 
 from rollout_queue.contract.ids import new_id
-from rollout_queue.http.keys import Role, digest
-from rollout_queue.redis import keys
+from rollout_queue.http.callers import Role, digest
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.client.losses import note_loss_async, was_lost
-from rollout_queue.redis.connection.replicas import Argument, Confirm, unconfirmed
+from rollout_queue.redis.losses import note_loss_async, was_lost
+from rollout_queue.redis.pipelined import Argument, Confirm, unconfirmed
 
 REPLACE = """
 -- KEYS: keys, changed   ARGV: name, the key as it was read ('' if there was none), the new key, a new id
@@ -101,39 +101,41 @@ class KeyStore:
 
     async def last_change(self) -> bytes:
         """The id of the last change; empty if there was none."""
-        return bytes(await stored(self._redis.get(keys.KEYS_CHANGED)) or b"")
+        return bytes(await stored(self._redis.get(key_names.KEYS_CHANGED)) or b"")
 
     async def count(self) -> int:
-        return int(await stored(self._redis.hlen(keys.KEYS)))
+        return int(await stored(self._redis.hlen(key_names.KEYS)))
 
     async def all(self) -> tuple[ApiKey, ...]:
-        found = await stored(self._redis.hgetall(keys.KEYS))
+        found = await stored(self._redis.hgetall(key_names.KEYS))
         return tuple(msgspec.json.decode(each, type=ApiKey) for each in found.values())
 
     async def read(self, name: str) -> tuple[ApiKey | None, bytes]:
         """The key, and its bytes for `replace`; (None, b"") if there is none."""
-        packed = await stored(self._redis.hget(keys.KEYS, name))
+        packed = await stored(self._redis.hget(key_names.KEYS, name))
         return (None, b"") if packed is None else (msgspec.json.decode(packed, type=ApiKey), packed)
 
     async def replace(self, packed: bytes, key: ApiKey) -> bool:
         """Store the key in place of the one with these bytes. Returns False if that was changed."""
         arguments: list[Argument] = [key.name, packed, msgspec.json.encode(key), new_id()]
-        return bool(await self._confirm(self._replace, [keys.KEYS, keys.KEYS_CHANGED], arguments))
+        return bool(await self._confirm(self._replace, [key_names.KEYS, key_names.KEYS_CHANGED], arguments))
 
     async def write_again(self, known: Sequence[ApiKey]) -> None:
         """Store those of these keys that Redis has lost, and say so: none is ever removed."""
-        there = await stored(self._redis.hkeys(keys.KEYS))
+        there = await stored(self._redis.hkeys(key_names.KEYS))
         lost = [key for key in known if key.name.encode() not in there]
-        if not lost or not await was_lost(self._redis, keys.KEYS):
+        if not lost or not await was_lost(self._redis, key_names.KEYS):
             return
         async with self._redis.pipeline(transaction=False) as writing:
             for key in lost:
-                writing.hsetnx(keys.KEYS, key.name, msgspec.json.encode(key))
-            writing.set(keys.KEYS_CHANGED, new_id())
+                writing.hsetnx(key_names.KEYS, key.name, msgspec.json.encode(key))
+            writing.set(key_names.KEYS_CHANGED, new_id())
             await stored(writing.execute())
         names = ", ".join(sorted(key.name for key in lost))
-        said = f"{keys.KEYS} had lost these API keys, and a gateway that knew them has written them again"
-        await note_loss_async(self._redis, keys.KEYS, f"{said}: {names}")
+        said = (
+            f"{key_names.KEYS} had lost these API keys, and a gateway that knew them has written them again"
+        )
+        await note_loss_async(self._redis, key_names.KEYS, f"{said}: {names}")
 
     async def add_usage(self, usage: Mapping[str, KeyUse]) -> Mapping[str, int]:
         """Add what keys used since the last call, by name. Returns how many tokens each has used in all.
@@ -145,20 +147,22 @@ class KeyStore:
         async with self._redis.pipeline(transaction=False) as adding:
             used: Any = {name: each.at for name, each in usage.items() if each.at}
             if used:
-                adding.hset(keys.KEYS_USED, mapping=used)
+                adding.hset(key_names.KEYS_USED, mapping=used)
             for name, each in usage.items():
-                adding.hincrby(keys.KEYS_TOKENS, name, each.tokens)
+                adding.hincrby(key_names.KEYS_TOKENS, name, each.tokens)
             spent = (await stored(adding.execute()))[-len(usage) :]
         return dict(zip(usage, map(int, spent), strict=True))
 
     async def note_lost_use(self) -> None:
         """Say that the tokens of keys have become fewer."""
-        await note_loss_async(self._redis, keys.KEYS_TOKENS, f"{keys.KEYS_TOKENS} was gone: {USE_LOST}")
+        await note_loss_async(
+            self._redis, key_names.KEYS_TOKENS, f"{key_names.KEYS_TOKENS} was gone: {USE_LOST}"
+        )
 
     async def usage(self) -> Mapping[str, KeyUse]:
         """What every key has used, by name."""
-        used = await stored(self._redis.hgetall(keys.KEYS_USED))
-        tokens = await stored(self._redis.hgetall(keys.KEYS_TOKENS))
+        used = await stored(self._redis.hgetall(key_names.KEYS_USED))
+        tokens = await stored(self._redis.hgetall(key_names.KEYS_TOKENS))
         return {name.decode(): KeyUse(float(at), int(tokens.get(name, 0))) for name, at in used.items()}
 
 

@@ -69,8 +69,8 @@ from gateway.language.families import Family
 from gateway.language.parsed_answer import ToolCall
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import SWITCHES, ThinkingWish, effort_of
-from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import worked
 
 OLDER = frozenset({"refusal", "function_call"})
 """Fields that `_modern` converts to other fields."""

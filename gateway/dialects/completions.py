@@ -33,9 +33,9 @@ from gateway.generations.generation import Call, Generation
 from gateway.language.constraint import Constraint, constraint_of_text
 from gateway.language.deltas import Delta
 from gateway.language.render import ChatRenderer
-from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.http.bodies.large_bodies import worked
+from rollout_queue.contract.packed_tokens import TokenIds
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import worked
 
 MAX_ANSWERS = 128
 """Limit on the answers of one request: its prompts times `n`."""

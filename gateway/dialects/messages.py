@@ -61,8 +61,8 @@ from gateway.language.constraint import constrainer, shown_tools
 from gateway.language.deltas import Delta
 from gateway.language.parsed_answer import ToolCall
 from gateway.language.render import ChatRenderer
-from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import worked
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "max_tokens")
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}

@@ -45,8 +45,8 @@ from gateway.language.chat_messages import Message, in_call_order
 from gateway.language.constraint import constrainer, shown_tools
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import ThinkingWish, effort_of
-from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import worked
 
 INCLUDED = (
     LOGPROBS,

@@ -34,7 +34,7 @@ from gateway.generations.generation import Generation
 from gateway.language.chat_messages import Message
 from rollout_queue.contract.errors import SessionDeleted
 from rollout_queue.http.errors import ApiError
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 
 IN_PROGRESS = "in_progress"
@@ -187,7 +187,7 @@ class ResponseStore:
 
     async def delete(self, response_id: str) -> None:
         """Delete a stored response. The record of its turn stays."""
-        await stored(self._redis.delete(keys.response(response_id)))
+        await stored(self._redis.delete(key_names.response(response_id)))
 
     async def items(self, item_ids: Iterable[str]) -> dict[str, Item]:
         """The stored items among `item_ids`, by id."""
@@ -236,8 +236,8 @@ class ResponseStore:
             shared_from=shared_from,
         )
         ttl_ms = int(min(spec.ttl_s, MAX_TTL_S) * 1000) or 1
-        names = [keys.session(spec.session_id), keys.response(generation.completion_id)]
-        names += map(keys.response, past.responses)
+        names = [key_names.session(spec.session_id), key_names.response(generation.completion_id)]
+        names += map(key_names.response, past.responses)
         script = self._redis.register_script(KEEP)
         former = "" if replacing is None else replacing.fingerprint
         if not await stored(script(names, [packed(response), ttl_ms, former])):
@@ -267,8 +267,8 @@ class ResponseStore:
         names = [name for name in response_ids if RESPONSE_ID.fullmatch(name)]
         if not names:
             return {}
-        # bounded: MAX_PREVIOUS
-        found: list[bytes | None] = await stored(self._redis.mget([keys.response(name) for name in names]))
+        where = [key_names.response(name) for name in names]
+        found: list[bytes | None] = await stored(self._redis.mget(where))  # bounded: MAX_PREVIOUS
         loaded = {name: unpacked(raw) for name, raw in zip(names, found, strict=True) if raw is not None}
         return {name: each for name, each in loaded.items() if self._caller.owns(each)}
 
@@ -338,7 +338,7 @@ class BackgroundResponse:
         state = msgspec.to_builtins(ResponseState(status=IN_PROGRESS))
         told: JsonObject = {**self._head(generation), **state}
         del told["output"]
-        self._name = keys.response(generation.completion_id)
+        self._name = key_names.response(generation.completion_id)
         self._record = StoredResponse(
             spec.owner,
             spec.session_id,
@@ -348,7 +348,7 @@ class BackgroundResponse:
             told=told,
         )
         script = self._redis.register_script(BEGIN)
-        names = [keys.session(spec.session_id), self._name]
+        names = [key_names.session(spec.session_id), self._name]
         if not await stored(script(names, [packed(self._record), TTL_MS])):
             raise SessionDeleted(spec.session_id)
         return encode({**self._record.told, "output": []})
@@ -357,7 +357,7 @@ class BackgroundResponse:
         """Say that the answer is still being made. Returns False if it was cancelled, or was deleted, maybe
         with its session."""
         script = self._redis.register_script(RENEW)
-        names = [keys.session(self._record.session_id), self._name]
+        names = [key_names.session(self._record.session_id), self._name]
         return bool(await stored(script(names, [self._record.fingerprint, TTL_MS])))
 
     async def end(self, recorded: RecordedAnswer) -> None:
@@ -388,7 +388,7 @@ async def cancel(redis: Redis, response_id: str, found: StoredResponse) -> bool:
         message = "only a response that was created with background: true can be cancelled"
         raise InvalidRequest(message, param="response_id")
     return found.status == IN_PROGRESS and await replace(
-        redis, keys.response(response_id), found, "cancelled"
+        redis, key_names.response(response_id), found, "cancelled"
     )
 
 
@@ -396,7 +396,7 @@ async def as_of_now(redis: Redis, response_id: str, found: StoredResponse) -> St
     """The record; a failed one if the gateway that made its answer has stopped."""
     if found.status != IN_PROGRESS:
         return found
-    left_ms = await stored(cast(Awaitable[Any], redis.pttl(keys.response(response_id))))
+    left_ms = await stored(cast(Awaitable[Any], redis.pttl(key_names.response(response_id))))
     if left_ms >= TTL_MS - LEASE_S * 1000:
         return found
     return msgspec.structs.replace(found, told=_told(found, "failed", STOPPED))

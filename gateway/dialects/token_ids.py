@@ -32,9 +32,9 @@ from gateway.dialects.wire import check_sampling, encode, given_fields, sampling
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.render import ChatRenderer
-from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.http.bodies.large_bodies import worked
+from rollout_queue.contract.packed_tokens import TokenIds
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import worked
 
 MAX_STOP_IDS = 256
 """Limit on the stop tokens of one call."""

@@ -39,14 +39,11 @@ from gateway.edge.retries import InFlightCalls
 from gateway.errors import NotPermitted, UnknownCaller
 from gateway.settings import WrongKeySettings
 from rollout_queue import clock
-from rollout_queue.http.bodies.large_bodies import PacedReceive, next_iteration
-from rollout_queue.http.browsers import check_keyless
+from rollout_queue.http.callers import check_keyless, presented_key
 from rollout_queue.http.errors import ApiError, request_id_of
-from rollout_queue.http.keys import presented_key
-from rollout_queue.signals.access_log import path_template
-from rollout_queue.signals.log_ids import begin_log_ids, log_ids
-from rollout_queue.signals.tracing.requests import describe_request, request_span
-from rollout_queue.signals.tracing.spans import TraceSpan
+from rollout_queue.http.json_routes import PacedReceive, next_iteration
+from rollout_queue.service_log import begin_log_ids, log_ids, path_template
+from rollout_queue.tracing import TraceSpan, describe_request, request_span
 
 ADDRESSES = 10_000
 """How many addresses are remembered: those that tried last."""

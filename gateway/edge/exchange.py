@@ -34,9 +34,9 @@ from gateway.sessions.resolution import HEADERS, SessionClues
 from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.foreign_json import LARGE_BYTES
-from rollout_queue.http.bodies.large_bodies import worked
 from rollout_queue.http.errors import ApiError
-from rollout_queue.signals.log_ids import log_ids
+from rollout_queue.http.json_routes import worked
+from rollout_queue.service_log import log_ids
 
 logger = logging.getLogger(__name__)
 

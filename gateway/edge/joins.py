@@ -18,7 +18,7 @@ from gateway.edge.reply import Reply
 from gateway.edge.request import DisconnectWatch
 from gateway.edge.retries import CallKey, InFlightCalls
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.workers.siblings import ASK_S, HUNG_S, Siblings
+from rollout_queue.http.worker_processes import ASK_S, HUNG_S, Siblings
 
 logger = logging.getLogger(__name__)
 

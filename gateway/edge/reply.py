@@ -22,7 +22,7 @@ from gateway.generations.generation import Generation
 from gateway.language.deltas import AnswerStream, BegunAnswerStream, RawTextStream, StoppedStream
 from gateway.parts import GatewayParts
 from rollout_queue import clock
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 
 LINE_ENDS = (
     (b"\xe2\x80\xa8", b"\\u2028"),

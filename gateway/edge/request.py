@@ -22,7 +22,7 @@ from gateway.language.image_pads import image_parts
 from gateway.language.image_reading import ImageReader
 from gateway.prometheus import Metrics
 from rollout_queue import clock
-from rollout_queue.http.bodies.content_codings import HEADER, codings_of, content_encoding, decoded
+from rollout_queue.http.body_limit import HEADER, codings_of, content_encoding, decoded
 from rollout_queue.http.errors import ApiError
 
 WATCH_AFTER_S = 0.5

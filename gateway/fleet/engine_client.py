@@ -25,7 +25,7 @@ from gateway.fleet.event_stream import EventStream, OutputChunk, engine_error
 from gateway.fleet.generate_request import Adapter, GenerateBody, encode
 from rollout_queue import clock
 from rollout_queue.protocol.message import ServiceMessage
-from rollout_queue.signals.tracing.spans import traceparent
+from rollout_queue.tracing import traceparent
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ import msgspec
 from msgspec import structs
 
 from gateway.errors import EngineFault, RequestRefused
-from rollout_queue.contract.records import Span
-from rollout_queue.contract.turn_parts.experts import RoutedExperts
+from rollout_queue.contract.records import RoutedExperts, Span
 from rollout_queue.foreign_json import read_json
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ no sign of life ──▶ silent (`silence.py`) ──▶ no calls until the eng
 
 A *bare engine* is an SGLang server of the setting `engines`, without a rollout server. It loads no policies.
 A server is *in rotation* (it may get calls) while it is ready or loads weights, is not drained, and serves an
-admissible version (`rollout_queue/contract/policies/serving.py`). A bare engine may serve any version. An
+admissible version (`rollout_queue/contract/serving_plan.py`). A bare engine may serve any version. An
 operator drains a server to take it out of rotation.
 """
 
@@ -39,11 +39,11 @@ from gateway.fleet.suspects import Suspects
 from gateway.settings import ConcurrencySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.policies.serving import ServingPlan
-from rollout_queue.http.keys import bearer
-from rollout_queue.redis import keys
+from rollout_queue.contract.serving_plan import ServingPlan
+from rollout_queue.http.callers import bearer
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.connection.replicas import Confirm, unconfirmed
+from rollout_queue.redis.pipelined import Confirm, unconfirmed
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Fleet:
         self._check_not_bare(registration.id)
         stamped = await renewed(self.redis, registration)
         if stamped is None:
-            known = (await stored(self.redis.hgetall(keys.SERVERS))).values()
+            known = (await stored(self.redis.hgetall(key_names.SERVERS))).values()
             earlier = [msgspec.json.decode(value, type=Registration) for value in known]
             registration, taken = await distinct(registration, earlier, self.engine, self.headers)
             for server_id in taken:

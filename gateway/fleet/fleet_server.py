@@ -26,8 +26,8 @@ from gateway.fleet.answer import PartialAnswer
 from gateway.fleet.generate_request import Adapter, Wish
 from gateway.settings import ConcurrencySettings
 from rollout_queue import clock
-from rollout_queue.protocol.adapters import AdapterShape
-from rollout_queue.protocol.status import NO_SIGN_OF_LIFE, ServerShape
+from rollout_queue.protocol.gateway_messages import NO_SIGN_OF_LIFE, ServerShape
+from rollout_queue.protocol.rollout_server_messages import AdapterShape
 
 Life = Literal["process", "scheduler"]
 """The part of an engine that gives a sign of life (`silence.py`)."""

@@ -16,7 +16,7 @@ from gateway.counters import FleetFigures
 from gateway.fleet.fleet_server import FleetServer
 from gateway.fleet.generate_request import ANY, Wish
 from rollout_queue import clock
-from rollout_queue.contract.policies.serving import ServingPlan
+from rollout_queue.contract.serving_plan import ServingPlan
 
 SLACK = 4
 """A server is too busy for a call if it has over SLACK calls more than the others' mean. If the mean is

@@ -17,11 +17,11 @@ from gateway.fleet.fleet_server import FleetServer, Registration
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.policies.serving import ServingPlan, plan_of
-from rollout_queue.redis import keys
+from rollout_queue.contract.serving_plan import ServingPlan, plan_of
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.client.losses import note_loss_async, was_lost
-from rollout_queue.redis.policies.serving import ServingRegister
+from rollout_queue.redis.losses import note_loss_async, was_lost
+from rollout_queue.redis.plan_store import ServingRegister
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +65,15 @@ class KnownRegistrations:
         they were read last. Raises StorageUnavailable."""
         now = clock.now()
         async with redis.pipeline(transaction=False) as reading:
-            reading.get(keys.SERVERS_CHANGED)
-            reading.get(keys.SERVING)
-            reading.smembers(keys.HELD)
-            reading.smembers(keys.LOADING)
-            reading.exists(keys.SECRET)
+            reading.get(key_names.SERVERS_CHANGED)
+            reading.get(key_names.SERVING)
+            reading.smembers(key_names.HELD)
+            reading.smembers(key_names.LOADING)
+            reading.exists(key_names.SECRET)
             change, serving, drained, loading, secret = await stored(reading.execute())
         fresh = change is None or change != self._change or not 0 <= now - self._read_at < WHOLE_EVERY_S
         if fresh:
-            found = (await stored(redis.hgetall(keys.SERVERS))).values()
+            found = (await stored(redis.hgetall(key_names.SERVERS))).values()
             # Each removal leaves a new id in SERVERS_CHANGED.
             if found or change not in (None, self._change) or not await self._write_again(redis):
                 self._known = {each.id: each for each in map(_registration.decode, found)}
@@ -88,26 +88,26 @@ class KnownRegistrations:
     async def _write_again(self, redis: Redis) -> bool:
         """Store the registrations if Redis has lost them, so that their servers get calls meanwhile: they
         register only every few seconds. Returns whether it has lost them."""
-        if not self._known or not await self._was_lost(redis, keys.SERVERS):
+        if not self._known or not await self._was_lost(redis, key_names.SERVERS):
             return False
         async with redis.pipeline(transaction=False) as writing:
             for server_id, registration in self._known.items():
-                writing.hsetnx(keys.SERVERS, server_id, msgspec.json.encode(registration).decode())
+                writing.hsetnx(key_names.SERVERS, server_id, msgspec.json.encode(registration).decode())
             if any(await stored(writing.execute())):
-                said = f"{keys.SERVERS} was gone: a gateway has written the {len(self._known)} servers again"
-                await note_loss_async(redis, keys.SERVERS, said)
+                again = f"a gateway has written the {len(self._known)} servers again"
+                said = f"{key_names.SERVERS} was gone: {again}"
+                await note_loss_async(redis, key_names.SERVERS, said)
         return True
 
     async def _write_drained_again(self, redis: Redis, servers: Iterable[FleetServer]) -> frozenset[str]:
         """Note again which servers are drained, if Redis has lost it. Returns them."""
         drained = [server.id for server in servers if server.drained]
-        if not drained or not await self._was_lost(redis, keys.HELD):
+        if not drained or not await self._was_lost(redis, key_names.HELD):
             return frozenset()
-        if await stored(redis.sadd(keys.HELD, MARK, *drained)):
-            said = (
-                f"{keys.HELD} was gone: a gateway has noted the drained servers again: {', '.join(drained)}"
-            )
-            await note_loss_async(redis, keys.HELD, said)
+        if await stored(redis.sadd(key_names.HELD, MARK, *drained)):
+            again = f"a gateway has noted the drained servers again: {', '.join(drained)}"
+            said = f"{key_names.HELD} was gone: {again}"
+            await note_loss_async(redis, key_names.HELD, said)
         return frozenset(drained)
 
     async def _write_plan_again(self, redis: Redis, plan: ServingPlan, *, lost: bool) -> ServingPlan:
@@ -115,38 +115,38 @@ class KnownRegistrations:
         Returns the plan that Redis has now."""
         if not lost:
             plan = await ServingRegister(redis, known=lambda: plan).change(lambda known: known)
-            said = f"{keys.SERVING} was older than a gateway knew, and is written again as it was"
-            await note_loss_async(redis, keys.SERVING, said)
-        elif plan == ServingPlan() or not await self._was_lost(redis, keys.SERVING):
+            said = f"{key_names.SERVING} was older than a gateway knew, and is written again as it was"
+            await note_loss_async(redis, key_names.SERVING, said)
+        elif plan == ServingPlan() or not await self._was_lost(redis, key_names.SERVING):
             return ServingPlan()
-        elif await stored(redis.set(keys.SERVING, msgspec.json.encode(plan), nx=True)):
-            said = f"{keys.SERVING} was gone: a gateway has written the serving plan again, as it was"
-            await note_loss_async(redis, keys.SERVING, said)
+        elif await stored(redis.set(key_names.SERVING, msgspec.json.encode(plan), nx=True)):
+            said = f"{key_names.SERVING} was gone: a gateway has written the serving plan again, as it was"
+            await note_loss_async(redis, key_names.SERVING, said)
         return plan
 
-    async def _was_lost(self, redis: Redis, key: keys.Key) -> bool:
+    async def _was_lost(self, redis: Redis, key: key_names.Key) -> bool:
         return await was_lost(redis, key, had_secret=self._had_secret)
 
 
 async def set_held(redis: Redis, server_ids: Collection[str], *, drained: bool) -> None:
     """Note that an operator has taken servers out of rotation, or put them back. MARK stays in the set, so
     that it never vanishes by itself. Raises StorageUnavailable."""
-    await stored(redis.sadd(keys.HELD, MARK, *(server_ids if drained else ())))
+    await stored(redis.sadd(key_names.HELD, MARK, *(server_ids if drained else ())))
     if not drained:
-        await stored(redis.srem(keys.HELD, *server_ids))
+        await stored(redis.srem(key_names.HELD, *server_ids))
 
 
 async def renewed(redis: Redis, registration: Registration) -> Registration | None:
     """The registration with the time of now, if the same process has registered the same addresses; None if
     it has not, so that other servers have to be looked at. Raises StorageUnavailable."""
-    raw = await stored(redis.hget(keys.SERVERS, registration.id))
+    raw = await stored(redis.hget(key_names.SERVERS, registration.id))
     if raw is None:
         return None
     known = _registration.decode(raw)
     if not registration.renews(known):
         return None
     stamped = msgspec.structs.replace(registration, registered_at=clock.now(), displaced=known.displaced)
-    await stored(redis.hset(keys.SERVERS, stamped.id, msgspec.json.encode(stamped).decode()))
+    await stored(redis.hset(key_names.SERVERS, stamped.id, msgspec.json.encode(stamped).decode()))
     return stamped
 
 
@@ -155,8 +155,10 @@ async def write_registration(redis: Redis, registration: Registration) -> Regist
     StorageUnavailable."""
     stamped = msgspec.structs.replace(registration, registered_at=clock.now())
     async with redis.pipeline(transaction=False) as writing:
-        writing.hset(keys.SERVERS, stamped.id, msgspec.json.encode(stamped).decode())
-        writing.set(keys.SERVERS_CHANGED, new_id())  # after the change, so that its readers see the change
+        writing.hset(key_names.SERVERS, stamped.id, msgspec.json.encode(stamped).decode())
+        writing.set(
+            key_names.SERVERS_CHANGED, new_id()
+        )  # after the change, so that its readers see the change
         await stored(writing.execute())
     return stamped
 
@@ -164,8 +166,8 @@ async def write_registration(redis: Redis, registration: Registration) -> Regist
 async def remove_registration(redis: Redis, server_id: str) -> bool:
     """Returns whether it was there. Raises StorageUnavailable."""
     async with redis.pipeline(transaction=False) as writing:
-        writing.hdel(keys.SERVERS, server_id)
-        writing.set(keys.SERVERS_CHANGED, new_id())
+        writing.hdel(key_names.SERVERS, server_id)
+        writing.set(key_names.SERVERS_CHANGED, new_id())
         removed, _ = await stored(writing.execute())
     return bool(removed)
 
@@ -182,7 +184,7 @@ async def noted_as_loading(redis: Redis, server_id: str) -> AsyncIterator[None]:
 
 async def _note(change: Callable[[str, str], Any], server_id: str) -> None:
     try:
-        await stored(change(keys.LOADING, server_id))
+        await stored(change(key_names.LOADING, server_id))
     except StorageUnavailable as error:
         logger.warning("gateways learn late whether server %s loads a version: %s", server_id, error)
 

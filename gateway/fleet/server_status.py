@@ -21,8 +21,8 @@ from gateway.fleet.event_stream import version_number
 from gateway.fleet.fleet_server import EngineLoad, FleetServer, ModelInfo, Registration
 from rollout_queue import clock
 from rollout_queue.foreign_json import read_json
-from rollout_queue.protocol.engine_load import EngineLoads
-from rollout_queue.protocol.status import ServerStatus
+from rollout_queue.protocol.gateway_messages import ServerStatus
+from rollout_queue.protocol.rollout_server_messages import EngineLoads
 
 LATE_ANSWERS = 2
 """Consecutive timeouts after which a server counts as dead. A single one may come from a busy machine."""

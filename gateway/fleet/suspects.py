@@ -25,7 +25,7 @@ from gateway.errors import KillsEngines
 from gateway.fleet.generate_request import PromptImage, SamplingParameters
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class SuspectTrial(NamedTuple):
     digest: str
 
     @property
-    def keys(self) -> tuple[keys.Key, keys.Key]:
-        return keys.trial(f"request:{self.digest}"), keys.trial(f"server:{self.server_id}")
+    def keys(self) -> tuple[key_names.Key, key_names.Key]:
+        return key_names.trial(f"request:{self.digest}"), key_names.trial(f"server:{self.server_id}")
 
     def touches(self, other: "SuspectTrial") -> bool:
         """Whether both cannot be at once: another request on the server, or the request on another server."""
@@ -89,7 +89,7 @@ class Suspects:
         """Read what any gateway has noted. Raises StorageUnavailable."""
         now, since = clock.monotonic(), clock.now() - REMEMBERED_S
         # bounded: MOST_REMEMBERED are kept
-        found = await stored(self._redis.zrange(keys.SUSPECTS, since, "+inf", byscore=True))
+        found = await stored(self._redis.zrange(key_names.SUSPECTS, since, "+inf", byscore=True))
         guilty: dict[str, bool] = {}
         for name, _, digest in (member.decode().partition(":") for member in found):
             guilty[digest] = guilty.get(digest, False) or name == "guilty"
@@ -124,9 +124,9 @@ class Suspects:
         now = clock.now()
         try:
             async with self._redis.pipeline(transaction=False) as noting:
-                noting.zadd(keys.SUSPECTS, {f"{'guilty' if guilty else 'suspect'}:{digest}": now})
-                noting.zremrangebyscore(keys.SUSPECTS, "-inf", now - REMEMBERED_S)
-                noting.zremrangebyrank(keys.SUSPECTS, 0, -MOST_REMEMBERED - 1)
+                noting.zadd(key_names.SUSPECTS, {f"{'guilty' if guilty else 'suspect'}:{digest}": now})
+                noting.zremrangebyscore(key_names.SUSPECTS, "-inf", now - REMEMBERED_S)
+                noting.zremrangebyrank(key_names.SUSPECTS, 0, -MOST_REMEMBERED - 1)
                 await stored(noting.execute())
         except StorageUnavailable as error:
             logger.warning("other gateways do not know which request may kill engines: %s", error)
@@ -138,7 +138,7 @@ class Suspects:
         if not self._guilty.get(digest):
             self._guilty.pop(digest, None)
         try:
-            await stored(self._redis.zrem(keys.SUSPECTS, f"suspect:{digest}"))
+            await stored(self._redis.zrem(key_names.SUSPECTS, f"suspect:{digest}"))
         except StorageUnavailable as error:
             logger.warning("a cleared request stays a suspect: %s", error)
 

@@ -30,9 +30,8 @@ from gateway.language.image_pads import images_of, placed
 from gateway.language.parsed_answer import ParsedAnswer
 from gateway.language.render import ChatRenderer
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.records import Relation, Turn
-from rollout_queue.contract.tokens import TokenIds, pack
-from rollout_queue.contract.turn_parts.images import TurnImage
+from rollout_queue.contract.packed_tokens import TokenIds, pack
+from rollout_queue.contract.records import Relation, Turn, TurnImage
 
 Reason = Literal[
     "template_rewrites_history",

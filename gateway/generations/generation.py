@@ -28,9 +28,8 @@ from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.records import Finish, Sampling, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.contract.turn_parts.experts import RoutedExperts
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.contract.records import Finish, RoutedExperts, Sampling, Span, Turn
 
 
 class PolicyName(NamedTuple):

@@ -39,12 +39,20 @@ from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.records import PastThoughts, ReasoningEffort, Sampling
-from rollout_queue.contract.sampling import WITHOUT_EFFECT, SamplingMode, SamplingPolicy, inexact, is_greedy
-from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.http.bodies.fair_turns import FairTurns
-from rollout_queue.signals.log_ids import of_turn
-from rollout_queue.signals.tracing.spans import span
+from rollout_queue.contract.packed_tokens import TokenIds
+from rollout_queue.contract.records import (
+    WITHOUT_EFFECT,
+    PastThoughts,
+    ReasoningEffort,
+    Sampling,
+    SamplingMode,
+    SamplingPolicy,
+    inexact,
+    is_greedy,
+)
+from rollout_queue.http.json_routes import FairTurns
+from rollout_queue.service_log import of_turn
+from rollout_queue.tracing import span
 
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Values without effect. They are sent where no other value applies, so that no engine's default does."""

@@ -27,11 +27,11 @@ from gateway.prometheus import Metrics
 from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed
+from rollout_queue.contract.packed_tokens import TokenIds
 from rollout_queue.contract.records import Finish, Turn
 from rollout_queue.contract.stream import StreamWriter
-from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.signals.log_ids import of_turn
-from rollout_queue.signals.tracing.spans import Attributes, span
+from rollout_queue.service_log import of_turn
+from rollout_queue.tracing import Attributes, span
 
 
 def tokens_of_thought(tokenizer: BareTokenizer, ids: Sequence[int], thought: str) -> int:

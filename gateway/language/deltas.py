@@ -35,7 +35,7 @@ from gateway.language.partial_parse import (
 )
 from gateway.language.render import ChatRenderer
 from gateway.language.tokenizer import BareTokenizer, GrowingText, text_and_ends
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 
 
 class Delta(msgspec.Struct, frozen=True):

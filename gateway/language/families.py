@@ -13,7 +13,7 @@ from renderers import config_from_name
 from renderers.base import MODEL_RENDERER_MAP
 
 from gateway.language.tokenizer_files import named_tokens, object_in, tokenizer_settings
-from rollout_queue.base_model.model_files import CONFIG, text_config
+from rollout_queue.model_files import CONFIG, text_config
 
 Thinking = Literal["auto", "template", "all"]
 ToolPrompt = Literal["none", "hermes"]

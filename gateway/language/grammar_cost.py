@@ -46,7 +46,7 @@ from gateway.language.schema import (
     parts_of,
     patterns_of,
 )
-from rollout_queue.http.bodies.large_bodies import takes_long
+from rollout_queue.http.json_routes import takes_long
 
 KINDS: Final = {"e": 0.35, "E": 0.1, " ": 0.25, "0": 0.05, "中": 0.25}
 """A character of each kind, and the share of a vocabulary's tokens that go on with such characters."""

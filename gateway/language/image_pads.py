@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from gateway.errors import InvalidRequest
-from rollout_queue.contract.turn_parts.images import TurnImage
+from rollout_queue.contract.records import TurnImage
 
 logger = logging.getLogger(__name__)
 

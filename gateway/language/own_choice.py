@@ -39,7 +39,7 @@ from gateway.language.template_probe import (
 )
 from gateway.language.tokenizer import BareTokenizer
 from rollout_queue import clock
-from rollout_queue.protocol.model_checks import ModelCheck, Outcome
+from rollout_queue.protocol.message import ModelCheck, Outcome
 
 SHOWN = 40
 """How many characters of each text are shown around the first difference."""

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders
 from gateway.language.chat_messages import Tool
 from gateway.language.parsed_answer import ParsedAnswer, ToolCall
 from gateway.language.render import ChatRenderer
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 
 PROBE = f"p{uuid4().hex}"
 LATE_CALL = "<|content_invoke_tool_json|>"

@@ -36,7 +36,7 @@ from gateway.language.template_probe import Stability, kept_by, read_calls
 from gateway.language.thinking import Options, ThinkingWish, options_of
 from gateway.language.tokenizer import at_most, text_chars, too_long
 from rollout_queue import clock
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from gateway.counters import CountedCache, ThreadSeconds
 from gateway.errors import InvalidRequest
 from gateway.language.tokenizer_files import named_tokens, tokenizer_of, tokenizer_settings
 from rollout_queue import clock
-from rollout_queue.base_model.tokenizer_check import tokenizer_check
-from rollout_queue.protocol.model_checks import ModelCheck
+from rollout_queue.model_checks import tokenizer_check
+from rollout_queue.protocol.message import ModelCheck
 
 PIECE_CHARS: Final = 32 * 2**10
 """Longer texts are encoded in pieces, so that no encoding takes much memory."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from rollout_queue.base_model.headers import BrokenWeights
-from rollout_queue.base_model.model_files import json_object
+from rollout_queue.model_files import BrokenWeights, json_object
 
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 MAX_SETTINGS_BYTES = 2**26

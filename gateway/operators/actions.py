@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.http.keys import digest
-from rollout_queue.redis import keys
+from rollout_queue.http.callers import digest
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class ActionLog:
         )
         try:
             packed: Any = {FIELD: msgspec.json.encode(action)}
-            await stored(self._redis.xadd(keys.ADMIN_ACTIONS, packed, maxlen=KEPT, approximate=True))
+            await stored(self._redis.xadd(key_names.ADMIN_ACTIONS, packed, maxlen=KEPT, approximate=True))
         except StorageUnavailable as error:
             logger.warning("the last admin action is only in this log: %s", error)
 
@@ -71,7 +71,7 @@ class ActionLog:
         Raises StorageUnavailable.
         """
         end = "+" if before is None else f"({before}"
-        found = await stored(self._redis.xrevrange(keys.ADMIN_ACTIONS, max=end, count=limit))
+        found = await stored(self._redis.xrevrange(key_names.ADMIN_ACTIONS, max=end, count=limit))
         return [
             (entry_id.decode(), msgspec.json.decode(fields[FIELD], type=AdminAction))
             for entry_id, fields in found

@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import LIST_START, ListPosition
-from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
-from rollout_queue.redis import keys
+from rollout_queue.contract.head import LIST_START, ListPosition, SessionHead, Tombstone, decode_tombstone
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.heads.listing import positions_after
-from rollout_queue.redis.heads.reading import UNREADABLE, batches, read_head
+from rollout_queue.redis.session_heads import UNREADABLE, batches, read_head
+from rollout_queue.redis.session_lists import positions_after
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ class ArchivedSession(NamedTuple):
 
 async def position_of(redis: Redis, session_id: str) -> ListPosition | None:
     """The position of a session; None for one that never existed or was forgotten."""
-    created_at = await stored(redis.zscore(keys.SESSIONS, session_id))
+    created_at = await stored(redis.zscore(key_names.SESSIONS, session_id))
     return None if created_at is None else ListPosition(float(created_at), session_id)
 
 
@@ -60,16 +58,16 @@ async def sessions_from(
 async def _sizes(redis: Redis, names: Sequence[str]) -> list[tuple[str, int]]:
     async with redis.pipeline(transaction=False) as pipeline:
         for name in names:
-            pipeline.hlen(keys.session(name))
+            pipeline.hlen(key_names.session(name))
         return list(zip(names, await stored(pipeline.execute()), strict=True))
 
 
 async def _read(redis: Redis, names: Sequence[str]) -> list[ArchivedSession]:
     async with redis.pipeline(transaction=False) as pipeline:
         for name in names:
-            pipeline.hgetall(keys.session(name))
+            pipeline.hgetall(key_names.session(name))
         # Read tombstones last: a session that is deleted meanwhile is found as a session or as a tombstone.
-        pipeline.hmget(keys.DELETED, list(names))  # bounded: by the page
+        pipeline.hmget(key_names.DELETED, list(names))  # bounded: by the page
         *hashes, tombstones = await stored(pipeline.execute())
     found = []
     for name, tombstone, fields in zip(names, tombstones, hashes, strict=True):

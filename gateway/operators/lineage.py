@@ -21,13 +21,18 @@ from typing_extensions import TypedDict
 from gateway.errors import InvalidRequest, ObjectNotFound
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.packed_tokens import TrainedTokens
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Verdict, VerdictCode
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.heads.listing import members_of
-from rollout_queue.redis.policies.lineage import heads_without_tokens, is_known, steps_of, trained_sessions
+from rollout_queue.redis.session_lists import (
+    heads_without_tokens,
+    is_known,
+    members_of,
+    steps_of,
+    trained_sessions,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -226,14 +231,14 @@ class GroupShape(TypedDict):
 
 async def group_of(redis: Redis, verdicts_of: Verdicts, group_id: str) -> GroupShape:
     """Raises ObjectNotFound, StorageUnavailable."""
-    size: bytes | None = await stored(redis.hget(keys.group(group_id), "size"))
+    size: bytes | None = await stored(redis.hget(key_names.group(group_id), "size"))
     names = await members_of(redis, group_id)
     if not names:
         raise ObjectNotFound(f"no group {group_id[:300]!r}")
     shown = names[:MOST_MEMBERS]
     heads = await heads_without_tokens(redis, shown)
     gone = [name for name in shown if name not in heads]
-    stones: list[bytes | None] = await stored(redis.hmget(keys.DELETED, gone)) if gone else []
+    stones: list[bytes | None] = await stored(redis.hmget(key_names.DELETED, gone)) if gone else []
     deleted = {name for name, stone in zip(gone, stones, strict=True) if stone is not None}
     verdicts = dict(zip(heads, await verdicts_of(list(heads.values())), strict=True))
     members = [

@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from redis.asyncio import Redis
 
 from gateway.callers.key_store import USE_LOST
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.client.losses import note_loss_async, recent_losses
-from rollout_queue.redis.connection.schema import claim_schema_async
-from rollout_queue.redis.keys import Key
-from rollout_queue.redis.sessions.indexes import SessionIndexes
+from rollout_queue.redis.key_names import Key
+from rollout_queue.redis.losses import note_loss_async, recent_losses
+from rollout_queue.redis.schema_version import claim_schema_async
+from rollout_queue.redis.session_store import SessionIndexes
 
 WHOLE = "weir:"
 """Under this name, the losses have that of everything."""
@@ -28,24 +28,28 @@ EMPTIED = (
     "audit` names the steps that Redis has no trace of"
 )
 WATCHED: dict[Key, str | None] = {
-    keys.SCHEMA: "the gateways have written it again",
-    keys.SECRET: "the gateways have written it again, so session keys stay valid",
-    keys.VERDICTS: "the counts of verdicts begin again, so `weir audit` finds that counters differ",
-    keys.FORGOTTEN: "the counts of forgotten sessions begin again, so `weir audit` finds that they differ",
-    keys.FORGOTTEN_IDS: "ids of forgotten sessions can be used again, and such sessions may end as late",
-    keys.STEPS: "what made the earlier versions is no longer known (GET /admin/policies/{version}/lineage)",
-    keys.POLICIES: "earlier versions cannot be served again; the trainer's next version can",
-    keys.RESERVED: "no number is reserved until the trainer's next step",
-    keys.REMOVED: "removed versions are unknown ones",
-    keys.PUSHES: "how earlier pushes ended is no longer known",
-    keys.CANARIES: "how earlier canaries ended is no longer known",
-    keys.ADAPTER_VERSIONS: "the versions of adapters count from those that are there",
-    keys.KEYS_TOKENS: USE_LOST,
-    keys.ADMIN_ACTIONS: "what admins did before is no longer known (GET /admin/actions)",
-    keys.DELETED: "deleted sessions are unknown ones, and their ids can be used again",
-    keys.DELETED_USERS: "calls that name a deleted user are accepted: delete these users again",
-    keys.COMMANDS: "commands that the trainer had not carried out are lost: their clients must repeat them",
-    **dict.fromkeys((keys.KEYS, keys.SERVERS, keys.HELD, keys.SERVING)),  # others notice these
+    key_names.SCHEMA: "the gateways have written it again",
+    key_names.SECRET: "the gateways have written it again, so session keys stay valid",
+    key_names.VERDICTS: "the counts of verdicts begin again, so `weir audit` finds that counters differ",
+    key_names.FORGOTTEN: "the counts of forgotten sessions begin again, so `weir audit` finds that they "
+    "differ",
+    key_names.FORGOTTEN_IDS: "ids of forgotten sessions can be used again, and such sessions may end as late",
+    key_names.STEPS: "what made the earlier versions is no longer known "
+    "(GET /admin/policies/{version}/lineage)",
+    key_names.POLICIES: "earlier versions cannot be served again; the trainer's next version can",
+    key_names.RESERVED: "no number is reserved until the trainer's next step",
+    key_names.REMOVED: "removed versions are unknown ones",
+    key_names.PUSHES: "how earlier pushes ended is no longer known",
+    key_names.CANARIES: "how earlier canaries ended is no longer known",
+    key_names.ADAPTER_VERSIONS: "the versions of adapters count from those that are there",
+    key_names.KEYS_TOKENS: USE_LOST,
+    key_names.ADMIN_ACTIONS: "what admins did before is no longer known (GET /admin/actions)",
+    key_names.DELETED: "deleted sessions are unknown ones, and their ids can be used again",
+    key_names.DELETED_USERS: "calls that name a deleted user are accepted: delete these users again",
+    key_names.COMMANDS: "commands that the trainer had not carried out are lost: their clients must "
+    "repeat them",
+    # others notice these
+    **dict.fromkeys((key_names.KEYS, key_names.SERVERS, key_names.HELD, key_names.SERVING)),
 }
 """Keys that are never removed, and what it means if one is gone."""
 
@@ -75,20 +79,20 @@ class LostKeys:
     async def refresh(self) -> None:
         """Raises StorageUnavailable."""
         named, there = await self._look()
-        if keys.SECRET not in there and keys.SECRET not in named:
+        if key_names.SECRET not in there and key_names.SECRET not in named:
             await self._heal_all()
             return
         for key in named - there:
             # A gateway that does not remove the name is not the first to notice the loss.
-            if WATCHED[key] is not None and await stored(self._redis.srem(keys.LASTING, key)):
+            if WATCHED[key] is not None and await stored(self._redis.srem(key_names.LASTING, key)):
                 await self._heal(key)
         if new := there - named:
-            await stored(self._redis.sadd(keys.LASTING, *new))
+            await stored(self._redis.sadd(key_names.LASTING, *new))
         await self._indexes.mend()
 
     async def warnings(self) -> list[str]:
         """The losses of the last day. Raises StorageUnavailable."""
-        packed = await stored(self._redis.hgetall(keys.LOSSES))
+        packed = await stored(self._redis.hgetall(key_names.LOSSES))
         if self._emptied:
             packed.pop(WHOLE.encode(), None)
         return [*([EMPTIED] if self._emptied else []), *recent_losses(packed)]
@@ -96,7 +100,7 @@ class LostKeys:
     async def _look(self) -> tuple[frozenset[Key], frozenset[Key]]:
         """Those of the watched keys that have existed, and those that exist."""
         async with self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.smembers(keys.LASTING)
+            pipeline.smembers(key_names.LASTING)
             for key in WATCHED:
                 pipeline.exists(key)
             for key in WATCHED:
@@ -106,7 +110,7 @@ class LostKeys:
         return frozenset(key for key in WATCHED if key.encode() in named), there
 
     async def _heal(self, key: Key) -> None:
-        await stored(self._redis.set(keys.SECRET, self._secret, nx=True))
+        await stored(self._redis.set(key_names.SECRET, self._secret, nx=True))
         await claim_schema_async(self._redis)
         await note_loss_async(self._redis, key, f"{key} was gone: {WATCHED[key]}")
 
@@ -115,6 +119,6 @@ class LostKeys:
         for write in self._write_again:  # before the secret, whose absence says what has happened
             await write()
         await claim_schema_async(self._redis)
-        if await stored(self._redis.set(keys.SECRET, self._secret, nx=True)):
+        if await stored(self._redis.set(key_names.SECRET, self._secret, nx=True)):
             said = "Redis came back empty: the sessions, records and counts of before are gone"
             await note_loss_async(self._redis, WHOLE, said)

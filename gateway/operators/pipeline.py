@@ -19,12 +19,12 @@ from redis.asyncio import Redis
 from gateway.operators.warnings import counted, duration
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.progress import GroupProgress, SessionProgress, SessionStage
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.contract.head import GroupProgress, SessionProgress, SessionStage
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.progress import progress_of
-from rollout_queue.redis.retention import forgotten_sessions
+from rollout_queue.redis.session_lists import progress_of
+from rollout_queue.redis.session_retention import forgotten_sessions
 
 MOST_NAMED = 5
 """The most sessions that one sentence names."""
@@ -247,7 +247,7 @@ def _of_the_trainer(snapshot: PipelineSnapshot) -> Iterator[str]:
             "verdict: only the counters of verdicts still include them"
         )
     if queue.dead:
-        yield f"the trainer could not read {counted(queue.dead, 'record')}, now in {keys.DEAD_LETTERS}"
+        yield f"the trainer could not read {counted(queue.dead, 'record')}, now in {key_names.DEAD_LETTERS}"
     if trainer.last_seen is None:
         yield "no trainer has reported yet: nothing is trained before one does"
         return
@@ -282,7 +282,7 @@ class PipelineMonitor:
 
 async def _read(redis: Redis) -> PipelineSnapshot:
     queue = await _queue(redis)
-    names = await stored(redis.zrange(keys.DEADLINES, 0, MAX_SESSIONS - 1, withscores=True))
+    names = await stored(redis.zrange(key_names.DEADLINES, 0, MAX_SESSIONS - 1, withscores=True))
     expires_at = {name.decode(): float(at) for name, at in names}
     found = await progress_of(redis, list(expires_at))
     return PipelineSnapshot(clock.now(), queue, found, expires_at, await _incomplete(redis, found))
@@ -290,14 +290,14 @@ async def _read(redis: Redis) -> PipelineSnapshot:
 
 async def _queue(redis: Redis) -> QueueCounts:
     async with redis.pipeline(transaction=False) as pipeline:
-        pipeline.zcard(keys.SESSIONS)
-        pipeline.zcard(keys.DEADLINES)
-        pipeline.hgetall(keys.VERDICTS)
-        pipeline.hgetall(keys.FORGOTTEN)
-        pipeline.xlen(keys.STREAM)
-        pipeline.xlen(keys.DEAD_LETTERS)
-        pipeline.hgetall(keys.TRAINER)
-        pipeline.xpending(keys.STREAM, keys.GROUP)
+        pipeline.zcard(key_names.SESSIONS)
+        pipeline.zcard(key_names.DEADLINES)
+        pipeline.hgetall(key_names.VERDICTS)
+        pipeline.hgetall(key_names.FORGOTTEN)
+        pipeline.xlen(key_names.STREAM)
+        pipeline.xlen(key_names.DEAD_LETTERS)
+        pipeline.hgetall(key_names.TRAINER)
+        pipeline.xpending(key_names.STREAM, key_names.GROUP)
         replies: list[Any] = await stored(pipeline.execute(raise_on_error=False))
     *counted, pending = replies
     for reply in counted:
@@ -330,8 +330,8 @@ async def _incomplete(redis: Redis, found: Sequence[SessionProgress]) -> dict[st
             members.setdefault(each.spec.group_id, []).append(each)
     async with redis.pipeline(transaction=False) as pipeline:
         for group_id in members:
-            pipeline.hget(keys.group(group_id), "size")
-            pipeline.scard(keys.group_members(group_id))
+            pipeline.hget(key_names.group(group_id), "size")
+            pipeline.scard(key_names.group_members(group_id))
         sizes = await stored(pipeline.execute())
     groups: dict[str, IncompleteGroup] = {}
     for index, (group_id, known) in enumerate(members.items()):

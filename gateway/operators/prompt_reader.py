@@ -21,7 +21,7 @@ from tokenizers import decoders
 from gateway.language.partial_parse import LONGEST_CHARACTER, IncrementalDetokenizer, markup_of
 from gateway.language.render import ChatRenderer
 from gateway.language.tokenizer import BareTokenizer
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 
 PromptRole = Literal["system", "user", "assistant", "tool", "prompt"]
 """`prompt`: the template does not say whose text it is."""

@@ -19,9 +19,9 @@ from gateway.policies.push_progress import NOT_LOADED
 from gateway.settings import LimitSettings, WarningSettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan
-from rollout_queue.protocol.trainer import ROOM_ON_DISK, TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.contract.serving_plan import Push, ServerPush, ServingPlan
+from rollout_queue.protocol.trainer_messages import ROOM_ON_DISK, TrainerReport
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 
 
@@ -83,8 +83,8 @@ class WarningMonitor:
         """Read the counters."""
         try:
             async with self._redis.pipeline(transaction=False) as pipeline:
-                pipeline.hgetall(keys.VERDICTS)
-                pipeline.hgetall(keys.TRAINER)
+                pipeline.hgetall(key_names.VERDICTS)
+                pipeline.hgetall(key_names.TRAINER)
                 verdicts, trainer = await stored(pipeline.execute())
         except StorageUnavailable as error:
             logger.warning("the counters of verdicts cannot be read: %s", error)
@@ -129,8 +129,8 @@ class WarningMonitor:
         yield from self._queue_warnings(pressure)
         if dead:
             yield (
-                f"the trainer could not read {counted(dead, 'record')}, now in {keys.DEAD_LETTERS}; the last "
-                f"error: {last_error}"
+                f"the trainer could not read {counted(dead, 'record')}, now in {key_names.DEAD_LETTERS}; "
+                f"the last error: {last_error}"
             )
 
     def _trainer_warnings(self, trainer: TrainerReport) -> Iterator[str]:

@@ -34,9 +34,8 @@ from gateway.errors import NotPermitted
 from gateway.rest.access import SIGNED_IN
 from gateway.settings import PageSettings
 from rollout_queue import clock
-from rollout_queue.http.browsers import check_site
-from rollout_queue.http.keys import digest, presented_key
-from rollout_queue.redis import keys
+from rollout_queue.http.callers import check_site, digest, presented_key
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 
 NAME, SECURE_NAME = "weir_page", "__Host-weir_page"
@@ -106,9 +105,9 @@ class PageSessions:
         """
         token, now = secrets.token_urlsafe(32), clock.now()
         session = PageSession(key_digest, secrets.token_urlsafe(32), now + self._settings.longest_s)
-        of_key = keys.page_sessions_of(key_digest)
+        of_key = key_names.page_sessions_of(key_digest)
         async with self._redis.pipeline(transaction=True) as beginning:
-            name = keys.page_session(digest(token))
+            name = key_names.page_session(digest(token))
             beginning.set(name, msgspec.json.encode(session), ex=self._idle_s(session, now))
             beginning.zadd(of_key, {digest(token): session.ends_at})
             beginning.zremrangebyscore(of_key, 0, now)
@@ -119,12 +118,12 @@ class PageSessions:
             *_, oldest, _, _ = await stored(beginning.execute())
         if oldest:
             # bounded: so, too
-            await stored(self._redis.delete(*(keys.page_session(each.decode()) for each in oldest)))
+            await stored(self._redis.delete(*(key_names.page_session(each.decode()) for each in oldest)))
         return token, session
 
     async def find(self, token: str, *, used: bool = True) -> PageSession | None:
         """The sign-in of this token; None if it has ended. If `used`, its idle time begins anew."""
-        name, now = keys.page_session(digest(token)), clock.now()
+        name, now = key_names.page_session(digest(token)), clock.now()
         packed = await stored(self._redis.get(name))
         if packed is None:
             return None
@@ -137,8 +136,8 @@ class PageSessions:
 
     async def end(self, token: str, session: PageSession) -> None:
         """Sign out."""
-        await stored(self._redis.delete(keys.page_session(digest(token))))
-        await stored(self._redis.zrem(keys.page_sessions_of(session.key_digest), digest(token)))
+        await stored(self._redis.delete(key_names.page_session(digest(token))))
+        await stored(self._redis.zrem(key_names.page_sessions_of(session.key_digest), digest(token)))
 
     def _idle_s(self, session: PageSession, now: float) -> int:
         return max(1, int(min(self._settings.idle_s, session.ends_at - now)))

@@ -23,8 +23,8 @@ from gateway.page.page_access import PageDoor, PageSessions
 from gateway.parts import GatewayParts
 from gateway.rest.deployment import system_status
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.http.browsers import public_hosts
-from rollout_queue.http.workers.siblings import Siblings
+from rollout_queue.http.callers import public_hosts
+from rollout_queue.http.worker_processes import Siblings
 
 TYPES = {
     ".js": "text/javascript; charset=utf-8",

@@ -26,7 +26,7 @@ from gateway.rest.access import SIGNED_IN, caller_in
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.foreign_json import read_json
 from rollout_queue.http.api_page import COMMON, HTML
-from rollout_queue.http.browsers import check_site
+from rollout_queue.http.callers import check_site
 
 ASSET: Final = {
     **COMMON,

@@ -14,11 +14,15 @@ from gateway.errors import ObjectNotFound, StateConflict
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import FleetServer
 from rollout_queue import clock
-from rollout_queue.contract.policies.adapter import PublishedAdapter
-from rollout_queue.protocol.adapters import AdapterResult, LoadedAdapters, WantedAdapter, WantedAdapters
-from rollout_queue.protocol.errors import error_message
-from rollout_queue.protocol.message import MalformedMessage
-from rollout_queue.redis.policies.adapters import AdapterRegister
+from rollout_queue.contract.published_policy import PublishedAdapter
+from rollout_queue.protocol.message import MalformedMessage, error_message
+from rollout_queue.protocol.rollout_server_messages import (
+    AdapterResult,
+    LoadedAdapters,
+    WantedAdapter,
+    WantedAdapters,
+)
+from rollout_queue.redis.policy_register import AdapterRegister
 
 
 class AdapterPolicies:

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 from gateway.policies.server_reload import PushOrder
-from rollout_queue.contract.policies.serving import ServerPush
+from rollout_queue.contract.serving_plan import ServerPush
 
 ATTEMPTS = 3
 """How often a server that fails, and does not refuse, is asked before the push ends without it."""

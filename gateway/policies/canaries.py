@@ -10,10 +10,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.policies.canary_plan import canary_begun, canary_servers
 from gateway.policies.push_driver import PushDriver
 from rollout_queue import clock
-from rollout_queue.contract.policies.canary import Canary, CanaryGates, Pin, Sticky
-from rollout_queue.contract.policies.serving import ServingPlan
-from rollout_queue.redis.policies.canary_log import CanaryLog
-from rollout_queue.redis.policies.serving import PlanEvent, ServingRegister
+from rollout_queue.contract.serving_plan import Canary, CanaryGates, Pin, ServingPlan, Sticky
+from rollout_queue.redis.plan_store import CanaryLog, PlanEvent, ServingRegister
 
 
 class Canaries:

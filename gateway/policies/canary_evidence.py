@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
 
-from rollout_queue.contract.policies.canary import (
+from rollout_queue.contract.serving_plan import (
     Arm,
     CanaryCall,
     CanaryGates,

@@ -25,11 +25,16 @@ from gateway.settings import CanarySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.policies.canary import Canary, CanaryGates, CanaryReport, CanaryState, GateReading
-from rollout_queue.contract.policies.serving import ServingPlan
-from rollout_queue.redis.policies.canary_log import BEGINNING, CanaryLog
-from rollout_queue.redis.policies.register import PolicyRegister
-from rollout_queue.redis.policies.serving import ServingRegister
+from rollout_queue.contract.serving_plan import (
+    Canary,
+    CanaryGates,
+    CanaryReport,
+    CanaryState,
+    GateReading,
+    ServingPlan,
+)
+from rollout_queue.redis.plan_store import BEGINNING, CanaryLog, ServingRegister
+from rollout_queue.redis.policy_register import PolicyRegister
 
 logger = logging.getLogger(__name__)
 

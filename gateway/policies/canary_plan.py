@@ -6,11 +6,10 @@ from msgspec.structs import replace
 
 from gateway.fleet.fleet import Fleet
 from rollout_queue import clock
-from rollout_queue.contract.policies.canary import Canary, CanaryGates, Sticky
-from rollout_queue.contract.policies.policy import PolicyRecord
-from rollout_queue.contract.policies.serving import ServingPlan
-from rollout_queue.redis.policies.register import PolicyRegister
-from rollout_queue.redis.policies.serving import ServingRegister
+from rollout_queue.contract.published_policy import PolicyRecord
+from rollout_queue.contract.serving_plan import Canary, CanaryGates, ServingPlan, Sticky
+from rollout_queue.redis.plan_store import ServingRegister
+from rollout_queue.redis.policy_register import PolicyRegister
 
 
 def canary_servers(fleet: Fleet, plan: ServingPlan, share: float) -> tuple[str, ...]:

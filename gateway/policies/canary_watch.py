@@ -24,12 +24,12 @@ from gateway.fleet.placement import choose_server
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.policies.canary import Arm, Canary, CanaryCall, CanaryRecord, CanaryScore
+from rollout_queue.contract.packed_tokens import TokenIds
 from rollout_queue.contract.records import Span
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.serving_plan import Arm, Canary, CanaryCall, CanaryRecord, CanaryScore
 from rollout_queue.foreign_json import read_json
 from rollout_queue.protocol.message import ServiceMessage
-from rollout_queue.redis.policies.canary_log import CanaryLog
+from rollout_queue.redis.plan_store import CanaryLog
 
 logger = logging.getLogger(__name__)
 

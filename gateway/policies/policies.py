@@ -15,13 +15,18 @@ from gateway.fleet.fleet_server import FleetServer
 from gateway.policies.canary_plan import known_policies, newest_policy
 from gateway.policies.push_driver import PushDriver
 from rollout_queue import clock
-from rollout_queue.contract.policies.canary import CanaryState
-from rollout_queue.contract.policies.policy import PolicyRecord
-from rollout_queue.contract.policies.serving import Admissible, Push, ServerPush, ServingHold, ServingPlan
-from rollout_queue.redis.policies.canary_log import CanaryLog
-from rollout_queue.redis.policies.register import KnownPolicies, PolicyRegister
-from rollout_queue.redis.policies.serving import PlanEvent, ServingRegister
-from rollout_queue.signals.tracing.spans import traceparent
+from rollout_queue.contract.published_policy import PolicyRecord
+from rollout_queue.contract.serving_plan import (
+    Admissible,
+    CanaryState,
+    Push,
+    ServerPush,
+    ServingHold,
+    ServingPlan,
+)
+from rollout_queue.redis.plan_store import CanaryLog, PlanEvent, ServingRegister
+from rollout_queue.redis.policy_register import KnownPolicies, PolicyRegister
+from rollout_queue.tracing import traceparent
 
 WAIT_POLL_S = 0.05
 """How often a caller who waits for a push looks whether it has ended."""

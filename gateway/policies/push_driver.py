@@ -29,10 +29,10 @@ from gateway.policies.server_reload import NotLoaded, PushOrder, ServerReloads
 from gateway.policies.wanted_policies import WantedPolicies
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.policies.serving import ServerPush, ServerPushState, ServingPlan
-from rollout_queue.protocol.reload import Reloaded
-from rollout_queue.redis.policies.register import PolicyRegister
-from rollout_queue.redis.policies.serving import PushLease, ServingRegister
+from rollout_queue.contract.serving_plan import ServerPush, ServerPushState, ServingPlan
+from rollout_queue.protocol.rollout_server_messages import Reloaded
+from rollout_queue.redis.plan_store import PushLease, ServingRegister
+from rollout_queue.redis.policy_register import PolicyRegister
 
 logger = logging.getLogger(__name__)
 

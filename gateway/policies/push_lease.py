@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gateway.cancellation import cancel_and_wait
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.redis.policies.serving import PushLease
+from rollout_queue.redis.plan_store import PushLease
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,10 @@ from gateway.fleet.fleet import Fleet
 from gateway.policies.attempts import Attempts
 from gateway.policies.server_reload import PushOrder
 from rollout_queue import clock
-from rollout_queue.contract.policies.canary import CanaryReport
-from rollout_queue.contract.policies.policy import PolicyRecord
-from rollout_queue.contract.policies.serving import PushState, ServingPlan
-from rollout_queue.redis.policies.register import PolicyRegister
-from rollout_queue.redis.policies.serving import PlanEvent, ServingRegister
+from rollout_queue.contract.published_policy import PolicyRecord
+from rollout_queue.contract.serving_plan import CanaryReport, PushState, ServingPlan
+from rollout_queue.redis.plan_store import PlanEvent, ServingRegister
+from rollout_queue.redis.policy_register import PolicyRegister
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import asyncio
 import logging
 
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.policies.serving import ServerPush
-from rollout_queue.redis.policies.serving import ServingRegister
+from rollout_queue.contract.serving_plan import ServerPush
+from rollout_queue.redis.plan_store import ServingRegister
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,11 @@ from pydantic import ValidationError
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import FleetServer
 from rollout_queue import clock
-from rollout_queue.contract.policies.policy import PolicyRecord
-from rollout_queue.contract.policies.serving import ServingPlan
-from rollout_queue.protocol.errors import error_code, error_message
-from rollout_queue.protocol.message import MalformedMessage, first_fault
-from rollout_queue.protocol.reload import Aborted, ReloadBody, Reloaded
-from rollout_queue.signals.tracing.spans import span, trace_headers
+from rollout_queue.contract.published_policy import PolicyRecord
+from rollout_queue.contract.serving_plan import ServingPlan
+from rollout_queue.protocol.message import MalformedMessage, error_code, error_message, first_fault
+from rollout_queue.protocol.rollout_server_messages import Aborted, ReloadBody, Reloaded
+from rollout_queue.tracing import span, trace_headers
 
 ABORT_TIMEOUT_S = 5.0
 LOADING_POLL_S = 0.5

@@ -2,8 +2,8 @@
 
 import logging
 
-from rollout_queue.contract.policies.policy import PolicyRecord
-from rollout_queue.redis.policies.register import PolicyRegister
+from rollout_queue.contract.published_policy import PolicyRecord
+from rollout_queue.redis.policy_register import PolicyRegister
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from gateway.callers.identity import Caller, Identities, names, no_session_key
 from gateway.edge.request import headers_of
 from gateway.errors import NotPermitted
 from gateway.parts import GatewayParts, parts_of
-from rollout_queue.http.keys import ServiceRole
+from rollout_queue.http.callers import ServiceRole
 
 SIGNED_IN = "signed_in"
 """Where the scope's state has the caller that the page's cookie names; only on paths that a cookie opens."""

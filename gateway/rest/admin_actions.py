@@ -18,8 +18,8 @@ from gateway.operators.actions import READS, ActionLog, now_action
 from gateway.parts import parts_of
 from gateway.rest.shapes import ActionPage, ActionShape
 from gateway.rest.workers import CHANGED_PATH
-from rollout_queue.http.bodies.json_routes import JsonRoute
-from rollout_queue.http.keys import Role
+from rollout_queue.http.callers import Role
+from rollout_queue.http.json_routes import JsonRoute
 
 router = APIRouter(route_class=JsonRoute)
 

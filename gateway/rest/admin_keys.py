@@ -10,8 +10,8 @@ from gateway.parts import parts_of
 from gateway.rest.bodies import RestBody
 from gateway.rest.shapes import KeyPage, KeySecret, KeyShape, NewKeySecret
 from rollout_queue import clock
-from rollout_queue.http.bodies.json_routes import JsonRoute
-from rollout_queue.http.keys import Role
+from rollout_queue.http.callers import Role
+from rollout_queue.http.json_routes import JsonRoute
 
 router = APIRouter(route_class=JsonRoute)
 KeyName = Annotated[str, Field(pattern=f"^{NAME.pattern}$", max_length=63)]

@@ -15,30 +15,19 @@ from fastapi.responses import JSONResponse, Response
 from gateway.generations.generation import Pinned
 from gateway.parts import GatewayParts, parts_of
 from gateway.policies.policies import PushReport
-from rollout_queue.contract.policies.adapter import PublishedAdapter
-from rollout_queue.contract.policies.canary import Canary, GateReading, Pin
-from rollout_queue.contract.policies.policy import PolicyRecord
-from rollout_queue.contract.policies.serving import Push, ServerPush, ServingPlan
-from rollout_queue.http.bodies.json_routes import JsonRoute
-from rollout_queue.protocol.adapters import (
-    AdapterBody,
-    AdapterPage,
-    AdapterPushed,
-    AdapterRemoved,
-    AdapterRow,
-)
-from rollout_queue.protocol.canaries import (
+from rollout_queue.contract.published_policy import PolicyRecord, PublishedAdapter
+from rollout_queue.contract.serving_plan import Canary, GateReading, Pin, Push, ServerPush, ServingPlan
+from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.protocol.gateway_messages import (
     CanaryBody,
     CanaryPage,
     CanaryShape,
     GateShape,
+    HoldBody,
+    HoldShape,
     PinBody,
     Pins,
     PinShape,
-)
-from rollout_queue.protocol.policies import (
-    HoldBody,
-    HoldShape,
     PolicyBody,
     PolicyDetail,
     PolicyPage,
@@ -50,6 +39,13 @@ from rollout_queue.protocol.policies import (
     PushShape,
     RollbackBody,
     ServingShape,
+)
+from rollout_queue.protocol.rollout_server_messages import (
+    AdapterBody,
+    AdapterPage,
+    AdapterPushed,
+    AdapterRemoved,
+    AdapterRow,
 )
 
 router = APIRouter(route_class=JsonRoute)

@@ -18,12 +18,17 @@ from fastapi.responses import JSONResponse, Response
 from gateway.operators.lineage import GroupShape, LineageShape, group_of, lineage_of
 from gateway.parts import GatewayParts, parts_of
 from rollout_queue import clock
-from rollout_queue.http.bodies.json_routes import JsonRoute
+from rollout_queue.http.callers import bearer
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.keys import bearer
-from rollout_queue.protocol.policies import LARGEST
-from rollout_queue.protocol.trainer import MOST_BUCKETS, MOST_METRIC_NAMES, RestoreBody, TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.protocol.gateway_messages import LARGEST
+from rollout_queue.protocol.trainer_messages import (
+    MOST_BUCKETS,
+    MOST_METRIC_NAMES,
+    RestoreBody,
+    TrainerReport,
+)
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 
 ANSWER_TIMEOUT_S = 10.0
@@ -127,7 +132,7 @@ def _headers(gateway: GatewayParts) -> dict[str, str]:
 
 
 async def _trainer_url(gateway: GatewayParts) -> str:
-    report = TrainerReport.of(await stored(gateway.redis.hgetall(keys.TRAINER)))
+    report = TrainerReport.of(await stored(gateway.redis.hgetall(key_names.TRAINER)))
     if report.last_seen is None:
         raise _unavailable("no trainer has reported yet")
     if report.url is None:

@@ -19,8 +19,8 @@ from gateway.edge.request import JSON, BodyBudget, ClientDisconnected, headers_o
 from gateway.errors import GatewayError
 from gateway.rest.access import admission_in, caller_in, operator_in
 from rollout_queue.foreign_json import check_values
-from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError
+from rollout_queue.http.json_routes import JsonRoute
 
 MOST_FIELDS = 100
 """No object of a body has so many fields."""

@@ -21,23 +21,24 @@ from gateway.rest import admin_actions, admin_keys, admin_policies, admin_traine
 from gateway.rest.access import admins_only
 from gateway.rest.shapes import Removed
 from gateway.rest.workers import parts_of_all, placement_of_all, traffic_of_all
-from rollout_queue.http.bodies.json_routes import JsonRoute
-from rollout_queue.http.keys import default_keys_sentence
-from rollout_queue.http.release import release
-from rollout_queue.http.workers.siblings import Siblings
-from rollout_queue.protocol.registration import Registered, ServerBody
-from rollout_queue.protocol.status import (
+from rollout_queue.http.callers import default_keys_sentence
+from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.http.probe_routes import release
+from rollout_queue.http.worker_processes import Siblings
+from rollout_queue.protocol.gateway_messages import (
     QueueReport,
+    Registered,
+    ServerBody,
     ServerPage,
     ServerShape,
     SlowPart,
     SystemStatus,
     TrafficReport,
 )
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.policies.serving import ServingRegister
+from rollout_queue.redis.plan_store import ServingRegister
 
 SLOWEST_PARTS = 5
 """How many parts of the calls the status names."""
@@ -154,12 +155,12 @@ async def _set_drained(request: Request, server_id: str, *, drained: bool) -> Se
 async def _redis_state(gateway: GatewayParts, pressure: Backpressure) -> tuple[TrainerReport, QueueReport]:
     """The trainer's report, and how full the queue is."""
     async with gateway.redis.pipeline(transaction=False) as pipeline:
-        pipeline.hgetall(keys.TRAINER)
-        pipeline.xlen(keys.STREAM)
-        pipeline.zcard(keys.SESSIONS)
-        pipeline.zcard(keys.DEADLINES)
-        pipeline.hgetall(keys.VERDICTS)
-        pipeline.xlen(keys.DEAD_LETTERS)
+        pipeline.hgetall(key_names.TRAINER)
+        pipeline.xlen(key_names.STREAM)
+        pipeline.zcard(key_names.SESSIONS)
+        pipeline.zcard(key_names.DEADLINES)
+        pipeline.hgetall(key_names.VERDICTS)
+        pipeline.xlen(key_names.DEAD_LETTERS)
         report, length, sessions, unfinished, verdicts, dead = await stored(pipeline.execute())
     queue = QueueReport(
         stream_length=length,
@@ -185,12 +186,12 @@ async def _push_warnings(gateway: GatewayParts) -> list[str]:
 
 async def _secret_is_there(gateway: GatewayParts) -> bool:
     """Whether Redis has the secret that this gateway found there, or stored, when it started."""
-    return gateway.identities.knows_secret(await stored(gateway.redis.get(keys.SECRET)))
+    return gateway.identities.knows_secret(await stored(gateway.redis.get(key_names.SECRET)))
 
 
 async def _last_error(gateway: GatewayParts) -> str | None:
     """The error of the newest dead letter (an entry of the stream that could not be read)."""
-    letters = await stored(gateway.redis.xrevrange(keys.DEAD_LETTERS, count=1))
+    letters = await stored(gateway.redis.xrevrange(key_names.DEAD_LETTERS, count=1))
     return letters[0][1].get(b"error", b"unknown").decode(errors="replace") if letters else None
 
 

@@ -27,13 +27,11 @@ from gateway.operators.archive import ArchivedSession, position_of, sessions_fro
 from gateway.parts import GatewayParts, parts_of
 from gateway.rest.export_rows import PendingRow, TrainedSession, openenv_rows, selected, trl_rows, verl_rows
 from gateway.sessions.verdicts import turn_verdict
-from rollout_queue.contract.episodes import row_of, session_part
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import ListPosition
+from rollout_queue.contract.export_rows import DeletedExportRow, ExportRow, row_of, row_to_json, session_part
+from rollout_queue.contract.head import ListPosition, SessionHead
+from rollout_queue.contract.outcomes import DELETED, exclusion
 from rollout_queue.contract.records import Turn, Verdict
-from rollout_queue.contract.rows import DeletedExportRow, ExportRow, row_to_json
-from rollout_queue.contract.verdicts import DELETED, exclusion
 from rollout_queue.http.errors import storage_unavailable
 
 if TYPE_CHECKING:

@@ -18,13 +18,21 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollout_queue.contract.errors import InvalidRecord
+from rollout_queue.contract.export_rows import row_to_json
 from rollout_queue.contract.head import SessionHead, TrainedBranch
-from rollout_queue.contract.records import Finish, Outcome, Relation, Span, Status, Turn, Verdict, VerdictCode
-from rollout_queue.contract.rewards import total
-from rollout_queue.contract.rows import row_to_json
-from rollout_queue.contract.sampling import temperature_of_logprobs
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.contract.verdicts import OPENED_UNTRAINED, exclusion
+from rollout_queue.contract.outcomes import OPENED_UNTRAINED, exclusion, total
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.contract.records import (
+    Finish,
+    Outcome,
+    Relation,
+    Span,
+    Status,
+    Turn,
+    Verdict,
+    VerdictCode,
+    temperature_of_logprobs,
+)
 
 HAS_IMAGES = Verdict(code="not_for_training", detail="its prompts show images, which the format cannot hold")
 NOTHING_TRAINED = Verdict(code="not_for_training", detail="it has no turn that may be trained")

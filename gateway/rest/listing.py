@@ -21,11 +21,16 @@ from gateway.parts import GatewayParts
 from gateway.rest.access import client_of
 from gateway.rest.shapes import DeletedSessionRow, SessionPage, SessionRow
 from gateway.rest.views import deleted_row, session_row
-from rollout_queue.contract.head import SessionHead, SessionState
-from rollout_queue.contract.listing import ListedSession, ListPosition, ListScope
+from rollout_queue.contract.head import (
+    ListedSession,
+    ListPosition,
+    ListScope,
+    SessionHead,
+    SessionState,
+    Tombstone,
+)
 from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
-from rollout_queue.contract.tombstone import Tombstone
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 
 router = APIRouter(tags=["sessions"])
@@ -144,7 +149,7 @@ async def _stored_group(gateway: GatewayParts, caller: Caller, group_id: str | N
     if group_id is None or not caller.owner:
         return group_id
     scoped = gateway.identities.scoped(group_id, caller.owner)
-    return scoped if await stored(gateway.redis.exists(keys.group(scoped))) else group_id
+    return scoped if await stored(gateway.redis.exists(key_names.group(scoped))) else group_id
 
 
 class _Search:

@@ -8,8 +8,8 @@ import msgspec
 import pyarrow as pa
 from pyarrow.parquet import ParquetWriter
 
-from rollout_queue.contract.rows import DeletedExportRow, ExportRow
-from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.export_rows import DeletedExportRow, ExportRow
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 
 GROUP_ROWS = 1000
 GROUP_TOKENS = 2**21

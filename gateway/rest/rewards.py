@@ -23,7 +23,7 @@ from rollout_queue.contract.errors import RewardsTooLarge, SessionUnknown, TooMa
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Status, Verdict
-from rollout_queue.http.bodies.json_routes import JsonRoute
+from rollout_queue.http.json_routes import JsonRoute
 
 FINISH_KEY = "finish"
 """The key of the reward that POST …/finish stores."""

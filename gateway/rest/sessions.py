@@ -28,10 +28,15 @@ from gateway.sessions.resolution import refusal_of
 from rollout_queue import clock
 from rollout_queue.contract.errors import SessionClosed
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.records import PastThoughts, ReasoningEffort, SessionSpec
-from rollout_queue.contract.sampling import SamplingMode, SamplingPolicy
-from rollout_queue.http.bodies.json_routes import JsonRoute
-from rollout_queue.protocol.ids import Id
+from rollout_queue.contract.records import (
+    PastThoughts,
+    ReasoningEffort,
+    SamplingMode,
+    SamplingPolicy,
+    SessionSpec,
+)
+from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.protocol.message import Id
 
 router = APIRouter(tags=["sessions"], route_class=JsonRoute)
 

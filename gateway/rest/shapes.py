@@ -18,7 +18,7 @@ from rollout_queue.contract.records import (
     Status,
     VerdictCode,
 )
-from rollout_queue.http.keys import Role
+from rollout_queue.http.callers import Role
 
 
 class TurnVerdictShape(TypedDict):

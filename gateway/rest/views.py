@@ -41,11 +41,9 @@ from gateway.rest.shapes import (
     VersionRange,
 )
 from gateway.sessions.verdicts import turn_verdict, untrained_spans, why_session, why_turn
-from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.head import SessionHead, Tombstone
+from rollout_queue.contract.outcomes import DELETED, total
 from rollout_queue.contract.records import Reward, Turn, Verdict
-from rollout_queue.contract.rewards import total
-from rollout_queue.contract.tombstone import Tombstone
-from rollout_queue.contract.verdicts import DELETED
 
 MOST_TURNS_NAMED = 100
 MOST_TOKEN_TEXTS = 100_000

@@ -19,10 +19,8 @@ from gateway.edge.joins import HAVE_PATH, JOIN_PATH, JoinableCalls
 from gateway.parts import GatewayParts
 from gateway.prometheus import Traffic
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.http.workers.merged_metrics import exported, merged
-from rollout_queue.http.workers.siblings import Siblings
-from rollout_queue.http.workers.worker import Worker
-from rollout_queue.protocol.status import PlacementReport
+from rollout_queue.http.worker_processes import Siblings, Worker, exported, merged
+from rollout_queue.protocol.gateway_messages import PlacementReport
 
 logger = logging.getLogger(__name__)
 

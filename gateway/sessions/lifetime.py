@@ -23,9 +23,9 @@ from rollout_queue import clock
 from rollout_queue.contract.errors import SessionClosed
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.retention import Forgotten, RedisForgetter
+from rollout_queue.redis.session_retention import Forgotten, RedisForgetter
 
 MARGIN_S = 5.0
 """A session with calls in flight is extended this long before it expires. Some polls may be late."""
@@ -169,7 +169,7 @@ class Retention:
                 "Redis fills up, and no settled session can be forgotten: entry %s of %s is older than all of"
                 " them, and waits for a trainer or for the end of its session",
                 entry,
-                keys.STREAM,
+                key_names.STREAM,
             )
         self._logged_entry = entry
 

@@ -26,7 +26,7 @@ from rollout_queue import clock
 from rollout_queue.contract.errors import UserDeleted
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.stream import StreamWriter
-from rollout_queue.protocol.ids import ID
+from rollout_queue.protocol.message import ID
 
 NAME_HEADERS = (
     "x-session-id",

@@ -22,13 +22,11 @@ from rollout_queue.contract.errors import (
     SessionForgotten,
     UnknownSchema,
 )
-from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.head import ListScope, SessionHead
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.listing import ListScope
-from rollout_queue.contract.records import SessionSpec, Verdict
-from rollout_queue.contract.sampling import SamplingPolicy
+from rollout_queue.contract.records import SamplingPolicy, SessionSpec, Verdict
 from rollout_queue.contract.stream import StreamWriter
-from rollout_queue.protocol.ids import ID
+from rollout_queue.protocol.message import ID
 
 Load = Callable[[str], Awaitable[SessionHead | None]]
 """Reads what is stored of the session with this stored id."""

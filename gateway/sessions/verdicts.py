@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.progress import GroupProgress
+from rollout_queue.contract.head import GroupProgress, SessionHead
+from rollout_queue.contract.outcomes import OPENED_UNTRAINED, exclusion
 from rollout_queue.contract.records import Turn, Verdict
-from rollout_queue.contract.verdicts import OPENED_UNTRAINED, exclusion
 
 STEP = "waits for a step of the trainer"
 

@@ -43,12 +43,19 @@ from gateway.tinker.paths import (
 )
 from gateway.tinker.weights import KeptWeights
 from rollout_queue import clock
-from rollout_queue.commands.command import Command, LoadWeights, SaveWeights
-from rollout_queue.commands.result import Answer, CommandFailed, Exported, Kept
-from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.files import LargeFile
-from rollout_queue.redis.commands.submission import Gone
+from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.redis.command_log import Gone
+from rollout_queue.trainer_commands import (
+    Answer,
+    Command,
+    CommandFailed,
+    Exported,
+    Kept,
+    LoadWeights,
+    SaveWeights,
+)
 
 logger = logging.getLogger(__name__)
 router = APIRouter(tags=["tinker"], route_class=JsonRoute)

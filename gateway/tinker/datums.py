@@ -27,10 +27,9 @@ from gateway.fleet.scoring import PromptQuery, PromptScores
 from gateway.generations.generation import Generation
 from gateway.rest.bodies import RestBody
 from gateway.tinker import messages_pb2 as wire
-from rollout_queue.commands.command import ForwardBackward
-from rollout_queue.commands.datum import Datum
 from rollout_queue.contract.errors import InvalidRecord
-from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.trainer_commands import Datum, ForwardBackward
 
 
 def is_csr(begins: Sequence[float], columns: Sequence[float], listed: int, shape: tuple[int, int]) -> bool:

@@ -21,13 +21,12 @@ from gateway.tinker.removal import ClientRecordRemoval
 from gateway.tinker.samples import SampleMaker
 from gateway.tinker.store import TinkerStore
 from rollout_queue import clock
-from rollout_queue.commands.codec import encode
-from rollout_queue.commands.command import Command, Refused
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.client.opening import open_async_redis
-from rollout_queue.redis.commands.submission import CommandSubmissions
+from rollout_queue.redis.command_log import CommandSubmissions
+from rollout_queue.redis.redis_client import open_async_redis
+from rollout_queue.trainer_commands import Command, Refused, encode
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class TinkerDoor:
 
     async def trains_commands(self) -> bool | None:
         """Whether the trainer carries out commands; None if none has reported."""
-        found = await stored(self.gateway.redis.hget(keys.TRAINER, "source"))
+        found = await stored(self.gateway.redis.hget(key_names.TRAINER, "source"))
         return None if found is None else bool(found == b"commands")
 
     async def submit(

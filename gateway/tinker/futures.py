@@ -18,12 +18,23 @@ from gateway.tinker.bodies import CancelBody, FutureBody
 from gateway.tinker.door import TinkerDoor, door_of
 from gateway.tinker.paths import PromiseId, WeightsPath, promise_id, sampler_of, session_of
 from gateway.tinker.promises import MADE
-from rollout_queue.commands.command import LoadWeights, SaveExternal, SaveForSampler, SaveWeights, request_id
-from rollout_queue.commands.result import Answer, CommandFailed, Created, Exported, Passed, Stepped
-from rollout_queue.contract.tokens import pack
-from rollout_queue.http.bodies.json_routes import JsonRoute
+from rollout_queue.contract.packed_tokens import pack
 from rollout_queue.http.errors import ApiError
-from rollout_queue.redis.commands.submission import Gone, Waiting
+from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.redis.command_log import Gone, Waiting
+from rollout_queue.trainer_commands import (
+    Answer,
+    CommandFailed,
+    Created,
+    Exported,
+    LoadWeights,
+    Passed,
+    SaveExternal,
+    SaveForSampler,
+    SaveWeights,
+    Stepped,
+    request_id,
+)
 
 
 def body_of(model_id: str, answer: Answer) -> tuple[bytes, str]:

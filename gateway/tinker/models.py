@@ -45,7 +45,10 @@ from gateway.tinker.paths import (
     sampler_of,
     weights_path,
 )
-from rollout_queue.commands.command import (
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.foreign_json import read_json
+from rollout_queue.http.json_routes import Handler, JsonRoute
+from rollout_queue.trainer_commands import (
     SHARED,
     Command,
     CreateModel,
@@ -57,9 +60,6 @@ from rollout_queue.commands.command import (
     SaveForSampler,
     SaveWeights,
 )
-from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.foreign_json import read_json
-from rollout_queue.http.bodies.json_routes import Handler, JsonRoute
 
 LARGEST = 2**31
 

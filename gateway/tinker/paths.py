@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import msgspec
 
 from gateway.errors import InvalidRequest, ObjectNotFound
-from rollout_queue.commands.command import LoraSpec
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.trainer_commands import LoraSpec
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """The names that a client may give."""

@@ -18,10 +18,9 @@ from redis.exceptions import RedisError
 from gateway.errors import InvalidRequest
 from gateway.tinker.paths import PromiseId
 from rollout_queue import clock
-from rollout_queue.redis import keys
+from rollout_queue.redis import client_session_scripts, key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.commands.submission import READ_TTL_S
-from rollout_queue.redis.scripts import samples as scripts
+from rollout_queue.redis.command_log import READ_TTL_S
 
 T = TypeVar("T")
 BLOCK_MS = 5000
@@ -62,7 +61,7 @@ class Announcements:
         last: Any = "$"
         while True:
             try:
-                streams: Any = await self._redis.xread({keys.RESULTS_ANNOUNCED: last}, 1000, BLOCK_MS)
+                streams: Any = await self._redis.xread({key_names.RESULTS_ANNOUNCED: last}, 1000, BLOCK_MS)
             except (RedisError, OSError) as error:
                 logger.warning("announcements of results cannot be read: %s", error)
                 await clock.sleep(RETRY_S)
@@ -99,9 +98,9 @@ class SamplePromises:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._cancel = redis.register_script(scripts.CANCEL)
-        self._renew = redis.register_script(scripts.RENEW)
-        self._keep = redis.register_script(scripts.KEEP)
+        self._cancel = redis.register_script(client_session_scripts.CANCEL)
+        self._renew = redis.register_script(client_session_scripts.RENEW)
+        self._keep = redis.register_script(client_session_scripts.KEEP)
 
     async def known(self, promise: PromiseId, digest: str) -> bool:
         """Whether the sample is promised or made. Raises InvalidRequest if it has another content."""
@@ -109,37 +108,37 @@ class SamplePromises:
         if found is not None and found.decode() != digest:
             message = f"seq_id: number {promise.number} of {promise.of} was used for another sample"
             raise InvalidRequest(message, param="seq_id", code="sequence_conflict")
-        return found is not None and bool(await stored(self._redis.exists(keys.result(str(promise)))))
+        return found is not None and bool(await stored(self._redis.exists(key_names.result(str(promise)))))
 
     async def begin(self, promise: PromiseId, digest: str) -> bool:
         """Promise it. Returns False if another process was first."""
         await stored(self._redis.set(_digest_key(promise), digest, ex=int(KEPT_S)))
-        first = await stored(self._redis.set(keys.result(str(promise)), b"", nx=True, ex=int(LEASE_S)))
+        first = await stored(self._redis.set(key_names.result(str(promise)), b"", nx=True, ex=int(LEASE_S)))
         return bool(first)
 
     async def renew(self, promise: PromiseId) -> bool:
         """The gateway that makes it is alive. Returns False if the sample was cancelled."""
-        return bool(await stored(self._renew([keys.result(str(promise))], [int(LEASE_S)])))
+        return bool(await stored(self._renew([key_names.result(str(promise))], [int(LEASE_S)])))
 
     async def keep(self, promise: PromiseId, made: bytes | dict[str, Any]) -> None:
         """Store what was made, or why there is nothing, and wake those who wait for it. What is stored
         already stays."""
         packed = MADE + made if isinstance(made, bytes) else REFUSED + msgspec.json.encode(made)
-        named = [keys.result(str(promise)), keys.RESULTS_ANNOUNCED]
+        named = [key_names.result(str(promise)), key_names.RESULTS_ANNOUNCED]
         await stored(self._keep(named, [str(promise), packed, int(KEPT_S)]))
 
     async def drop(self, promise: PromiseId) -> None:
         """The sample will not be made."""
-        await stored(self._redis.delete(keys.result(str(promise))))
+        await stored(self._redis.delete(key_names.result(str(promise))))
 
     async def cancel(self, promise: PromiseId) -> None:
         """Have the gateway that makes it stop, and tell those who wait for it. What is made already stays."""
-        named = [keys.result(str(promise)), keys.RESULTS_ANNOUNCED]
+        named = [key_names.result(str(promise)), key_names.RESULTS_ANNOUNCED]
         await stored(self._cancel(named, [str(promise), CANCELLED, int(READ_TTL_S)]))
 
     async def result(self, promise: PromiseId) -> bytes | None:
         """What `keep` stored; empty while it is made; None for an unknown promise."""
-        name = keys.result(str(promise))
+        name = key_names.result(str(promise))
         found: bytes | None = await stored(self._redis.get(name))
         if found:
             await stored(self._redis.expire(name, int(READ_TTL_S)))
@@ -147,4 +146,4 @@ class SamplePromises:
 
 
 def _digest_key(promise: PromiseId) -> str:
-    return keys.sample_digest(str(promise))
+    return key_names.sample_digest(str(promise))

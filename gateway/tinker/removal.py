@@ -17,10 +17,9 @@ from gateway.tinker.paths import UNREADABLE, ClientModel, ClientSession
 from gateway.tinker.weights import KeptWeightsStore
 from rollout_queue import clock
 from rollout_queue.contract.stream import StreamDeleter
-from rollout_queue.redis import keys
+from rollout_queue.redis import client_session_scripts, key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.commands.submission import CommandSubmissions
-from rollout_queue.redis.scripts import client_sessions as scripts
+from rollout_queue.redis.command_log import CommandSubmissions
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +52,14 @@ class ClientRecordRemoval:
     ) -> None:
         """`deleter` deletes the sessions that record samples."""
         self._redis, self._log, self._weights, self._deleter = redis, log, weights, deleter
-        self._close = redis.register_script(scripts.CLOSE_SESSION)
-        self._forget_model = redis.register_script(scripts.FORGET_MODEL)
-        self._forget_session = redis.register_script(scripts.FORGET_SESSION)
+        self._close = redis.register_script(client_session_scripts.CLOSE_SESSION)
+        self._forget_model = redis.register_script(client_session_scripts.FORGET_MODEL)
+        self._forget_session = redis.register_script(client_session_scripts.FORGET_SESSION)
 
     async def forget_old(self, retention_s: float) -> None:
         """Remove some of the sessions that ended so long ago, and of the models that have outlasted theirs;
         and go on with the deletion of sessions."""
-        deleting, ended = keys.CLIENT_SESSIONS_DELETING, keys.CLIENT_SESSIONS_ENDED
+        deleting, ended = key_names.CLIENT_SESSIONS_DELETING, key_names.CLIENT_SESSIONS_ENDED
         for listed, age_s in ((deleting, OVERDUE_S), (ended, retention_s)):
             until = clock.now() - age_s
             found: Any = await stored(self._redis.zrangebyscore(listed, "-inf", until, start=0, num=AT_ONCE))
@@ -78,7 +77,7 @@ class ClientRecordRemoval:
     async def delete_user(self, user: str) -> int:
         """Delete the client sessions of a user for whom no new ones are taken, and the models that have
         outlasted theirs. Returns how many sessions there were."""
-        sessions, records = 0, keys.client_records_of_user(user)
+        sessions, records = 0, key_names.client_records_of_user(user)
         while names := await stored(self._redis.srandmember(records, AT_ONCE)):
             for name in [each.decode() for each in names]:
                 if MODEL in name:
@@ -91,9 +90,9 @@ class ClientRecordRemoval:
 
     async def _remove(self, session_id: str, how: str) -> RemovedRecords:
         """Remove a session with all that it has made. The session's own record goes last."""
-        removed, made = RemovedRecords(), keys.made_in(session_id)
-        session, lists = keys.client_session(session_id), [keys.CLIENT_SESSIONS_LIVE]
-        lists += [keys.CLIENT_SESSIONS_ENDED, keys.CLIENT_SESSIONS_DELETING]
+        removed, made = RemovedRecords(), key_names.made_in(session_id)
+        session, lists = key_names.client_session(session_id), [key_names.CLIENT_SESSIONS_LIVE]
+        lists += [key_names.CLIENT_SESSIONS_ENDED, key_names.CLIENT_SESSIONS_DELETING]
         closed = await stored(self._close([session, *lists], [session_id, how, clock.now()]))
         said, packed = closed or (b"gone", None)
         record = None if packed is None else msgspec.json.decode(packed, type=ClientSession)
@@ -106,7 +105,7 @@ class ClientRecordRemoval:
                 else:
                     await self._forget(model_id)
                 removed.models += 1
-            targets = [keys.sampling_target(each) for each in names if MODEL not in each]
+            targets = [key_names.sampling_target(each) for each in names if MODEL not in each]
             async with self._redis.pipeline(transaction=True) as pipeline:
                 if targets:
                     pipeline.unlink(*targets)  # bounded: AT_ONCE
@@ -115,8 +114,8 @@ class ClientRecordRemoval:
             removed.samplers += len(targets)
         if said == b"deleted":  # samples name their client session as their user
             removed.samples = (await self._deleter.delete_user(session_id)).sessions
-        named = [session, made, keys.client_sessions_of(record.owner if record else ""), *lists]
-        named += [keys.client_records_of_user((record and record.user) or "")]
+        named = [session, made, key_names.client_sessions_of(record.owner if record else ""), *lists]
+        named += [key_names.client_records_of_user((record and record.user) or "")]
         if await stored(self._forget_session(named, [session_id])) and record is not None:
             logger.info("the records of client session %s are removed: it is %s", session_id, said.decode())
         return removed
@@ -124,7 +123,7 @@ class ClientRecordRemoval:
     async def _delete_model(self, model_id: str) -> int:
         """Delete a model that has ended, with all that it has saved and the results of its commands. Returns
         how many named weights it had."""
-        count: Any = await stored(self._redis.hget(keys.model(model_id), "next"))  # final: it has ended
+        count: Any = await stored(self._redis.hget(key_names.model(model_id), "next"))  # final: it has ended
         weights = await self._weights.delete_all(model_id)
         await self._log.forget_results(model_id, int(count or 0))  # this may be the last that is done
         while not await self._forget(model_id):  # the trainer has saved more meanwhile
@@ -140,12 +139,16 @@ class ClientRecordRemoval:
         if packed is not None:
             model = msgspec.json.decode(packed, type=ClientModel)
             user = model.user or ""
-            named: list[str] = [keys.model(model_id), keys.kept(model_id), keys.kept_terms(model_id)]
-            named += [keys.models_of(model.owner), keys.DROPPED, keys.COMMANDS]
-            named.append(keys.client_records_of_user(user))
+            named: list[str] = [
+                key_names.model(model_id),
+                key_names.kept(model_id),
+                key_names.kept_terms(model_id),
+            ]
+            named += [key_names.models_of(model.owner), key_names.DROPPED, key_names.COMMANDS]
+            named.append(key_names.client_records_of_user(user))
             gone = bool(await stored(self._forget_model(named, [model_id, user and "named"])))
         if gone:
-            await stored(self._redis.zrem(keys.CLIENT_SESSIONS_ENDED, model_id))
+            await stored(self._redis.zrem(key_names.CLIENT_SESSIONS_ENDED, model_id))
         else:
-            await stored(self._redis.zadd(keys.CLIENT_SESSIONS_ENDED, {model_id: clock.now()}))
+            await stored(self._redis.zadd(key_names.CLIENT_SESSIONS_ENDED, {model_id: clock.now()}))
         return gone

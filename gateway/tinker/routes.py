@@ -10,7 +10,7 @@ from gateway.rest.access import admins_only
 from gateway.rest.shapes import DeletedUserShape
 from gateway.tinker import checkpoints, futures, models, run_listing, samplers, service
 from gateway.tinker.door import TinkerDoor
-from rollout_queue.protocol.ids import Id
+from rollout_queue.protocol.message import Id
 
 api = APIRouter(prefix="/api/v1")
 for routes in (service, models, samplers, futures, run_listing, checkpoints):

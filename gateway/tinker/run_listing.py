@@ -18,7 +18,7 @@ from gateway.tinker.door import TinkerDoor, door_of
 from gateway.tinker.paths import ClientModel
 from gateway.tinker.store import FoundSession, SessionPlace
 from gateway.tinker.weights import KeptWeights
-from rollout_queue.http.bodies.json_routes import JsonRoute
+from rollout_queue.http.json_routes import JsonRoute
 
 router = APIRouter(tags=["tinker"], route_class=JsonRoute)
 

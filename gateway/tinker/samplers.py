@@ -19,8 +19,8 @@ from gateway.tinker.datums import TargetsBody, WantedScores, prompt_targets
 from gateway.tinker.door import TinkerDoor, door_of, now
 from gateway.tinker.paths import PromiseId, SamplingTarget, sampler_of, weights_path
 from gateway.tinker.samples import MOST_ATTEMPTS, WantedSample, turn_of
-from rollout_queue.commands.result import Published
-from rollout_queue.contract.policies.adapter import PublishedAdapter
+from rollout_queue.contract.published_policy import PublishedAdapter
+from rollout_queue.trainer_commands import Published
 
 router = APIRouter(tags=["tinker"], route_class=PromptRoute)
 

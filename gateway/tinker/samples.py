@@ -31,8 +31,8 @@ from gateway.tinker.promises import Announcements, SamplePromises
 from rollout_queue import clock
 from rollout_queue.contract.errors import QueueError, StorageUnavailable
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.outcomes import OPENED_UNTRAINED
 from rollout_queue.contract.records import Outcome
-from rollout_queue.contract.verdicts import OPENED_UNTRAINED
 
 logger = logging.getLogger(__name__)
 

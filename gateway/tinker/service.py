@@ -24,12 +24,12 @@ from gateway.tinker.paths import ClientModel, ClientSession
 from gateway.tinker.weights import KeptWeights, KeptWeightsStore
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.ids import new_id
-from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import ApiError, storage_unavailable
-from rollout_queue.redis import keys
+from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.commands.submission import MOST_EARLY
-from rollout_queue.redis.scripts.commands import REMEMBERED
+from rollout_queue.redis.command_log import MOST_EARLY
+from rollout_queue.redis.command_scripts import REMEMBERED
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +55,25 @@ class ClientSessionExport:
             yield msgspec.json.encode(storage_unavailable(error).body) + b"\n"
 
     async def _records(self, session: ClientSession) -> AsyncIterator[Iterable[Line]]:
-        finished: Any = await stored(self._redis.hget(keys.client_session(session.session_id), "finished"))
+        finished: Any = await stored(
+            self._redis.hget(key_names.client_session(session.session_id), "finished")
+        )
         how = None if finished is None else msgspec.json.decode(finished)
         yield [{"type": "session", **msgspec.to_builtins(session), "finished": how}]
-        async for names in self._members(keys.made_in(session.session_id)):
+        async for names in self._members(key_names.made_in(session.session_id)):
             models = sorted(each for each in names if ":train:" in each)
             for model_id in models:
                 async for some in self._of_model(model_id):
                     yield some
-            targets = [keys.sampling_target(each) for each in names if ":train:" not in each]
+            targets = [key_names.sampling_target(each) for each in names if ":train:" not in each]
             if targets:
                 found: Any = await stored(self._redis.mget(targets))  # bounded: AT_ONCE
                 yield [{"type": "sampler", **msgspec.json.decode(each)} for each in found if each]
-        async for names in self._members(keys.user_sessions(session.session_id)):
+        async for names in self._members(key_names.user_sessions(session.session_id)):
             yield [{"type": "sample", "session_id": each} for each in names]
 
     async def _of_model(self, model_id: str) -> AsyncIterator[Iterable[Line]]:
-        fields = await stored(self._redis.hmget(keys.model(model_id), "spec", "ended", "next", "done"))
+        fields = await stored(self._redis.hmget(key_names.model(model_id), "spec", "ended", "next", "done"))
         spec, ended, following, done = fields
         if spec is None:
             return
@@ -82,7 +84,7 @@ class ClientSessionExport:
             numbers = range(first, first + AT_ONCE)
             told: Any = await stored(
                 self._redis.hmget(
-                    keys.model(model_id), [f"k:{number}" for number in numbers]
+                    key_names.model(model_id), [f"k:{number}" for number in numbers]
                 )  # bounded: AT_ONCE
             )
             known = ((number, each.decode()) for number, each in zip(numbers, told, strict=True) if each)

@@ -20,13 +20,12 @@ from gateway.tinker.paths import (
 )
 from gateway.tinker.weights import KeptWeightsStore
 from rollout_queue import clock
-from rollout_queue.commands.result import Kept
 from rollout_queue.contract.errors import UserDeleted
-from rollout_queue.contract.tombstone import user_digest
-from rollout_queue.redis import keys
+from rollout_queue.contract.head import user_digest
+from rollout_queue.redis import client_session_scripts, key_names
 from rollout_queue.redis.availability import available, stored
-from rollout_queue.redis.commands.submission import CommandSubmissions, Gone
-from rollout_queue.redis.scripts import client_sessions as scripts
+from rollout_queue.redis.command_log import CommandSubmissions, Gone
+from rollout_queue.trainer_commands import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -60,30 +59,34 @@ class TinkerStore:
     def __init__(self, redis: Redis, log: CommandSubmissions) -> None:
         self._redis, self._log = redis, log
         self.weights = KeptWeightsStore(redis, log)
-        self._beat = redis.register_script(scripts.BEAT)
-        self._end_session = redis.register_script(scripts.END_SESSION)
-        self._add_session = redis.register_script(scripts.ADD_SESSION)
-        self._add_made = redis.register_script(scripts.ADD_MADE)
-        self._add_target = redis.register_script(scripts.ADD_TARGET)
+        self._beat = redis.register_script(client_session_scripts.BEAT)
+        self._end_session = redis.register_script(client_session_scripts.END_SESSION)
+        self._add_session = redis.register_script(client_session_scripts.ADD_SESSION)
+        self._add_made = redis.register_script(client_session_scripts.ADD_MADE)
+        self._add_target = redis.register_script(client_session_scripts.ADD_TARGET)
 
     # Client sessions
 
     async def add_session(self, session: ClientSession) -> None:
         """Raises UserDeleted if it is for a user whose data was deleted."""
         user = session.user or ""
-        named = [keys.client_session(session.session_id), keys.client_sessions_of(session.owner)]
-        named += [keys.CLIENT_SESSIONS_LIVE, keys.DELETED_USERS, keys.client_records_of_user(user)]
+        named = [key_names.client_session(session.session_id), key_names.client_sessions_of(session.owner)]
+        named += [
+            key_names.CLIENT_SESSIONS_LIVE,
+            key_names.DELETED_USERS,
+            key_names.client_records_of_user(user),
+        ]
         arguments: list[Any] = [session.session_id, encode_record(session), session.created_at]
         if not await stored(self._add_session(named, [*arguments, user and user_digest(user)])):
             raise UserDeleted
 
     async def session(self, session_id: str, caller: Caller) -> ClientSession:
-        found: Any = await stored(self._redis.hget(keys.client_session(session_id), "record"))
+        found: Any = await stored(self._redis.hget(key_names.client_session(session_id), "record"))
         return _owned(_read(found, ClientSession), caller, f"session {session_id!r}")
 
     async def session_ids(self, caller: Caller, limit: int, offset: int) -> list[str]:
         """The ids of some sessions of the caller's key, the newest first."""
-        name = keys.client_sessions_of(caller.owner)
+        name = key_names.client_sessions_of(caller.owner)
         ids: Any = await stored(self._redis.zrevrange(name, offset, offset + limit - 1))
         return [each.decode() for each in ids]
 
@@ -91,7 +94,7 @@ class TinkerStore:
         self, caller: Caller, last: SessionPlace | None, count: int
     ) -> list[SessionPlace]:
         """Some sessions of the caller's key that began before `last`, the newest first."""
-        name, start = keys.client_sessions_of(caller.owner), 0
+        name, start = key_names.client_sessions_of(caller.owner), 0
         if last is not None:
             rank = await stored(self._redis.zrevrank(name, last.session_id))
             if rank is None:  # its record is removed
@@ -104,8 +107,8 @@ class TinkerStore:
         """Those of these sessions that exist and are the caller's."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for each in session_ids:
-                pipeline.hmget(keys.client_session(each), "record", "finished")
-                pipeline.zscore(keys.CLIENT_SESSIONS_ENDED, each)
+                pipeline.hmget(key_names.client_session(each), "record", "finished")
+                pipeline.zscore(key_names.CLIENT_SESSIONS_ENDED, each)
             told = await stored(pipeline.execute())
         found = []
         for (record, finished), ended in zip(told[::2], told[1::2], strict=True):
@@ -122,12 +125,12 @@ class TinkerStore:
 
     async def _made_in(self, session_id: str) -> list[str]:
         with available():
-            members = self._redis.sscan_iter(keys.made_in(session_id), count=MADE_AT_ONCE)
+            members = self._redis.sscan_iter(key_names.made_in(session_id), count=MADE_AT_ONCE)
             return sorted({each.decode() async for each in members})
 
     async def beat(self, session: ClientSession) -> bool:
         """Note a sign of life. Returns False if the session has finished."""
-        named = [keys.client_session(session.session_id), keys.CLIENT_SESSIONS_LIVE]
+        named = [key_names.client_session(session.session_id), key_names.CLIENT_SESSIONS_LIVE]
         return bool(await stored(self._beat(named, [session.session_id, clock.now()])))
 
     async def finish(self, session: ClientSession, how: bytes) -> None:
@@ -137,7 +140,7 @@ class TinkerStore:
     async def end_models(self, session_id: str, why: str, finished: bytes = b"") -> None:
         """Take no more models, and no more commands for those of a session, so that the trainer frees them.
         From the first end on, the records of the session have a time to live."""
-        named = [keys.client_session(session_id), keys.CLIENT_SESSIONS_ENDED]
+        named = [key_names.client_session(session_id), key_names.CLIENT_SESSIONS_ENDED]
         await stored(self._end_session(named, [session_id, clock.now(), finished]))
         for made in await self._made_in(session_id):
             if ":train:" in made:
@@ -147,13 +150,13 @@ class TinkerStore:
                     await self.weights.drop_unnamed(made)
                 except UNREADABLE as error:  # it is tried again before the model is forgotten
                     logger.warning("what model %s has published cannot be read, and stays: %s", made, error)
-        await stored(self._redis.zrem(keys.CLIENT_SESSIONS_LIVE, session_id))
+        await stored(self._redis.zrem(key_names.CLIENT_SESSIONS_LIVE, session_id))
 
     async def end_silent(self, timeout_s: float) -> None:
         """End the models of the sessions without a sign of life for so long."""
         until, why = clock.now() - timeout_s, f"its client gave no sign of life for {timeout_s:g} s"
         found: Any = await stored(
-            self._redis.zrangebyscore(keys.CLIENT_SESSIONS_LIVE, "-inf", until, start=0, num=100)
+            self._redis.zrangebyscore(key_names.CLIENT_SESSIONS_LIVE, "-inf", until, start=0, num=100)
         )
         for session_id in found:
             await self.end_models(session_id.decode(), why)
@@ -162,8 +165,8 @@ class TinkerStore:
 
     async def add_model(self, model: ClientModel) -> None:
         """Raises InvalidRequest if a model with this id and other terms exists, or the session has ended."""
-        session_id, ended = model.session_id, keys.CLIENT_SESSIONS_ENDED
-        named = [keys.client_session(session_id), keys.made_in(session_id), ended]
+        session_id, ended = model.session_id, key_names.CLIENT_SESSIONS_ENDED
+        named = [key_names.client_session(session_id), key_names.made_in(session_id), ended]
         noted = await stored(self._add_made(named, [session_id, model.model_id]))
         if noted == b"unknown":
             raise ObjectNotFound(f"there is no session {session_id!r}", param="session_id")
@@ -199,7 +202,7 @@ class TinkerStore:
 
     async def models(self, caller: Caller, limit: int, offset: int) -> tuple[list[ClientModel], int]:
         """Some models of the caller's key, the newest first, and how many there are."""
-        name = keys.models_of(caller.owner)
+        name = key_names.models_of(caller.owner)
         ids: Any = await stored(self._redis.zrevrange(name, offset, offset + limit - 1))
         specs = [_read(await self._log.spec(each.decode()), ClientModel) for each in ids]
         return [each for each in specs if each is not None], await stored(self._redis.zcard(name))
@@ -208,13 +211,13 @@ class TinkerStore:
 
     async def add_target(self, target: SamplingTarget) -> None:
         """The first target of this id stays: a repeated request has the same."""
-        name, made = target.sampling_session_id, keys.made_in(target.session_id)
-        named = [keys.client_session(target.session_id), made, keys.sampling_target(name)]
+        name, made = target.sampling_session_id, key_names.made_in(target.session_id)
+        named = [key_names.client_session(target.session_id), made, key_names.sampling_target(name)]
         if not await stored(self._add_target(named, [name, encode_record(target)])):
             raise ObjectNotFound(f"there is no session {target.session_id!r}", param="session_id")
 
     async def target(self, sampling_session_id: str, caller: Caller) -> SamplingTarget:
-        found: Any = await stored(self._redis.get(keys.sampling_target(sampling_session_id)))
+        found: Any = await stored(self._redis.get(key_names.sampling_target(sampling_session_id)))
         target = _read(found, SamplingTarget)
         return _owned(target, caller, f"sampling session {sampling_session_id!r}")
 

@@ -8,12 +8,12 @@ from redis.asyncio import Redis
 from gateway.errors import ObjectNotFound
 from gateway.tinker.paths import KeptTerms, WeightsPath, encode_record, kept_path, read_terms
 from rollout_queue import clock
-from rollout_queue.commands.result import Kept
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import available, stored
-from rollout_queue.redis.commands.submission import KEPT_AT_ONCE, CommandSubmissions
-from rollout_queue.redis.scripts.client_sessions import NOTE_TERMS
-from rollout_queue.redis.scripts.drops import CHANGE
+from rollout_queue.redis.client_session_scripts import NOTE_TERMS
+from rollout_queue.redis.command_log import KEPT_AT_ONCE, CommandSubmissions
+from rollout_queue.redis.command_scripts import CHANGE
+from rollout_queue.trainer_commands import Kept
 
 UNNAMED = "/~"
 """What the names contain of weights that a client samples from and does not name."""
@@ -53,7 +53,7 @@ class KeptWeightsStore:
         """What the client says of weights that the command with this number will save. The first stays."""
         if terms == KeptTerms():
             return
-        named = [keys.model(path.model_id), keys.kept_terms(path.model_id)]
+        named = [key_names.model(path.model_id), key_names.kept_terms(path.model_id)]
         await stored(self._note_terms(named, [f"{path.kept_as}#{number}", encode_record(terms)]))
 
     async def find(self, path: WeightsPath) -> KeptWeights | None:
@@ -62,7 +62,7 @@ class KeptWeightsStore:
         if kept is None:
             return None
         field = f"{path.kept_as}#{kept.number}"
-        terms: Any = await stored(self._redis.hget(keys.kept_terms(path.model_id), field))
+        terms: Any = await stored(self._redis.hget(key_names.kept_terms(path.model_id), field))
         if terms is None and await self._log.kept_as(path.model_id, path.kept_as) != kept:
             return None  # deleted meanwhile, with its terms
         return KeptWeights(path, kept, _terms(terms))
@@ -77,7 +77,7 @@ class KeptWeightsStore:
     async def all_kept(self, model_id: str) -> list[KeptWeights]:
         """The named weights of a model that have not expired, the newest first."""
         with available():
-            found = self._redis.hscan_iter(keys.kept_terms(model_id), count=KEPT_AT_ONCE)
+            found = self._redis.hscan_iter(key_names.kept_terms(model_id), count=KEPT_AT_ONCE)
             terms = {name.decode(): read_terms(packed) async for name, packed in found}
         kept = [
             KeptWeights(kept_path(model_id, name), each, terms.get(f"{name}#{each.number}", KeptTerms()))
@@ -92,7 +92,7 @@ class KeptWeightsStore:
 
     async def change(self, path: WeightsPath, change: Callable[[KeptWeights], KeptTerms]) -> None:
         """Replace what is known of named weights. Raises ObjectNotFound."""
-        named = [keys.kept(path.model_id), keys.kept_terms(path.model_id), keys.KEPT_EXPIRES]
+        named = [key_names.kept(path.model_id), key_names.kept_terms(path.model_id), key_names.KEPT_EXPIRES]
         while True:
             before = await self.named(path)
             known: Any = await stored(self._redis.hget(named[1], before.terms_field))
@@ -107,7 +107,7 @@ class KeptWeightsStore:
         """Delete the weights whose time is over, at most so many. Returns how many there were."""
         now = clock.now()
         found: Any = await stored(
-            self._redis.zrangebyscore(keys.KEPT_EXPIRES, "-inf", now, start=0, num=most)
+            self._redis.zrangebyscore(key_names.KEPT_EXPIRES, "-inf", now, start=0, num=most)
         )
         for member in found:
             model_id, name, number = member.decode().rsplit("|", 2)

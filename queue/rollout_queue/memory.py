@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rollout_queue import clock
-from rollout_queue.contract.attempts import related
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import (
     Conflict,
@@ -16,13 +15,19 @@ from rollout_queue.contract.errors import (
     SessionDeleted,
     UserDeleted,
 )
-from rollout_queue.contract.head import SessionHead, late_join_of, tombstone_of, with_terms
-from rollout_queue.contract.progress import GroupProgress
+from rollout_queue.contract.head import (
+    DeletionTotals,
+    GroupProgress,
+    SessionHead,
+    Tombstone,
+    deletion_totals,
+    late_join_of,
+    tombstone_of,
+    with_terms,
+)
+from rollout_queue.contract.outcomes import DELETED, check_rewards, expiry, related
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.contract.rewards import check_rewards
 from rollout_queue.contract.stream import NO_IMAGES, Entry, GroupMembers, Verdicts
-from rollout_queue.contract.tombstone import DeletionTotals, Tombstone, total
-from rollout_queue.contract.verdicts import DELETED, expiry
 from rollout_queue.memory_groups import join_group, may_describe, members_of, progress_of_group
 from rollout_queue.memory_images import MemoryImages
 from rollout_queue.memory_list import MemorySessionList
@@ -202,7 +207,7 @@ class MemoryStream(MemorySessionList, MemoryImages, MemorySteps):
         self.deleted_users.add(user)
         named = [session_id for session_id, head in self.heads.items() if user in head.users]
         tombstones = [await self.delete_session(session_id) for session_id in named]
-        return total([tombstone for tombstone in tombstones if tombstone is not None])
+        return deletion_totals([tombstone for tombstone in tombstones if tombstone is not None])
 
     async def finish(self, now: float) -> int:
         return 0

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping, MutableMapping
 
 from rollout_queue.contract.errors import Conflict, GroupTaken
-from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.progress import GroupProgress, group_progress, stage_of
+from rollout_queue.contract.head import GroupProgress, SessionHead, group_progress, stage_of
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.contract.stream import GroupMembers
 

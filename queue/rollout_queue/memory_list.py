@@ -3,18 +3,18 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import (
+from rollout_queue.contract.head import (
     ALL_SESSIONS,
     ListedSession,
     ListPosition,
     ListScope,
+    SessionHead,
+    Tombstone,
     after_position,
     position_of,
     without_unwanted,
 )
 from rollout_queue.contract.records import SessionSpec
-from rollout_queue.contract.tombstone import Tombstone
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Verdict
 
 

@@ -24,7 +24,7 @@ from reward_service.dispatch.waiting_sessions import (
 )
 from rollout_queue import clock
 from rollout_queue.foreign_json import read_json
-from rollout_queue.protocol.errors import error_message
+from rollout_queue.protocol.message import error_message
 
 T = TypeVar("T")
 GONE = (404, 410)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from rollout_queue.base_model.model_files import CONFIG, json_object, text_config
+from rollout_queue.model_files import CONFIG, json_object, text_config
 from rollout_server.settings import Device, RolloutServerSettings
 
 KEYED = Path(__file__).with_name("keyed.py")

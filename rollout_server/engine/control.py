@@ -11,8 +11,7 @@ import httpx
 import msgspec
 
 from rollout_queue.foreign_json import read_json
-from rollout_queue.protocol.collective import Joining
-from rollout_queue.protocol.engine_load import EngineLoads
+from rollout_queue.protocol.rollout_server_messages import EngineLoads, Joining
 
 KV_CACHE, WEIGHTS = "kv_cache", "weights"
 """The parts of the memory that an engine releases."""

@@ -13,12 +13,11 @@ import httpx
 from pydantic import ValidationError
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.policy import Manifest
+from rollout_queue.contract.published_policy import Manifest
 from rollout_queue.foreign_json import read_json
-from rollout_queue.http.keys import bearer
-from rollout_queue.protocol.collective import Device, JoinBody, Joining, SentTensor
-from rollout_queue.protocol.errors import error_message
-from rollout_queue.protocol.message import MalformedMessage
+from rollout_queue.http.callers import bearer
+from rollout_queue.protocol.message import MalformedMessage, error_message
+from rollout_queue.protocol.rollout_server_messages import Device, JoinBody, Joining, SentTensor
 from rollout_server.engine.control import EngineControl, EngineFailed, EngineRefused
 from rollout_server.weights.policy import LocalPolicy
 from rollout_server.weights.safetensors_file import fingerprint, tensors_of

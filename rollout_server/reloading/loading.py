@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 
 from rollout_queue import clock
-from rollout_queue.protocol.collective import Joining
+from rollout_queue.protocol.rollout_server_messages import Joining
 from rollout_server.engine.control import KV_CACHE, WEIGHTS, AdapterRefused, EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import EngineUnavailable, WeightsRefused

@@ -11,8 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
-from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest, WeightDelta
+from rollout_queue.contract.published_policy import (
+    ADAPTER_CONFIG,
+    MANIFEST,
+    Manifest,
+    ObjectPrefix,
+    WeightDelta,
+)
 from rollout_server.errors import LocationRefused, WeightsUnavailable
 from rollout_server.reloading.seconds import Seconds
 from rollout_server.settings import RolloutServerSettings

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from rollout_queue.contract.policies.policy import MANIFEST, Manifest
+from rollout_queue.contract.published_policy import MANIFEST, Manifest
 from rollout_server.errors import ReloadError
 from rollout_server.reloading.collective import TensorReceiver
 from rollout_server.weights.failures import as_reload_errors

@@ -17,7 +17,7 @@ import asyncio
 import logging
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.policy import Manifest
+from rollout_queue.contract.published_policy import Manifest
 from rollout_server.engine.control import EngineFailed
 from rollout_server.engine.engine import Engine
 from rollout_server.errors import EngineUnavailable, VersionRefused

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rollout_queue.contract.published_policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollout_server.settings import EngineLoraSettings
 from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor
 

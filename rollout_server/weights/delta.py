@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from rollout_queue.contract.policies.delta import DeltaHeader, TensorChange
-from rollout_queue.contract.policies.policy import FileSpec
+from rollout_queue.contract.published_policy import DeltaHeader, FileSpec, TensorChange
 from rollout_server.weights.file_check import CheckedFile, CheckEnded, FileCheck
 from rollout_server.weights.safetensors_file import (
     ITEM_BYTES,

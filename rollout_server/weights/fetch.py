@@ -14,8 +14,14 @@ from threading import Event
 import httpx
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, Manifest, WeightDelta
+from rollout_queue.contract.published_policy import (
+    MANIFEST,
+    STABLE,
+    FileSpec,
+    Manifest,
+    ObjectPrefix,
+    WeightDelta,
+)
 from rollout_queue.http.object_store import StoreUnavailable, opened
 from rollout_queue.settings import ObjectStoreSettings
 from rollout_server.errors import WeightsUnavailable

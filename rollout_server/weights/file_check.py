@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_queue.contract.policies.policy import FileSpec
+from rollout_queue.contract.published_policy import FileSpec
 from rollout_server.weights.safetensors_file import (
     EXPONENT_MASKS,
     ITEM_BYTES,

@@ -10,7 +10,14 @@ from pathlib import Path
 import msgspec
 
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
+from rollout_queue.contract.published_policy import (
+    MANIFEST,
+    STABLE,
+    FileSpec,
+    Manifest,
+    TensorSpec,
+    sha256_of,
+)
 from rollout_server.weights.file_check import WEIGHTS_SUFFIX
 from rollout_server.weights.locations import FileLocation
 from rollout_server.weights.safetensors_file import BrokenWeights, read_header

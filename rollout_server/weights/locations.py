@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
+from rollout_queue.contract.published_policy import ObjectPrefix
 from rollout_server.errors import LocationRefused
 
 DEFAULT_PORTS = {"http": 80, "https": 443}

@@ -1,4 +1,4 @@
-"""Compares the values of two sets of weights, whose headers `rollout_queue.base_model` reads."""
+"""Compares the values of two sets of weights, whose headers `rollout_queue.model_files` reads."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout_queue.base_model.headers import (
+from rollout_queue.model_files import (
     FLOATS,
     ITEM_BYTES,
     MAX_HEADER_BYTES,
@@ -16,9 +16,9 @@ from rollout_queue.base_model.headers import (
     header_bytes,
     parse_header,
     read_header,
+    weight_files,
 )
-from rollout_queue.base_model.model_files import weight_files
-from rollout_queue.protocol.collective import FINGERPRINT_VALUES
+from rollout_queue.protocol.rollout_server_messages import FINGERPRINT_VALUES
 
 __all__ = [
     "FLOATS",

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import httpx
 
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
-from rollout_queue.http.keys import bearer
+from rollout_queue.contract.published_policy import ObjectPrefix
+from rollout_queue.http.callers import bearer
 from rollout_queue.http.object_store import ObjectAbsent, ObjectStore, StoreUnavailable
 from rollout_server.errors import WeightsUnavailable
 from rollout_server.weights.locations import HttpLocation

@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
-from rollout_queue.base_model.model_files import small_files
 from rollout_queue.contract.ids import new_id
-from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, MANIFEST, Manifest
+from rollout_queue.contract.published_policy import ADAPTER_CONFIG, MANIFEST, Manifest
+from rollout_queue.model_files import small_files
 from rollout_server.settings import EngineLoraSettings
 from rollout_server.weights.file_check import CheckedFile
 from rollout_server.weights.safetensors_file import BrokenWeights

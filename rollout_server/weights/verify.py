@@ -14,21 +14,19 @@ from typing import Any
 
 import msgspec
 
-from rollout_queue.base_model.files_check import files_check, refuse_quantized, tensors_check
-from rollout_queue.base_model.headers import FLOATS
-from rollout_queue.base_model.model_files import CONFIG, INDEX, Located, ModelFiles, json_object, same_bytes
-from rollout_queue.base_model.output_head import output_head
-from rollout_queue.contract.policies.delta import DELTA_SUFFIX
-from rollout_queue.contract.policies.policy import (
+from rollout_queue.contract.published_policy import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    DELTA_SUFFIX,
     MANIFEST,
     STABLE,
     DeltaFile,
     FileSpec,
     Manifest,
 )
-from rollout_queue.protocol.model_checks import ModelCheck
+from rollout_queue.model_checks import files_check, output_head, refuse_quantized, tensors_check
+from rollout_queue.model_files import CONFIG, FLOATS, INDEX, Located, ModelFiles, json_object, same_bytes
+from rollout_queue.protocol.message import ModelCheck
 from rollout_server.settings import EngineLoraSettings
 from rollout_server.weights.adapter import check_adapter
 from rollout_server.weights.file_check import WEIGHTS_SUFFIX, CheckedFile, check_path

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from gateway.language.tokenizer_files import tokenizer_of
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.agents.acting_engine import FAMILY, ActingEngine
 from tests.support.agents.running import RunningAgents
 from tests.support.gateway.families_models import make_model
@@ -40,7 +40,7 @@ def gateway_url(processes: Processes) -> Iterator[str]:
 def agents(processes: Processes, gateway_url: str, tmp_path: Path) -> Iterator[RunningAgents]:
     """Each test gets an empty Redis, a fresh engine and empty folders."""
     backends = processes.backends
-    backends.clear(bytes(backends.redis.get(keys.SECRET) or b""))  # type: ignore[arg-type]
+    backends.clear(bytes(backends.redis.get(key_names.SECRET) or b""))  # type: ignore[arg-type]
     backends.engine = engine = ActingEngine(backends.tokenizer)
     for folder in ("work", "home"):
         (tmp_path / folder).mkdir()

@@ -6,7 +6,7 @@ a directory newer than CURRENT ─▶ shards ─▶ the lease is confirmed ─�
 import msgspec
 from redis import Redis
 
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.crash.system import CrashSystem
 from tests.crash.waits import NeverCame, until
 from trainer_service.storage.checkpoint import CURRENT, STATE
@@ -74,5 +74,5 @@ def _owed(system: CrashSystem) -> bool:
 
 
 def _pending(redis: Redis) -> list[dict[str, bytes]]:
-    found: list[dict[str, bytes]] = redis.xpending_range(keys.STREAM, "trainer", "-", "+", 100_000)  # type: ignore[assignment]
+    found: list[dict[str, bytes]] = redis.xpending_range(key_names.STREAM, "trainer", "-", "+", 100_000)  # type: ignore[assignment]
     return found

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 from redis import Redis
 
-from rollout_queue.contract.policies.policy import STABLE
-from rollout_queue.redis import keys
+from rollout_queue.contract.published_policy import STABLE
+from rollout_queue.redis import key_names
 from tests.crash.checkpoints import current, current_state
 from tests.crash.system import CrashSystem
 from tests.crash.waits import LONGEST_WAIT_S, NeverCame, until
@@ -38,8 +38,8 @@ def in_rollback(system: CrashSystem) -> None:
 def begun(system: CrashSystem) -> bool:
     """Whether a number is reserved that no version has yet. In a step, the trainer's state would be
     `training`."""
-    reserved, _ = _number(system.redis, keys.RESERVED)
-    version, state = _number(system.redis, keys.TRAINER)
+    reserved, _ = _number(system.redis, key_names.RESERVED)
+    version, state = _number(system.redis, key_names.TRAINER)
     return reserved > version and state == b"waiting"
 
 

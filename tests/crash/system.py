@@ -15,10 +15,10 @@ import psutil
 from redis import Redis
 from redis.exceptions import RedisError
 
-from rollout_queue.contract.policies.serving import ServingPlan, plan_of
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.opening import open_redis
-from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.contract.serving_plan import ServingPlan, plan_of
+from rollout_queue.redis import key_names
+from rollout_queue.redis.redis_client import open_redis
+from rollout_queue.redis.settings import RedisSettings
 from tests.crash.agents import Agents
 from tests.support.queue.cluster import Cluster
 from tests.support.serving import free_port
@@ -95,12 +95,12 @@ class CrashSystem:
 
     def plan(self) -> ServingPlan:
         """What the fleet serves, as it stands in Redis."""
-        packed: bytes | None = self.redis.get(keys.SERVING)  # type: ignore[assignment]
+        packed: bytes | None = self.redis.get(key_names.SERVING)  # type: ignore[assignment]
         return plan_of(packed)
 
     def driver(self) -> int | None:
         """The process of the gateway that drives pushes."""
-        lease: bytes | None = self.redis.get(keys.PUSH_LEASE)  # type: ignore[assignment]
+        lease: bytes | None = self.redis.get(key_names.PUSH_LEASE)  # type: ignore[assignment]
         return None if lease is None else int(lease.split(b"-")[0])
 
     def process_of(self, victim: str) -> psutil.Process:
@@ -194,9 +194,9 @@ class CrashSystem:
     def quiet(self) -> bool:
         """Whether the trainer has read everything and holds nothing that it could train."""
         with suppress(RedisError, StopIteration, KeyError):
-            groups = self.redis.xinfo_groups(keys.STREAM)
+            groups = self.redis.xinfo_groups(key_names.STREAM)
             lag = next(group.get("lag") for group in groups if group["name"] == b"trainer")
-            state = self.redis.hgetall(keys.TRAINER)
+            state = self.redis.hgetall(key_names.TRAINER)
             return lag in (0, None) and state[b"state"] == b"waiting"
         return False
 

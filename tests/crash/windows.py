@@ -11,8 +11,8 @@ from typing import Literal
 
 import psutil
 
-from rollout_queue.contract.policies.delta import DELTA_SUFFIX
-from rollout_queue.redis import keys
+from rollout_queue.contract.published_policy import DELTA_SUFFIX
+from rollout_queue.redis import key_names
 from tests.crash.checkpoints import before_acknowledge, in_checkpoint, moved, owed, unfinished_checkpoint
 from tests.crash.rollbacks import in_rollback, kept, rolled_back, unanswered, unpublished
 from tests.crash.system import CrashSystem
@@ -62,8 +62,8 @@ def replica_lags(system: CrashSystem) -> None:
 
 def trainer_says(state: str) -> Callable[[CrashSystem], None]:
     def wait(system: CrashSystem) -> None:
-        until(lambda: system.redis.hget(keys.TRAINER, "state") != state.encode())
-        until(lambda: system.redis.hget(keys.TRAINER, "state") == state.encode())
+        until(lambda: system.redis.hget(key_names.TRAINER, "state") != state.encode())
+        until(lambda: system.redis.hget(key_names.TRAINER, "state") == state.encode())
 
     return wait
 

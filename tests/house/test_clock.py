@@ -14,7 +14,7 @@ EXCEPTIONS = {
     "environments.programs.with_verifiers_v0": "it runs in a Python environment without Weir",
     "environments.programs.tool_servers": "it runs in a Python environment without Weir",
     "rollout_queue.clock": "it is the clock",
-    "rollout_queue.redis.connection.pipelined": "an answer that is on its way from Redis takes real time: a "
+    "rollout_queue.redis.pipelined": "an answer that is on its way from Redis takes real time: a "
     "turn of the clock would find it overdue",
     "trainer_service.publishing.process_group": "torch measures timeouts on the machine's clock, and this "
     "one stands in for a timeout that NCCL lacks",

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from gateway.settings import GatewaySettings, LimitSettings, SamplingSettings, WarningSettings
-from rollout_queue.redis.client.settings import WriterRedisSettings
+from rollout_queue.redis.settings import WriterRedisSettings
 from rollout_queue.settings import SECRETS, SHORT_NAMES, ServiceSettings
 from rollout_server.settings import RolloutServerSettings
 from trainer_service.settings import TrainerSettings

@@ -114,7 +114,7 @@ def _few(node: ast.expr) -> bool:
     """Whether this is the name of a key with a bound of its own."""
     called = node.func if isinstance(node, ast.Call) else node
     named = isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name)
-    return named and called.value.id == "keys" and called.attr in FEW  # type: ignore[attr-defined]
+    return named and called.value.id == "key_names" and called.attr in FEW  # type: ignore[attr-defined]
 
 
 def _is_negative(node: ast.expr) -> bool:
@@ -176,7 +176,7 @@ def test_what_may_grow_with_data_says_what_bounds_it() -> None:
     "code",
     [
         "await redis.hgetall(key)",
-        "self._store.smembers(keys.group_members(name))",
+        "self._store.smembers(key_names.group_members(name))",
         "pipeline.lrange(key, 0, -1)",
         "redis.zrange(key, 0, -1, withscores=True)",
         "redis.zrange(key, low, high, byscore=True)",
@@ -219,7 +219,7 @@ def test_a_size_that_follows_data_is_found(code: str) -> None:
     [
         "redis.hget(key, name)",
         'redis.hmget(key, "a", "b")',
-        "redis.hgetall(keys.TRAINER)",
+        "redis.hgetall(key_names.TRAINER)",
         "redis.xrange(key, start, end, 50)",
         "redis.xread({key: last}, count=1)",
         "redis.zrange(key, start, start + PAGE - 1)",

@@ -95,7 +95,7 @@ def test_the_rules_find_what_they_forbid() -> None:
     forbidden = """
 from tests.queue.test_stream import turn
 from tests.gateway import conftest
-from rollout_queue.redis.pages import _asked
+from rollout_queue.redis.stream_pages import _asked
 reader._page(10)
 patch.setattr("gateway.app._wait", None)
 self._own, named._asdict(), reader.__class__

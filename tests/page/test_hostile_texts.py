@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from rollout_queue.contract.records import Verdict
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.running import ADMIN_KEY, Backends
 from tests.support.page.browser import Tab, go
 from tests.support.page.deployment import ShownDeployment, shown_deployment
@@ -93,8 +93,8 @@ def marked_up(backends: Backends) -> Iterator[ShownDeployment]:
     with shown_deployment(backends) as shown:
         shown.report(waiting_for=MARKUP, state=MARKUP[:60], metrics={"reward_mean": 1.0, MARKUP: 2.0})
         for name, value in (("note", NODE), ("step", NODE), ("version", MARKUP)):
-            shown.gateway.redis.hset(keys.TRAINER, name, json.dumps(value))
-        shown.gateway.redis.xadd(keys.DEAD_LETTERS, {"error": MARKUP + LONG})
+            shown.gateway.redis.hset(key_names.TRAINER, name, json.dumps(value))
+        shown.gateway.redis.xadd(key_names.DEAD_LETTERS, {"error": MARKUP + LONG})
         shown.publish(1, location=f"http://h/{MARKUP}")
         shown.publish(2, location=LINK)
         shown.servers["rollout-0"].part.nonsense = {"ok": False, "error": {"message": MARKUP}}
@@ -113,7 +113,7 @@ def register(shown: ShownDeployment, name: str) -> None:
     body = {"id": name, "url": "http://127.0.0.1:9", "engine_url": "http://127.0.0.1:9"}
     reply = shown.gateway.post("/admin/rollout_servers", body, key=ADMIN_KEY)
     if reply.status_code != 200:  # the contract does not take such a name, so it is written behind its back
-        shown.gateway.redis.hset(keys.SERVERS, name, json.dumps(body))
+        shown.gateway.redis.hset(key_names.SERVERS, name, json.dumps(body))
 
 
 def unhurt(page: Page) -> None:

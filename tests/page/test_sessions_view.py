@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page, expect
 
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Span
-from rollout_queue.contract.tokens import Logprobs, TokenIds
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends
 from tests.support.page.browser import PHONE, Tab, go
 from tests.support.page.deployment import ShownDeployment, shown_deployment

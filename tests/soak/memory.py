@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 import psutil
 
-from rollout_queue.redis.heads.cache import CACHE_BYTES, OUTPUT_BYTES, SESSION_BYTES, TURN_BYTES
+from rollout_queue.redis.session_heads import CACHE_BYTES, OUTPUT_BYTES, SESSION_BYTES, TURN_BYTES
 
 MIB = 2**20
 BEGINS = 1 / 3

@@ -2,14 +2,14 @@
 
 from redis import Redis
 
-from rollout_queue.redis import keys
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis import key_names
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.stream_reader import RedisReader
 
 
 def claimed_reader(redis: Redis) -> RedisReader:
     """Takes the lease away from any other holder."""
-    redis.delete(keys.LEASE)
+    redis.delete(key_names.LEASE)
     lease = Lease(redis, 1000.0)
     assert lease.claim() is None
     return RedisReader(redis, lease.token, lease.renew)

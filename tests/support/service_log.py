@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rollout_queue.service_log import begin_log_ids
 from rollout_queue.settings import ServiceSettings
-from rollout_queue.signals.log_ids import begin_log_ids
-from rollout_queue.signals.log_start import begin_log
+from rollout_queue.starting import begin_log
 
 
 @contextmanager

@@ -18,9 +18,8 @@ from typing import Any, Literal, TextIO, TypeVar, cast
 import httpx
 import uvicorn
 
-from rollout_queue.http.bounded_protocol import BoundedProtocol
-from rollout_queue.http.connections import ConnectionBounds, ConnectionCount
-from rollout_queue.http.server import KEEP_ALIVE_S
+from rollout_queue.http.bounded_protocol import BoundedProtocol, ConnectionBounds, ConnectionCount
+from rollout_queue.http.http_server import KEEP_ALIVE_S
 
 T = TypeVar("T")
 CLAIMS = Path(tempfile.gettempdir()) / f"weir-test-ports-{os.getuid()}"

@@ -1,8 +1,7 @@
 """Builds a body of `GET /admin/status`; a test gives only the fields that matter to it."""
 
-from rollout_queue.protocol.policies import ServingShape
-from rollout_queue.protocol.status import QueueReport, ServerShape, SystemStatus
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.protocol.gateway_messages import QueueReport, ServerShape, ServingShape, SystemStatus
+from rollout_queue.protocol.trainer_messages import TrainerReport
 
 
 def system_status(

@@ -16,13 +16,20 @@ from typing import TypeVar
 import msgspec
 
 from rollout_queue import clock
-from rollout_queue.commands.command import ForwardBackward, LoggedCommand, Refused, Save
-from rollout_queue.commands.log import BEGINNING, CommandReader
-from rollout_queue.commands.result import CommandFailed, Result
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.outcomes import exclusion
 from rollout_queue.contract.records import Outcome, Turn, Verdict
 from rollout_queue.contract.stream import Entry, StreamReader, Verdicts
-from rollout_queue.contract.verdicts import exclusion
+from rollout_queue.trainer_commands import (
+    BEGINNING,
+    CommandFailed,
+    CommandReader,
+    ForwardBackward,
+    LoggedCommand,
+    Refused,
+    Result,
+    Save,
+)
 from trainer_service.commands.executor import CommandExecutor, StepMade
 from trainer_service.commands.live_model import place_in
 from trainer_service.commands.ranks import ModelRanks

@@ -12,28 +12,26 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollout_queue.commands.command import (
+from rollout_queue.contract.packed_tokens import Logprobs
+from rollout_queue.trainer_commands import (
+    CommandFailed,
+    Created,
     CreateModel,
     ForwardBackward,
     LoadWeights,
     LoggedCommand,
     LoraSpec,
     OptimStep,
+    Passed,
     Refused,
+    Result,
+    Saved,
     SaveExternal,
     SaveForSampler,
     SaveWeights,
-)
-from rollout_queue.commands.result import (
-    CommandFailed,
-    Created,
-    Passed,
-    Result,
-    Saved,
     Stepped,
     WeightsLoaded,
 )
-from rollout_queue.contract.tokens import Logprobs
 from trainer_service.algorithms.summed_losses.chosen import LossRefused
 from trainer_service.commands.live_model import LiveModel, ModelProgress, ModelRecord
 from trainer_service.commands.passes import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rollout_queue.commands.command import LoraSpec
+from rollout_queue.trainer_commands import LoraSpec
 from trainer_service.model.checkpoint_layout import Layout
 
 RECORD = "model.json"

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_queue.commands.command import ForwardBackward, OptimStep
-from rollout_queue.commands.datum import Datum
+from rollout_queue.trainer_commands import Datum, ForwardBackward, OptimStep
 from trainer_service.algorithms.summed_losses.chosen import RATIO_MASK, SummedLoss, check_inputs, chosen_loss
 from trainer_service.model.trained_models import Models, TrainedModel
 from trainer_service.rows.packing import Pack, layout_of, packs_of

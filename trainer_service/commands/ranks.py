@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from rollout_queue.commands.command import LoraSpec, OptimStep
+from rollout_queue.trainer_commands import LoraSpec, OptimStep
 from trainer_service.commands.passes import PassValues, PassWork, run_pass
 from trainer_service.model.checkpoint_layout import Layout, converted
 from trainer_service.model.file_copies import StateCopy

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from rollout_queue import clock
-from rollout_queue.commands.log import WHOLE_MODEL, CommandReader, Dropped
-from rollout_queue.commands.result import Published
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.object_store import StoreUnavailable
+from rollout_queue.trainer_commands import WHOLE_MODEL, CommandReader, Dropped, Published
 from trainer_service.commands.live_model import place_in, safe_name
 from trainer_service.commands.ranks import ModelRanks
 from trainer_service.commands.saved_models import Exports, SavedModels

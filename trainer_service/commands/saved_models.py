@@ -20,9 +20,14 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_queue.commands.command import LoggedCommand, SaveExternal, SaveWeights
-from rollout_queue.commands.log import BEGINNING, Dropped
-from rollout_queue.commands.result import Exported
+from rollout_queue.trainer_commands import (
+    BEGINNING,
+    Dropped,
+    Exported,
+    LoggedCommand,
+    SaveExternal,
+    SaveWeights,
+)
 from trainer_service.commands.live_model import RECORD, SAFE_NAME, ModelRecord, place_in, safe_name
 from trainer_service.commands.passes import CommandRefused
 from trainer_service.commands.ranks import ModelRanks

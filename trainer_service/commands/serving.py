@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rollout_queue.commands.log import CommandReader
-from rollout_queue.commands.result import Published
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
+from rollout_queue.contract.published_policy import ObjectPrefix
 from rollout_queue.contract.stream import StreamReader
+from rollout_queue.trainer_commands import CommandReader, Published
 from trainer_service.commands.command_trainer import CommandTrainer, UntrainedTurns
 from trainer_service.commands.ranks import ModelRanks
 from trainer_service.commands.sampler_weights import NotPublished, SamplerWeights, WrittenAdapter

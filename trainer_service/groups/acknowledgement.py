@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.packed_tokens import TrainedTokens
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import NO_TOKENS, Verdicts
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.rows.rows import exclusions
 

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from rollout_queue.contract.outcomes import LARGEST_REWARD, OPENED_UNTRAINED
 from rollout_queue.contract.records import Deletion, LateJoin, Outcome, Reward, Turn, Verdict
-from rollout_queue.contract.rewards import LARGEST_REWARD
 from rollout_queue.contract.stream import Entry
-from rollout_queue.contract.verdicts import OPENED_UNTRAINED
 from trainer_service.groups.evaluation import Evaluation, evaluation_of
 from trainer_service.rows.images import ImageRule
 from trainer_service.rows.rows import contradiction, exclusions, planned_rows

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from rollout_queue import clock
-from rollout_queue.contract.episodes import CLOSING
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.export_rows import CLOSING
 from rollout_queue.contract.stream import Entry, GroupMembers, StreamReader
 from trainer_service.groups.assemble import Assembler
 from trainer_service.heartbeat import Heartbeat

@@ -11,7 +11,7 @@ from hashlib import sha256
 
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import NO_TOKENS, StreamReader
 from trainer_service.algorithms.settings import AlgorithmSettings

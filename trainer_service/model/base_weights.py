@@ -16,12 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_queue.base_model.files_check import files_check, quantized, refuse_quantized, tensors_check
-from rollout_queue.base_model.headers import BrokenWeights
-from rollout_queue.base_model.model_files import Located, ModelFiles, named, small_files
-from rollout_queue.base_model.output_head import KEY, output_head
-from rollout_queue.base_model.tokenizer_check import TOKENIZER, tokenizer_check
-from rollout_queue.protocol.model_checks import ModelCheck
+from rollout_queue.model_checks import (
+    KEY,
+    TOKENIZER,
+    files_check,
+    output_head,
+    quantized,
+    refuse_quantized,
+    tensors_check,
+    tokenizer_check,
+)
+from rollout_queue.model_files import BrokenWeights, Located, ModelFiles, named, small_files
+from rollout_queue.protocol.message import ModelCheck
 from trainer_service.model.checkpoint_layout import BaseModel
 from trainer_service.model.export import ExportTensor, export_tensors, tied_names
 from trainer_service.model.huggingface import (

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_queue.base_model.model_files import WEIGHTS as WEIGHTS
-from rollout_queue.base_model.model_files import ModelFiles, small_files, templates
-from rollout_queue.protocol.model_checks import ModelCheck
+from rollout_queue.model_files import WEIGHTS as WEIGHTS
+from rollout_queue.model_files import ModelFiles, small_files, templates
+from rollout_queue.protocol.message import ModelCheck
 from trainer_service.model.images import reads_images
 from trainer_service.model.logprob_head import LogprobHead, set_head
 from trainer_service.model.packed_attention import Packing, set_attention, use_own_attention

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FileSpec
+from rollout_queue.contract.published_policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FileSpec
 from trainer_service.model.export import ExportTensor
 from trainer_service.model.logprob_head import LogprobHead
 from trainer_service.model.settings import LoraSettings

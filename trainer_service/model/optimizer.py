@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from rollout_queue.commands.command import OptimStep
+from rollout_queue.trainer_commands import OptimStep
 from trainer_service.model.settings import ModelSettings, OptimizerSettings
 
 

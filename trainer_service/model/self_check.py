@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_queue.protocol.model_checks import ModelCheck
+from rollout_queue.protocol.message import ModelCheck
 from trainer_service.model.huggingface import CheckedModel, ModelUnfit, first_words
 from trainer_service.model.logprob_head import LogprobHead
 from trainer_service.model.model_probe import ModelProbe, probe_of

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_queue.base_model.model_files import INDEX
-from rollout_queue.contract.policies.policy import FileSpec, TensorSpec
+from rollout_queue.contract.published_policy import FileSpec, TensorSpec
+from rollout_queue.model_files import INDEX
 from trainer_service.model.export import NAMES, ExportTensor, StoredShape, header, in_turn
 from trainer_service.model.huggingface import WEIGHTS
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rollout_queue.commands.command import LoraSpec, OptimStep
+from rollout_queue.trainer_commands import LoraSpec, OptimStep
 from trainer_service.model.base_weights import BaseWeights
 from trainer_service.model.checkpoint_layout import Layout, LoraLayout
 from trainer_service.model.file_copies import FileCopies

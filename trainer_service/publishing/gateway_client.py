@@ -4,10 +4,7 @@ from typing import TypeVar
 
 import httpx
 
-from rollout_queue.protocol.adapters import AdapterBody, AdapterPushed
-from rollout_queue.protocol.errors import error_message
-from rollout_queue.protocol.message import MalformedMessage, ServiceMessage
-from rollout_queue.protocol.policies import (
+from rollout_queue.protocol.gateway_messages import (
     PolicyBody,
     PolicyDetail,
     PolicyPage,
@@ -17,7 +14,9 @@ from rollout_queue.protocol.policies import (
     RollbackBody,
     ServingShape,
 )
-from rollout_queue.signals.tracing.spans import trace_headers
+from rollout_queue.protocol.message import MalformedMessage, ServiceMessage, error_message
+from rollout_queue.protocol.rollout_server_messages import AdapterBody, AdapterPushed
+from rollout_queue.tracing import trace_headers
 
 Reply = TypeVar("Reply", bound=ServiceMessage)
 ANSWER_TIMEOUT_S = 10.0

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE
+from rollout_queue.contract.published_policy import MANIFEST, STABLE, ObjectPrefix
 from rollout_queue.http.object_store import ObjectAbsent, ObjectStore, opened
 from rollout_queue.settings import ObjectStoreSettings
 from trainer_service.heartbeat import Stopped

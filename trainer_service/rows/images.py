@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, NamedTuple, TypeVar
 
-from rollout_queue.contract.records import Turn
-from rollout_queue.contract.turn_parts.images import TurnImage
+from rollout_queue.contract.records import Turn, TurnImage
 
 Shown = TypeVar("Shown")
 

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_queue.contract.attempts import orphans_of
-from rollout_queue.contract.records import Turn, Verdict
-from rollout_queue.contract.sampling import temperature_of_logprobs
-from rollout_queue.contract.verdicts import exclusion
+from rollout_queue.contract.outcomes import exclusion, orphans_of
+from rollout_queue.contract.records import Turn, Verdict, temperature_of_logprobs
 from trainer_service.rows.images import ImageRule, RowImage, in_pack, row_images, within
 from trainer_service.rows.packing import Pack, layout_of, packs_of
 

@@ -17,10 +17,9 @@ from typing import Protocol
 import httpx
 
 from rollout_queue import clock
-from rollout_queue.protocol.errors import error_message
-from rollout_queue.protocol.memory import MemoryReleased, ReleaseBody, ResumeBody
-from rollout_queue.protocol.message import MalformedMessage, ServiceMessage
-from rollout_queue.protocol.status import ServerStatus
+from rollout_queue.protocol.gateway_messages import ServerStatus
+from rollout_queue.protocol.message import MalformedMessage, ServiceMessage, error_message
+from rollout_queue.protocol.rollout_server_messages import MemoryReleased, ReleaseBody, ResumeBody
 from trainer_service.heartbeat import Heartbeat, Stopped
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from rollout_queue.contract.records import Verdict
-from rollout_queue.signals.tracing.spans import Value, span
+from rollout_queue.tracing import Value, span
 from trainer_service.algorithms.kl import adapted_coefficient
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.screening import (

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
-from rollout_queue.contract.policies.policy import FileSpec
+from rollout_queue.contract.published_policy import FileSpec
 from trainer_service.model.file_copies import StateCopy
 from trainer_service.model.snapshot import FILE_BYTES, WeightSnapshot
 from trainer_service.step.rank_communication import RankThread, RankThreads

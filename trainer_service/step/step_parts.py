@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
+from rollout_queue.contract.packed_tokens import TrainedTokens
 from trainer_service.algorithms.aggregation import StepCounts, divisor
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 from rollout_queue.foreign_json import read_json
-from rollout_queue.http.keys import bearer
+from rollout_queue.http.callers import bearer
 from trainer_service.rows.rows import Row, TopTokens
 from trainer_service.settings import TeacherSettings
 

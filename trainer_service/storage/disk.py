@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
-from rollout_queue.protocol.trainer import ROOM_ON_DISK
+from rollout_queue.protocol.trainer_messages import ROOM_ON_DISK
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.shared_state import Phase

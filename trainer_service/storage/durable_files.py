@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_queue.contract.policies.policy import FileSpec, sha256_of
+from rollout_queue.contract.published_policy import FileSpec, sha256_of
 
 
 def write_atomically(path: Path, content: bytes) -> None:

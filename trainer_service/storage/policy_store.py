@@ -19,18 +19,21 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from rollout_queue.base_model.headers import ITEM_BYTES
-from rollout_queue.contract.policies.delta import DELTA_SUFFIX, DeltaHeader, Encoding, TensorChange
-from rollout_queue.contract.policies.policy import (
+from rollout_queue.contract.published_policy import (
+    DELTA_SUFFIX,
     MANIFEST,
     STABLE,
     DeltaFile,
+    DeltaHeader,
+    Encoding,
     FileSpec,
     Manifest,
+    TensorChange,
     WeightDelta,
     is_adapter,
     sha256_of,
 )
+from rollout_queue.model_files import ITEM_BYTES
 from trainer_service.model.huggingface import copy_small_files
 from trainer_service.storage.disk import written
 from trainer_service.storage.durable_files import sync_directory, sync_tree

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_queue.commands.log import BEGINNING
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.published_policy import TrainedStep
+from rollout_queue.trainer_commands import BEGINNING
 from trainer_service.groups.acknowledgement import Acknowledgement
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.groups.group_rewards import ScoreState

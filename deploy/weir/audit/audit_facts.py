@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from rollout_queue.contract.head import Tombstone
 from rollout_queue.contract.records import Verdict
-from rollout_queue.contract.tombstone import Tombstone
 
 
 class TurnFact(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError
 
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.address import without_password
-from rollout_queue.redis.client.opening import open_redis
-from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
+from rollout_queue.redis.redis_client import open_redis
+from rollout_queue.redis.settings import RedisSettings, without_password
 from weir.stack import stack_state
 from weir.stack.services import effective_sections
 from weir.stack.settings import StackSettings, redis_access, service_field
@@ -76,7 +75,7 @@ def reported_trainer(access: RedisSettings) -> str | None:
     """The address that the trainer has reported in Redis; None without one, or if Redis does not answer."""
     try:
         with open_redis(access, timeout_s=5, protocol=2) as redis:
-            fields: Any = redis.hgetall(keys.TRAINER)
+            fields: Any = redis.hgetall(key_names.TRAINER)
             return TrainerReport.of(fields).url
     except (RedisError, ValueError):
         return None

@@ -21,18 +21,17 @@ import msgspec
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.codec import decode, decode_spec
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.contract.head import field_of
+from rollout_queue.contract.head import Tombstone, decode_tombstone, field_of
+from rollout_queue.contract.outcomes import orphans_of
+from rollout_queue.contract.packed_tokens import TrainedTokens
 from rollout_queue.contract.records import LateJoin, Outcome, Record, Reward, Turn, Verdict
-from rollout_queue.contract.tombstone import Tombstone, decode_tombstone
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.foreign_json import read_json
-from rollout_queue.http.keys import bearer
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.losses import losses_in
-from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.http.callers import bearer
+from rollout_queue.redis import key_names
+from rollout_queue.redis.losses import losses_in
+from rollout_queue.redis.redis_client import open_redis
 from weir.audit.audit_facts import (
     ClientAnswer,
     Evidence,
@@ -250,7 +249,7 @@ def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
         with redis:
             dead_letters = _dead_letters(redis)
             stream = _stream(redis)
-            before, forgotten_before = _counts(redis, keys.VERDICTS), _counts(redis, keys.FORGOTTEN)
+            before, forgotten_before = _counts(redis, key_names.VERDICTS), _counts(redis, key_names.FORGOTTEN)
             known = frozenset(_known_sessions(redis))
             named = known | stream.entries.keys() | {answer.session_id for answer in answers}
             sessions = {fact.session_id: fact for fact in _heads(redis, sorted(named), dead_letters)}
@@ -260,14 +259,14 @@ def gather(sources: Sources, answers: Sequence[ClientAnswer] = ()) -> Evidence:
                 stream=stream,
                 groups=_groups(redis, sessions.values()),
                 counts_before=before,
-                counts_after=_counts(redis, keys.VERDICTS),
+                counts_after=_counts(redis, key_names.VERDICTS),
                 forgotten_before=forgotten_before,
-                forgotten_after=_counts(redis, keys.FORGOTTEN),
+                forgotten_after=_counts(redis, key_names.FORGOTTEN),
                 policies=_policies(redis),
                 taught=_taught(redis),
                 dead_letters=dead_letters,
                 tombstones=_tombstones(redis),
-                losses=tuple(loss.said for loss in losses_in(_reply(redis.hgetall(keys.LOSSES)))),
+                losses=tuple(loss.said for loss in losses_in(_reply(redis.hgetall(key_names.LOSSES)))),
                 missing_images=_missing_images(redis, sessions.values()),
                 ledger=read_ledger(sources.trainer_url, sources.admin_key, sources.checkpoint_dir),
                 answers=tuple(answers),
@@ -308,7 +307,7 @@ def _stream(redis: Redis) -> StreamFact:
             undelivered += 1
         else:
             continue  # acknowledged, but not trimmed yet
-        entry_id, packed = raw_id.decode(), fields.get(keys.STREAM_FIELD, b"")
+        entry_id, packed = raw_id.decode(), fields.get(key_names.STREAM_FIELD, b"")
         try:
             record = decode(packed)
         except UNREADABLE:
@@ -329,12 +328,12 @@ def _stream(redis: Redis) -> StreamFact:
 def _last_delivered(redis: Redis) -> tuple[int, int]:
     """The id of the last entry that was delivered to a trainer; (0, 0) if there is none."""
     try:
-        groups: Any = _reply(redis.xinfo_groups(keys.STREAM))
+        groups: Any = _reply(redis.xinfo_groups(key_names.STREAM))
     except ResponseError as error:
         if "no such key" in str(error):
             return (0, 0)
         raise
-    ours = [group for group in groups if group["name"] == keys.GROUP.encode()]
+    ours = [group for group in groups if group["name"] == key_names.GROUP.encode()]
     return _place(ours[0]["last-delivered-id"]) if ours else (0, 0)
 
 
@@ -342,7 +341,7 @@ def _pending(redis: Redis) -> Iterator[bytes]:
     start = "-"
     while True:
         try:
-            page: Any = _reply(redis.xpending_range(keys.STREAM, keys.GROUP, start, "+", NAMES))
+            page: Any = _reply(redis.xpending_range(key_names.STREAM, key_names.GROUP, start, "+", NAMES))
         except ResponseError as error:
             if str(error).startswith("NOGROUP"):
                 return
@@ -353,7 +352,7 @@ def _pending(redis: Redis) -> Iterator[bytes]:
         start = f"({page[-1]['message_id'].decode()}"
 
 
-def _entries(redis: Redis, stream: str = keys.STREAM) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+def _entries(redis: Redis, stream: str = key_names.STREAM) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
     start = "-"
     while page := _reply(redis.xrange(stream, start, "+", CHUNK)):
         yield from page
@@ -366,7 +365,7 @@ def _heads(
     for chunk in _chunks(session_ids):
         with redis.pipeline(transaction=False) as pipeline:
             for session_id in chunk:
-                pipeline.hgetall(keys.session(session_id))
+                pipeline.hgetall(key_names.session(session_id))
             heads = pipeline.execute()
         for session_id, fields in zip(chunk, heads, strict=True):
             if (fact := session_fact(session_id, fields, dead_letters)) is not None:
@@ -375,7 +374,7 @@ def _heads(
 
 def _known_sessions(redis: Redis) -> Iterator[str]:
     start = 0
-    while page := _reply(redis.zrange(keys.SESSIONS, start, start + NAMES - 1)):
+    while page := _reply(redis.zrange(key_names.SESSIONS, start, start + NAMES - 1)):
         yield from (name.decode() for name in page)
         start += len(page)
 
@@ -386,8 +385,8 @@ def _groups(redis: Redis, sessions: Iterable[SessionFact]) -> Mapping[str, Group
     for chunk in _chunks(names):
         with redis.pipeline(transaction=False) as pipeline:
             for name in chunk:
-                pipeline.hmget(keys.group(name), "size", "forgotten")
-                pipeline.smembers(keys.group_members(name))  # bounded: the sessions that were read
+                pipeline.hmget(key_names.group(name), "size", "forgotten")
+                pipeline.smembers(key_names.group_members(name))  # bounded: the sessions that were read
             replies = pipeline.execute()
         for name, (size, forgotten), members in zip(chunk, replies[::2], replies[1::2], strict=True):
             members = frozenset(member.decode() for member in members)
@@ -401,30 +400,32 @@ def _missing_images(redis: Redis, sessions: Iterable[SessionFact]) -> frozenset[
     for chunk in _chunks(names):
         with redis.pipeline(transaction=False) as pipeline:
             for sha256 in chunk:
-                pipeline.exists(keys.image(sha256))
+                pipeline.exists(key_names.image(sha256))
             found = pipeline.execute()
         missing.update(sha256 for sha256, exists in zip(chunk, found, strict=True) if not exists)
     return frozenset(missing)
 
 
 def _dead_letters(redis: Redis) -> Mapping[bytes, str]:
-    letters = _entries(redis, keys.DEAD_LETTERS)
-    return {digest(fields.get(keys.STREAM_FIELD, b"")): entry_id.decode() for entry_id, fields in letters}
+    letters = _entries(redis, key_names.DEAD_LETTERS)
+    return {
+        digest(fields.get(key_names.STREAM_FIELD, b"")): entry_id.decode() for entry_id, fields in letters
+    }
 
 
 def _tombstones(redis: Redis) -> Mapping[str, Tombstone]:
-    found: Iterator[tuple[bytes, bytes]] = redis.hscan_iter(keys.DELETED, count=NAMES)
+    found: Iterator[tuple[bytes, bytes]] = redis.hscan_iter(key_names.DELETED, count=NAMES)
     return {name.decode(): decode_tombstone(value) for name, value in found}
 
 
 def _policies(redis: Redis) -> frozenset[int]:
     """Every version that was registered, with files or without."""
-    versions = [*_reply(redis.hkeys(keys.POLICIES)), *_reply(redis.smembers(keys.REMOVED))]
+    versions = [*_reply(redis.hkeys(key_names.POLICIES)), *_reply(redis.smembers(key_names.REMOVED))]
     return frozenset(map(int, versions))
 
 
 def _taught(redis: Redis) -> Mapping[str, int]:
-    found: Iterator[tuple[bytes, float]] = redis.zscan_iter(keys.TRAINED, count=NAMES)
+    found: Iterator[tuple[bytes, float]] = redis.zscan_iter(key_names.TRAINED, count=NAMES)
     return {name.decode(): int(version) for name, version in found}
 
 

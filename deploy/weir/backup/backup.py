@@ -34,13 +34,12 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.adapter import PublishedAdapter
-from rollout_queue.contract.policies.policy import STABLE, PolicyRecord
-from rollout_queue.contract.policies.serving import plan_of
-from rollout_queue.http.keys import bearer
-from rollout_queue.http.release import release
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.opening import open_redis
+from rollout_queue.contract.published_policy import STABLE, PolicyRecord, PublishedAdapter
+from rollout_queue.contract.serving_plan import plan_of
+from rollout_queue.http.callers import bearer
+from rollout_queue.http.probe_routes import release
+from rollout_queue.redis import key_names
+from rollout_queue.redis.redis_client import open_redis
 from trainer_service.storage.checkpoint import LEDGER, STATE
 from trainer_service.storage.policy_store import VERSION_DIRECTORY
 from weir.audit.audit_sources import Sources
@@ -59,9 +58,9 @@ from weir.words import size
 
 def needed_versions(redis: Redis) -> frozenset[int]:
     """The versions that the fleet serves or is to serve, all newer ones, and the newest."""
-    records: Any = redis.hvals(keys.POLICIES)
+    records: Any = redis.hvals(key_names.POLICIES)
     registered = {msgspec.json.decode(each, type=PolicyRecord).version for each in records}
-    packed: Any = redis.get(keys.SERVING)
+    packed: Any = redis.get(key_names.SERVING)
     needed = plan_of(packed).needed | ({max(registered)} if registered else set())
     oldest = min(needed, default=0)
     return needed | {version for version in registered if version >= oldest}
@@ -69,7 +68,7 @@ def needed_versions(redis: Redis) -> frozenset[int]:
 
 def needed_adapters(redis: Redis, directory: Path) -> set[str]:
     """The folders in `directory` that hold adapters which calls may name."""
-    records: Any = redis.hvals(keys.ADAPTERS)
+    records: Any = redis.hvals(key_names.ADAPTERS)
     root, found = directory.resolve().as_uri() + "/", set()
     for each in records:
         location = msgspec.json.decode(each, type=PublishedAdapter).location

@@ -19,11 +19,11 @@ from pathlib import Path
 from redis import Redis
 
 from rollout_queue import clock
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from trainer_service.storage.checkpoint import CURRENT, TAG
 from weir.errors import StackError
 
-MARK = keys.Key("weir:backup_mark")
+MARK = key_names.Key("weir:backup_mark")
 MARK_LIVES_S = 3600
 LOOK_EVERY_S = 0.05
 NOT_KEPT = frozenset({CURRENT, "ATTEMPT", "OUT_OF_MEMORY"})

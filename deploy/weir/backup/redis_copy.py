@@ -27,9 +27,8 @@ from crcmod import mkCrcFun
 from redis.exceptions import RedisError, ResponseError
 
 from rollout_queue import clock
-from rollout_queue.redis.client.address import read_address
-from rollout_queue.redis.client.opening import open_redis
-from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.redis_client import open_redis
+from rollout_queue.redis.settings import RedisSettings, read_address
 from weir.backup.point import MARK
 from weir.backup.rdb import RdbReader
 from weir.errors import StackError

@@ -20,10 +20,10 @@ from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.policy import STABLE
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.opening import open_redis
-from rollout_queue.redis.connection.schema import RESTORING, write_schema
+from rollout_queue.contract.published_policy import STABLE
+from rollout_queue.redis import key_names
+from rollout_queue.redis.redis_client import open_redis
+from rollout_queue.redis.schema_version import RESTORING, write_schema
 from trainer_service.storage.checkpoint import CURRENT, TAG
 from trainer_service.storage.durable_files import sync_directory, write_atomically
 from trainer_service.storage.policy_store import ASIDE, VERSION_DIRECTORY
@@ -38,13 +38,20 @@ from weir.stack.stack import Stack
 
 LEFT_OUT = frozenset(
     {
-        *(keys.SERVERS, keys.SERVER_PUSHES, keys.TRAINER, keys.LEASE, keys.FENCE, keys.PUSH_LEASE),
-        *(keys.SCHEMA, keys.LASTING, keys.LOSSES),
+        *(
+            key_names.SERVERS,
+            key_names.SERVER_PUSHES,
+            key_names.TRAINER,
+            key_names.LEASE,
+            key_names.FENCE,
+            key_names.PUSH_LEASE,
+        ),
+        *(key_names.SCHEMA, key_names.LASTING, key_names.LOSSES),
     }
 )
-LATER = (keys.DEADLINES, keys.CLIENT_SESSIONS_LIVE)
+LATER = (key_names.DEADLINES, key_names.CLIENT_SESSIONS_LIVE)
 """Sorted sets whose scores are times at which something ends."""
-LOCATED = (keys.POLICIES, keys.ADAPTERS, keys.RESERVED)
+LOCATED = (key_names.POLICIES, key_names.ADAPTERS, key_names.RESERVED)
 """Hashes whose values have the places of versions."""
 PAGE = 1000
 MOST_BYTES_AT_ONCE = 8 * 2**20
@@ -185,7 +192,7 @@ def restore(directory: Path, target: RestoreTarget, say: Say) -> BackupManifest:
             _check_target(redis, own, target)
             if target.replace:
                 _clear(redis, own, target)
-            redis.set(keys.SCHEMA, RESTORING)
+            redis.set(key_names.SCHEMA, RESTORING)
             _write_policies(directory, manifest, target.policies_dir)
             _write_checkpoint(directory, manifest, target.checkpoint_dir)
             _write_redis(redis, own, directory, manifest, target, say)
@@ -201,7 +208,7 @@ def restore(directory: Path, target: RestoreTarget, say: Say) -> BackupManifest:
 
 def _check_target(redis: Redis, own: bytes, target: RestoreTarget) -> None:
     """Raises StackError if something runs there, or if something is there that may not be removed."""
-    if redis.exists(keys.LEASE):
+    if redis.exists(key_names.LEASE):
         raise StackError("a trainer runs on this Redis: stop all services, except Redis, first")
     if target.replace:
         return

@@ -14,7 +14,7 @@ import httpx
 from openai import AsyncOpenAI, OpenAIError
 
 from rollout_queue import clock
-from rollout_queue.http.keys import bearer
+from rollout_queue.http.callers import bearer
 from weir.demo.task import Game, ToolGame
 from weir.errors import StackError
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from environments.settings import RunSettings
 from environments.start_run import RunPlace, play_run, source_of
 from gateway.language.render import ChatRenderer
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 from weir.demo.make_model import model_for
 from weir.demo.settings import services_of_demo
 from weir.demo.student import WARM_START, TrainingRow, write_rows, write_student

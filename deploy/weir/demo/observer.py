@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 
 from rollout_queue import clock
-from rollout_queue.http.keys import bearer
+from rollout_queue.http.callers import bearer
+from rollout_queue.protocol.gateway_messages import SystemStatus
 from rollout_queue.protocol.message import MalformedMessage
-from rollout_queue.protocol.status import SystemStatus
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.protocol.trainer_messages import TrainerReport
 
 POLL_EVERY_S = 0.5
 

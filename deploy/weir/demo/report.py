@@ -6,8 +6,8 @@ from pathlib import Path
 
 import httpx
 
-from rollout_queue.http.keys import bearer
-from rollout_queue.protocol.policies import PolicyPage, PushPage
+from rollout_queue.http.callers import bearer
+from rollout_queue.protocol.gateway_messages import PolicyPage, PushPage
 from weir.demo.demo_episodes import WINDOW, EpisodeLog
 from weir.demo.observer import Observation
 

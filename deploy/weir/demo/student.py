@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import ChatRenderer
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 from weir.demo.task import KEYS, TOOL, UNKNOWN, VALUES, ToolTask, call_text
 
 VOCABULARY = 512

@@ -15,11 +15,11 @@ import httpx
 import msgspec
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.policy import Manifest
+from rollout_queue.contract.published_policy import Manifest
 from rollout_queue.foreign_json import read_json
-from rollout_queue.http.keys import bearer
+from rollout_queue.http.callers import bearer
+from rollout_queue.protocol.gateway_messages import ServerStatus, SystemStatus
 from rollout_queue.protocol.message import MalformedMessage
-from rollout_queue.protocol.status import ServerStatus, SystemStatus
 from weir.doctor.deployment_facts import MOST_APART_S, DeploymentFacts, Kind, MachineFacts, ServiceFacts
 from weir.doctor.redis_health import read_redis
 from weir.doctor.targets import Targets

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollout_queue.contract.policies.policy import Manifest
-from rollout_queue.protocol.status import ServerStatus, SystemStatus
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.contract.published_policy import Manifest
+from rollout_queue.protocol.gateway_messages import ServerStatus, SystemStatus
+from rollout_queue.protocol.trainer_messages import TrainerReport
 
 MOST_APART_S = 2.0
 """Clocks may differ by this much; docs/reliability.md says what a larger difference changes."""

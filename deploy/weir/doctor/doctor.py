@@ -13,11 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout_queue import clock
-from rollout_queue.base_model.files_check import TENSORS
-from rollout_queue.base_model.tokenizer_check import TOKENIZER
-from rollout_queue.protocol.message import MalformedMessage
-from rollout_queue.protocol.model_checks import TITLE, ModelCheck
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.model_checks import TENSORS, TOKENIZER
+from rollout_queue.protocol.message import TITLE, MalformedMessage, ModelCheck
+from rollout_queue.protocol.trainer_messages import TrainerReport
 from weir.doctor import redis_health, service_checks, this_machine
 from weir.doctor.asking import gather
 from weir.doctor.deployment_facts import Check, DeploymentFacts, Found, Problem, problems_of

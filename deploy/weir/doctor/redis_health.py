@@ -11,13 +11,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.policy import PolicyRecord
-from rollout_queue.http.keys import LOOPBACK
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.contract.published_policy import PolicyRecord
+from rollout_queue.http.callers import LOOPBACK
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import refusal
-from rollout_queue.redis.client.losses import recent_losses
-from rollout_queue.redis.client.opening import open_async_redis
+from rollout_queue.redis.losses import recent_losses
+from rollout_queue.redis.redis_client import open_async_redis
 from weir.audit.audit_sources import Sources
 from weir.doctor.deployment_facts import DeploymentFacts, Found, RedisFacts
 from weir.stack.settings import redis_access
@@ -48,13 +48,13 @@ async def _read(redis: Redis, facts: Mapping[str, Any]) -> RedisFacts:
     theirs = seconds + micros / 1e6
     async with redis.pipeline(transaction=False) as pipeline:
         pipeline.info()
-        pipeline.hgetall(keys.TRAINER)
-        pipeline.hgetall(keys.VERDICTS)
-        pipeline.zrevrange(keys.SETTLED, 0, 0, withscores=True)
-        pipeline.xlen(keys.STREAM)
-        pipeline.xlen(keys.DEAD_LETTERS)
-        pipeline.hvals(keys.POLICIES)
-        pipeline.hgetall(keys.LOSSES)
+        pipeline.hgetall(key_names.TRAINER)
+        pipeline.hgetall(key_names.VERDICTS)
+        pipeline.zrevrange(key_names.SETTLED, 0, 0, withscores=True)
+        pipeline.xlen(key_names.STREAM)
+        pipeline.xlen(key_names.DEAD_LETTERS)
+        pipeline.hvals(key_names.POLICIES)
+        pipeline.hgetall(key_names.LOSSES)
         info, trainer, verdicts, settled, waiting, dead, policies, losses = await pipeline.execute()
     return RedisFacts(
         **facts,

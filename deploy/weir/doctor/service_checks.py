@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import msgspec
 
 from rollout_queue.foreign_json import read_json
-from rollout_queue.http.keys import LOOPBACK
-from rollout_queue.protocol.status import NO_SIGN_OF_LIFE
+from rollout_queue.http.callers import LOOPBACK
+from rollout_queue.protocol.gateway_messages import NO_SIGN_OF_LIFE
 from weir.doctor.deployment_facts import MOST_APART_S, Check, DeploymentFacts, Found, ServiceFacts
 from weir.stack.service_process import RewardStatus
 from weir.status import TRAINER_SILENT_S

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.policy import sha256_of
+from rollout_queue.contract.published_policy import sha256_of
 from rollout_queue.machine_memory import machine_memory
 from weir.doctor.deployment_facts import DeploymentFacts, DiskFacts, Found, LogFacts, MachineFacts
 from weir.doctor.targets import Targets

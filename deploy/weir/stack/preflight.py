@@ -8,10 +8,9 @@ from collections.abc import Iterable
 
 import psutil
 
-from rollout_queue.base_model.headers import BrokenWeights
-from rollout_queue.base_model.model_files import ModelFiles
 from rollout_queue.config_file import MalformedSettings
 from rollout_queue.machine_memory import machine_memory
+from rollout_queue.model_files import BrokenWeights, ModelFiles
 from rollout_queue.settings import read_settings
 from rollout_server.engine.command import cpu_kv_tokens, engine_dtype, find_device, kv_bytes_of_token
 from rollout_server.settings import RolloutServerSettings

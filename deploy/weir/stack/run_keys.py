@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollout_queue.config_file import file_document
-from rollout_queue.http.keys import LOOPBACK
+from rollout_queue.http.callers import LOOPBACK
 from rollout_queue.private_file import write_private
 from rollout_queue.settings import SHORT_NAMES
 from weir.errors import StackError

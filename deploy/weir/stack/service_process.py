@@ -21,15 +21,14 @@ import psutil
 from redis.exceptions import RedisError
 
 from rollout_queue.foreign_json import read_json
-from rollout_queue.http.keys import bearer
+from rollout_queue.http.callers import bearer
 from rollout_queue.machine_memory import ending
 from rollout_queue.private_file import append_private, make_private_directory, write_private
-from rollout_queue.protocol.errors import ErrorReply
-from rollout_queue.protocol.message import MalformedMessage
-from rollout_queue.protocol.status import SystemStatus
+from rollout_queue.protocol.gateway_messages import SystemStatus
+from rollout_queue.protocol.message import ErrorReply, MalformedMessage
 from rollout_queue.redis.availability import refusal
-from rollout_queue.redis.client.opening import open_redis
-from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.redis_client import open_redis
+from rollout_queue.redis.settings import RedisSettings
 from weir.errors import ServiceDied, StackError
 from weir.stack.settings import StackSettings
 

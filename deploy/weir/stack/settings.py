@@ -16,8 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rollout_queue.config_file import MalformedSettings, file_document
-from rollout_queue.redis.client.address import without_password
-from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.settings import RedisSettings, without_password
 from rollout_queue.settings import (
     SECRETS,
     SHORT_NAMES,

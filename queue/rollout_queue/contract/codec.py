@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds, pack
 from rollout_queue.contract.records import Record, SessionSpec
-from rollout_queue.contract.tokens import Logprobs, TokenIds, pack
 
 SCHEMA = 1
 _SCHEMA_BYTE = bytes([SCHEMA])

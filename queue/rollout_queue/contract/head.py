@@ -1,13 +1,21 @@
-"""The head of a session: everything that is stored of the session at one moment."""
+"""The head of a session: everything that is stored of the session at one moment, and what is seen of it.
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+SessionHead ─▶ TurnSums                 what a list of sessions shows without reading any tokens
+            ─▶ ListedSession            at its position in the list of all sessions by age
+            ─▶ SessionProgress          is it open, or complete, or waits for a reward? the same of a group
+deleted     ─▶ Tombstone                keeps the id from being used again
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.errors import InvalidRecord
+from rollout_queue.contract.outcomes import orphans_of, total
+from rollout_queue.contract.packed_tokens import TokenIds
 from rollout_queue.contract.records import (
     LateJoin,
     Outcome,
@@ -16,13 +24,88 @@ from rollout_queue.contract.records import (
     Reward,
     SessionSpec,
     Turn,
+    TurnImage,
     Verdict,
 )
-from rollout_queue.contract.rewards import total
-from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.contract.tombstone import Tombstone
-from rollout_queue.contract.turn_parts.images import TurnImage
-from rollout_queue.contract.turn_parts.sums import TurnSums
+
+
+class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
+    """When the session was opened and deleted, who opened it, and how much it held."""
+
+    session_id: str
+    name: str | None = None
+    owner: str = ""
+    """`name` and `owner` of the session's `SessionSpec`."""
+    created_at: float
+    deleted_at: float
+    turns: int
+    rewards: int
+    verdict: str | None = None
+    """The code of the session's verdict. A trainer that does not know the session reads it here."""
+
+
+class DeletionTotals(msgspec.Struct, frozen=True):
+    """How many sessions, turns and rewards the deletion of a user's data removed."""
+
+    sessions: int = 0
+    turns: int = 0
+    rewards: int = 0
+
+    def __add__(self, more: "DeletionTotals") -> "DeletionTotals":
+        rewards = self.rewards + more.rewards
+        return DeletionTotals(self.sessions + more.sessions, self.turns + more.turns, rewards)
+
+
+def encode_tombstone(tombstone: Tombstone) -> bytes:
+    return msgspec.json.encode(tombstone)
+
+
+def decode_tombstone(raw: bytes) -> Tombstone:
+    return msgspec.json.decode(raw, type=Tombstone)
+
+
+def deletion_totals(tombstones: list[Tombstone]) -> DeletionTotals:
+    """The sum over the sessions of one user."""
+    turns, rewards = sum(each.turns for each in tombstones), sum(each.rewards for each in tombstones)
+    return DeletionTotals(len(tombstones), turns, rewards)
+
+
+def user_digest(user: str) -> str:
+    """Identifies a deleted user without storing the name."""
+    return hashlib.sha256(user.encode()).hexdigest()
+
+
+NONE = "-"
+
+
+class TurnSums(msgspec.Struct, frozen=True, gc=False):
+    """What is known of a session's turns without their tokens."""
+
+    turns: int = 0
+    output_len: int = 0
+    """How many tokens were sampled."""
+    finished_at: float | None = None
+    """When the last turn ended, seconds since the epoch; None without turns."""
+    first_version: int | None = None
+    """The oldest version that sampled a token; None if no token was sampled."""
+    last_version: int | None = None
+
+
+def decode_sums(raw: bytes) -> TurnSums:
+    """The sums from the field `turns` of a session's hash, which APPEND_TURN writes: five numbers.
+
+    Raises InvalidRecord.
+    """
+    try:
+        turns, output_len, finished_at, first, last = raw.decode().split()
+        return TurnSums(int(turns), int(output_len), float(finished_at), _version(first), _version(last))
+    except ValueError as error:
+        raise InvalidRecord(f"the sums of the turns cannot be read: {raw[:100]!r}") from error
+
+
+def _version(text: str) -> int | None:
+    return None if text == NONE else int(text)
+
 
 SessionState = Literal["open", "waiting_reward", "finished"]
 TERMS = ("group_id", "group_size", "task_id", "train")
@@ -207,3 +290,128 @@ def field_of(record: Record) -> str:
             return "joined"
         case _:
             return "deletion"
+
+
+class ListPosition(NamedTuple):
+    """The position of one session, by creation time and then by id. It stays valid without the session."""
+
+    created_at: float
+    session_id: str
+
+
+LIST_START = ListPosition(float("-inf"), "")
+"""The position before every session."""
+LIST_END = ListPosition(float("inf"), "")
+"""The position after every session, where a list begins that has the newest first."""
+
+
+class ListScope(NamedTuple):
+    """Which sessions a list looks at, and in which order. A group, a user or a version spares it looking at
+    others."""
+
+    newest_first: bool = False
+    group_id: str | None = None
+    user: str | None = None
+    trained_version: int | None = None
+    """The version that the step which trained the sessions has made."""
+    turns: bool = True
+    """Whether the sessions are read with their turns."""
+
+    @property
+    def start(self) -> ListPosition:
+        return LIST_END if self.newest_first else LIST_START
+
+
+ALL_SESSIONS = ListScope()
+
+
+def after_position(
+    positions: Iterable[ListPosition], position: ListPosition, *, newest_first: bool
+) -> list[ListPosition]:
+    """Those of the positions that come after one position, in the order of the list."""
+    if newest_first:
+        return sorted((each for each in positions if each < position), reverse=True)
+    return sorted(each for each in positions if each > position)
+
+
+class ListedSession(NamedTuple):
+    """A position with its session or tombstone. `found` is None if the session was removed meanwhile."""
+
+    position: ListPosition
+    found: SessionHead | Tombstone | None
+
+
+def position_of(session: SessionHead | Tombstone) -> ListPosition:
+    known = session if isinstance(session, Tombstone) else session.spec
+    return ListPosition(known.created_at, known.session_id)
+
+
+def without_unwanted(listed: ListedSession, wanted: Callable[[SessionSpec], bool]) -> ListedSession:
+    """The same position, without its session if `wanted` refuses the session's spec."""
+    found = listed.found
+    return (
+        listed._replace(found=None) if isinstance(found, SessionHead) and not wanted(found.spec) else listed
+    )
+
+
+SessionStage = Literal["open", "waiting_reward", "ended", "decided"]
+"""`open`: the session has no outcome. `waiting_reward`: it has ended, and a reward is still to come. `ended`:
+it has ended, and needs no reward or has one. `decided`: it has a verdict."""
+
+
+class SessionProgress(NamedTuple):
+    """The stage of one session. `spec` is None if the session was deleted, was never opened or cannot be
+    read."""
+
+    session_id: str
+    stage: SessionStage
+    spec: SessionSpec | None = None
+    outcome: Outcome | None = None
+    readable: bool = True
+
+
+class GroupProgress(NamedTuple):
+    """The number of sessions that a group is made for, and how many have reached each stage."""
+
+    size: int
+    ended: int
+    """Sessions that are `ended` or `decided`."""
+    open: int = 0
+    unrewarded: int = 0
+
+    @property
+    def missing(self) -> int:
+        """How many sessions have not been opened yet."""
+        return max(0, self.size - self.ended - self.open - self.unrewarded)
+
+    @property
+    def waiting_for(self) -> str:
+        """What the group waits for, in words; empty when it is complete."""
+        parts = [
+            (self.open, "goes on", "go on"),
+            (self.unrewarded, "waits for a reward", "wait for a reward"),
+            (self.missing, "is not opened yet", "are not opened yet"),
+        ]
+        return ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in parts if count)
+
+
+def group_progress(size: int | None, stages: Iterable[SessionStage]) -> GroupProgress:
+    """Counts the stages of a group's sessions. If `size` is None, the group has no fixed size: then its
+    size is the number of `stages`."""
+    counted = list(stages)
+    going, unrewarded = counted.count("open"), counted.count("waiting_reward")
+    return GroupProgress(size or len(counted), len(counted) - going - unrewarded, going, unrewarded)
+
+
+def stage_of(head: SessionHead) -> SessionStage:
+    return stage(head.outcome, has_verdict=head.verdict is not None, has_reward=head.reward is not None)
+
+
+def stage(outcome: Outcome | None, *, has_verdict: bool, has_reward: bool) -> SessionStage:
+    if has_verdict:
+        return "decided"
+    if outcome is None:
+        return "open"
+    if has_reward or not outcome.train or outcome.status in ("failed", "abandoned"):
+        return "ended"
+    return "waiting_reward"

@@ -6,19 +6,171 @@ SessionSpec ─┬─ Turn ─ Turn ─ Turn      the sampled tokens; turns form
              ├─ LateJoin                the session got its group after its first call
              ├─ Outcome                 how the session ended
              └─ Deletion                the session was deleted
+
+A session says how to sample; SamplingPolicy says whether the logprobs are those of the sampled distribution.
+
+RoutedExperts are the experts that an engine chose for the tokens of a turn, in a mixture of experts.
+
+    prompt and output of a turn     a b c d e f g h
+    rows, if b begins the turn      a b c d e f g        the last token passed through no expert
+
+Each row belongs to a token, and so to the prediction of the token after it.
+
+TurnImages are the images that a turn's context shows, and where they lie among its tokens.
+
+    context_ids of a turn    user, look, start, pad, pad, pad, pad, end, …
+    the image's span                            [3,            7)
+
+The bytes lie once in the store, by their hash (`StreamWriter.append_turn`).
 """
 
 import math
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
 from rollout_queue.contract.errors import InvalidRecord
-from rollout_queue.contract.sampling import SamplingPolicy
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.contract.turn_parts.experts import RoutedExperts
-from rollout_queue.contract.turn_parts.images import TurnImage, check_places
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+
+SamplingMode = Literal["exact", "enforce", "default", "allow"]
+
+WITHOUT_EFFECT: Mapping[str, Any] = {
+    "top_p": 1,
+    "top_k": -1,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "min_tokens": 0,
+}
+"""The values of sampling parameters with which the engine samples from softmax(logits / temperature)."""
+
+GREEDY_BELOW = 1e-6
+"""At a lower temperature SGLang takes the most likely token, and reports the logprobs of temperature 1."""
+
+
+def is_greedy(temperature: float) -> bool:
+    return temperature < GREEDY_BELOW
+
+
+def temperature_of_logprobs(used: Mapping[str, Any]) -> float:
+    """The temperature at which the engine computed the recorded logprobs."""
+    temperature = float(used.get("temperature", 1.0))
+    return 1.0 if is_greedy(temperature) else temperature
+
+
+def inexact(used: Mapping[str, Any]) -> list[str]:
+    """The used sampling parameters, each with its value, that make the recorded logprobs differ from those
+    of the sampled distribution."""
+    found = [name for name, value in WITHOUT_EFFECT.items() if used.get(name, value) != value]
+    shown = [name if name == "logit_bias" else f"{name} {used[name]}" for name in found]
+    temperature = used.get("temperature", 1.0)
+    return shown + ([f"temperature {temperature:g}"] if is_greedy(temperature) else [])
+
+
+class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling parameters of a session's calls. `named_mode` says when they apply."""
+
+    mode: Literal["enforce", "default", "allow"] = "enforce"
+    """`enforce`: always. `default`: unless the call gives its own. `allow`: as `default`, and the call may
+    give penalties, too. In every mode, the smaller `max_tokens` of the session and the call applies."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int | None = None
+    own_temperature: bool = False
+    """With `enforce`: but for a call's temperature at which logprobs are exact. Together they are the mode
+    `exact`, in a form that earlier releases of this schema read."""
+
+    @classmethod
+    def of(cls, mode: SamplingMode, **parameters: Any) -> "SamplingPolicy":
+        if mode == "exact":
+            return cls(mode="enforce", own_temperature=True, **parameters)
+        return cls(mode=mode, **parameters)
+
+    @property
+    def named_mode(self) -> SamplingMode:
+        """The mode, by the name that users know."""
+        return "exact" if self.own_temperature else self.mode
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, gc=False):
+    """The experts of consecutive tokens. The last row belongs to the token before the turn's last one."""
+
+    width: int
+    """How many experts one token passed through: those of the first layer, then those of the next ones."""
+    item_bytes: int
+    """1 or 2: the bytes of one expert's number, little-endian."""
+    packed: bytes
+
+    @property
+    def rows(self) -> int:
+        return len(self.packed) // (self.width * self.item_bytes)
+
+    def __post_init__(self) -> None:
+        if self.item_bytes not in (1, 2) or self.width < 1:
+            raise InvalidRecord(f"routed experts of {self.width} times {self.item_bytes} bytes")
+        if len(self.packed) % (self.width * self.item_bytes):
+            raise InvalidRecord("routed experts that are no whole number of rows")
+
+    @classmethod
+    def of_int32(cls, numbers: bytes, rows: int) -> Self:
+        """Packs little-endian int32 of `rows` tokens. Raises ValueError if they are no numbers of experts."""
+        width, rest = divmod(len(numbers) // 4, rows) if rows > 0 else (0, 0)
+        if not width or rest or len(numbers) % 4:
+            raise ValueError(f"{len(numbers)} bytes of experts for {rows} tokens")
+        low, second = numbers[0::4], numbers[1::4]
+        if numbers[2::4].strip(b"\0") or numbers[3::4].strip(b"\0"):
+            raise ValueError("the number of an expert is negative, or above 65535")
+        if not second.strip(b"\0"):
+            return cls(width, 1, low)
+        packed = bytearray(2 * len(low))
+        packed[0::2], packed[1::2] = low, second
+        return cls(width, 2, bytes(packed))
+
+    def last(self, rows: int) -> Self:
+        """The last rows of these."""
+        row_bytes = self.width * self.item_bytes
+        return type(self)(self.width, self.item_bytes, self.packed[max(0, self.rows - rows) * row_bytes :])
+
+
+SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class TurnImage(msgspec.Struct, frozen=True, gc=False):
+    """One image as the engine got it: a PNG in RGB, of a size that the model's processor leaves as it is."""
+
+    sha256: str
+    """Of the PNG's bytes, in hexadecimal digits."""
+    start: int
+    """Its pads are the tokens [start, end) of the turn's `context_ids`."""
+    end: int
+    width: int
+    """In pixels."""
+    height: int
+    grid: tuple[int, int, int]
+    """Patches in time, height and width; several patches make one token."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.end - self.start, self.width, self.height, *self.grid)
+        if not SHA256.fullmatch(self.sha256) or self.start < 0 or min(sizes) < 1:
+            raise InvalidRecord(f"the image {self.sha256[:64]} at [{self.start}, {self.end}) is malformed")
+
+    def moved(self, tokens: int) -> "TurnImage":
+        """The image in a sequence that has so many more tokens before it."""
+        return msgspec.structs.replace(self, start=self.start + tokens, end=self.end + tokens)
+
+
+def check_places(images: tuple[TurnImage, ...], tokens: int) -> None:
+    """Raises InvalidRecord if images overlap, or do not lie within so many tokens in their order."""
+    end = 0
+    for image in images:
+        if image.start < end or image.end > tokens:
+            raise InvalidRecord(f"image {image.sha256} does not lie in its turn's context")
+        end = image.end
+
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 Relation = Literal["root", "extends", "rerendered", "forks", "retry"]

@@ -14,12 +14,18 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import ALL_SESSIONS, ListedSession, ListPosition, ListScope
-from rollout_queue.contract.policies.trained_step import TrainedStep
-from rollout_queue.contract.progress import GroupProgress
+from rollout_queue.contract.head import (
+    ALL_SESSIONS,
+    DeletionTotals,
+    GroupProgress,
+    ListedSession,
+    ListPosition,
+    ListScope,
+    SessionHead,
+    Tombstone,
+)
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Outcome, Record, Reward, SessionSpec, Turn, Verdict
-from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
 
 NO_IMAGES: Mapping[str, bytes] = {}
 NO_TOKENS: Mapping[tuple[str, str], bytes] = {}

@@ -4,23 +4,125 @@ A connection is closed when the peer sends no whole head in time, stops sending 
 stays open while a body or an answer makes progress, however slow that is.
 
 A request that offers another protocol, such as HTTP/2 or a WebSocket, is served as if it did not. A client of
-HTTP/1.0 gets no chunks.
+HTTP/1.0, which reads no chunks, gets none.
+
+ConnectionBounds say how many connections there may be, and how long a peer may be silent.
 """
 
 import json
+import logging
+import resource
 import socket
 import struct
 from asyncio import BaseTransport, Transport
+from collections import Counter
 from http import HTTPStatus
 from typing import Any, Literal, cast
 
 import httptools
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rollout_queue import clock
-from rollout_queue.http.connections import ConnectionCount
 from rollout_queue.http.errors import ApiError
-from rollout_queue.http.without_chunks import without_chunks
+
+logger = logging.getLogger(__name__)
+
+OTHER_FILES = 256
+"""Files that a service may open besides its clients' connections and as many connections to engines."""
+
+
+class ConnectionBounds(BaseModel):
+    """Bounds on the connections to one service."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    in_all: int = Field(8192, ge=1)
+    """Connections that are open at once, idle ones included; a further one gets a 429."""
+    per_address: int = Field(4096, ge=1)
+    """The same for one address of a client. All clients behind one proxy have the proxy's address."""
+    head_bytes: int = Field(64 * 2**10, ge=1024)
+    """Largest request line and headers together; a larger head gets a 431."""
+    head_timeout_s: float = Field(10.0, gt=0)
+    """A request's head has to arrive within this time. If only a part arrives, the client gets a 408; if no
+    byte arrives on a new connection, the connection is just closed."""
+    body_timeout_s: float = Field(30.0, gt=0)
+    """A body of which not even 1 KiB arrives within this time gets a 408."""
+    write_timeout_s: float = Field(30.0, gt=0)
+    """A client that does not read even 1 KiB of its waiting answer within this time is disconnected."""
+
+
+class ConnectionCount:
+    """The open connections to one service, by address."""
+
+    def __init__(self, bounds: ConnectionBounds) -> None:
+        self.bounds = bounds
+        self.refused = 0
+        self._in_all = 0
+        self._by_address: Counter[str] = Counter()
+
+    def admit(self, address: str) -> ApiError | None:
+        """Count a new connection, or return the error that refuses it."""
+        if self._in_all >= self.bounds.in_all:
+            return _too_many(f"this service has {self._in_all} connections, and takes no more")
+        if self._by_address[address] >= self.bounds.per_address:
+            return _too_many(f"your address has {self._by_address[address]} connections, and gets no more")
+        self._in_all += 1
+        self._by_address[address] += 1
+        return None
+
+    def leave(self, address: str) -> None:
+        self._in_all -= 1
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+
+def allow_files(bounds: ConnectionBounds) -> ConnectionBounds:
+    """Raise this process's limit on open files as far as the bounds need it and the system permits.
+
+    Returns the bounds, with fewer connections if the system permits fewer files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * bounds.in_all + OTHER_FILES
+    permitted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < permitted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (permitted, hard))
+    if permitted >= wanted:
+        return bounds
+    in_all = max(1, (permitted - OTHER_FILES) // 2)
+    logger.warning("the system permits %d open files: at most %d connections are taken", permitted, in_all)
+    return bounds.model_copy(update={"in_all": in_all})
+
+
+def _too_many(message: str) -> ApiError:
+    return ApiError(429, message, code="connections_limit")
+
+
+def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """The application for such a client: an answer without a length ends with the connection.
+
+    uvicorn writes chunks if the answer has no length. So it is told, before each part, that the part is all
+    that is left.
+    """
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = None if has_length else False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return served
+
 
 PROGRESS_BYTES = 1024
 """A peer makes progress if it sends or reads this many bytes within the timeout."""

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_queue.contract.errors import Deleted, StorageUnavailable
 from rollout_queue.contract.ids import new_id
-from rollout_queue.protocol.errors import ErrorDetail, ErrorReply
-from rollout_queue.signals.log_ids import begin_log_ids
+from rollout_queue.protocol.message import ErrorDetail, ErrorReply
+from rollout_queue.service_log import begin_log_ids
 
 logger = logging.getLogger(__name__)
 

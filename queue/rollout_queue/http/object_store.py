@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_queue import clock
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
+from rollout_queue.contract.published_policy import ObjectPrefix
 from rollout_queue.settings import ObjectStoreSettings
 
 if TYPE_CHECKING:

@@ -1,10 +1,22 @@
-"""Translates failures of Redis into StorageUnavailable."""
+"""Translates failures of Redis into StorageUnavailable; recognizes replies by which a server says that it is
+not the master of this deployment's keys.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, RedisError
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    ClusterDownError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from rollout_queue.contract.errors import StorageUnavailable
 
@@ -52,3 +64,15 @@ async def stored(call: Any) -> Any:
         return await call
     except (RedisError, OSError) as error:
         raise unavailable(error) from error
+
+
+NOT_THE_MASTER = (ReadOnlyError, AskError, ClusterDownError, TryAgainError)
+"""MovedError is an AskError, and MasterDownError a ClusterDownError."""
+
+
+def not_the_master(reply: Any) -> bool:
+    """Whether the command was not carried out, because its server is not the master of the keys."""
+    if not isinstance(reply, ResponseError):
+        return False
+    # Before Redis 7, a script that fails has the code of its own error only in the text.
+    return isinstance(reply, NOT_THE_MASTER) or "-READONLY " in str(reply)

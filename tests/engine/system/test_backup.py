@@ -8,7 +8,7 @@ from threading import Event, Thread
 import pytest
 from tokenizers import Tokenizer
 
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.conversation import path_of
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
@@ -54,7 +54,7 @@ def started(local: LocalSystem) -> tuple[RunningGateway, Service]:
 
 def newest(local: LocalSystem) -> int:
     """The highest version number that anything in Redis has."""
-    reserved = local.redis.client.hget(keys.RESERVED, "version")
+    reserved = local.redis.client.hget(key_names.RESERVED, "version")
     return int(reserved or 0)
 
 

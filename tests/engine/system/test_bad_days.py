@@ -15,10 +15,10 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis import keys
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.gateway.calls import RETRY, Call
 from tests.support.gateway.conversation import answered, path_of, say, trainable
 from tests.support.gateway.fake_engine import FakeEngine
@@ -408,10 +408,10 @@ def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing
         return str(trainer.until("/status")["waiting_for"])
 
     def seen_at() -> float:
-        at: Any = local.redis.client.hget(keys.TRAINER, "last_seen")
+        at: Any = local.redis.client.hget(key_names.TRAINER, "last_seen")
         return float(at)
 
-    holder = local.redis.client.get(keys.LEASE)
+    holder = local.redis.client.get(key_names.LEASE)
     early = group()
     wait_until(lambda: "1 group waits for 1 unfinished member" in said(), 60)
     clock.jump(+HOUR_S)
@@ -425,7 +425,7 @@ def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing
     wait_until(lambda: "1 group waits for 1 unfinished member; the oldest has waited 0 s" in said(), 60)
     assert int(said().rpartition(" in ")[2].removesuffix(" s")) > HOUR_S, "the deadline is later by the jump"
     assert verdict_codes(gateway, late) == ["group_incomplete", "group_incomplete", "open"]
-    assert local.redis.client.get(keys.LEASE) == holder
+    assert local.redis.client.get(key_names.LEASE) == holder
     assert ended(gateway, late[2], 1.0).status_code == 200
     wait_until(lambda: set(verdict_codes(gateway, late)) == {"trained"}, 60)
     assert trainer.terminate() == 0
@@ -481,28 +481,28 @@ def test_a_trainer_that_was_away_takes_all_that_came_and_ends_well_when_told_in_
     idle_rss = psutil.Process(trainer.process.pid).memory_info().rss
     trainer.signal(signal.SIGSTOP)  # the trainer stops until its lease has expired
     asyncio.run(an_hour_of_traffic(local.redis.url, 1000))
-    wait_until(lambda: not local.redis.client.exists(keys.LEASE))
+    wait_until(lambda: not local.redis.client.exists(key_names.LEASE))
     trainer.signal(signal.SIGCONT)
     wait_until(lambda: int(trainer.until("/status")["step"]) >= 2, 60)
     trainer.until("/status", state="training")
     assert trainer.terminate() == 0
-    left: Any = local.redis.client.hgetall(keys.VERDICTS)
+    left: Any = local.redis.client.hgetall(key_names.VERDICTS)
     assert 200 <= int(left[b"session:trained"]) < 2000
     assert local.audit([]).findings == ()
 
     trainer = started()
 
     def all_judged() -> bool:
-        counts: Any = local.redis.client.hgetall(keys.VERDICTS)
+        counts: Any = local.redis.client.hgetall(key_names.VERDICTS)
         return sum(int(count) for name, count in counts.items() if name.startswith(b"session:")) == 2000
 
     trainer.until("/ready")
     wait_until(all_judged, 60)
-    counts: Any = local.redis.client.hgetall(keys.VERDICTS)
+    counts: Any = local.redis.client.hgetall(key_names.VERDICTS)
     # Nine steps train 100 rows each, at versions 0 to 8. Then the other rows, which waited, are too old.
     sessions = {name: int(count) for name, count in counts.items() if name.startswith(b"session:")}
     assert sessions == {b"session:trained": 900, b"session:skipped_for_newer": 1100}
-    wait_until(lambda: local.redis.client.xlen(keys.STREAM) <= 1)
+    wait_until(lambda: local.redis.client.xlen(key_names.STREAM) <= 1)
     peak_rss = psutil.Process(trainer.process.pid).memory_info().rss
     assert peak_rss - idle_rss < 200 * 2**20
     report = local.audit([], trainer)

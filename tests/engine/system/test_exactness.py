@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
-from rollout_queue.contract.tokens import Logprobs
+from rollout_queue.contract.packed_tokens import Logprobs
 from tests.support.clients.proxies import Proxy
 from tests.support.gateway.fake_engine import FakeEngine, Interruption
 from tests.support.serving import serving

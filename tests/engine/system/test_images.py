@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gateway.language.tokenizer_files import tokenizer_of
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.images import asking, data_url, encoded, image_of, noise_url
 from tests.support.redis_clients import redis_at
 from tests.support.system.real_system import ADMIN_KEY, System, running_system, system_settings
@@ -79,7 +79,7 @@ def repainted(image: Any) -> Any:
 
 
 def stored(redis: Redis, image: Any) -> Any:
-    return replace(image, png=redis.get(keys.image(image.place.sha256)))
+    return replace(image, png=redis.get(key_names.image(image.place.sha256)))
 
 
 def difference(directory: Path, rows: list[Row]) -> Tensor:

@@ -28,8 +28,8 @@ from environments.results import EpisodeEnded, entries_of
 from environments.session_client import SessionClient
 from environments.settings import RunSettings
 from environments.start_run import play_run
-from rollout_queue.protocol.trainer import RecoveryReport, TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.protocol.trainer_messages import RecoveryReport, TrainerReport
+from rollout_queue.redis import key_names
 from tests.support.environments.running import TOYS, RunTest, running_gateway
 from tests.support.images import image_of, opened
 from tests.support.redis_clients import redis_at
@@ -332,7 +332,7 @@ async def test_a_run_says_that_the_training_is_paused_or_went_back(running: RunT
     )
     report: Any = TrainerReport(state="paused", last_seen=time.time(), recoveries=[done]).fields()
     with redis_at(redis_url.removesuffix("0") + "5") as redis:
-        redis.hset(keys.TRAINER, mapping=report)
+        redis.hset(key_names.TRAINER, mapping=report)
     model = f"{running.url}/v1/models"
     await asyncio.to_thread(wait_until, lambda: httpx.get(model).json()["data"][0].get("notice"))
     lines: list[str] = []

@@ -42,7 +42,7 @@ def check_a_directory_in_use_is_refused(file: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEIR_CONFIG", "")  # the program sets it
         patch.setattr(sys, "argv", ["fine_tuning", "--config", str(file)])
-        patch.setattr("rollout_queue.http.starting.begin_log", lambda *_: None)
+        patch.setattr("rollout_queue.starting.begin_log", lambda *_: None)
         patch.setattr(fine_tuning.__main__, "hide_from_children", lambda: None)
         with pytest.raises(SystemExit, match=said) as end:
             fine_tuning.__main__.main()

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.http.server import LAST_WORDS_S
-from rollout_queue.redis import keys
+from rollout_queue.contract.packed_tokens import TokenIds
+from rollout_queue.http.http_server import LAST_WORDS_S
+from rollout_queue.redis import key_names
 from tests.support.gateway.background import read, start
 from tests.support.gateway.calls import RETRY, Call
 from tests.support.gateway.conversation import answered, path_of, say, stored, trainable
@@ -202,7 +202,7 @@ def test_answers_beyond_the_drain_end_with_an_error(
 ) -> None:
     redis = processes.backends.redis
     with processes.gateway(drain_timeout_s=DRAIN_S) as (process, gateway):
-        before = redis.xlen(keys.STREAM)
+        before = redis.xlen(key_names.STREAM)
         told = start(gateway, max_output_tokens=90)
         streams, retries, whole = list[Reading](), list[Reading](), list[Reading]()
         for path in LAST:
@@ -231,7 +231,7 @@ def test_answers_beyond_the_drain_end_with_an_error(
             assert error["type"] == "engine_unavailable"
             assert "stop" in error["message"]
         assert process.wait(ENDS_WITHIN_S) == 0
-    assert redis.xlen(keys.STREAM) == before + 2 * len(LAST) + 1
+    assert redis.xlen(key_names.STREAM) == before + 2 * len(LAST) + 1
     found = read(survivor, told)
     assert (found["status"], "stopped" in found["error"]["message"]) == ("failed", True)
     (turn,) = survivor.turns(told)
@@ -283,7 +283,7 @@ def test_a_gateway_killed_in_mid_stream_leaves_no_half_turn(
         each["turn_id"] for each in turns
     )
     assert read(survivor, told)["status"] == "in_progress"
-    record, redis = keys.response(told["id"]), processes.backends.redis
+    record, redis = key_names.response(told["id"]), processes.backends.redis
     left_ms: Any = redis.pttl(record)
     redis.pexpire(record, left_ms - 31_000)  # as if half a minute had passed in which nobody renewed it
     assert read(survivor, told)["status"] == "failed"
@@ -332,20 +332,20 @@ def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(processes:
         ids = TokenIds(turn["context_ids"]).tobytes()
         with redis.pipeline(transaction=False) as pipeline:
             for _ in range(200_000):  # reading these entries keeps the deletion busy until the kill
-                pipeline.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x01"})
+                pipeline.xadd(key_names.STREAM, {key_names.STREAM_FIELD: b"\x01"})
             pipeline.execute()
         assert gateway.chat(MARK, path=path_of(session)).status_code == 200
         with ThreadPoolExecutor() as pool:
             deleting = pool.submit(delete, gateway, session)
-            wait_until(lambda: redis.hexists(keys.DELETED, session["session_id"]))
+            wait_until(lambda: redis.hexists(key_names.DELETED, session["session_id"]))
             process.send_signal(signal.SIGKILL)
             assert isinstance(deleting.exception(), httpx.TransportError)
-        assert redis.hexists(keys.DELETED, session["session_id"])
-        assert holding(redis, ids) == [keys.STREAM]
-    redis.zadd(keys.DELETING, {session["session_id"]: 0.0})  # as if it had begun long ago
+        assert redis.hexists(key_names.DELETED, session["session_id"])
+        assert holding(redis, ids) == [key_names.STREAM]
+    redis.zadd(key_names.DELETING, {session["session_id"]: 0.0})  # as if it had begun long ago
     with processes.backends.gateway() as heir:
         assert is_gone(heir.get(f"/sessions/{session['session_id']}"))
-        wait_until(lambda: not redis.exists(keys.DELETING), 30)
+        wait_until(lambda: not redis.exists(key_names.DELETING), 30)
     assert holding(redis, ids) == []
     redis.flushdb()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.disagreements import disagreements
 from tests.support.gateway.push_system import PUSH_TIMEOUT_S, SHORT, PushSystem, limit_files, push_system
 from tests.support.gateway.running import Backends
@@ -68,7 +68,13 @@ def test_a_server_that_dies_takes_the_version_when_it_is_back(system: PushSystem
 
 def test_a_failover_of_redis_that_loses_the_last_push_costs_no_call(system: PushSystem) -> None:
     """A replica is promoted that lacks the plan and the register of the last two pushes."""
-    lost = (keys.SERVING, keys.POLICIES, keys.RESERVED, keys.SERVER_PUSHES, keys.PUSHES)
+    lost = (
+        key_names.SERVING,
+        key_names.POLICIES,
+        key_names.RESERVED,
+        key_names.SERVER_PUSHES,
+        key_names.PUSHES,
+    )
     redis = system.gateway.redis
     with system.traffic() as seen:
         system.publish(wait=True)
@@ -82,7 +88,7 @@ def test_a_failover_of_redis_that_loses_the_last_push_costs_no_call(system: Push
                     failover.restore(key, 0, value)
             failover.execute()
         wait_until(lambda: system.served(system.newest))
-        wait_until(lambda: redis.hexists(keys.POLICIES, str(system.newest)))
+        wait_until(lambda: redis.hexists(key_names.POLICIES, str(system.newest)))
         system.publish(wait=True)
     assert set(seen.statuses) == {200}
     system.check(seen)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_queue.http.workers.parent import run_workers
+from rollout_queue.http.worker_processes import run_workers
 from tests.support.gateway.calls import Call
 from tests.support.gateway.gated_engine import GatedEngine, NumberingEngine, asked, let_on
 from tests.support.gateway.mortal_engine import POISON
@@ -278,7 +278,7 @@ def test_workers_end_with_a_killed_parent(processes: Processes, engine: GatedEng
 
 def test_a_worker_ends_when_its_input_does() -> None:
     """The parent holds the other end, which the kernel closes, however the parent ends."""
-    waits = "import time; from rollout_queue.http.workers.worker import end_with_parent; end_with_parent();"
+    waits = "import time; from rollout_queue.http.worker_processes import end_with_parent; end_with_parent();"
     command = [sys.executable, "-c", f"{waits} print(flush=True); time.sleep(3600)  # until it is ended"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         assert worker.stdin is not None
@@ -292,7 +292,7 @@ def test_a_worker_ends_when_its_input_does() -> None:
 
 
 def test_the_parent_ends_if_its_workers_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_queue.http.workers.parent.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("rollout_queue.http.worker_processes.FIRST_PAUSE_S", 0.001)
     assert run_workers(WORKERS, "127.0.0.1", free_port(), lambda worker: ["false"], stop_within_s=60) == 1
 
 

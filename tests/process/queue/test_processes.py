@@ -8,13 +8,13 @@ import sys
 
 from redis import Redis
 
-from rollout_queue.redis.lease.lease import Lease
+from rollout_queue.redis.lease import Lease
 from tests.support.waiting import wait_until
 
 
 def test_the_lease_of_a_process_that_died_here_is_free_at_once(redis: Redis) -> None:
     claim = (
-        "import sys; from redis import Redis; from rollout_queue.redis.lease.lease import Lease\n"
+        "import sys; from redis import Redis; from rollout_queue.redis.lease import Lease\n"
         "assert Lease(Redis.from_url(sys.argv[1]), 30.0).claim() is None\n"
         "print('claimed', flush=True); sys.stdin.read()"
     )
@@ -40,7 +40,7 @@ def test_libraries_warnings_and_the_last_exception_are_json_as_well() -> None:
         "library = logging.getLogger('library'); library.addHandler(logging.StreamHandler())\n"
         "library.propagate = False\n"
         "from rollout_queue.settings import ServiceSettings\n"
-        "from rollout_queue.signals.log_start import begin_log\n"
+        "from rollout_queue.starting import begin_log\n"
         "class Pump(ServiceSettings):\n    section = 'pump'\n"
         "begin_log(Pump(log_format='json'))\n"
         "library.warning('a library speaks')\n"

@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from rollout_queue.protocol.policies import ServingShape
-from rollout_queue.protocol.status import QueueReport
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.protocol.gateway_messages import QueueReport, ServingShape
+from rollout_queue.protocol.trainer_messages import TrainerReport
 from tests.support.long_cases import cases
 from tests.support.system_status import server_shape, system_status
 from tests.support.turned_clock import TurnedClock

@@ -21,9 +21,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-from rollout_queue.protocol.policies import HoldShape, ServingShape
-from rollout_queue.protocol.status import QueueReport, SystemStatus
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.protocol.gateway_messages import HoldShape, QueueReport, ServingShape, SystemStatus
+from rollout_queue.protocol.trainer_messages import TrainerReport
 from tests.support.serving import free_port, serving
 from tests.support.system_status import server_shape, system_status
 from tests.support.waiting import wait_until

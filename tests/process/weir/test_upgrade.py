@@ -15,8 +15,8 @@ import pytest
 from redis import Redis
 
 from rollout_queue.contract.codec import SCHEMA
-from rollout_queue.redis import keys
-from rollout_queue.redis.connection.schema import claim_schema
+from rollout_queue.redis import key_names
+from rollout_queue.redis.schema_version import claim_schema
 from tests.support.redis_process import RedisProcess
 from weir.audit.audit import audit
 from weir.audit.audit_facts import ClientAnswer
@@ -33,8 +33,8 @@ from pathlib import Path
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from rollout_queue.contract.records import Outcome, SessionSpec, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.weir.small_trainer import SmallTrainer
 
 url, directory, prefix, steps = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -81,7 +81,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[RedisProcess]:
     process = RedisProcess(tmp_path / "redis").start()
-    process.client.hset(keys.POLICIES, "0", "{}")
+    process.client.hset(key_names.POLICIES, "0", "{}")
     yield process
     process.close()
 
@@ -119,7 +119,9 @@ def audited_by(tree: Path, process: RedisProcess, directory: Path) -> None:
 
 
 def trained_by(process: RedisProcess, prefix: str) -> set[str | None]:
-    verdicts: list[Any] = [process.client.hget(keys.session(f"{prefix}{n}"), "verdict") for n in range(10)]
+    verdicts: list[Any] = [
+        process.client.hget(key_names.session(f"{prefix}{n}"), "verdict") for n in range(10)
+    ]
     return {json.loads(each)["code"] if each else None for each in verdicts}
 
 
@@ -148,7 +150,7 @@ def test_the_earlier_release_goes_on_where_this_one_was(
 
 
 def test_this_release_refuses_a_newer_schema_and_says_so(process: RedisProcess, tiny_model: Path) -> None:
-    process.client.set(keys.SCHEMA, SCHEMA + 1)
+    process.client.set(key_names.SCHEMA, SCHEMA + 1)
     environment = {
         **os.environ,
         "WEIR_REDIS_URL": process.url,
@@ -160,4 +162,4 @@ def test_this_release_refuses_a_newer_schema_and_says_so(process: RedisProcess, 
     assert done.returncode != 0
     assert f"Redis has data of schema {SCHEMA + 1}, and this release reads up to {SCHEMA}" in done.stderr
     with Redis.from_url(process.url) as redis:
-        assert redis.get(keys.SCHEMA) == str(SCHEMA + 1).encode()
+        assert redis.get(key_names.SCHEMA) == str(SCHEMA + 1).encode()

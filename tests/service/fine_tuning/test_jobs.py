@@ -16,7 +16,7 @@ from fine_tuning.job_trainer import due_evaluation, end_evaluation, unfinished_e
 from fine_tuning.jobs import JobStore
 from fine_tuning.served_versions import PolicyWatch
 from fine_tuning.settings import FineTuningLimits, FineTuningSettings
-from rollout_queue.protocol.policies import PolicyVersion
+from rollout_queue.protocol.gateway_messages import PolicyVersion
 from tests.support.environments.running import RunTest
 from tests.support.fine_tuning.left_jobs import left_queued
 from tests.support.fine_tuning.running import EQUAL, RunningJobs, fine_tuning, jsonl, sums

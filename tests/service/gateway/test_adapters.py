@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_queue.commands.command import LoggedCommand, SaveForSampler
-from rollout_queue.commands.result import Published, Result
+from rollout_queue.trainer_commands import LoggedCommand, Published, Result, SaveForSampler
 from tests.support.gateway.canaries import EVEN_ODDS, begin, play_until_ended, state_of
 from tests.support.gateway.deployment import Deploy, Deployment, traffic
 from tests.support.gateway.scripted_trainer import result_of, scripted_trainer

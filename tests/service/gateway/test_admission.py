@@ -20,7 +20,7 @@ from gateway.prometheus import Metrics
 from gateway.settings import GatewaySettings, LimitSettings
 from rollout_queue import clock
 from rollout_queue.contract.records import SessionSpec
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.redis_clients import async_redis_at
@@ -54,7 +54,7 @@ def trainer_says(gateway: RunningGateway, **fields: float | str) -> None:
     """Write fields of the trainer's heartbeat to Redis."""
     usual = {"version": 0, "rollouts_waiting": 0, "rollouts_owed": 0, "rollouts_per_step": 4.0}
     said: Any = usual | {"last_seen": clock.now()} | fields
-    gateway.redis.hset(keys.TRAINER, mapping=said)
+    gateway.redis.hset(key_names.TRAINER, mapping=said)
     polled(gateway.redis)
 
 
@@ -94,7 +94,7 @@ def test_each_key_has_a_rate_of_its_own_and_its_sessions_share_it(limited: Any) 
             assert gateway.chat(key=session["api_key"]).status_code == 200
         for key in (CLIENT_KEY, first["api_key"], second["api_key"]):
             assert refusal(gateway.chat("something else", key=key))[0] == "rate_limited"
-        assert gateway.redis.zcard(keys.SESSIONS) == len(gateway.engine.requests) == 2
+        assert gateway.redis.zcard(key_names.SESSIONS) == len(gateway.engine.requests) == 2
         assert gateway.chat(key=OTHER_KEY).status_code == 200
 
 
@@ -189,12 +189,12 @@ async def test_a_sweep_takes_little_of_redis_however_many_sessions_are_open(
     names, count, own = [f"s{number:05}" for number in range(12_000)], 12_000, async_redis_at(redis_url)
     async with own.pipeline(transaction=False) as opening:
         for number, name in enumerate(names):
-            opening.zadd(keys.OPEN, {name: clock.now()})
-            opening.hset(keys.session(name), "spec", "any")
+            opening.zadd(key_names.OPEN, {name: clock.now()})
+            opening.hset(key_names.session(name), "spec", "any")
             if number == ended:
-                opening.hset(keys.session(name), "verdict", "any")
+                opening.hset(key_names.session(name), "verdict", "any")
         await opening.execute()
-    quotas, quota = Quotas(own, 0.5), Quota(keys.OPEN, count, "outcome")
+    quotas, quota = Quotas(own, 0.5), Quota(key_names.OPEN, count, "outcome")
     spec, tries = SessionSpec(session_id="new", created_at=clock.now()), 0
     while True:
         await own.config_resetstat()
@@ -205,8 +205,8 @@ async def test_a_sweep_takes_little_of_redis_however_many_sessions_are_open(
         assert ran < count / PAGE, "with a few of the gateway beside"
         turned.turn(0.5)
     assert tries <= 1 + count / (PAGE * MOST_PAGES)
-    assert await own.zscore(keys.OPEN, names[ended]) is None
-    await own.delete(keys.OPEN, *map(keys.session, names))
+    assert await own.zscore(key_names.OPEN, names[ended]) is None
+    await own.delete(key_names.OPEN, *map(key_names.session, names))
     await own.aclose()
 
 
@@ -237,7 +237,7 @@ def test_a_finished_session_holds_its_place_until_the_trainer_is_done_with_it(li
             gateway.finish(session, reward=1.0)
             polled(gateway.redis)
             assert refusal(gateway.post("/sessions"))[0] == "staleness_budget", code
-            gateway.redis.hset(keys.session(session["session_id"]), "verdict", f'{{"code": "{code}"}}')
+            gateway.redis.hset(key_names.session(session["session_id"]), "verdict", f'{{"code": "{code}"}}')
             polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
 
@@ -248,7 +248,7 @@ def test_what_does_not_count_against_the_staleness_budget(limited: Any) -> None:
         assert [gateway.chat(f"call {index}").status_code for index in range(4)] == [200] * 4
         trainer_says(gateway, rollouts_per_step=1, rollouts_owed=1)
         assert [gateway.post("/sessions").status_code for _ in range(3)] == [201, 201, 429]
-        gateway.redis.delete(keys.TRAINER)
+        gateway.redis.delete(key_names.TRAINER)
         polled(gateway.redis)
         opened = [gateway.post("/sessions").status_code for _ in range(3)]
         assert opened == [201] * 3, "without a trainer, nobody is refused"
@@ -257,7 +257,7 @@ def test_what_does_not_count_against_the_staleness_budget(limited: Any) -> None:
 def test_engines_that_lag_behind_the_trainer_use_up_the_budget(limited: Any) -> None:
     """So does what the trainer holds, whichever client brought it."""
     with limited(staleness_versions=2) as gateway:
-        gateway.redis.set(keys.SERVING, 7)
+        gateway.redis.set(key_names.SERVING, 7)
         trainer_says(gateway, version=7, rollouts_waiting=11)
         assert gateway.post("/sessions").status_code == 201
         trainer_says(gateway, version=7, rollouts_waiting=12)
@@ -274,7 +274,7 @@ def test_a_trainer_that_waits_for_rollouts_does_not_make_clients_wait_as_long(
     limited: Any, turned: TurnedClock
 ) -> None:
     with limited(staleness_versions=0) as gateway:
-        gateway.redis.set(keys.SERVING, 2)
+        gateway.redis.set(key_names.SERVING, 2)
         began = time.monotonic()
         trainer_says(gateway, version=1, rollouts_waiting=4, state="training")
         trainer_says(gateway, version=2, rollouts_waiting=4, state="waiting")
@@ -292,7 +292,7 @@ def test_a_wait_for_the_trainer_is_as_long_as_its_steps_take(limited: Any, turne
         trainer_says(gateway, version=0)
         turned.turn(STEP_S)
         trainer_says(gateway, version=1, rollouts_waiting=12, rollouts_per_step=4)
-        gateway.redis.set(keys.SERVING, 1)
+        gateway.redis.set(key_names.SERVING, 1)
         polled(gateway.redis)
         _, retry_s = refusal(gateway.post("/sessions"))
         step_s = STEP_S + time.monotonic() - began  # its greatest duration
@@ -319,7 +319,7 @@ def test_new_sessions_wait_while_too_much_is_in_the_queue(limited: Any) -> None:
         assert gateway.chat(key=evaluation.json()["api_key"]).status_code == 200
         trainer_says(gateway, state="paused", last_seen=time.time() - 61)  # it has died since
         assert refusal(gateway.post("/sessions", {"train": False}))[0] == "queue_full"
-        gateway.redis.xtrim(keys.STREAM, maxlen=0)
+        gateway.redis.xtrim(key_names.STREAM, maxlen=0)
         polled(gateway.redis)
         assert gateway.post("/sessions").status_code == 201
 

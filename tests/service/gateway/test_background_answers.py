@@ -1,6 +1,6 @@
 """Answers in the background: the gateway replies at once, and clients read or cancel the answer by its id."""
 
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.background import PATH, ended, read, start
 from tests.support.gateway.gated_engine import let_on
 from tests.support.gateway.running import CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
@@ -71,7 +71,7 @@ def test_an_answer_of_a_deleted_session_is_not_stored(gated: RunningGateway) -> 
     told = start(gated, instructions="a secret")
     assert gated.call("DELETE", f"/sessions/{told['session_id']}").status_code == 200
     assert ended(gated, told)["status"] == "failed"
-    (kept,) = [gated.redis.get(name) for name in gated.redis.scan_iter(keys.response("*"))]
+    (kept,) = [gated.redis.get(name) for name in gated.redis.scan_iter(key_names.response("*"))]
     assert b"secret" not in kept  # type: ignore[operator]
 
 
@@ -93,7 +93,7 @@ def test_a_request_that_cannot_run_in_the_background_is_a_400(gateway: RunningGa
     for param, value in (("stream", True), ("store", False), ("input", [])):
         reply = gateway.post(PATH, {"input": "hi", "background": True, param: value})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-    assert not list(gateway.redis.scan_iter(keys.response("*")))
+    assert not list(gateway.redis.scan_iter(key_names.response("*")))
 
 
 def test_only_answers_in_the_background_are_cancelled(gateway: RunningGateway) -> None:

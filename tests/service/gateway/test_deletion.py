@@ -12,10 +12,10 @@ import pytest
 
 from gateway.dialects.stored_responses import ResponseStore
 from rollout_queue.contract.codec import decode, encode
+from rollout_queue.contract.packed_tokens import TokenIds
 from rollout_queue.contract.records import Deletion, Reward
-from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.redis import keys
-from rollout_queue.redis.deletion import RedisDeleter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.session_deletion import RedisDeleter
 from tests.support.gateway.calls import Call
 from tests.support.gateway.deletion import delete, holding, is_gone, path_of
 from tests.support.gateway.gated_engine import asked, let_on
@@ -41,7 +41,7 @@ def delete_user(gateway: RunningGateway, user: str, key: str = ADMIN_KEY) -> htt
 
 def only_deletions(redis: Any) -> bool:
     """Whether the stream holds deletion records and nothing else."""
-    return {type(decode(fields[b"r"])) for _, fields in redis.xrange(keys.STREAM)} == {Deletion}
+    return {type(decode(fields[b"r"])) for _, fields in redis.xrange(key_names.STREAM)} == {Deletion}
 
 
 def test_a_deleted_session_is_gone_for_every_request(gateway: RunningGateway) -> None:
@@ -267,7 +267,7 @@ def test_what_is_no_user_name_is_no_user(gateway: RunningGateway) -> None:
     for name in users:
         metadata = {"user_id": name} if name else {}
         assert gateway.post("/v1/messages", body | {"metadata": metadata}).status_code == 200, metadata
-        assert not gateway.redis.keys(keys.user_sessions("*")), metadata
+        assert not gateway.redis.keys(key_names.user_sessions("*")), metadata
         if isinstance(name, str):
             delete_user(gateway, name)
             assert gateway.post("/v1/messages", body | {"metadata": metadata}).status_code == 200, metadata
@@ -290,7 +290,7 @@ def test_no_byte_of_a_deleted_session_is_left_in_redis(gateway: RunningGateway) 
     for turn_id in (None, first["id"]):
         gateway.post(f"{path}/reward", {"value": 1.0, "source": MARK, "turn_id": turn_id})
     unread = b"\x09" + encode(Reward(session_id=session["session_id"], value=1, key=MARK, created_at=1.0))[1:]
-    gateway.redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: unread, "error": MARK})
+    gateway.redis.xadd(key_names.DEAD_LETTERS, {key_names.STREAM_FIELD: unread, "error": MARK})
     gateway.post(f"{path}/finish", {"status": "failed", "reason": MARK})
     turns = gateway.turns(session)
     assert len(turns) == 4
@@ -300,7 +300,7 @@ def test_no_byte_of_a_deleted_session_is_left_in_redis(gateway: RunningGateway) 
     assert all(holding(gateway.redis, mark) for mark in marks)
     assert delete(gateway, session).json()["deleted"] == {"turns": 4, "rewards": 2}
     assert [holding(gateway.redis, mark) for mark in marks] == [[]] * len(marks)
-    told = {keys.SESSIONS, keys.DELETED, keys.STREAM}
+    told = {key_names.SESSIONS, key_names.DELETED, key_names.STREAM}
     assert set(holding(gateway.redis, session["session_id"].encode())) == told
     assert only_deletions(gateway.redis)
 

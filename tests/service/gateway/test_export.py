@@ -12,12 +12,12 @@ from pyarrow.parquet import ParquetFile
 
 from gateway.operators import archive
 from rollout_queue.contract.codec import encode
-from rollout_queue.contract.episodes import Episode
+from rollout_queue.contract.export_rows import Episode
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Reward, SessionSpec, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis import keys
-from rollout_queue.redis.heads.reading import batches
-from rollout_queue.redis.restore import restore
+from rollout_queue.redis import key_names
+from rollout_queue.redis.record_restore import restore
+from rollout_queue.redis.session_heads import batches
 from tests.support.gateway.exports import episode, export
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 
@@ -183,14 +183,14 @@ def test_an_export_is_for_operators(gateway: RunningGateway) -> None:
 def test_a_redis_that_is_away_is_a_503_and_in_the_middle_the_last_line(backends: Backends) -> None:
     with backends.gateway() as gateway:
         fill(gateway, 300, 1, 4)
-        gateway.redis.delete(keys.session("bulk-000250"))
-        gateway.redis.set(keys.session("bulk-000250"), "a string, where a session should be")
+        gateway.redis.delete(key_names.session("bulk-000250"))
+        gateway.redis.set(key_names.session("bulk-000250"), "a string, where a session should be")
         *rows, last = export(gateway)
         assert last["error"]["type"] == "storage_unavailable"
         assert 100 <= len(rows) <= 250
         assert [row["session_id"] for row in rows] == [f"bulk-{number:06d}" for number in range(len(rows))]
-        gateway.redis.delete(keys.session("bulk-000000"))
-        gateway.redis.set(keys.session("bulk-000000"), "a string")
+        gateway.redis.delete(key_names.session("bulk-000000"))
+        gateway.redis.set(key_names.session("bulk-000000"), "a string")
         reply = gateway.get("/admin/export", key=ADMIN_KEY)
         assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
 
@@ -199,7 +199,7 @@ def test_a_session_that_cannot_be_read_does_not_stop_the_others(gateway: Running
     for name in ("a", "b", "c"):
         episode(gateway, session_id=name, turns=1)
     reward = Reward(session_id="b", key="k", value=1.0, created_at=1.0)
-    gateway.redis.hset(keys.session("b"), "t:broken", b"\x07" + encode(reward)[1:])
+    gateway.redis.hset(key_names.session("b"), "t:broken", b"\x07" + encode(reward)[1:])
     assert [row["session_id"] for row in export(gateway)] == ["a", "c"]
 
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from rollout_queue.contract.episodes import Episode
+from rollout_queue.contract.export_rows import Episode
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis.restore import restore
+from rollout_queue.redis.record_restore import restore
 from tests.support.gateway.exports import episode, export
 from tests.support.gateway.running import RunningGateway
 

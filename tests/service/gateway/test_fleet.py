@@ -26,12 +26,11 @@ from gateway.fleet.placement import WantedServer, choose_server
 from gateway.policies.push_driver import PushBounds, PushDriver
 from gateway.settings import ConcurrencySettings
 from rollout_queue import clock
-from rollout_queue.contract.policies.canary import Pin
-from rollout_queue.contract.policies.policy import PolicyRecord
-from rollout_queue.contract.policies.serving import plan_of
-from rollout_queue.redis import keys
-from rollout_queue.redis.policies.register import PolicyRegister
-from rollout_queue.redis.policies.serving import PushLease, ServingRegister
+from rollout_queue.contract.published_policy import PolicyRecord
+from rollout_queue.contract.serving_plan import Pin, plan_of
+from rollout_queue.redis import key_names
+from rollout_queue.redis.plan_store import PushLease, ServingRegister
+from rollout_queue.redis.policy_register import PolicyRegister
 from tests.support.gateway.fake_rollout_server import FakeRolloutServer
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.redis_clients import async_redis_at
@@ -281,8 +280,10 @@ async def test_registrations_are_read_after_a_change_and_a_renewal_reads_its_own
         assert await here.remove("r1")
         await there.refresh()
         assert set(there.servers) == {"r0"}
-        await redis.hdel(keys.SERVERS, "r0")  # a gateway of an earlier version does not say that it changed
-        await redis.delete(keys.SERVERS_CHANGED)
+        await redis.hdel(
+            key_names.SERVERS, "r0"
+        )  # a gateway of an earlier version does not say that it changed
+        await redis.delete(key_names.SERVERS_CHANGED)
         await there.refresh()
         assert not there.servers
 
@@ -334,7 +335,7 @@ async def test_a_push_waits_for_a_server_that_registered_at_another_gateway(
         if registered:
             url = f"http://127.0.0.1:{free_port()}"
             registration = Registration(id="r0", url=url, engine_url=url, registered_at=time.time())
-            await fleet.redis.hset(keys.SERVERS, "r0", msgspec.json.encode(registration).decode())
+            await fleet.redis.hset(key_names.SERVERS, "r0", msgspec.json.encode(registration).decode())
         driver = PushDriver(fleet.redis, fleet, BOUNDS)
         await driver.step()
         plan = await serving.read()
@@ -368,9 +369,9 @@ async def test_a_step_over_a_thousand_servers_writes_its_notes_at_once_and_keeps
         stepping = asyncio.create_task(driver.step())
         await reached.wait()
         for _ in range(3):
-            await fleet.redis.pexpire(keys.PUSH_LEASE, 1000)  # most of the lease passes, by Redis' clock
+            await fleet.redis.pexpire(key_names.PUSH_LEASE, 1000)  # most of the lease passes, by Redis' clock
             turned.turn(BOUNDS.lease_s / 3)
-            while await fleet.redis.pttl(keys.PUSH_LEASE) <= 1000:  # noqa: ASYNC110 - Redis tells no event
+            while await fleet.redis.pttl(key_names.PUSH_LEASE) <= 1000:  # noqa: ASYNC110 - Redis tells no event
                 await asyncio.sleep(0)
             assert not await other.hold()
         redis.sent.clear()

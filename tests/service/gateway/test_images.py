@@ -13,10 +13,9 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 
 from rollout_queue.contract.codec import decode
-from rollout_queue.contract.episodes import episode_of
+from rollout_queue.contract.export_rows import ExportRow, episode_of, row_from_json
 from rollout_queue.contract.records import Turn
-from rollout_queue.contract.rows import ExportRow, row_from_json
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.images import asking, data_url, encoded, image_of, noise_url, opened, shown
@@ -29,7 +28,7 @@ TALL = noise_url(64, 96, seed=2)
 
 def turns_of(gateway: RunningGateway, session_id: str) -> list[Turn]:
     """The session's turns, oldest first."""
-    fields: Any = gateway.redis.hgetall(keys.session(session_id))
+    fields: Any = gateway.redis.hgetall(key_names.session(session_id))
     turns = [decode(value) for name, value in fields.items() if name.startswith(b"t:")]
     return sorted((turn for turn in turns if isinstance(turn, Turn)), key=lambda turn: turn.started_at)
 
@@ -42,7 +41,7 @@ def say(gateway: RunningGateway, session: dict[str, Any], *messages: Any, **more
 
 
 def stored_images(gateway: RunningGateway) -> set[str]:
-    found: Any = gateway.redis.keys(keys.image("*"))
+    found: Any = gateway.redis.keys(key_names.image("*"))
     return {name.decode().rpartition(":")[2] for name in found}
 
 
@@ -55,7 +54,7 @@ def test_the_engine_gets_one_pad_for_an_image_and_the_turn_records_all(
     (url,) = asked["image_data"]
     (turn,) = turns_of(seeing, session["session_id"])
     (image,) = turn.images
-    png = seeing.redis.get(keys.image(image.sha256))
+    png = seeing.redis.get(key_names.image(image.sha256))
     assert isinstance(png, bytes)
     assert asked["input_ids"].count(pad) == 1
     assert data_url(png) == url
@@ -342,7 +341,7 @@ def test_the_bytes_lie_once_and_go_with_the_last_session_that_shows_them(seeing:
     assert stored_images(seeing) == {wide}
     assert seeing.call("DELETE", "/admin/users/bob/data", key="admin-key").status_code == 200
     assert stored_images(seeing) == set()
-    assert seeing.redis.keys(keys.image_sessions("*")) == []
+    assert seeing.redis.keys(key_names.image_sessions("*")) == []
 
 
 def test_a_stream_and_several_choices_send_the_image_with_each(seeing: RunningGateway) -> None:

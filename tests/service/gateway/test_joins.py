@@ -13,9 +13,7 @@ from gateway.edge.joins import HAVE_PATH, Joins
 from gateway.edge.reply import Reply
 from gateway.edge.retries import CallKey
 from rollout_queue import clock
-from rollout_queue.http.workers.private_server import private_server
-from rollout_queue.http.workers.siblings import ASK_S, SILENT_S, Siblings
-from rollout_queue.http.workers.worker import Worker, unix_socket
+from rollout_queue.http.worker_processes import ASK_S, SILENT_S, Siblings, Worker, private_server, unix_socket
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 

@@ -14,9 +14,9 @@ from gateway.callers.api_keys import ApiKeys, WrongKeyFile, configured_keys, key
 from gateway.callers.key_store import ApiKey, KeyLimits, KeyStore, KeyUse, Secret
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.ids import new_id
-from rollout_queue.http.keys import bearer, digest
-from rollout_queue.redis import keys
-from rollout_queue.signals.tracing.spans import Begun, Kind, use_tracer
+from rollout_queue.http.callers import bearer, digest
+from rollout_queue.redis import key_names
+from rollout_queue.tracing import Begun, Kind, use_tracer
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.redis_clients import async_redis_at
@@ -64,7 +64,7 @@ def test_no_reply_but_the_first_has_the_secret_and_redis_has_none(gateway: Runni
     polled(gateway.redis)
     assert secret not in gateway.admin("GET", "/keys").text
     assert secret not in gateway.admin("GET", "/actions").text
-    found: Any = gateway.redis.hgetall(keys.KEYS)
+    found: Any = gateway.redis.hgetall(key_names.KEYS)
     assert secret.encode() not in found[team.encode()]
 
 

@@ -13,7 +13,7 @@ from gateway.sessions.lifetime import CallsInFlight
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.memory import MemoryStream
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.gated_engine import asked, let_on
 from tests.support.gateway.polls import polled
@@ -119,7 +119,7 @@ def test_the_trainer_sees_the_group_and_every_turn(gateway: RunningGateway, othe
     gateway.finish({"session_id": "run-1"}, reward=1.0)
     assert not trainers_groups(gateway)
     other.finish({"session_id": "run-2"}, reward=0.0)
-    gateway.redis.xgroup_setid(keys.STREAM, keys.GROUP, "0")
+    gateway.redis.xgroup_setid(key_names.STREAM, key_names.GROUP, "0")
     (group,) = trainers_groups(gateway)
     found = [(each.session_id, len(each.turns), each.reward) for each in group.members]
     assert (group.group_id, group.size, group.task_id) == ("g", 2, "sums")
@@ -180,7 +180,7 @@ def test_a_session_that_has_ended_is_not_described(gateway: RunningGateway) -> N
     for name in ("finished", "expired", "deleted"):
         call(gateway, name)
     gateway.finish({"session_id": "finished"}, reward=1.0)
-    gateway.redis.zadd(keys.DEADLINES, {"expired": 1.0})
+    gateway.redis.zadd(key_names.DEADLINES, {"expired": 1.0})
     assert gateway.call("DELETE", "/sessions/deleted").status_code == 200
     for name, status in (("finished", 409), ("expired", 409), ("deleted", 410)):
         assert gateway.post("/sessions", BODY | {"session_id": name}).status_code == status, name
@@ -251,11 +251,11 @@ def test_the_staleness_budget_counts_what_the_description_says(backends: Backend
     with backends.gateway(limits={"staleness_versions": 0}) as gateway:
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         said: Any = {"version": 0, "rollouts_waiting": 0, "rollouts_owed": 0, "rollouts_per_step": 4.0}
-        gateway.redis.hset(keys.TRAINER, mapping=said | {"last_seen": 1e12})
+        gateway.redis.hset(key_names.TRAINER, mapping=said | {"last_seen": 1e12})
         polled(gateway.redis)
 
         def counted() -> set[bytes]:
-            return set(gateway.redis.zrange(keys.UNTRAINED, 0, -1))  # type: ignore[arg-type]
+            return set(gateway.redis.zrange(key_names.UNTRAINED, 0, -1))  # type: ignore[arg-type]
 
         call(gateway, "named")
         unnamed = gateway.chat().headers["x-weir-session-id"]

@@ -8,13 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout_queue.contract.policies.policy import PolicyRecord
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.packed_tokens import TrainedTokens
+from rollout_queue.contract.published_policy import PolicyRecord, TrainedStep
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
-from rollout_queue.redis import keys
-from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis import key_names
+from rollout_queue.redis.stream_reader import RedisReader
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, RunningGateway
 
@@ -61,7 +60,7 @@ def step(
 def published(gateway: RunningGateway, *versions: int) -> None:
     for version in versions:
         record = PolicyRecord(version=version, location=None, created_at=time.time())
-        gateway.redis.hset(keys.POLICIES, str(version), msgspec.json.encode(record))
+        gateway.redis.hset(key_names.POLICIES, str(version), msgspec.json.encode(record))
 
 
 def group(gateway: RunningGateway, group_id: str, rewards: Sequence[float], turns: int = 1) -> list[str]:
@@ -108,9 +107,9 @@ def test_numbers_that_cannot_be_read_hide_no_session(gateway: RunningGateway, tr
     field = f"n:{turn['turn_id']}"
     for packed in (b"", b"\x02newer", b"\x01\xff", tokens(1, 0.5, [1.0]), None):
         if packed is None:
-            gateway.redis.hdel(keys.session(good), field)
+            gateway.redis.hdel(key_names.session(good), field)
         else:
-            gateway.redis.hset(keys.session(good), field, packed)
+            gateway.redis.hset(key_names.session(good), field, packed)
         (turn,) = gateway.turns({"session_id": good})
         unknown = {"step": 7, "version": 7, "advantages": None, "ratios": None}
         assert turn["training"] == unknown, packed

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.sessions import lifetime
 from rollout_queue import clock
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.calls import Call, codes
 from tests.support.gateway.gated_engine import asked, let_on
 from tests.support.gateway.running import RunningGateway
@@ -25,7 +25,7 @@ def expired(gateway: RunningGateway, path: str) -> bool:
 
 def lasts(gateway: RunningGateway, session_id: str, seconds: float) -> bool:
     """Whether the session expires later than in so many seconds."""
-    deadline: Any = gateway.redis.zscore(keys.DEADLINES, session_id)
+    deadline: Any = gateway.redis.zscore(key_names.DEADLINES, session_id)
     return deadline is not None and deadline > clock.now() + seconds
 
 

@@ -22,8 +22,8 @@ import pytest
 from gateway.edge.request import WATCH_AFTER_S
 from gateway.settings import LimitSettings
 from rollout_queue.contract.ids import new_id
-from rollout_queue.redis import keys
-from rollout_queue.redis.heads.cache import SESSION_BYTES, TURN_BYTES
+from rollout_queue.redis import key_names
+from rollout_queue.redis.session_heads import SESSION_BYTES, TURN_BYTES
 from tests.support.gateway.calls import RETRY
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.waiting import wait_until
@@ -94,7 +94,7 @@ def test_ten_thousand_idle_sessions_take_no_memory_of_the_gateway(
             open_a_thousand()
         with traced():
             assert least_growth([open_a_thousand] * 3) < 1000 * ID_BYTES
-    assert gateway.redis.zcard(keys.SESSIONS) == 10_000
+    assert gateway.redis.zcard(key_names.SESSIONS) == 10_000
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollout_queue.contract.codec import SCHEMA
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.running import ADMIN_KEY, RunningGateway
 from tests.support.waiting import wait_until
 
@@ -17,14 +17,14 @@ POISON = {
 
 def write(gateway: RunningGateway, session_id: str, field: str, value: bytes) -> bytes:
     """Replace a field of a session. Returns its former value."""
-    former: Any = gateway.redis.hget(keys.session(session_id), field)
-    gateway.redis.hset(keys.session(session_id), field, value)
+    former: Any = gateway.redis.hget(key_names.session(session_id), field)
+    gateway.redis.hset(key_names.session(session_id), field, value)
     return bytes(former or b"")
 
 
 def overdue(gateway: RunningGateway, session_id: str, since: float = 1.0) -> None:
     """Let the session be overdue since this time, in seconds since the epoch."""
-    gateway.redis.zadd(keys.DEADLINES, {session_id: since})
+    gateway.redis.zadd(key_names.DEADLINES, {session_id: since})
 
 
 def code(gateway: RunningGateway, session_id: str) -> str:
@@ -47,7 +47,7 @@ def test_an_unreadable_session_stops_neither_expiry_nor_the_pipeline(
     (named,) = [each for each in report.json()["sentences"] if "cannot be read" in each]
     assert named.startswith("120 sessions cannot be read by this build and do not expire: poison-")
     assert all(
-        gateway.redis.hget(keys.session(f"poison-{number}"), "spec") == poison for number in range(120)
+        gateway.redis.hget(key_names.session(f"poison-{number}"), "spec") == poison for number in range(120)
     )
 
 
@@ -90,11 +90,11 @@ def test_one_version_up_and_down_again(gateway: RunningGateway) -> None:
     for name in ("open", "ended"):
         spec_of[name] = write(gateway, name, "spec", POISON["newer"])
         overdue(gateway, name)
-    before = gateway.redis.hgetall(keys.session("ended"))
+    before = gateway.redis.hgetall(key_names.session("ended"))
     bystander = gateway.session()["session_id"]
     overdue(gateway, bystander, 2.0)
     wait_until(lambda: code(gateway, bystander) == "expired")
-    assert gateway.redis.hgetall(keys.session("ended")) == before
+    assert gateway.redis.hgetall(key_names.session("ended")) == before
     for name in ("open", "ended"):
         write(gateway, name, "spec", spec_of[name])
     assert code(gateway, "ended") == "ready"

@@ -13,10 +13,10 @@ from msgspec.structs import replace as replaced
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from rollout_queue.http.keys import Keyring
-from rollout_queue.http.server import HttpThread
-from rollout_queue.protocol.status import SystemStatus
-from rollout_queue.redis import keys
+from rollout_queue.http.callers import Keyring
+from rollout_queue.http.http_server import HttpThread
+from rollout_queue.protocol.gateway_messages import SystemStatus
+from rollout_queue.redis import key_names
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
@@ -67,7 +67,7 @@ def trainer(gateway: RunningGateway, tmp_path: Path, curves: Curves) -> Iterator
     )
     reported: Any = state.snapshot.report().fields()
     with HttpThread(api, "127.0.0.1", port):
-        gateway.redis.hset(keys.TRAINER, mapping=reported)
+        gateway.redis.hset(key_names.TRAINER, mapping=reported)
         wait_until(lambda: gateway.admin("GET", "/trainer/status").status_code == 200)
         yield state
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_for_which_the_disk_has_no_room_is_a_503_and_a_warning(
     assert (reply.status_code, reply.json()["error"]["type"]) == (503, "storage_unavailable")
     assert reply.json()["error"]["message"].endswith(f"the trainer waits for {full}")
     report: Any = trainer.snapshot.report().model_copy(update={"last_seen": time.time()}).fields()
-    gateway.redis.hset(keys.TRAINER, mapping=report)
+    gateway.redis.hset(key_names.TRAINER, mapping=report)
     assert f"the trainer waits for {full}" in gateway.admin("GET", "/status").json()["warnings"]
 
 
@@ -159,7 +159,7 @@ def test_a_recovery_is_told_to_everybody_for_an_hour(gateway: RunningGateway, tr
 
     def told() -> tuple[str, str, str, str | None]:
         said: Any = trainer.snapshot.report().fields()
-        gateway.redis.hset(keys.TRAINER, mapping=said)
+        gateway.redis.hset(key_names.TRAINER, mapping=said)
         status = SystemStatus.read(gateway.admin("GET", "/status").content)
         shown = "\n".join(map(str, lines(History(TopSample(0.0, None)).then(TopSample(0.0, status)), 1000)))
         notice = gateway.get("/v1/models").json()["data"][0].get("notice")
@@ -255,12 +255,12 @@ def test_a_trainer_that_cannot_be_reached_is_said(gateway: RunningGateway) -> No
     assert said() == "no trainer has reported yet"
     curves = gateway.admin("GET", "/learning?metrics=loss")
     assert (curves.status_code, curves.json()["error"]["type"]) == (503, "trainer_unavailable")
-    gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time()})
+    gateway.redis.hset(key_names.TRAINER, mapping={"last_seen": time.time()})
     assert "has not reported its URL" in said()
     url = f"http://127.0.0.1:{free_port()}"
-    gateway.redis.hset(keys.TRAINER, mapping={"url": url})
+    gateway.redis.hset(key_names.TRAINER, mapping={"url": url})
     assert f"the trainer at {url} does not answer" in said()
-    gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time() - 1000})
+    gateway.redis.hset(key_names.TRAINER, mapping={"last_seen": time.time() - 1000})
     assert "has been silent for 1000 s" in said()
 
 
@@ -272,7 +272,7 @@ def test_probes_answer_head(gateway: RunningGateway, path: str) -> None:
 
 @pytest.mark.usefixtures("trainer")
 def test_the_trainer_reads_the_body_of_a_client_that_offers_http_2(gateway: RunningGateway) -> None:
-    url = gateway.redis.hget(keys.TRAINER, "url").decode()  # type: ignore[union-attr]
+    url = gateway.redis.hget(key_names.TRAINER, "url").decode()  # type: ignore[union-attr]
     offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "x-api-key": ADMIN_KEY}
     reply = httpx.post(f"{url}/rollback", json={"version": "x"}, headers=offer)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "version")
@@ -280,7 +280,7 @@ def test_the_trainer_reads_the_body_of_a_client_that_offers_http_2(gateway: Runn
 
 @pytest.mark.usefixtures("trainer")
 def test_the_trainers_probes_answer_head(gateway: RunningGateway) -> None:
-    url = gateway.redis.hget(keys.TRAINER, "url").decode()  # type: ignore[union-attr]
+    url = gateway.redis.hget(key_names.TRAINER, "url").decode()  # type: ignore[union-attr]
     assert httpx.head(f"{url}/live").status_code == 200
     assert httpx.head(f"{url}/ready").status_code == 503
 
@@ -305,13 +305,13 @@ def test_a_redis_that_came_back_empty_is_a_warning(backends: Backends) -> None:
         assert not lost(gateway)
         last_seen = time.time()
         gateway.redis.hset(
-            keys.TRAINER,
+            key_names.TRAINER,
             mapping={"step": 151, "version": 151, "last_seen": last_seen, "rollouts_owed": 4},
         )
         assert not lost(gateway), "the first checkpoint is still to come"
-        gateway.redis.hset(keys.TRAINER, mapping={"rollouts_owed": 0})
+        gateway.redis.hset(key_names.TRAINER, mapping={"rollouts_owed": 0})
         assert "at step 151, but Redis knows of no session that ever ended" in lost(gateway)
-        gateway.redis.hincrby(keys.VERDICTS, "session:trained")
+        gateway.redis.hincrby(key_names.VERDICTS, "session:trained")
         assert not lost(gateway)
 
 
@@ -344,7 +344,7 @@ def test_weir_status_shows_services_that_it_has_not_started(
     assert code == 0, said
     assert all(name in said for name in ("redis", "gateway", "engine-0", "trainer_service")), said
     assert f"{trainer.snapshot.url}" in said
-    gateway.redis.hset(keys.TRAINER, mapping={"last_seen": time.time() - 1000})
+    gateway.redis.hset(key_names.TRAINER, mapping={"last_seen": time.time() - 1000})
     code, said = weir("status")
     assert (code, "down" in said) == (1, True)
 

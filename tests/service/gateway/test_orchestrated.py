@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from rollout_queue.contract.policies.policy import MANIFEST
+from rollout_queue.contract.published_policy import MANIFEST
 from tests.support.gateway.deployment import Deploy, Deployment
 from tests.support.gateway.running import ADMIN_KEY
 

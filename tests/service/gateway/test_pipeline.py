@@ -13,13 +13,12 @@ from redis.commands.core import AsyncScript
 
 from rollout_queue import clock
 from rollout_queue.contract.codec import decode_spec
-from rollout_queue.contract.episodes import Episode
+from rollout_queue.contract.export_rows import Episode
 from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
-from rollout_queue.redis import keys
-from rollout_queue.redis.progress import SESSIONS_PER_SCRIPT
-from rollout_queue.redis.restore import restore
-from rollout_queue.redis.scripts import sessions as session_scripts
-from rollout_queue.redis.sessions.indexes import SCAN_EVERY_S
+from rollout_queue.redis import key_names, session_scripts
+from rollout_queue.redis.record_restore import restore
+from rollout_queue.redis.session_lists import SESSIONS_PER_SCRIPT
+from rollout_queue.redis.session_store import SCAN_EVERY_S
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
@@ -44,10 +43,10 @@ def decide(redis: Redis, session_id: str, verdict: Verdict, turn_id: str | None 
     """Write a verdict to Redis, as the trainer does."""
     field, what = ("verdict", "session") if turn_id is None else (f"v:{turn_id}", "turn")
     body = {"code": verdict.code, "detail": verdict.detail, "step": verdict.step, "version": verdict.version}
-    redis.hset(keys.session(session_id), field, json.dumps(body))
-    redis.hincrby(keys.VERDICTS, f"{what}:{verdict.code}")
+    redis.hset(key_names.session(session_id), field, json.dumps(body))
+    redis.hincrby(key_names.VERDICTS, f"{what}:{verdict.code}")
     if turn_id is None:
-        redis.zrem(keys.DEADLINES, session_id)
+        redis.zrem(key_names.DEADLINES, session_id)
 
 
 # The pipeline
@@ -71,7 +70,7 @@ def test_the_pipeline_says_what_waits_for_what(backends: Backends, monkeypatch: 
         gateway.finish(gateway.session(group_id="h", group_size=2), reward=0.0)
         waiting_for = "16 rows with an advantage, of which 4 are here"
         said: Any = {"state": "waiting", "step": 3, "version": 4, "last_seen": time.time()}
-        backends.redis.hset(keys.TRAINER, mapping=said | {"waiting_for": waiting_for})
+        backends.redis.hset(key_names.TRAINER, mapping=said | {"waiting_for": waiting_for})
         report = pipeline(gateway)
     assert report["states"] == {"open": 2, "waiting_reward": 2, "finished": 4}
     assert report["verdicts"] == {
@@ -105,31 +104,31 @@ def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(
 ) -> None:
     timed.finish(timed.session(group_id="g", group_size=2, ttl_s=60), reward=1.0)
     turned.turn(60)
-    wait_until(lambda: timed.redis.zcard(keys.DEADLINES) == 0)
+    wait_until(lambda: timed.redis.zcard(key_names.DEADLINES) == 0)
     report = pipeline(timed)
     assert report["states"]["finished"] == 1
     ended = "1 session has ended and can no longer expire"
     assert any(sentence.startswith(ended) for sentence in report["sentences"])
     turned.turn(SCAN_EVERY_S + 1)  # the gateway looks for sessions that have lost their deadline
     polled(timed.redis)
-    assert timed.redis.zcard(keys.DEADLINES) == timed.redis.exists(keys.LOSSES) == 0
+    assert timed.redis.zcard(key_names.DEADLINES) == timed.redis.exists(key_names.LOSSES) == 0
 
 
 def test_a_session_that_gets_its_verdict_while_deadlines_are_looked_for_is_not_taken_for_lost(
     timed: RunningGateway, turned: TurnedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = timed.session()["session_id"]
-    timed.redis.zrem(keys.DEADLINES, session)  # as the trainer does with the verdict
+    timed.redis.zrem(key_names.DEADLINES, session)  # as the trainer does with the verdict
 
     def verdict_comes(spec: bytes) -> SessionSpec:
         decide(timed.redis, session, Verdict(code="not_for_training"))
         return decode_spec(spec)
 
-    monkeypatch.setattr("rollout_queue.redis.sessions.indexes.decode_spec", verdict_comes)
+    monkeypatch.setattr("rollout_queue.redis.session_store.decode_spec", verdict_comes)
     turned.turn(SCAN_EVERY_S + 1)
-    wait_until(lambda: timed.redis.hexists(keys.session(session), "verdict"))
+    wait_until(lambda: timed.redis.hexists(key_names.session(session), "verdict"))
     polled(timed.redis)
-    assert timed.redis.zcard(keys.DEADLINES) == timed.redis.exists(keys.LOSSES) == 0
+    assert timed.redis.zcard(key_names.DEADLINES) == timed.redis.exists(key_names.LOSSES) == 0
 
 
 A_THOUSAND = """
@@ -166,7 +165,10 @@ def test_a_look_at_a_hundred_thousand_sessions_is_a_look_at_two_thousand(
         now = time.time()
         spec = SessionSpec(session_id="s-0", created_at=now)
         restore(backends.redis, Episode(spec=spec))
-        spec_of, others = keys.session("s-0"), (keys.SESSIONS, keys.DEADLINES, keys.session(""), now)
+        spec_of, others = (
+            key_names.session("s-0"),
+            (key_names.SESSIONS, key_names.DEADLINES, key_names.session(""), now),
+        )
         for number in range(0, 100_000, 1000):  # a script of all would block Redis for seconds
             backends.redis.eval(A_THOUSAND, 1, spec_of, *others, number)
         report = pipeline(gateway)
@@ -189,7 +191,7 @@ def warned(backends: Backends) -> Iterator[Callable[..., Any]]:
     backends.redis.config_set("maxmemory", REDIS_BYTES)
 
     def start(**settings: Any) -> Any:
-        backends.redis.hset(keys.TRAINER, mapping={"step": 1, "version": 1, "last_seen": clock.now()})
+        backends.redis.hset(key_names.TRAINER, mapping={"step": 1, "version": 1, "last_seen": clock.now()})
         return backends.gateway(**settings)
 
     yield start
@@ -214,18 +216,18 @@ def test_a_system_that_is_well_warns_of_nothing(warned: Callable[..., Any]) -> N
 def test_a_trainer_that_is_silent_paused_or_unable_to_read_is_a_warning(warned: Callable[..., Any]) -> None:
     with warned(warnings={"trainer_silent_s": 5}) as gateway:
         assert not heard(gateway, "the trainer has been silent")
-        gateway.redis.hset(keys.TRAINER, "last_seen", time.time() - 8)
+        gateway.redis.hset(key_names.TRAINER, "last_seen", time.time() - 8)
         assert heard(gateway, "the trainer has been silent for 8 s")
         said: Any = {"state": "paused", "waiting_for": "POST /resume, since the mean reward fell"}
-        gateway.redis.hset(keys.TRAINER, mapping=said | {"last_seen": time.time()})
+        gateway.redis.hset(key_names.TRAINER, mapping=said | {"last_seen": time.time()})
         assert heard(gateway, "the trainer is paused and waits for POST /resume, since the mean reward fell")
-        gateway.redis.hset(keys.TRAINER, "state", "waiting")
+        gateway.redis.hset(key_names.TRAINER, "state", "waiting")
         assert not heard(gateway, "paused")
-        gateway.redis.delete(keys.TRAINER)
+        gateway.redis.delete(key_names.TRAINER)
         assert heard(gateway, "no trainer has reported yet")
         assert not heard(gateway, "could not read")
         letter: Any = {"r": b"\x07", "error": "record schema 7; this build reads schema 1"}
-        gateway.redis.xadd(keys.DEAD_LETTERS, letter)
+        gateway.redis.xadd(key_names.DEAD_LETTERS, letter)
         assert heard(gateway, "the trainer could not read 1 record, now in weir:dead", "record schema 7")
 
 
@@ -241,7 +243,7 @@ def test_nothing_trained_though_sessions_ended_is_a_warning(
         polled(gateway.redis)
         turned.turn(900)
         wait_until(lambda: heard(gateway, "nothing was trained for", "though 1 session ended: 1 failed"))
-        gateway.redis.hset(keys.TRAINER, "step", 2)
+        gateway.redis.hset(key_names.TRAINER, "step", 2)
         wait_until(lambda: not heard(gateway, "nothing was trained"))
 
 
@@ -357,7 +359,7 @@ def reached(gateway: RunningGateway, code: VerdictCode) -> str:
             gateway.finish({"session_id": name}, status=code)
         case "expired":
             name = gateway.session(ttl_s=0.05)["session_id"]
-            wait_until(lambda: gateway.redis.hexists(keys.session(name), "verdict"))
+            wait_until(lambda: gateway.redis.hexists(key_names.session(name), "verdict"))
         case "orphan_retry":
             gateway.chat(session={"session_id": name}, headers={"x-stainless-retry-count": "1"})
         case "aborted":
@@ -457,7 +459,7 @@ def test_a_heartbeat_for_an_ended_or_a_strangers_session_is_refused(gateway: Run
     reply = beat(gateway, session)
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "session_finished")
     late = gateway.session(ttl_s=0.05)
-    wait_until(lambda: gateway.redis.hexists(keys.session(late["session_id"]), "verdict"))
+    wait_until(lambda: gateway.redis.hexists(key_names.session(late["session_id"]), "verdict"))
     assert beat(gateway, late).json()["error"]["code"] == "session_expired"
     gateway.call("DELETE", f"/sessions/{other['session_id']}")
     assert beat(gateway, other).status_code == 410

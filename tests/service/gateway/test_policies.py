@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rollout_queue.redis.policies.register import KnownPolicies, PolicyRegister
+from rollout_queue.redis.policy_register import KnownPolicies, PolicyRegister
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.fake_rollout_server import Endpoint, FakeRolloutServer
 from tests.support.gateway.full_redis import full

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from rollout_queue.contract.policies.policy import FileSpec, TensorSpec, sha256_of
+from rollout_queue.contract.published_policy import FileSpec, TensorSpec, sha256_of
 from tests.support.gateway.deployment import Deploy, traffic
 from tests.support.object_store import BUCKET, CuttingProxy, object_store, set_environment
 from tests.support.rollout_server.weights import SHAPES, WEIGHTS, float32_tensors, write_safetensors

@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.policies.push_driver import PushDriver
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
 from tests.support.gateway.calls import Call
 from tests.support.gateway.deployment import Deploy, gateway_thread, ready, traffic
 from tests.support.gateway.fake_engine import FakeEngine
@@ -65,8 +65,8 @@ def test_the_state_at_the_last_poll_is_shown_and_a_redis_that_ends(
     waiting: Any = {"rollouts_waiting": 7, "rollouts_owed": 2, "rollouts_per_step": 4.0}
     report = TrainerReport(state="waiting", version=3, last_seen=1e9, **waiting)
     fields: Any = report.fields()
-    redis.client.hset(keys.TRAINER, mapping=fields)
-    redis.client.xadd(keys.DEAD_LETTERS, {"error": "unreadable"})
+    redis.client.hset(key_names.TRAINER, mapping=fields)
+    redis.client.xadd(key_names.DEAD_LETTERS, {"error": "unreadable"})
     wait_until(lambda: gauge(alone, "weir_rollouts_waiting") == "7.0")
     shown = {
         "weir_rollouts_owed": "2.0",
@@ -199,7 +199,9 @@ def test_the_fleet_serves_on_what_it_served_when_redis_is_emptied(deploy: Deploy
     with traffic(gateway, per_s=20.0) as seen:
         wait_until(lambda: len(seen.heard) > 3)
         redis.flushdb()
-        wait_until(lambda: redis.exists(keys.SECRET, keys.SERVERS, keys.SERVING, keys.HELD) == 4)
+        wait_until(
+            lambda: redis.exists(key_names.SECRET, key_names.SERVERS, key_names.SERVING, key_names.HELD) == 4
+        )
         before = len(seen.heard)
         wait_until(lambda: len(seen.heard) > before + 5)
     assert set(seen.statuses) <= {200, 404, 409}, "a call in flight has lost its session"
@@ -216,7 +218,7 @@ def test_a_failover_that_lost_the_plan_costs_no_call(
     deploy: Deploy, own_backends: Backends, gateway: str
 ) -> None:
     """Redis has the plan and the register of version 1 again, as a replica that lagged; servers serve 2."""
-    planned = (keys.SERVING, keys.POLICIES, keys.RESERVED, keys.SERVER_PUSHES)
+    planned = (key_names.SERVING, key_names.POLICIES, key_names.RESERVED, key_names.SERVER_PUSHES)
     own_backends.clear(None)
     redis, port = own_backends.redis, free_port()
     with ExitStack() as stack:
@@ -244,7 +246,9 @@ def test_a_failover_that_lost_the_plan_costs_no_call(
             wait_until(lambda: len(seen.heard) > 40)
             assert deployment.versions() == [2, 2], "no server loads the older version"
             if gateway == "stays":
-                wait_until(lambda: deployment.plan()["serving"] == 2 and redis.hexists(keys.POLICIES, "2"))
+                wait_until(
+                    lambda: deployment.plan()["serving"] == 2 and redis.hexists(key_names.POLICIES, "2")
+                )
             deployment.announce(3 if gateway == "stays" else 2)
             wait_until(lambda: deployment.plan()["push"]["version"] > 1)
             deployment.until("serving")
@@ -270,7 +274,7 @@ def test_without_its_replicas_nothing_is_promised_of_versions_and_keys(own_backe
 @pytest.mark.failover
 def test_clients_get_answers_that_stay_or_a_503(backends: Backends, tmp_path: Path) -> None:
     with closing(WatchedMaster(tmp_path / "servers")) as watched:
-        watched.master.client.hset(keys.POLICIES, "0", "{}")
+        watched.master.client.hset(key_names.POLICIES, "0", "{}")
         settings = {"redis_url": watched.url, "redis_wait_replicas": 2, "redis_wait_timeout_s": 3.0}
         with backends.gateway(**settings) as gateway:
             with traffic(gateway, per_s=20.0) as seen:

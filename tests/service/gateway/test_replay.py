@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.exports import episode, export
 from tests.support.gateway.running import ADMIN_KEY, RunningGateway, emptied
 from tests.support.turned_clock import TurnedClock
@@ -60,13 +60,13 @@ def test_what_comes_out_goes_in_and_comes_out_the_same(
 ) -> None:
     record(gateway)
     before, file = export(gateway, empty=True), save(gateway, tmp_path / "export", form)
-    stream = gateway.redis.xlen(keys.STREAM)
+    stream = gateway.redis.xlen(key_names.STREAM)
     emptied(gateway.redis)
     done = weir_import(gateway, file)
     assert done.exit_code == 0, done.output
     assert "6 sessions were imported, with 10 turns" in done.output
     assert told(export(gateway, empty=True)) == told(before)
-    assert gateway.redis.xlen(keys.STREAM) == stream
+    assert gateway.redis.xlen(key_names.STREAM) == stream
     for name, code in (("failed", "failed"), ("turnless", "abandoned"), ("open", "open")):
         assert gateway.get(f"/sessions/{name}").json()["verdict"]["code"] == code
     (group,) = {row["session"]["verdict"]["code"] for row in export(gateway) if row["group_id"] == "g"}
@@ -90,10 +90,10 @@ def test_a_second_import_changes_nothing(gateway: RunningGateway, tmp_path: Path
     record(gateway)
     file = save(gateway, tmp_path / "export")
     for _ in range(2):
-        stream, rows = gateway.redis.xlen(keys.STREAM), export(gateway, empty=True)
+        stream, rows = gateway.redis.xlen(key_names.STREAM), export(gateway, empty=True)
         done = weir_import(gateway, file)
         assert (done.exit_code, "6 sessions exist already" in done.output) == (0, True)
-        assert (gateway.redis.xlen(keys.STREAM), export(gateway, empty=True)) == (stream, rows)
+        assert (gateway.redis.xlen(key_names.STREAM), export(gateway, empty=True)) == (stream, rows)
 
 
 def test_as_new_the_same_is_there_twice_under_names_of_its_own(

@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.examples import CALL_TEXT
 from tests.support.gateway.fake_engine import logprob_of
 from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
@@ -265,7 +265,7 @@ def test_a_history_that_is_sent_anew_is_kept_once(gateway: RunningGateway) -> No
     for _ in range(3):
         response = gateway.post(path, {"input": history, "instructions": "be kind"}).json()
         history += [*response["output"], {"role": "user", "content": "and?"}]
-    kept: list[Any] = [gateway.redis.get(name) for name in gateway.redis.scan_iter(keys.response("*"))]
+    kept: list[Any] = [gateway.redis.get(name) for name in gateway.redis.scan_iter(key_names.response("*"))]
     assert (len(kept), sum(b"word" in each for each in kept)) == (3, 1)
     gateway.post(path, {"input": "so?", "instructions": "be kind", "previous_response_id": response["id"]})
     assert [turn["relation"] for turn in gateway.turns(session)] == ["root"] + ["extends"] * 3
@@ -286,16 +286,16 @@ def test_what_is_kept_lives_as_long_as_its_session(gateway: RunningGateway) -> N
     session = gateway.session(ttl_s=50)
     client = gateway.client(session)
     first = client.responses.create(model="m", input="hi")
-    gateway.redis.pexpire(keys.response(first.id), 10_000)
+    gateway.redis.pexpire(key_names.response(first.id), 10_000)
     second = client.responses.create(model="m", input="and?", previous_response_id=first.id)
     for each in (first, second):
-        assert 40_000 < gateway.redis.pttl(keys.response(each.id)) <= 50_000
+        assert 40_000 < gateway.redis.pttl(key_names.response(each.id)) <= 50_000
 
 
 def test_a_response_with_store_false_is_not_stored(gateway: RunningGateway) -> None:
     first = gateway.post(PATH, {"input": "hi", "store": False}).json()
     assert first["store"] is False
-    assert not list(gateway.redis.scan_iter(keys.response("*")))
+    assert not list(gateway.redis.scan_iter(key_names.response("*")))
     refused = gateway.post(PATH, {"input": "and?", "previous_response_id": first["id"]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "previous_response_not_found")
 

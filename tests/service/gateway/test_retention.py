@@ -9,8 +9,8 @@ from redis import Redis
 from rollout_queue.clock import Clock
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.redis import keys
-from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis import key_names
+from rollout_queue.redis.stream_reader import RedisReader
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.deletion import path_of
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
@@ -46,7 +46,7 @@ def learn(trainer: RedisReader) -> None:
 
 
 def forgotten(gateway: RunningGateway) -> int:
-    counts: Any = gateway.redis.hgetall(keys.FORGOTTEN)
+    counts: Any = gateway.redis.hgetall(key_names.FORGOTTEN)
     return sum(int(number) for name, number in counts.items() if name.startswith(b"session:"))
 
 
@@ -159,8 +159,8 @@ def test_two_gateways_count_what_they_forget_once(backends: Backends, trainer: R
         sessions = [ended(gateway) for _ in range(8)]
         learn(trainer)
     with backends.gateway(retention_s=0.01) as one, backends.gateway(retention_s=0.01) as other:
-        wait_until(lambda: not one.redis.exists(keys.SETTLED))
-        counts: Any = one.redis.hgetall(keys.FORGOTTEN)
+        wait_until(lambda: not one.redis.exists(key_names.SETTLED))
+        counts: Any = one.redis.hgetall(key_names.FORGOTTEN)
         assert (int(counts[b"session:trained"]), int(counts[b"turn:trained"])) == (8, 8)
 
         def told() -> float:
@@ -184,8 +184,8 @@ def test_heads_alone_never_keep_newcomers_out(
         fresh = ended(gateway)
         learn(trainer)
         for number, session in enumerate(old):
-            backends.redis.hset(keys.session(session["session_id"]), "ballast", bytes(2**21))
-            backends.redis.zincrby(keys.SETTLED, -3600_000 + number, session["session_id"])
+            backends.redis.hset(key_names.session(session["session_id"]), "ballast", bytes(2**21))
+            backends.redis.zincrby(key_names.SETTLED, -3600_000 + number, session["session_id"])
     with backends.gateway() as gateway:
         wait_until(lambda: forgotten(gateway) > 0 or _pressed_again(gateway, 1))
         wait_until(lambda: gateway.post("/sessions").status_code == 201)
@@ -214,7 +214,7 @@ def test_what_is_kept_for_ever_is_kept_however_full_redis_is(backends: Backends,
         gateway.redis = redis
         session = ended(gateway)
         learn(claimed_reader(redis))
-        redis.zincrby(keys.SETTLED, -(10**12), session["session_id"])
+        redis.zincrby(key_names.SETTLED, -(10**12), session["session_id"])
         filled(gateway)
         wait_until(lambda: _turned_away(gateway))
         passes(gateway)
@@ -267,7 +267,7 @@ class _Going(Clock):
         self._redis, self._session_id = redis, session_id
 
     def now(self) -> float:
-        self._redis.delete(keys.session(self._session_id))
+        self._redis.delete(key_names.session(self._session_id))
         return super().now()
 
 
@@ -275,7 +275,7 @@ def test_a_session_that_nobody_can_read_can_be_deleted(gateway: RunningGateway) 
     for field in ("t:broken", "r:broken", "outcome", "verdict", "spec"):
         session = gateway.session()
         gateway.chat(key=session["api_key"])
-        gateway.redis.hset(keys.session(session["session_id"]), field, b"\xff?")
+        gateway.redis.hset(key_names.session(session["session_id"]), field, b"\xff?")
         path, key = path_of(session), CLIENT_KEY
         assert gateway.call("DELETE", path, key=OTHER_KEY).status_code == 404, field
         if field == "spec":  # the owner cannot be read either

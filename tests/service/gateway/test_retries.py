@@ -20,7 +20,7 @@ import pytest
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.gateway.calls import RETRY, Call, codes
 from tests.support.gateway.gated_engine import ANSWER, asked, let_on
 from tests.support.gateway.polls import polled

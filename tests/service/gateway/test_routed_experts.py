@@ -14,9 +14,8 @@ from gateway.fleet.event_stream import EventStream
 from gateway.generations import generation
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.codec import decode
-from rollout_queue.contract.records import Turn
-from rollout_queue.contract.turn_parts.experts import RoutedExperts
-from rollout_queue.redis import keys
+from rollout_queue.contract.records import RoutedExperts, Turn
+from rollout_queue.redis import key_names
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.running import Backends, RunningGateway
 
@@ -52,7 +51,7 @@ def expert_of(position: int) -> int:
 
 def recorded(gateway: RunningGateway, session_id: str) -> list[Turn]:
     """The session's turns, oldest first."""
-    fields: Any = gateway.redis.hgetall(keys.session(session_id))
+    fields: Any = gateway.redis.hgetall(key_names.session(session_id))
     turns = [decode(value) for name, value in fields.items() if name.startswith(b"t:")]
     return sorted((turn for turn in turns if isinstance(turn, Turn)), key=lambda turn: turn.started_at)
 

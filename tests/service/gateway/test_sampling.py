@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.generations.generation import Call
 from gateway.generations.generator import decide
 from gateway.settings import GatewaySettings, SamplingSettings
-from rollout_queue.contract.sampling import SamplingMode, SamplingPolicy, inexact
+from rollout_queue.contract.records import SamplingMode, SamplingPolicy, inexact
 from tests.support.gateway.running import Backends, RunningGateway
 
 HARNESS: dict[str, Any] = {

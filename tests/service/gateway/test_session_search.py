@@ -7,10 +7,10 @@ import pytest
 
 from gateway.rest import listing
 from rollout_queue.contract.codec import encode
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Span, Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.queue.records import turn
@@ -61,7 +61,7 @@ def test_sessions_are_found_by_the_version_that_sampled_or_that_their_step_made(
     rewarded(gateway, "first", 1.0)
     rewarded(gateway, "second", None)
     verdict = b'{"code":"trained","step":3,"version":7}'
-    gateway.redis.hset(keys.session("first"), "verdict", verdict)
+    gateway.redis.hset(key_names.session("first"), "verdict", verdict)
     (row,) = gateway.get("/sessions?id=first").json()["data"]
     sampled = row["versions"]["first"]
     assert found(gateway, f"version={sampled}") == ["first", "second"]
@@ -113,7 +113,7 @@ def long_session(gateway: RunningGateway) -> str:
     session_id = str(gateway.session()["session_id"])
     output = {"output_ids": TokenIds([1]), "logprobs": Logprobs([0.0]), "versions": (Span(0, 0, 1),)}
     long = turn("long", session_id, context_ids=TokenIds([7] * TOKENS), finished_at=9.0, **output)
-    gateway.redis.hset(keys.session(session_id), mapping={"t:long": encode(long), "turns": "1 1 9 0 0"})
+    gateway.redis.hset(key_names.session(session_id), mapping={"t:long": encode(long), "turns": "1 1 9 0 0"})
     return session_id
 
 

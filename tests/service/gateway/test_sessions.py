@@ -11,7 +11,7 @@ import pytest
 from gateway.rest import views
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.records import Reward
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
@@ -411,7 +411,7 @@ def test_an_infinite_session_of_an_older_build_is_shown_and_takes_no_further_rew
     session_id = gateway.session()["session_id"]
     for name in "ab":
         reward = Reward(session_id=session_id, value=ENDLESS, key=name, created_at=1.0)
-        gateway.redis.hset(keys.session(session_id), f"r:{name}", encode(reward))
+        gateway.redis.hset(key_names.session(session_id), f"r:{name}", encode(reward))
     path = f"/sessions/{session_id}"
     for read in (path, "/sessions", "/admin/pipeline"):
         assert gateway.get(read, key=ADMIN_KEY).status_code == 200, read

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.full_redis import full
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 
@@ -27,7 +27,7 @@ def test_an_answer_that_cannot_be_stored_is_503(
     assert reply.headers["retry-after"]
     assert len(gateway.engine.requests) == 1
     assert gateway.turns(session) == []
-    assert gateway.redis.xlen(keys.STREAM) == 0
+    assert gateway.redis.xlen(key_names.STREAM) == 0
 
 
 def test_a_stream_that_cannot_be_stored_ends_in_an_error_without_done(gateway: RunningGateway) -> None:

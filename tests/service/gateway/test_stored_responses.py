@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.examples import CALL_TEXT
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, RunningGateway
 
@@ -57,7 +57,7 @@ def test_a_conversation_is_read_link_by_link_and_stored_once(gateway: RunningGat
     client = gateway.client(session)
     for each in told:
         assert client.responses.retrieve(each.id).to_dict() == each.to_dict()
-    kept: list[Any] = [gateway.redis.get(name) for name in gateway.redis.scan_iter(keys.response("*"))]
+    kept: list[Any] = [gateway.redis.get(name) for name in gateway.redis.scan_iter(key_names.response("*"))]
     assert sum(b"looks a key up" in each for each in kept) == 2  # again with other instructions
     assert sum(b"number 0" in each for each in kept) == 1
 

@@ -20,7 +20,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.language.grammar_cost import steps_of
 from gateway.settings import LimitSettings
 from rollout_queue.contract.errors import MOST_REWARDS
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.gated_engine import ANSWER, GatedEngine, asked, let_on
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.serving import Served
@@ -84,7 +84,7 @@ def test_the_reply_to_a_reward_stays_short_and_a_session_takes_so_many(gateway: 
     assert replies[-1].json()["rewards"][-1]["key"] == "29" * 50
     assert len(replies[-1].content) < 5000, "however many there are"
     assert len(gateway.get(path).json()["rewards"]) == 30
-    gateway.redis.hset(keys.session(session["session_id"]), "magnitude", f"15 {MOST_REWARDS}")
+    gateway.redis.hset(key_names.session(session["session_id"]), "magnitude", f"15 {MOST_REWARDS}")
     reply = gateway.post(f"{path}/reward", {"value": 1.0})
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "rewards_limit")
     assert gateway.post(f"{path}/reward", given | {"key": "1" * 50}).status_code == 200, (
@@ -177,7 +177,7 @@ def test_the_bodies_of_a_keys_sessions_leave_memory_to_others(bounded: RunningGa
 
 def test_a_session_key_of_an_earlier_release_opens_its_session(gateway: RunningGateway) -> None:
     session = gateway.session()
-    secret = gateway.redis.get(keys.SECRET)
+    secret = gateway.redis.get(key_names.SECRET)
     assert isinstance(secret, bytes)
     without_mark = Identities(None, secret).session_key(session["session_id"], "")  # type: ignore[arg-type]
     assert without_mark != session["api_key"]
@@ -426,4 +426,4 @@ def test_a_session_joins_its_own_keys_group(gateway: RunningGateway) -> None:
         assert (described.status_code, described.json()["group_id"]) == (200, "g")
         assert gateway.post("/sessions", joins, key=key).status_code == 409, "it is full"
         assert gateway.get("/sessions/late", key=key).json()["group_id"] == "g"
-    assert gateway.redis.hget(keys.group("g"), "size") == b"2", "the first one's group has the id itself"
+    assert gateway.redis.hget(key_names.group("g"), "size") == b"2", "the first one's group has the id itself"

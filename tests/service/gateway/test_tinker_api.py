@@ -11,9 +11,9 @@ import pytest
 import zstandard
 
 from gateway.tinker import messages_pb2 as wire
-from rollout_queue.commands.command import CreateModel, ForwardBackward, LoraSpec, OptimStep, Refused
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
+from rollout_queue.trainer_commands import CreateModel, ForwardBackward, LoraSpec, OptimStep, Refused
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
@@ -293,7 +293,7 @@ def test_a_model_that_is_not_served_or_was_made_otherwise_is_refused(
         assert refused.json()["error"]["param"].startswith(next(iter(wrong)))
     assert loop.post("create_model", body | {"session_id": "run-none"}).status_code == 404
     for report, status in ((TrainerReport(source="turns"), 400), (TrainerReport(source="commands"), 200)):
-        gateway.redis.hset(keys.TRAINER, "source", report.fields()["source"])
+        gateway.redis.hset(key_names.TRAINER, "source", report.fields()["source"])
         answer = loop.post("create_model", body | {"model_seq_id": 1})
         assert answer.status_code == status, "a trainer that learns from turns takes no models"
         assert status == 200 or answer.json()["error"]["code"] == "trainer_source"
@@ -320,7 +320,7 @@ def test_the_models_of_a_silent_session_end(backends: Backends, gateway: Running
     loop = TinkerLoop(gateway, str(backends.model_path))
     loop.begin()
     with backends.gateway(tinker={"session_timeout_s": 0.2}) as impatient:
-        wait_until(lambda: impatient.redis.hexists(keys.model(loop.model_id), "ended"))
+        wait_until(lambda: impatient.redis.hexists(key_names.model(loop.model_id), "ended"))
         assert loop.command("optim_step", 1, adam_params=ADAM).status_code == 404
 
 

@@ -15,10 +15,16 @@ import pytest
 from gateway.tinker.door import MOST_DOWNLOADS
 from gateway.tinker.paths import KeptTerms, encode_record
 from gateway.tinker.weights import KeptWeightsStore
-from rollout_queue.commands.command import LoadWeights, SaveExternal, SaveWeights, request_id
-from rollout_queue.commands.result import CommandFailed, Exported
-from rollout_queue.redis import keys
-from rollout_queue.redis.commands.submission import CommandSubmissions
+from rollout_queue.redis import key_names
+from rollout_queue.redis.command_log import CommandSubmissions
+from rollout_queue.trainer_commands import (
+    CommandFailed,
+    Exported,
+    LoadWeights,
+    SaveExternal,
+    SaveWeights,
+    request_id,
+)
 from tests.support.gateway.running import OTHER_KEY, Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, result_of
 from tests.support.gateway.tinker_loop import SamplingLoop
@@ -122,7 +128,7 @@ def test_weights_that_have_expired_are_gone(loop: SamplingLoop) -> None:
     path = path_of(loop, TO_TRAIN)
     assert info(loop, path) == 200
     terms = msgspec.json.encode({"ttl_s": 0})
-    loop.gateway.redis.hset(keys.kept_terms(loop.model_id), f"{TO_TRAIN}#1", terms)
+    loop.gateway.redis.hset(key_names.kept_terms(loop.model_id), f"{TO_TRAIN}#1", terms)
     assert (info(loop, path), load(loop, path)) == (404, 404)
     assert TO_TRAIN not in listed(loop)
 
@@ -159,7 +165,7 @@ def test_a_time_to_live_is_changed_and_taken_back(loop: SamplingLoop, trainer: S
     assert send(loop, "PUT", f"{TO_TRAIN}/ttl", {"ttl_seconds": None}).status_code == 204
     assert listed(loop)[TO_TRAIN]["expires_at"] is None
     assert listed(loop)[TO_TRAIN]["user_metadata"] == {"why": "test"}
-    timed: Any = loop.gateway.redis.zrange(keys.KEPT_EXPIRES, 0, -1)
+    timed: Any = loop.gateway.redis.zrange(key_names.KEPT_EXPIRES, 0, -1)
     assert timed == [f"{loop.model_id}|weights/three|3".encode()]
     for seconds in (3599, 315_360_001):
         assert send(loop, "PUT", f"{TO_TRAIN}/ttl", {"ttl_seconds": seconds}).status_code == 400
@@ -181,7 +187,7 @@ async def test_weights_whose_time_is_over_are_deleted(
     assert TO_TRAIN in listed(loop), "its time is not over"
     for name, number in ((TO_TRAIN, 1), ("weights/three", 3)):
         send(loop, "PUT", f"{name}/ttl", {"ttl_seconds": DAY_S})
-        loop.gateway.redis.zadd(keys.KEPT_EXPIRES, {f"{loop.model_id}|{name}|{number}": 1})
+        loop.gateway.redis.zadd(key_names.KEPT_EXPIRES, {f"{loop.model_id}|{name}|{number}": 1})
     assert await store.end_expired(most=1) == 1
     assert len(trainer.reader.dropped().weights) == 1, "so many in a round"
     assert [await store.end_expired() for _ in range(2)] == [1, 0]
@@ -265,11 +271,11 @@ def test_a_copy_that_lasts_longer_than_a_result_is_asked_for_again(
         other = replace(loop, gateway=impatient)
         assert copy(loop, other).status_code == 408
         trainer.go_on.set()
-        first = keys.result(request_id(made, 0))
+        first = key_names.result(request_id(made, 0))
         wait_until(lambda: redis.delete(first) == 1)  # as it expires
         assert copy(loop, other).status_code == 408
     go_on.set()
-    wait_until(lambda: redis.hexists(keys.kept(made), TO_TRAIN))  # before it is asked for
+    wait_until(lambda: redis.hexists(key_names.kept(made), TO_TRAIN))  # before it is asked for
     assert copy(loop).status_code == 200
     check_ended(loop, made)
 
@@ -278,9 +284,9 @@ def test_a_copy_that_is_gone_is_not_answered_again(loop: SamplingLoop) -> None:
     made, redis = copied(loop), loop.gateway.redis
     assert copy(loop).status_code == 200
     over: Any = {f"{TO_TRAIN}#1": encode_record(KeptTerms(ttl_s=0.001))}
-    redis.hset(keys.kept_terms(made), mapping=over)
+    redis.hset(key_names.kept_terms(made), mapping=over)
     assert copy(loop).status_code == 404, "its time is over"
-    redis.delete(keys.kept_terms(made))
+    redis.delete(key_names.kept_terms(made))
     assert copy(loop).status_code == 200
     assert loop.call("DELETE", f"training_runs/{made}/checkpoints/{TO_TRAIN}").status_code == 204
     assert copy(loop).status_code == 404
@@ -292,10 +298,10 @@ def test_a_copy_goes_with_the_data_of_its_user(loop: SamplingLoop, backends: Bac
     assert copy(loop, anns).status_code == 200
     anns.finish()
     with backends.gateway(tinker={"session_retention_s": 0.1}):
-        wait_until(lambda: not gateway.redis.exists(keys.client_session(anns.session_id)))
-    assert gateway.redis.exists(keys.model(copied(anns))), "it outlasts its session"
+        wait_until(lambda: not gateway.redis.exists(key_names.client_session(anns.session_id)))
+    assert gateway.redis.exists(key_names.model(copied(anns))), "it outlasts its session"
     assert gateway.admin("DELETE", "/users/ann/data").status_code == 200
-    assert not gateway.redis.exists(keys.model(copied(anns)))
+    assert not gateway.redis.exists(key_names.model(copied(anns)))
 
 
 def test_only_own_and_published_checkpoints_are_copied(loop: SamplingLoop) -> None:

@@ -15,7 +15,7 @@ from gateway.rest.bodies import PROTOBUF
 from gateway.tinker import messages_pb2 as wire
 from gateway.tinker.paths import PromiseId
 from gateway.tinker.promises import CANCELLED, LEASE_S, SamplePromises
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.gated_engine import let_on
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
@@ -56,7 +56,7 @@ def test_a_sample_that_is_asked_for_again_is_made_once(loop: SamplingLoop, gatew
     assert len(gateway.engine.requests) == 1
     other = loop.ask(3, [1, 2, 3])
     assert (other.status_code, other.json()["error"]["code"]) == (400, "sequence_conflict")
-    gateway.redis.delete(keys.result(again[0]["request_id"]))  # its gateway died, and nobody renewed it
+    gateway.redis.delete(key_names.result(again[0]["request_id"]))  # its gateway died, and nobody renewed it
     assert loop.poll(again[0]).status_code == 410
     sampled(loop.poll(loop.ask(3, [1, 2]).json()))
 
@@ -302,7 +302,7 @@ def test_what_the_polls_of_a_promise_were_told_stays(backends: Backends, gateway
         return renewed, told
 
     assert asyncio.run(cancelled()) == (False, CANCELLED)
-    assert gateway.redis.ttl(keys.result(str(promise))) > LEASE_S, (
+    assert gateway.redis.ttl(key_names.result(str(promise))) > LEASE_S, (
         "a lease would end it, and it would be made"
     )
 

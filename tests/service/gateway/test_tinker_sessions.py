@@ -12,11 +12,11 @@ from redis.asyncio import Redis as AsyncRedis
 
 from gateway.tinker.removal import ClientRecordRemoval
 from gateway.tinker.weights import KeptWeightsStore
-from rollout_queue.commands.log import WHOLE_MODEL
-from rollout_queue.redis import keys
-from rollout_queue.redis.commands.submission import CommandSubmissions
-from rollout_queue.redis.deletion import SESSIONS_AT_ONCE, RedisDeleter
-from rollout_queue.redis.scripts.client_sessions import CLOSE_SESSION, FORGET_MODEL
+from rollout_queue.redis import key_names
+from rollout_queue.redis.client_session_scripts import CLOSE_SESSION, FORGET_MODEL
+from rollout_queue.redis.command_log import CommandSubmissions
+from rollout_queue.redis.session_deletion import SESSIONS_AT_ONCE, RedisDeleter
+from rollout_queue.trainer_commands import WHOLE_MODEL
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer
 from tests.support.gateway.tinker_loop import ADAM, ONE, SamplingLoop, TinkerLoop, sampled
@@ -62,8 +62,12 @@ def lasting(*loops: SamplingLoop) -> set[str]:
 def named(loop: SamplingLoop) -> dict[str, Any]:
     """The lists in which the session or what it has made still is."""
     redis: Any = loop.gateway.redis
-    ordered = [keys.CLIENT_SESSIONS_ENDED, keys.CLIENT_SESSIONS_LIVE, keys.CLIENT_SESSIONS_DELETING]
-    ordered += [keys.KEPT_EXPIRES, *redis.scan_iter("weir:models:*")]
+    ordered = [
+        key_names.CLIENT_SESSIONS_ENDED,
+        key_names.CLIENT_SESSIONS_LIVE,
+        key_names.CLIENT_SESSIONS_DELETING,
+    ]
+    ordered += [key_names.KEPT_EXPIRES, *redis.scan_iter("weir:models:*")]
     ordered += redis.scan_iter("weir:client_sessions:*")
     lists = {name: redis.zrange(name, 0, -1) for name in ordered}
     lists |= {name: redis.smembers(name) for name in redis.scan_iter("weir:cu:*")}
@@ -73,7 +77,7 @@ def named(loop: SamplingLoop) -> dict[str, Any]:
 def unread(loop: SamplingLoop) -> tuple[int, int]:
     """The bytes of commands that nobody has read, and the number of results."""
     redis: Any = loop.gateway.redis
-    return int(redis.hget(keys.COMMANDS_HELD, "unread")), int(redis.zcard(keys.RESULTS_UNREAD))
+    return int(redis.hget(key_names.COMMANDS_HELD, "unread")), int(redis.zcard(key_names.RESULTS_UNREAD))
 
 
 def delete(loop: SamplingLoop, key: str = "") -> Any:
@@ -194,9 +198,9 @@ def test_commands_and_models_that_come_meanwhile_leave_nothing(
         deletions = [pool.submit(delete, loop) for _ in range(2)]
         assert sorted(each.result().status_code for each in deletions) in ([200, 200], [200, 404])
         assert set().union(*(each.result() for each in coming)) <= {200, 400, 404}
-    last = loop.gateway.redis.xinfo_stream(keys.COMMANDS)["last-generated-id"].decode()
+    last = loop.gateway.redis.xinfo_stream(key_names.COMMANDS)["last-generated-id"].decode()
     wait_until(lambda: trainer.seen[-1].position == last)
-    wait_until(lambda: not loop.gateway.redis.exists(keys.user_sessions(loop.session_id)))
+    wait_until(lambda: not loop.gateway.redis.exists(key_names.user_sessions(loop.session_id)))
     assert (left(loop), named(loop)) == (set(), {})
 
 
@@ -212,8 +216,8 @@ def test_thousands_of_samples_are_deleted_some_at_a_time(loop: SamplingLoop, bac
     pages = -(-2 * 1024 // SESSIONS_AT_ONCE)
     assert stats["cmdstat_srandmember"]["calls"] > pages, "no call asks for all"
     assert left(loop) == set()
-    assert redis.hlen(keys.DELETED) == 2 * 1024
-    assert redis.xlen(keys.STREAM) == 2 * 1024, "the deletions, for the trainer"
+    assert redis.hlen(key_names.DELETED) == 2 * 1024
+    assert redis.xlen(key_names.STREAM) == 2 * 1024, "the deletions, for the trainer"
 
 
 @pytest.mark.parametrize("script", [CLOSE_SESSION, FORGET_MODEL], ids=["closed", "model gone"])
@@ -229,7 +233,7 @@ def test_a_deletion_that_was_interrupted_is_finished(
         asyncio.run(removing(loop, script, killed, lambda removal: removal.delete_session(loop.session_id)))
     assert left(loop)
     # Long ago, for the gateways that leave a deletion to the one that began it.
-    loop.gateway.redis.zadd(keys.CLIENT_SESSIONS_DELETING, {loop.session_id: 0})
+    loop.gateway.redis.zadd(key_names.CLIENT_SESSIONS_DELETING, {loop.session_id: 0})
     assert delete(loop).status_code == 404, "it is on its way"
     with backends.gateway(tinker={"session_timeout_s": 0.4}):
         wait_until(lambda: not left(loop))
@@ -248,7 +252,7 @@ def test_the_deletion_of_a_user_covers_client_sessions(
     assert second.post("copy_weights", copied | {"model_seq_id": 7}).status_code == 200
     with backends.gateway(tinker={"session_retention_s": 0.1}):
         assert second.finish() == 200
-        wait_until(lambda: not gateway.redis.exists(keys.client_session(second.session_id)))
+        wait_until(lambda: not gateway.redis.exists(key_names.client_session(second.session_id)))
     assert left(second), "its named weights have outlasted it"
 
     assert gateway.call("DELETE", "/admin/users/ann/data").status_code == 403
@@ -269,7 +273,7 @@ def test_no_model_comes_back_to_a_user_who_is_deleted_meanwhile(
 ) -> None:
     loop = trained(gateway, backends, *SAVES, user_metadata={"user": "ann"})
     assert loop.finish() == 200
-    records, told = keys.client_records_of_user("ann"), []
+    records, told = key_names.client_records_of_user("ann"), []
 
     def delete_user(gone: int) -> None:
         """As soon as the model has outlasted its session."""
@@ -292,7 +296,7 @@ def test_sessions_that_ended_long_ago_leave_nothing(
     assert [loop.finish() for loop in loops] == [200] * 3
     with backends.gateway(tinker={"session_retention_s": 0.1}):
         wait_until(lambda: not lasting(*loops))
-        wait_until(lambda: not gateway.redis.zcard(keys.CLIENT_SESSIONS_ENDED))
+        wait_until(lambda: not gateway.redis.zcard(key_names.CLIENT_SESSIONS_ENDED))
         assert loops[0].get("sessions").json() == {"sessions": []}
         assert loops[0].get("training_runs").json()["cursor"]["total_count"] == 0
         for loop in loops:
@@ -309,11 +313,15 @@ def test_named_weights_outlast_their_session(
     with backends.gateway(tinker={"session_retention_s": 0.1}):
         loop = trained(gateway, backends, SAVES[0])
         assert loop.finish() == 200
-        wait_until(lambda: not gateway.redis.exists(keys.client_session(loop.session_id)))
+        wait_until(lambda: not gateway.redis.exists(key_names.client_session(loop.session_id)))
         assert loop.get(f"sessions/{loop.session_id}").status_code == 404
-        fields: Any = gateway.redis.hkeys(keys.model(loop.model_id))
+        fields: Any = gateway.redis.hkeys(key_names.model(loop.model_id))
         assert not [each for each in fields if each.startswith(b"d:")], "no digests"
-        kept = {keys.model(loop.model_id), keys.kept(loop.model_id), keys.kept_terms(loop.model_id)}
+        kept = {
+            key_names.model(loop.model_id),
+            key_names.kept(loop.model_id),
+            key_names.kept_terms(loop.model_id),
+        }
         assert lasting(loop) == kept
         (found,) = loop.get("checkpoints").json()["checkpoints"]
         assert (found["checkpoint_id"], found["expires_at"] is None) == ("weights/best", False)
@@ -326,7 +334,7 @@ def test_named_weights_outlast_their_session(
         assert loaded.status_code == 200
         assert later.poll(loaded.json()).json()["type"] == "load_weights"
 
-        gateway.redis.hdel(keys.kept(loop.model_id), "weights/best")
+        gateway.redis.hdel(key_names.kept(loop.model_id), "weights/best")
         wait_until(lambda: not lasting(loop))
         listed = loop.get("training_runs").json()["training_runs"]
         assert loop.model_id not in [each["training_run_id"] for each in listed]
@@ -337,17 +345,17 @@ def test_signs_of_life_and_a_second_finish_postpone_no_end(
 ) -> None:
     loop = SamplingLoop(gateway, str(backends.model_path)).start()
     with backends.gateway(tinker={"session_timeout_s": 0.2}) as impatient:
-        redis, ended = impatient.redis, keys.CLIENT_SESSIONS_ENDED
+        redis, ended = impatient.redis, key_names.CLIENT_SESSIONS_ENDED
         first = wait_until(lambda: redis.zscore(ended, loop.session_id))
-        wait_until(lambda: redis.zscore(keys.CLIENT_SESSIONS_LIVE, loop.session_id) is None)
+        wait_until(lambda: redis.zscore(key_names.CLIENT_SESSIONS_LIVE, loop.session_id) is None)
         assert loop.post("session_heartbeat", {"session_id": loop.session_id}).status_code == 200
         assert [loop.finish(), loop.finish()] == [200, 200]
         assert redis.zscore(ended, loop.session_id) == first
-        assert redis.zscore(keys.CLIENT_SESSIONS_LIVE, loop.session_id) is None
+        assert redis.zscore(key_names.CLIENT_SESSIONS_LIVE, loop.session_id) is None
         body = {"session_id": loop.session_id, "model_seq_id": 1, "base_model": loop.base_model}
         refused = loop.post("create_model", body | {"lora_config": {"rank": 8}, "type": "create_model"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "session_ended")
-        assert not redis.exists(keys.model(f"{loop.session_id}:train:1"))
+        assert not redis.exists(key_names.model(f"{loop.session_id}:train:1"))
 
 
 @pytest.mark.parametrize("packed", [b"\x02a newer schema", b"\x01no record"])
@@ -356,24 +364,24 @@ def test_a_record_that_cannot_be_read_stops_no_other_end(
 ) -> None:
     redis = gateway.redis
     first, other = (trained(gateway, backends) for _ in range(2))
-    redis.hset(keys.kept(first.model_id), "weights/best", packed)
+    redis.hset(key_names.kept(first.model_id), "weights/best", packed)
     with backends.gateway(tinker={"session_timeout_s": 0.2, "session_retention_s": 0.1}):
         wait_until(lambda: not lasting(other))
-        wait_until(lambda: redis.zscore(keys.CLIENT_SESSIONS_LIVE, first.session_id) is None)
-        assert redis.hget(keys.model(first.model_id), "ended"), "its memory is free"
-        assert redis.hget(keys.kept(first.model_id), "weights/best") == packed
-        redis.hdel(keys.kept(first.model_id), "weights/best")
+        wait_until(lambda: redis.zscore(key_names.CLIENT_SESSIONS_LIVE, first.session_id) is None)
+        assert redis.hget(key_names.model(first.model_id), "ended"), "its memory is free"
+        assert redis.hget(key_names.kept(first.model_id), "weights/best") == packed
+        redis.hdel(key_names.kept(first.model_id), "weights/best")
         wait_until(lambda: not lasting(first))
 
 
 def test_a_bug_does_not_end_the_sweeping(backends: Backends, gateway: RunningGateway) -> None:
     redis = gateway.redis
     broken: Any = {b"\xff": 1.0}  # no text
-    redis.zadd(keys.CLIENT_SESSIONS_ENDED, broken)
+    redis.zadd(key_names.CLIENT_SESSIONS_ENDED, broken)
     with backends.gateway(tinker={"session_timeout_s": 0.2}):
         for _ in range(2):
             loop = SamplingLoop(gateway, str(backends.model_path)).start()
-            wait_until(lambda: redis.zscore(keys.CLIENT_SESSIONS_ENDED, loop.session_id))  # noqa: B023
+            wait_until(lambda: redis.zscore(key_names.CLIENT_SESSIONS_ENDED, loop.session_id))  # noqa: B023
 
 
 # Exports
@@ -437,7 +445,7 @@ def test_an_export_of_many_samples_reads_some_at_a_time(
 ) -> None:
     loop = SamplingLoop(gateway, str(backends.model_path)).start()
     names = {f"sample-{number:032}" for number in range(3000)}
-    gateway.redis.sadd(keys.user_sessions(loop.session_id), *names)
+    gateway.redis.sadd(key_names.user_sessions(loop.session_id), *names)
     redis: Any = gateway.redis
     redis.config_resetstat()
     assert {each["session_id"] for each in exported(loop) if each["type"] == "sample"} == names
@@ -498,7 +506,7 @@ def test_sessions_are_found_by_how_they_are(client: TinkerLoop) -> None:
     for session_id, reason in ((well, "success"), (broken, "errored")):
         client.session_id = session_id
         assert client.finish(reason, detail="told") == 200
-    client.gateway.redis.zadd(keys.CLIENT_SESSIONS_ENDED, {silent: 1.0})
+    client.gateway.redis.zadd(key_names.CLIENT_SESSIONS_ENDED, {silent: 1.0})
     by = {each["session_id"]: each["status"] for each in search(client)["sessions"]}
     assert (by[runs], by[silent]) == ({"type": "active"}, None)
     assert by[well] == {"type": "client_finished", "reason": {"type": "success"}, "detail": "told"}

@@ -7,9 +7,9 @@ import pytest
 from gateway.rest import views
 from gateway.sessions.verdicts import CONTEXT
 from rollout_queue.contract.codec import encode
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Span
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.queue.records import turn
 
@@ -32,7 +32,7 @@ def path(gateway: RunningGateway, backends: Backends) -> str:
             versions=(Span(3, 0, len(output)),),
             finished_at=101.0 + number,
         )
-        gateway.redis.hset(keys.session(session_id), f"t:t{number}", encode(recorded))
+        gateway.redis.hset(key_names.session(session_id), f"t:t{number}", encode(recorded))
     return f"/sessions/{session_id}"
 
 
@@ -88,7 +88,7 @@ def test_a_session_says_why_none_of_its_tokens_is_trained(gateway: RunningGatewa
     other = gateway.session(group_id="g", group_size=2)["session_id"]
     gateway.post(f"/sessions/{other}/finish", {"status": "completed", "reward": 0.25})
     verdict = b'{"code":"zero_advantage","detail":"no rollout of the group has an advantage"}'
-    gateway.redis.hset(keys.session(path.removeprefix("/sessions/")), "verdict", verdict)
+    gateway.redis.hset(key_names.session(path.removeprefix("/sessions/")), "verdict", verdict)
     view = gateway.get(f"{path}?tokens=true").json()
     assert view["why"] == "All 2 rewards of its group are 0.25, so its advantage is 0."
     for each in view["turns"]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from rollout_server.weights.claim import DirectoryTaken
 from tests.support.gateway.running import Backends, RunningGateway, emptied
 from tests.support.rollout_server.in_process import ServerThread, server_thread
@@ -159,7 +159,7 @@ def test_a_dead_server_is_forgotten_after_the_time_that_it_named(fleet: RunningG
         body = {"id": name, "url": url, "engine_url": url, "forget_after_s": limit_s}
         assert fleet.admin("POST", "/rollout_servers", body).status_code == 200
     wait_until(lambda: set(servers(fleet)) == {"lasting"})
-    assert fleet.redis.hkeys(keys.SERVERS) == [b"lasting"]
+    assert fleet.redis.hkeys(key_names.SERVERS) == [b"lasting"]
 
 
 def refusal(server: ServerThread) -> str:

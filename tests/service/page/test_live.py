@@ -11,8 +11,8 @@ import pytest
 from gateway.errors import LimitReached
 from gateway.page.live import LiveFeed
 from gateway.prometheus import Metrics
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.page.client import PageClient
 from tests.support.waiting import wait_until
@@ -33,7 +33,7 @@ def events(reply: httpx.Response) -> Iterator[tuple[str, Any]]:
 
 def test_a_picture_has_what_the_rest_answers(gateway: RunningGateway) -> None:
     report = TrainerReport(state="waiting", step=7, version=3, waiting_for="rollouts", last_seen=time.time())
-    gateway.redis.hset(keys.TRAINER, mapping=report.fields())  # type: ignore[arg-type]
+    gateway.redis.hset(key_names.TRAINER, mapping=report.fields())  # type: ignore[arg-type]
     gateway.chat()
     with gateway.http.stream("GET", f"{gateway.url}/page/events", headers=BEARER) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_queue.http.keys import digest
+from rollout_queue.http.callers import digest
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.page.client import PageClient
 

@@ -20,7 +20,7 @@ from gateway.settings import GatewaySettings
 from reward_service.app import create_app as rewards_app
 from reward_service.python_sandbox import PythonSettings
 from reward_service.settings import RewardSettings
-from rollout_queue.http.keys import Keyring
+from rollout_queue.http.callers import Keyring
 from tests.support.redis_clients import redis_at
 from tests.support.reward_service.graders import CHECK, MULTI, PYTHON, SIMILAR
 from tests.support.rollout_server.harness import make_harness

@@ -19,13 +19,11 @@ from redis import Redis
 from gateway.app import create_app as gateway_app
 from gateway.callers.backpressure import TrainerBacklog, read_backpressure
 from gateway.settings import GatewaySettings
-from rollout_queue.http.keys import Keyring
-from rollout_queue.protocol.errors import ErrorReply
-from rollout_queue.protocol.message import MalformedMessage
-from rollout_queue.protocol.policies import Pushed, PushResult
-from rollout_queue.protocol.reload import ReloadBody, Reloaded
-from rollout_queue.protocol.status import ServerPage, ServerStatus, SystemStatus
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.http.callers import Keyring
+from rollout_queue.protocol.gateway_messages import Pushed, PushResult, ServerPage, ServerStatus, SystemStatus
+from rollout_queue.protocol.message import ErrorReply, MalformedMessage
+from rollout_queue.protocol.rollout_server_messages import ReloadBody, Reloaded
+from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_server.addresses import addresses
 from rollout_server.app import create_app as rollout_app
 from rollout_server.registration import RegistrationClient

@@ -14,13 +14,12 @@ from redis.exceptions import NoPermissionError
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.address import read_address, without_password
-from rollout_queue.redis.client.opening import open_async_redis, open_redis
-from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.redis_client import open_async_redis, open_redis
+from rollout_queue.redis.settings import RedisSettings, read_address, without_password
+from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.queue.certificates import Authority
 from tests.support.queue.programs import KINDS, UNPACKED, program_of
 from tests.support.queue.records import outcome, spec, turn
@@ -70,7 +69,7 @@ def test_the_url_has_a_password_and_a_database(guarded: RedisServer) -> None:
     asyncio.run(recorded(settings))
     assert delivered(settings) == ["s", "s"]
     with closing(Redis(port=guarded.port, password=PASSWORD, db=3)) as client:
-        assert client.hexists(keys.session("s"), "t:s-t")
+        assert client.hexists(key_names.session("s"), "t:s-t")
 
 
 def test_a_password_file_is_read_whenever_a_connection_is_opened(

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.opening import open_redis
-from rollout_queue.redis.client.replication import Replication
-from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis import key_names
+from rollout_queue.redis.redis_client import open_redis
+from rollout_queue.redis.settings import RedisSettings, Replication
 from tests.support.queue.cluster import Cluster
 from tests.support.queue.dead_nodes import down, pinged
 from tests.support.queue.load import Load
@@ -41,7 +40,7 @@ def settings_of(cluster: Cluster) -> RedisSettings:
     settings = RedisSettings(redis_url=cluster.url)
     with closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis:
         redis.flushdb()
-        redis.hset(keys.POLICIES, "0", "{}")
+        redis.hset(key_names.POLICIES, "0", "{}")
     return settings
 
 

@@ -8,26 +8,33 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from rollout_queue.commands.codec import encode
-from rollout_queue.commands.command import (
+from rollout_queue.contract.errors import LeaseLost
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.redis import key_names
+from rollout_queue.redis.command_log import CommandSubmissions, Gone, RedisCommandReader, Waiting
+from rollout_queue.trainer_commands import (
+    BEGINNING,
+    Answer,
     Command,
+    CommandFailed,
     CreateModel,
+    Datum,
+    Drop,
+    Dropped,
     ForwardBackward,
     LoggedCommand,
     LoraSpec,
     OptimStep,
+    Passed,
+    Published,
     Refused,
+    Result,
+    Saved,
     SaveForSampler,
     SaveWeights,
+    Stepped,
+    encode,
 )
-from rollout_queue.commands.datum import Datum
-from rollout_queue.commands.log import BEGINNING, Drop, Dropped
-from rollout_queue.commands.result import Answer, CommandFailed, Passed, Published, Result, Saved, Stepped
-from rollout_queue.contract.errors import LeaseLost
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis import keys
-from rollout_queue.redis.commands.reader import RedisCommandReader
-from rollout_queue.redis.commands.submission import CommandSubmissions, Gone, Waiting
 
 MOST = 100_000
 """Bytes that the fixture `log` holds."""
@@ -98,7 +105,7 @@ async def test_a_result_is_read_many_times_and_the_first_one_stays(
     assert reader.answered([command.request_id, "m:1"]) == [True, False]
     for _ in range(3):
         assert await log.result("m", 0) == Answer(passed)
-    redis.delete(keys.result(command.request_id))  # it expires
+    redis.delete(key_names.result(command.request_id))  # it expires
     assert isinstance(await log.result("m", 0), Gone), "nobody waits for a result that was there"
 
 
@@ -122,7 +129,7 @@ async def test_only_the_trainer_with_the_lease_answers(
     log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
 ) -> None:
     (command,) = await logged(log, reader, STEP)
-    redis.set(keys.FENCE, "another")
+    redis.set(key_names.FENCE, "another")
     with pytest.raises(LeaseLost):
         reader.answer(command, Stepped({}))
     with pytest.raises(LeaseLost):
@@ -178,15 +185,15 @@ async def test_results_that_nobody_reads_fill_the_log_too(
     assert await log.submit("m", 1, "1", passes(1000)) == "new"
     reader.answer(first, Passed((Logprobs([-1.0] * 30_000),), 1, {"loss:sum": 1.0}))
     assert await log.submit("m", 2, "2", passes(1000)) == "full"
-    unread: Any = redis.zrange(keys.RESULTS_UNREAD, 0, -1)
-    redis.zadd(keys.RESULTS_UNREAD, dict.fromkeys(unread, 1.0))  # they expire
+    unread: Any = redis.zrange(key_names.RESULTS_UNREAD, 0, -1)
+    redis.zadd(key_names.RESULTS_UNREAD, dict.fromkeys(unread, 1.0))  # they expire
     assert await log.submit("m", 2, "2", passes(1000)) == "new"
 
 
 async def test_a_command_of_a_newer_build_is_refused_and_the_next_ones_run(
     log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
 ) -> None:
-    redis.xadd(keys.COMMANDS, {"m": "m", "n": 0, "c": b"\x63future"})
+    redis.xadd(key_names.COMMANDS, {"m": "m", "n": 0, "c": b"\x63future"})
     (command,) = reader.read(BEGINNING, 10, 0.01)
     assert isinstance(command.command, Refused)
     assert isinstance(command, LoggedCommand)
@@ -230,10 +237,10 @@ async def test_a_model_whose_record_is_removed_has_ended_and_keeps_nothing(
     log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
 ) -> None:
     (command,) = await logged(log, reader, SaveWeights("a"))
-    redis.delete(keys.model("m"))
+    redis.delete(key_names.model("m"))
     assert set(reader.ended(["m"])) == {"m"}
     reader.answer(command, Saved(10))
-    assert (await log.kept("m"), redis.exists(keys.model("m"))) == ({}, 0)
+    assert (await log.kept("m"), redis.exists(key_names.model("m"))) == ({}, 0)
 
 
 async def test_a_full_redis_accepts_answers_and_frees_the_log(
@@ -319,13 +326,15 @@ async def test_weights_are_listed_by_the_end_of_their_time(
     log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
 ) -> None:
     first, second = await logged(log, reader, SaveWeights("x"), SaveWeights("x", overwrite=True))
-    redis.hset(keys.kept_terms("m"), "weights/x#0", '{"ttl_s":3600}')
+    redis.hset(key_names.kept_terms("m"), "weights/x#0", '{"ttl_s":3600}')
     reader.answer(first, Saved(1))
     created_at = (await log.kept("m"))["weights/x"].created_at
-    (found,) = redis.zrange(keys.KEPT_EXPIRES, 0, -1, withscores=True)
+    (found,) = redis.zrange(key_names.KEPT_EXPIRES, 0, -1, withscores=True)
     assert found == (b"m|weights/x|0", pytest.approx(created_at + 3600, abs=0.01))
     reader.answer(first, Saved(1))
-    assert redis.zrange(keys.KEPT_EXPIRES, 0, -1, withscores=True) == [found], "a replay gives no new time"
+    assert redis.zrange(key_names.KEPT_EXPIRES, 0, -1, withscores=True) == [found], (
+        "a replay gives no new time"
+    )
     reader.answer(second, Saved(2))
-    assert redis.zcard(keys.KEPT_EXPIRES) == 0
-    assert redis.hlen(keys.kept_terms("m")) == 0
+    assert redis.zcard(key_names.KEPT_EXPIRES) == 0
+    assert redis.hlen(key_names.kept_terms("m")) == 0

@@ -12,9 +12,9 @@ from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from rollout_queue.redis.client.opening import open_async_redis
-from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.connection.pipelined import WRITTEN_FOR, PipelinedConnection
+from rollout_queue.redis.pipelined import WRITTEN_FOR, PipelinedConnection
+from rollout_queue.redis.redis_client import open_async_redis
+from rollout_queue.redis.settings import RedisSettings
 
 Connect = Callable[..., PipelinedConnection]
 """Makes a connection to the test's Redis, or to the given one, with this timeout."""

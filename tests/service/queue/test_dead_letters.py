@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.errors import UnknownSchema
 from rollout_queue.contract.records import Verdict
-from rollout_queue.redis import keys
-from rollout_queue.redis.turns.dead_letters import MOVE, requeue
+from rollout_queue.redis import key_names
+from rollout_queue.redis.record_restore import MOVE, requeue
 from tests.support.queue.ends import RedisEnds
 from tests.support.queue.records import turn
 from tests.support.redis_clients import redis_at
@@ -38,10 +38,10 @@ def set_aside(stream: RedisEnds) -> list[bytes]:
 
     before = stream.records()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollout_queue.redis.reader.decode", too_old)
+        patch.setattr("rollout_queue.redis.stream_reader.decode", too_old)
         assert stream.read() == []
-    stream.redis.xtrim(keys.STREAM, 0)
-    assert stream.records(keys.DEAD_LETTERS) == before
+    stream.redis.xtrim(key_names.STREAM, 0)
+    assert stream.records(key_names.DEAD_LETTERS) == before
     return before
 
 
@@ -68,7 +68,7 @@ async def test_what_can_be_read_goes_back_in_its_order_and_once_however_often_a_
         monkeypatch.setattr(other, "evalsha", killing)
         with suppress(Killed):
             list(requeue(other))
-        if not stream.redis.xlen(keys.DEAD_LETTERS):
+        if not stream.redis.xlen(key_names.DEAD_LETTERS):
             break
     monkeypatch.undo()
     assert killed_at > 2
@@ -86,9 +86,9 @@ async def test_what_cannot_be_trained_any_more_stays_until_it_is_discarded(
     set_aside(stream)
     stream.reader.acknowledge([], verdicts := _verdicts(decided="stale", failed="failed"))
     assert verdicts
-    stream.redis.delete(keys.session("gone"))
-    stream.redis.xadd(keys.DEAD_LETTERS, {b"r": b"\x63later"})
-    stream.redis.xadd(keys.DEAD_LETTERS, {b"x": b"of another program"})
+    stream.redis.delete(key_names.session("gone"))
+    stream.redis.xadd(key_names.DEAD_LETTERS, {b"r": b"\x63later"})
+    stream.redis.xadd(key_names.DEAD_LETTERS, {b"x": b"of another program"})
 
     def fates(**how: bool) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -98,12 +98,12 @@ async def test_what_cannot_be_trained_any_more_stays_until_it_is_discarded(
 
     expected = {"requeued": 6, "decided": 3, "gone": 3, "unreadable": 2}
     assert fates(dry_run=True) == fates(dry_run=True, discard=True) == expected
-    assert (stream.redis.xlen(keys.STREAM), stream.redis.xlen(keys.DEAD_LETTERS)) == (0, 14)
+    assert (stream.redis.xlen(key_names.STREAM), stream.redis.xlen(key_names.DEAD_LETTERS)) == (0, 14)
     assert fates() == expected
-    assert stream.redis.xlen(keys.STREAM) == 6
+    assert stream.redis.xlen(key_names.STREAM) == 6
     assert fates(discard=True) == {"decided": 3, "gone": 3, "unreadable": 2}
     assert fates(discard=True) == {"unreadable": 2}
-    assert stream.redis.xlen(keys.STREAM) == 6
+    assert stream.redis.xlen(key_names.STREAM) == 6
 
 
 def _verdicts(**codes: Any) -> Any:
@@ -119,16 +119,18 @@ async def test_a_session_that_is_deleted_meanwhile_does_not_come_back(
     set_aside(stream)
     assert [each.fate for each in requeue(other, dry_run=True)] == ["requeued"] * 3
     script = other.register_script(MOVE)
-    letter: bytes = stream.redis.xrange(keys.DEAD_LETTERS)[0][0]  # type: ignore[index,assignment]
+    letter: bytes = stream.redis.xrange(key_names.DEAD_LETTERS)[0][0]  # type: ignore[index,assignment]
     await stream.deleted("s1")
-    assert not script([keys.DEAD_LETTERS, keys.STREAM, keys.session("s1")], [letter, encode(turn())])
+    assert not script(
+        [key_names.DEAD_LETTERS, key_names.STREAM, key_names.session("s1")], [letter, encode(turn())]
+    )
     assert len(stream.records()) == 1, "the deletion alone"
 
 
 async def test_the_command_says_what_it_did_and_what_stays(stream: RedisEnds, redis_url: str) -> None:
     await stream.episode("s1")
     set_aside(stream)
-    stream.redis.xadd(keys.DEAD_LETTERS, {b"r": b"\x07later"})
+    stream.redis.xadd(key_names.DEAD_LETTERS, {b"r": b"\x07later"})
     command = ["requeue", "--redis-url", redis_url]
     said = CliRunner().invoke(app, [*command, "--dry-run"])
     assert "3 records would be put back into the stream" in said.output

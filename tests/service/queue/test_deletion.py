@@ -8,16 +8,13 @@ import pytest
 
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.errors import SessionDeleted, UserDeleted
-from rollout_queue.contract.listing import LIST_START
+from rollout_queue.contract.head import LIST_START, DeletionTotals, Tombstone
 from rollout_queue.contract.records import Deletion, Record, Verdict
 from rollout_queue.contract.stream import GroupMembers, Verdicts
-from rollout_queue.contract.tombstone import DeletionTotals, Tombstone
-from rollout_queue.redis import keys
-from rollout_queue.redis.deletion import OVERDUE_S, PAGE, RedisDeleter
-from rollout_queue.redis.heads.cache import HeadCache
-from rollout_queue.redis.heads.reading import read_head
-from rollout_queue.redis.scripts import deletion as deletion_scripts
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names, session_deletion
+from rollout_queue.redis.session_deletion import OVERDUE_S, PAGE, RedisDeleter
+from rollout_queue.redis.session_heads import HeadCache, read_head
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at
@@ -55,22 +52,22 @@ async def test_a_deletion_costs_no_more_in_a_long_stream(stream: RedisEnds) -> N
         await writer.append_turn(turn(f"t-{name}", name), 200.0)
         await writer.append_reward(reward(session_id=name))
         await writer.append_outcome(outcome(name), reward("finish", session_id=name), None)
-    names: Any = redis.hkeys(keys.session("old"))
+    names: Any = redis.hkeys(key_names.session("old"))
     known = [each for each in names if each.startswith(b"e:")]
-    assert redis.hdel(keys.session("old"), *known) == 4
+    assert redis.hdel(key_names.session("old"), *known) == 4
     with redis.pipeline(transaction=False) as others:
         for number in range(3_000):
-            others.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(turn(f"other-{number}", "other"))})
+            others.xadd(key_names.STREAM, {key_names.STREAM_FIELD: encode(turn(f"other-{number}", "other"))})
         others.execute()
-    before = redis.xlen(keys.STREAM)
+    before = redis.xlen(key_names.STREAM)
     for name, pages in (("s1", 0), ("old", 3_000 // PAGE)):
         redis.config_resetstat()
         assert await stream.deleter.delete_session(name) is not None
         ran = redis.info("commandstats").get("cmdstat_xrange", {"calls": 0})
         assert pages <= ran["calls"] <= 2 * pages
         before -= 4 - 1  # and a Deletion
-        assert redis.xlen(keys.STREAM) == before
-    assert not redis.exists(keys.DELETING)
+        assert redis.xlen(key_names.STREAM) == before
+    assert not redis.exists(key_names.DELETING)
 
 
 async def test_nothing_is_added_to_a_deleted_session_nor_is_its_id_given_again(ends: Ends) -> None:
@@ -202,7 +199,7 @@ async def test_only_the_records_of_the_session_leave_the_stream(stream: RedisEnd
         for name in names:
             record: Record = turn(f"t{number}", name, group_id=gone, task_id=gone)
             record = [record, reward("k", name, source=gone), outcome(name, group_id=gone)][number % 3]
-            stream.redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(record)})
+            stream.redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: encode(record)})
             kept += [encode(record)] * (name != gone)
     tombstone = await stream.deleted(gone)
     assert stream.records() == [*kept, encode(deletion(tombstone))]
@@ -215,20 +212,22 @@ async def test_unreadable_bytes_are_deleted_if_they_contain_the_session_id(strea
     letters = [newer + own, b"\x01" + own[:60], newer + encode(turn(session_id="s11"))[1:], b"\x01nonsense"]
     letters.append(newer + b"tokens of somebody else, among them \xa2s1")
     for letter in letters:
-        stream.redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: letter, "entry": "1-1", "error": "unread"})
-        stream.redis.xadd(keys.STREAM, {keys.STREAM_FIELD: letter})
-    stream.redis.xadd(keys.DEAD_LETTERS, {keys.STREAM_FIELD: b"", "entry": "1-1"})
+        stream.redis.xadd(
+            key_names.DEAD_LETTERS, {key_names.STREAM_FIELD: letter, "entry": "1-1", "error": "unread"}
+        )
+        stream.redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: letter})
+    stream.redis.xadd(key_names.DEAD_LETTERS, {key_names.STREAM_FIELD: b"", "entry": "1-1"})
     await stream.writer.open_session(spec("s1"))
     tombstone = await stream.deleted("s1")
-    assert stream.records(keys.DEAD_LETTERS) == [*letters[2:], b""]
+    assert stream.records(key_names.DEAD_LETTERS) == [*letters[2:], b""]
     assert stream.records() == [*letters[2:], encode(deletion(tombstone))]
 
 
 async def test_a_session_that_this_build_cannot_read_is_deleted_all_the_same(stream: RedisEnds) -> None:
     await stream.writer.open_session(spec("s1"))
-    stream.redis.hset(keys.session("s1"), "t:newer", b"\x09" + encode(turn())[1:])
+    stream.redis.hset(key_names.session("s1"), "t:newer", b"\x09" + encode(turn())[1:])
     await stream.deleted("s1")
-    assert not stream.redis.exists(keys.session("s1"))
+    assert not stream.redis.exists(key_names.session("s1"))
 
 
 async def test_what_a_dead_gateway_left_is_finished_by_another(stream: RedisEnds) -> None:
@@ -236,13 +235,13 @@ async def test_what_a_dead_gateway_left_is_finished_by_another(stream: RedisEnds
     await stream.writer.open_session(spec())
     await stream.writer.append_turn(turn(), 200.0)
     with pytest.MonkeyPatch.context() as patch:
-        break_script(patch, stream.client, deletion_scripts.REMOVE_ENTRIES)
+        break_script(patch, stream.client, session_deletion.REMOVE_ENTRIES)
         tombstone = await stream.deleted("s1")
     assert len(stream.records()) == 2
     assert await heir.finish(time.time()) == 0
     assert await heir.finish(time.time() + OVERDUE_S + 1) == 1
     assert stream.records() == [encode(deletion(tombstone))]
-    assert stream.redis.exists(keys.DELETING) == 0
+    assert stream.redis.exists(key_names.DELETING) == 0
     assert await heir.finish(time.time() + OVERDUE_S + 1) == 0
 
 
@@ -250,14 +249,16 @@ async def test_a_full_redis_can_be_relieved(stream: RedisEnds) -> None:
     """The deleted session holds no place and no deadline."""
     await stream.writer.open_session(spec(owner="me", user="ann"))
     await stream.writer.append_turn(turn(), 200.0)
-    places = (keys.OPEN, keys.open_of("me"), keys.UNTRAINED)
+    places = (key_names.OPEN, key_names.open_of("me"), key_names.UNTRAINED)
     for place in places:
         stream.redis.zadd(place, {"s1": 1.0})
     stream.redis.config_set("maxmemory", 1)
     tombstone = await stream.deleted("s1")
     assert stream.records() == [encode(deletion(tombstone))]
-    assert not stream.redis.exists(keys.session("s1"), keys.user_sessions("ann"), keys.DELETING)
-    assert not stream.redis.exists(*places, keys.DEADLINES)
+    assert not stream.redis.exists(
+        key_names.session("s1"), key_names.user_sessions("ann"), key_names.DELETING
+    )
+    assert not stream.redis.exists(*places, key_names.DEADLINES)
     assert stream.counts() == {"session:deleted": 1}
 
 
@@ -282,7 +283,7 @@ async def test_turns_that_come_while_their_session_is_deleted_are_refused_or_del
         refused = [each for each in ended if isinstance(each, SessionDeleted)]
         assert tombstone.turns + len(refused) == len(appends)
         assert stream.records()[round_:] == [encode(deletion(tombstone))]
-        assert stream.redis.exists(keys.session(name)) == 0
+        assert stream.redis.exists(key_names.session(name)) == 0
     for writer, each in zip(writers, connections, strict=True):
         await writer.close()
         await each.aclose()
@@ -296,11 +297,11 @@ async def test_a_turn_that_came_while_its_session_was_read_is_deleted_too(
     def read(fields: Any) -> Any:
         reads.append(len(fields))
         if len(reads) == 1:
-            stream.redis.hset(keys.session("s1"), "t:late", encode(turn("late", reply_digest="d")))
-            stream.redis.set(keys.continuation("me", "d"), "s1")
+            stream.redis.hset(key_names.session("s1"), "t:late", encode(turn("late", reply_digest="d")))
+            stream.redis.set(key_names.continuation("me", "d"), "s1")
         return read_head(fields)
 
-    monkeypatch.setattr("rollout_queue.redis.deletion.read_head", read)
+    monkeypatch.setattr("rollout_queue.redis.session_deletion.read_head", read)
     await stream.writer.open_session(spec(owner="me"))
     tombstone = await stream.deleted("s1")
     assert reads == [1, 2]
@@ -317,7 +318,7 @@ async def test_heads_that_gateways_remember_are_let_go(
         caches.append(HeadCache(limit))
         return caches[-1]
 
-    monkeypatch.setattr("rollout_queue.redis.writer.HeadCache", cache)
+    monkeypatch.setattr("rollout_queue.redis.stream_writer.HeadCache", cache)
     writers = [RedisWriter(stream.client) for _ in range(2)]
     for name in ("s1", "s2"):
         await writers[0].open_session(spec(name))

@@ -13,14 +13,14 @@ from redis import Redis
 
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, Span, Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.losses import losses_in
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.losses import losses_in
+from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.queue.load import NOBODY
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at, redis_at
@@ -36,7 +36,7 @@ TOKENS = list(range(300))
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisProcess]:
     redis = RedisProcess(tmp_path / "redis").start()
-    redis.client.hset(keys.POLICIES, "0", "{}")
+    redis.client.hset(key_names.POLICIES, "0", "{}")
     yield redis
     redis.close()
 
@@ -83,8 +83,8 @@ async def talk(redis: RedisProcess, sessions: int) -> list[Heard]:
 
 
 def fields_in_stream(redis: Redis) -> list[tuple[str, str]]:
-    entries: Any = redis.xrange(keys.STREAM)
-    records = [decode(fields[keys.STREAM_FIELD]) for _, fields in entries]
+    entries: Any = redis.xrange(key_names.STREAM)
+    records = [decode(fields[key_names.STREAM_FIELD]) for _, fields in entries]
     found = []
     for record in records:
         name = "outcome"
@@ -97,9 +97,9 @@ def fields_in_stream(redis: Redis) -> list[tuple[str, str]]:
 
 
 def fields_of_heads(redis: Redis) -> list[tuple[str, str]]:
-    heads: Any = {key: redis.hkeys(key) for key in redis.scan_iter(keys.session("*"))}
+    heads: Any = {key: redis.hkeys(key) for key in redis.scan_iter(key_names.session("*"))}
     return [
-        (key.decode().removeprefix(keys.session("")), field.decode())
+        (key.decode().removeprefix(key_names.session("")), field.decode())
         for key, fields in heads.items()
         for field in fields
         if field not in (b"spec", b"magnitude", b"turns") and not field.startswith(b"e:")
@@ -214,7 +214,7 @@ def test_a_trainer_that_has_read_more_than_redis_knows_says_so(redis: RedisProce
         reader.read(1000, 0.1)
     asyncio.run(talk(redis, 3))  # what comes now hides nothing
     list(reader.reclaim())
-    (loss,) = losses_in(cast(Any, client.hgetall(keys.LOSSES)))
+    (loss,) = losses_in(cast(Any, client.hgetall(key_names.LOSSES)))
     assert "came back with an older state" in loss.said
 
 
@@ -266,9 +266,9 @@ def test_a_trainer_frees_a_redis_that_is_full(redis: RedisProcess, trainer_was_t
     verdicts = Verdicts({"s": verdict}, {("s", f"s-t{number}"): verdict for number in range(taken)})
     reader.acknowledge([entry.entry_id for entry in entries], verdicts)
     after: Any = client.info("memory")
-    assert client.xlen(keys.STREAM) <= 1
+    assert client.xlen(key_names.STREAM) <= 1
     assert before["used_memory"] - after["used_memory"] > 1_000_000
-    assert client.hget(keys.session("s"), "verdict") == msgspec.json.encode(verdict)
-    client.delete(keys.LEASE)
+    assert client.hget(key_names.session("s"), "verdict") == msgspec.json.encode(verdict)
+    client.delete(key_names.LEASE)
     lease.renew()
     lease.release()

@@ -10,11 +10,10 @@ from redis import Redis
 
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Sampling, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis.heads.cache import HeadCache
-from rollout_queue.redis.heads.session_heads import PIECE_BYTES
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.session_heads import PIECE_BYTES, HeadCache
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.queue.records import reward, spec, turn
 from tests.support.redis_clients import async_redis_at, redis_at
 

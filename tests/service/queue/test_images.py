@@ -5,15 +5,14 @@ from typing import Any
 import pytest
 
 from rollout_queue.contract.codec import decode, encode
-from rollout_queue.contract.episodes import Episode
 from rollout_queue.contract.errors import InvalidRecord, SessionDeleted
+from rollout_queue.contract.export_rows import Episode
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.records import Turn, Verdict
+from rollout_queue.contract.packed_tokens import TokenIds
+from rollout_queue.contract.records import Turn, TurnImage, Verdict
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.contract.turn_parts.images import TurnImage
-from rollout_queue.redis import keys
-from rollout_queue.redis.restore import restore
+from rollout_queue.redis import key_names
+from rollout_queue.redis.record_restore import restore
 from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.queue.records import outcome, reward, spec, turn
 
@@ -121,8 +120,8 @@ async def test_the_bytes_go_with_a_session_whose_turns_cannot_be_read(stream: Re
     for session_id in ("a", "b"):
         await write(stream, session_id, ONE, *([TWO] if session_id == "a" else []))
     field, newer = "t:a-t", b"\xff"
-    record: Any = stream.redis.hget(keys.session("a"), field)
-    stream.redis.hset(keys.session("a"), field, newer + record[1:])
+    record: Any = stream.redis.hget(key_names.session("a"), field)
+    stream.redis.hset(key_names.session("a"), field, newer + record[1:])
     await stream.deleted("a")
     assert await stream.writer.images([ONE, TWO]) == {ONE: PNGS[ONE]}
     await stream.deleted("b")

@@ -8,11 +8,8 @@ import pytest
 from rollout_queue.contract.errors import Conflict, StorageUnavailable
 from rollout_queue.contract.records import LateJoin, SessionSpec
 from rollout_queue.memory import MemoryStream
-from rollout_queue.redis import keys
-from rollout_queue.redis.scripts import deletion as deletion_scripts
-from rollout_queue.redis.scripts import records as record_scripts
-from rollout_queue.redis.scripts import sessions as session_scripts
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names, session_deletion, session_scripts, turn_store
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at
@@ -160,17 +157,17 @@ async def test_a_turn_that_comes_between_stays(stream: RedisEnds) -> None:
 async def test_an_end_or_a_deletion_that_comes_between_wins(stream: RedisEnds) -> None:
     ended = await described_late(stream, lambda: stream.writer.append_outcome(outcome(), None, None))
     assert ended == spec(implicit=True)
-    assert not stream.redis.exists(keys.group("g"), keys.group_members("g"))
+    assert not stream.redis.exists(key_names.group("g"), key_names.group_members("g"))
     stream.redis.flushdb()
     assert await described_late(stream, lambda: stream.deleted("s1")) is None
-    assert not stream.redis.exists(keys.group("g"), keys.group_members("g"))
+    assert not stream.redis.exists(key_names.group("g"), key_names.group_members("g"))
 
 
 async def test_a_description_that_comes_before_an_end_is_in_it(stream: RedisEnds) -> None:
     await stream.writer.open_session(spec(implicit=True))
     with pytest.MonkeyPatch.context() as patch:
         described = describing(stream, spec(**GROUP))
-        before_script(patch, stream.client, record_scripts.APPEND_OUTCOME, described)
+        before_script(patch, stream.client, turn_store.APPEND_OUTCOME, described)
         assert (await stream.writer.append_outcome(outcome(), None, None)).group_id == "g"
 
 
@@ -180,7 +177,7 @@ async def test_the_trainer_hears_the_group_of_a_session_that_was_deleted_meanwhi
     await called(stream)
     with pytest.MonkeyPatch.context() as patch:
         described = describing(stream, spec(**GROUP))
-        before_script(patch, stream.client, deletion_scripts.DELETE, described)
+        before_script(patch, stream.client, session_deletion.DELETE, described)
         await stream.deleted("s1")
     (record,) = stream.records()
     assert b"deletion" in record
@@ -193,28 +190,30 @@ async def test_a_gateway_that_dies_before_the_script_has_changed_nothing(stream:
         break_script(patch, stream.client, session_scripts.DESCRIBE)
         with pytest.raises(StorageUnavailable):
             await stream.writer.describe_session(spec(**GROUP, user="ann"), 110.0)
-    assert not stream.redis.exists(keys.group("g"), keys.group_members("g"), keys.user_sessions("ann"))
+    assert not stream.redis.exists(
+        key_names.group("g"), key_names.group_members("g"), key_names.user_sessions("ann")
+    )
     assert not stream.records()
     assert await stream.writer.describe_session(spec(**GROUP, user="ann"), 110.0) == spec(**GROUP, user="ann")
-    assert stream.redis.smembers(keys.user_sessions("ann")) == {b"s1"}
+    assert stream.redis.smembers(key_names.user_sessions("ann")) == {b"s1"}
 
 
 async def test_a_full_redis_describes_a_session_whole_or_not_at_all(stream: RedisEnds) -> None:
     await stream.writer.open_session(spec(implicit=True))
-    before = stream.redis.hgetall(keys.session("s1"))
+    before = stream.redis.hgetall(key_names.session("s1"))
     stream.redis.config_set("maxmemory", 1)
     with pytest.raises(StorageUnavailable):
         await stream.writer.describe_session(spec(**GROUP), 110.0)
-    assert stream.redis.hgetall(keys.session("s1")) == before
-    assert not stream.redis.exists(keys.group("g"))
+    assert stream.redis.hgetall(key_names.session("s1")) == before
+    assert not stream.redis.exists(key_names.group("g"))
     assert not stream.records()
 
 
 async def test_what_is_trained_counts_and_nothing_else(stream: RedisEnds) -> None:
     for name in ("counted", "evaluation", "uncounted"):
         await stream.writer.open_session(spec(name, implicit=True))
-    stream.redis.zadd(keys.UNTRAINED, {"evaluation": 100.0})
+    stream.redis.zadd(key_names.UNTRAINED, {"evaluation": 100.0})
     await stream.writer.describe_session(spec("counted"), 110.0, counts=True)
     await stream.writer.describe_session(spec("evaluation", train=False), 110.0)
     await stream.writer.describe_session(spec("uncounted"), 110.0)
-    assert stream.redis.zrange(keys.UNTRAINED, 0, -1) == [b"counted"]
+    assert stream.redis.zrange(key_names.UNTRAINED, 0, -1) == [b"counted"]

@@ -15,12 +15,10 @@ from rollout_queue.contract.codec import SCHEMA, encode
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.contract.records import Outcome
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.replication import Replication
-from rollout_queue.redis.lease.holder import Holder
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import PAGE, RedisReader
-from rollout_queue.redis.scripts import consumer as consumer_scripts
+from rollout_queue.redis import consumer_scripts, key_names
+from rollout_queue.redis.lease import Holder, Lease
+from rollout_queue.redis.settings import Replication
+from rollout_queue.redis.stream_reader import PAGE, RedisReader
 from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import NOTHING, TRAINED
 from tests.support.redis_clients import redis_at
@@ -37,7 +35,9 @@ def claimed(redis: Redis, lease_s: float = 30.0) -> Lease:
 
 
 def append(redis: Redis, *names: str) -> list[str]:
-    written: list[Any] = [redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(ended(name))}) for name in names]
+    written: list[Any] = [
+        redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: encode(ended(name))}) for name in names
+    ]
     return [entry_id.decode() for entry_id in written]
 
 
@@ -50,12 +50,12 @@ def names(reader: RedisReader, count: int = 1000) -> list[str]:
 
 
 def letters(redis: Redis) -> list[dict[bytes, bytes]]:
-    raw: Any = redis.xrange(keys.DEAD_LETTERS)
+    raw: Any = redis.xrange(key_names.DEAD_LETTERS)
     return [fields for _, fields in raw]
 
 
 def owed(redis: Redis) -> int:
-    pending: Any = redis.xpending(keys.STREAM, keys.GROUP)
+    pending: Any = redis.xpending(key_names.STREAM, key_names.GROUP)
     return int(pending["pending"])
 
 
@@ -70,7 +70,7 @@ def test_a_number_is_reserved_once_a_replica_has_it(redis: Redis, tmp_path: Path
             replica.client.replicaof("127.0.0.1", str(master.port))
             wait_until(lambda: replica.client.info("replication")["master_link_status"] == "up")
             assert reader.reserve(1, "file:///1") < 1
-            assert replica.client.hget(keys.RESERVED, "version") == b"1"
+            assert replica.client.hget(key_names.RESERVED, "version") == b"1"
 
 
 # Who may claim
@@ -89,19 +89,19 @@ def test_a_lease_has_one_holder_who_says_where_it_runs_until_it_is_let_go(redis:
 
 def test_a_lease_that_is_not_renewed_runs_out(redis: Redis) -> None:
     first = claimed(redis, 60.0)
-    redis.pexpire(keys.LEASE, 30_000)  # half of the lease passes, by Redis' clock
+    redis.pexpire(key_names.LEASE, 30_000)  # half of the lease passes, by Redis' clock
     first.renew()
-    assert 30_000 < int(redis.pttl(keys.LEASE)) <= 60_000
+    assert 30_000 < int(redis.pttl(key_names.LEASE)) <= 60_000
     assert Lease(redis, 30.0).claim() is not None
-    redis.pexpire(keys.LEASE, 1)
-    wait_until(lambda: not redis.exists(keys.LEASE))
+    redis.pexpire(key_names.LEASE, 1)
+    wait_until(lambda: not redis.exists(key_names.LEASE))
     claimed(redis)
 
 
 def test_a_holder_who_slept_takes_its_lease_again_if_nobody_else_did(redis: Redis) -> None:
     lease = claimed(redis)
     reader = RedisReader(redis, lease.token)
-    redis.delete(keys.LEASE)
+    redis.delete(key_names.LEASE)
     append(redis, "a")
     assert names(reader) == ["a"]
     lease.renew()
@@ -110,14 +110,14 @@ def test_a_holder_who_slept_takes_its_lease_again_if_nobody_else_did(redis: Redi
 
 def test_a_holder_who_slept_has_lost_it_even_to_one_who_has_ended(redis: Redis) -> None:
     slept = claimed(redis)
-    redis.delete(keys.LEASE)
+    redis.delete(key_names.LEASE)
     other = claimed(redis)
     slept.release()
     assert Lease(redis, 30.0).claim() is not None, "only its holder lets a lease go"
     other.release()
     with pytest.raises(LeaseLost):
         slept.renew()
-    assert not redis.exists(keys.LEASE)
+    assert not redis.exists(key_names.LEASE)
 
 
 def test_a_process_on_another_machine_is_never_called_dead(
@@ -127,16 +127,16 @@ def test_a_process_on_another_machine_is_never_called_dead(
     ended = msgspec.structs.replace(here, born="never")
     assert (here.dead, ended.dead) == (False, True)
     assert not msgspec.structs.replace(ended, place="another boot").dead
-    monkeypatch.setattr("rollout_queue.redis.lease.holder.BOOT", tmp_path / "none")
+    monkeypatch.setattr("rollout_queue.redis.lease.BOOT", tmp_path / "none")
     unknown = msgspec.structs.replace(Holder.here(), born="never")
     assert not unknown.dead, "where the system tells no boot from another"
 
 
 def test_a_lease_that_nobody_can_read_keeps_others_off_until_it_runs_out(redis: Redis) -> None:
-    redis.set(keys.LEASE, b"\xffsomebody", px=30_000)
+    redis.set(key_names.LEASE, b"\xffsomebody", px=30_000)
     assert Lease(redis, 30.0).claim() is not None
-    redis.pexpire(keys.LEASE, 1)
-    wait_until(lambda: not redis.exists(keys.LEASE))
+    redis.pexpire(key_names.LEASE, 1)
+    wait_until(lambda: not redis.exists(key_names.LEASE))
     claimed(redis)
 
 
@@ -146,12 +146,12 @@ def test_a_lease_that_nobody_can_read_keeps_others_off_until_it_runs_out(redis: 
 @pytest.fixture
 def late(redis: Redis) -> RedisReader:
     """The reader of a trainer that has read "a", and slept while another trainer claimed the lease."""
-    redis.hset(keys.session("a"), "spec", b"")
+    redis.hset(key_names.session("a"), "spec", b"")
     first = claimed(redis)
     reader = RedisReader(redis, first.token)
     append(redis, "a")
     assert names(reader) == ["a"]
-    redis.delete(keys.LEASE)
+    redis.delete(key_names.LEASE)
     claimed(redis)
     append(redis, "b")
     return reader
@@ -166,7 +166,7 @@ def test_a_former_holder_reads_nothing(late: RedisReader, redis: Redis) -> None:
 
 
 def test_a_former_holder_acknowledges_and_writes_nothing(late: RedisReader, redis: Redis) -> None:
-    pending: Any = redis.xpending(keys.STREAM, keys.GROUP)
+    pending: Any = redis.xpending(key_names.STREAM, key_names.GROUP)
     read = [pending["min"].decode()]
     writes: list[Callable[[], object]] = [
         lambda: late.acknowledge(read, Verdicts({"a": TRAINED}, {("a", "t"): TRAINED})),
@@ -178,16 +178,16 @@ def test_a_former_holder_acknowledges_and_writes_nothing(late: RedisReader, redi
         with pytest.raises(LeaseLost):
             write()
     assert owed(redis) == 1
-    assert redis.hkeys(keys.session("a")) == [b"spec"]
-    assert not redis.exists(keys.VERDICTS, keys.TRAINER, keys.RESERVED)
-    assert redis.xlen(keys.STREAM) == 2
+    assert redis.hkeys(key_names.session("a")) == [b"spec"]
+    assert not redis.exists(key_names.VERDICTS, key_names.TRAINER, key_names.RESERVED)
+    assert redis.xlen(key_names.STREAM) == 2
 
 
 def test_a_trainer_that_was_stopped_while_it_waited_for_news_takes_none(redis: Redis) -> None:
     reader = RedisReader(redis, claimed(redis).token)
 
     def news(*_: object, **__: object) -> bool:
-        redis.delete(keys.LEASE)
+        redis.delete(key_names.LEASE)
         claimed(redis)
         append(redis, "a")
         return True
@@ -216,8 +216,8 @@ def test_a_claim_between_the_look_at_the_fence_and_the_read_is_seen(
         def read_and_sleep() -> Any:
             answers.append(read())
             if len(answers) == 2:
-                redis.delete(keys.LEASE)
-                redis.set(keys.FENCE, b"another's" if taken_over else answers[1])
+                redis.delete(key_names.LEASE)
+                redis.set(key_names.FENCE, b"another's" if taken_over else answers[1])
             return answers[-1]
 
         monkeypatch.setattr(connection, "read_response", read_and_sleep)
@@ -239,11 +239,11 @@ def test_a_reader_goes_on_where_it_was_when_its_group_is_lost(redis: Redis, lost
     first, _, last = append(redis, "a", "b", "c")
     assert names(reader) == ["a", "b", "c"]
     reader.acknowledge([first, last], NOTHING)
-    assert redis.xlen(keys.STREAM) == 2, "the last delivered entry stays"
+    assert redis.xlen(key_names.STREAM) == 2, "the last delivered entry stays"
     if lost == "the group":
-        redis.xgroup_destroy(keys.STREAM, keys.GROUP)
+        redis.xgroup_destroy(key_names.STREAM, key_names.GROUP)
     else:
-        redis.delete(keys.STREAM)
+        redis.delete(key_names.STREAM)
         last_ms = int(last.partition("-")[0])
         wait_until(lambda: redis.time()[0] * 1000 + redis.time()[1] // 1000 > last_ms)  # ids go on from there
     append(redis, "d")
@@ -262,7 +262,7 @@ def test_a_lost_fence_is_written_again_by_the_trainer_whose_lease_had_not_run_ou
     lease = claimed(redis, 30.0)
     reader = RedisReader(redis, lease.token)
     append(redis, "a")
-    redis.delete(keys.FENCE, keys.LEASE)
+    redis.delete(key_names.FENCE, key_names.LEASE)
     with pytest.raises(StorageUnavailable, match="weir:trainer_fence"):
         names(reader)
     turned.turn(31.0 if ran_out else 10.0)
@@ -295,7 +295,7 @@ def test_a_read_stops_short_only_where_there_is_no_more(redis: Redis) -> None:
     reader = claimed_reader(redis)
     written = [f"s{number}" for number in range(2 * PAGE + 10)]
     append(redis, *written[:PAGE])
-    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b""})
+    redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: b""})
     append(redis, *written[PAGE:])
     assert names(reader, PAGE + 10) == written[: PAGE + 10]
     assert names(reader) == written[PAGE + 10 :]
@@ -318,20 +318,20 @@ def test_a_read_stops_short_only_where_there_is_no_more(redis: Redis) -> None:
 def test_what_nobody_can_read_is_set_aside_and_stops_nothing(redis: Redis, packed: bytes) -> None:
     reader = claimed_reader(redis)
     append(redis, "before")
-    poison: Any = redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
+    poison: Any = redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: packed})
     append(redis, "after")
     assert names(reader) == ["before", "after"]
     (letter,) = letters(redis)
-    assert (letter[keys.STREAM_FIELD], letter[b"entry"]) == (packed, poison)
+    assert (letter[key_names.STREAM_FIELD], letter[b"entry"]) == (packed, poison)
     assert letter[b"error"]
     reader.acknowledge([entry.entry_id for entry in reader.reclaim()], NOTHING)
     assert owed(redis) == 0
-    assert redis.xlen(keys.STREAM) == 1  # the last delivered entry stays in the stream
+    assert redis.xlen(key_names.STREAM) == 1  # the last delivered entry stays in the stream
 
 
 def test_an_entry_that_is_none_of_ours_is_set_aside_whole(redis: Redis) -> None:
     reader = claimed_reader(redis)
-    redis.xadd(keys.STREAM, {b"who": b"me", b"what": b"\x00"})
+    redis.xadd(key_names.STREAM, {b"who": b"me", b"what": b"\x00"})
     assert names(reader) == []
     (letter,) = letters(redis)
     assert (letter[b"who"], letter[b"what"]) == (b"me", b"\x00")
@@ -344,8 +344,8 @@ def unread(redis: Redis) -> tuple[Lease, RedisReader, str]:
     lease = claimed(redis)
     reader = RedisReader(redis, lease.token)
     append(redis, "sound")
-    newer: Any = redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x02newer"})
-    redis.xreadgroup(keys.GROUP, keys.CONSUMER, {keys.STREAM: ">"})
+    newer: Any = redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: b"\x02newer"})
+    redis.xreadgroup(key_names.GROUP, key_names.CONSUMER, {key_names.STREAM: ">"})
     return lease, reader, newer
 
 
@@ -356,7 +356,7 @@ def test_an_unreadable_entry_is_set_aside_once(redis: Redis, unread: tuple[Lease
     (read, _) = [next(entries) for entries in twice]
     assert [list(entries) for entries in twice] == [[], []]
     reader.acknowledge([read.entry_id], NOTHING)
-    assert [letter[keys.STREAM_FIELD] for letter in letters(redis)] == [b"\x02newer"]
+    assert [letter[key_names.STREAM_FIELD] for letter in letters(redis)] == [b"\x02newer"]
     assert owed(redis) == 0
 
 
@@ -366,7 +366,7 @@ def test_an_unreadable_entry_that_was_deleted_meanwhile_is_not_set_aside(
     _, reader, newer = unread
     entries = reader.reclaim()
     next(entries)
-    redis.xdel(keys.STREAM, newer)
+    redis.xdel(key_names.STREAM, newer)
     assert list(entries) == []
     assert not letters(redis)
 
@@ -374,7 +374,7 @@ def test_an_unreadable_entry_that_was_deleted_meanwhile_is_not_set_aside(
 def test_a_former_holder_sets_nothing_aside(redis: Redis, unread: tuple[Lease, RedisReader, str]) -> None:
     entries = unread[1].reclaim()
     next(entries)
-    redis.delete(keys.LEASE)
+    redis.delete(key_names.LEASE)
     claimed(redis)
     with pytest.raises(LeaseLost):
         list(entries)
@@ -386,11 +386,11 @@ def test_entries_that_were_deleted_are_no_longer_owed(redis: Redis) -> None:
     reader = claimed_reader(redis)
     first, *_, last = append(redis, *(f"s{number}" for number in range(PAGE + 5)))
     names(reader)
-    redis.xdel(keys.STREAM, first, last)
+    redis.xdel(key_names.STREAM, first, last)
     assert len(list(reader.reclaim())) == PAGE + 3
     assert owed(redis) == PAGE + 3
     reader.acknowledge([], NOTHING)
-    assert redis.xlen(keys.STREAM) == PAGE + 3
+    assert redis.xlen(key_names.STREAM) == PAGE + 3
 
 
 def test_one_entry_that_nobody_acknowledges_keeps_no_later_ones(redis: Redis) -> None:
@@ -401,13 +401,13 @@ def test_one_entry_that_nobody_acknowledges_keeps_no_later_ones(redis: Redis) ->
     for first in range(0, len(others), PAGE):
         reader.acknowledge(others[first : first + PAGE], NOTHING)
     assert [entry.entry_id for entry in reader.reclaim()] == [straggler]
-    assert redis.xlen(keys.STREAM) == 2  # the last delivered entry stays in the stream
+    assert redis.xlen(key_names.STREAM) == 2  # the last delivered entry stays in the stream
     append(redis, "new")
     assert names(reader) == ["new"]
 
 
 def test_a_trim_that_fails_repeats_nothing(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
-    redis.hset(keys.session("a"), "spec", b"")
+    redis.hset(key_names.session("a"), "spec", b"")
     reader = claimed_reader(redis)
     entry_ids = append(redis, "a", "b", "c")
     names(reader)
@@ -416,10 +416,10 @@ def test_a_trim_that_fails_repeats_nothing(redis: Redis, caplog: pytest.LogCaptu
         break_script(patch, redis, consumer_scripts.FREE)
         reader.acknowledge(entry_ids[:2], Verdicts({"a": TRAINED}, {}))
     assert "stay in the stream" in caplog.text
-    assert redis.xlen(keys.STREAM) == 3
-    assert redis.hgetall(keys.VERDICTS) == {b"session:trained": b"1"}
+    assert redis.xlen(key_names.STREAM) == 3
+    assert redis.hgetall(key_names.VERDICTS) == {b"session:trained": b"1"}
     reader.acknowledge(entry_ids[2:], NOTHING)
-    assert redis.xlen(keys.STREAM) == 1
+    assert redis.xlen(key_names.STREAM) == 1
 
 
 def test_a_large_acknowledgement_is_one(redis: Redis) -> None:
@@ -427,20 +427,20 @@ def test_a_large_acknowledgement_is_one(redis: Redis) -> None:
     count = 8_200  # more values than Lua hands over at once
     with redis.pipeline(transaction=False) as pipeline:
         for number in range(count):
-            pipeline.hset(keys.session(f"s{number}"), "spec", b"")
-            pipeline.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(ended(f"s{number}"))})
+            pipeline.hset(key_names.session(f"s{number}"), "spec", b"")
+            pipeline.xadd(key_names.STREAM, {key_names.STREAM_FIELD: encode(ended(f"s{number}"))})
         pipeline.execute()
     entries = reader.read(count, 0.01)
     assert len(entries) == count
     verdicts = Verdicts({entry.record.session_id: TRAINED for entry in entries}, {})
     reader.acknowledge([entry.entry_id for entry in entries], verdicts)
     assert owed(redis) == 0
-    assert redis.hgetall(keys.VERDICTS) == {b"session:trained": str(count).encode()}
+    assert redis.hgetall(key_names.VERDICTS) == {b"session:trained": str(count).encode()}
 
 
 def test_a_write_that_redis_refuses_is_storage_unavailable(redis: Redis) -> None:
     reader = claimed_reader(redis)
-    redis.set(keys.TRAINER, b"no hash")
+    redis.set(key_names.TRAINER, b"no hash")
     with pytest.raises(StorageUnavailable, match="WRONGTYPE"):
         reader.report({"version": 7})
 

@@ -6,13 +6,18 @@ from typing import Any
 import pytest
 
 from rollout_queue.contract.codec import encode
-from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import ALL_SESSIONS, LIST_END, LIST_START, ListPosition, ListScope
+from rollout_queue.contract.head import (
+    ALL_SESSIONS,
+    LIST_END,
+    LIST_START,
+    ListPosition,
+    ListScope,
+    SessionHead,
+    TurnSums,
+)
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import SessionSpec, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.contract.turn_parts.sums import TurnSums
-from rollout_queue.redis import keys
-from rollout_queue.redis.heads import listing
+from rollout_queue.redis import key_names, session_lists
 from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.queue.records import outcome, reward, spec, turn
 
@@ -62,12 +67,12 @@ async def test_the_newest_session_comes_first_if_a_list_asks_for_that(ends: Ends
     assert await listed(ends, LIST_START, 9, NEWEST) == []
 
 
-@pytest.mark.parametrize("most", [listing.MOST_MEMBERS, 1])
+@pytest.mark.parametrize("most", [session_lists.MOST_MEMBERS, 1])
 async def test_a_list_of_a_group_or_user_has_all_of_its_sessions(
     ends: Ends, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if there are too many of them to be read at once; then the list looks at other sessions, too."""
-    monkeypatch.setattr(listing, "MOST_MEMBERS", most)
+    monkeypatch.setattr(session_lists, "MOST_MEMBERS", most)
     for number in range(6):
         given: dict[str, Any] = {"group_id": "g" if number % 2 else None, "user": "u" if number > 2 else None}
         await ends.writer.open_session(
@@ -118,9 +123,9 @@ async def test_turns_that_an_older_build_has_appended_are_in_the_summary(
     await stream.writer.open_session(spec())
     await stream.writer.append_turn(sampled("new", (Span(1, 0, 1),), 101.0), 200.0)
     old = sampled("old", (Span(0, 0, 2),), 102.0)
-    stream.redis.hset(keys.session("s1"), "t:old", encode(old))
+    stream.redis.hset(key_names.session("s1"), "t:old", encode(old))
     if written == "all turns":
-        stream.redis.hdel(keys.session("s1"), "turns")
+        stream.redis.hdel(key_names.session("s1"), "turns")
     assert await sums(stream) == TurnSums(2, 3, 102.0, 0, 1)
 
 

@@ -11,7 +11,7 @@ from redis import Redis
 from bench.owed import found, plant
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import NOTHING
 from tests.support.redis_clients import redis_at
@@ -53,7 +53,7 @@ class KilledTrainer:
 
     def resume(self, owed: Acknowledgement) -> bool:
         """Start from a checkpoint that owes this. Returns whether it lived."""
-        pending: Any = self.redis.xpending_range(keys.STREAM, keys.GROUP, "-", "+", 10 * TURNS)
+        pending: Any = self.redis.xpending_range(key_names.STREAM, key_names.GROUP, "-", "+", 10 * TURNS)
         try:
             self.acknowledger.resume(owed, {each["message_id"].decode() for each in pending})
         except Killed:
@@ -95,7 +95,7 @@ def test_many_groups_end_in_pages_and_a_group_of_up_to_512_sessions_ends_as_a_wh
     """The sessions have five turns each. The rest of a group of which one has a verdict would be late."""
     names = [f"s{number}" for number in range(sessions)]
     for name in names:
-        clients[0].hset(keys.session(name), "spec", b"")
+        clients[0].hset(key_names.session(name), "spec", b"")
     turns = [AcknowledgedTurn(name, f"t{number}", STALE) for name in names for number in range(5)]
     size = 500
     groups = [
@@ -109,14 +109,14 @@ def test_many_groups_end_in_pages_and_a_group_of_up_to_512_sessions_ends_as_a_wh
 
     def noting(*given: Any, run: Any = trainer.redis.evalsha) -> Any:
         reply = run(*given)
-        whole.append(int(clients[0].hget(keys.VERDICTS, "session:stale") or 0) % size == 0)
+        whole.append(int(clients[0].hget(key_names.VERDICTS, "session:stale") or 0) % size == 0)
         return reply
 
     trainer.redis.evalsha = noting  # type: ignore[assignment,method-assign]
     trainer.acknowledger.end(groups, [], [])
     assert all(whole)
     assert max(trainer.sizes) <= 7 * 512 + 20
-    assert clients[0].hgetall(keys.VERDICTS) == {
+    assert clients[0].hgetall(key_names.VERDICTS) == {
         b"session:stale": b"%d" % sessions,
         b"turn:stale": b"%d" % len(turns),
     }
@@ -124,7 +124,7 @@ def test_many_groups_end_in_pages_and_a_group_of_up_to_512_sessions_ends_as_a_wh
 
 def test_what_a_page_holds_is_bounded_in_bytes(clients: list[Redis]) -> None:
     """A turn of 100,000 tokens has a megabyte of numbers."""
-    clients[0].hset(keys.session("s"), "spec", b"")
+    clients[0].hset(key_names.session("s"), "spec", b"")
     trained = {("s", f"t{number}"): Verdict(code="trained", step=1, version=1) for number in range(20)}
     trainer = KilledTrainer(clients.pop())
     sizes = list[int]()

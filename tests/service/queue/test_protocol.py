@@ -32,9 +32,9 @@ from redis import Redis
 
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.errors import LeaseLost, SessionClosed, SessionDeleted, StorageUnavailable
-from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import LIST_START
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.head import LIST_START, SessionHead
+from rollout_queue.contract.packed_tokens import TrainedTokens
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import (
     Outcome,
     Record,
@@ -45,13 +45,9 @@ from rollout_queue.contract.records import (
     Turn,
     Verdict,
 )
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
-from rollout_queue.redis import keys, reader
-from rollout_queue.redis.pages import Pages, RawEntry
-from rollout_queue.redis.scripts import consumer as consumer_scripts
-from rollout_queue.redis.scripts import deletion as deletion_scripts
-from rollout_queue.redis.scripts import records as record_scripts
-from rollout_queue.redis.scripts.functions import FENCED
+from rollout_queue.redis import consumer_scripts, key_names, session_deletion, stream_reader, turn_store
+from rollout_queue.redis.lua import FENCED
+from rollout_queue.redis.stream_pages import Pages, RawEntry
 from tests.support.hypothesis_profiles import LONG_EXAMPLES, long
 from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
 from tests.support.queue.records import turn as made_turn
@@ -324,9 +320,9 @@ class Protocol(RuleBasedStateMachine):
                 assert numbers.advantage_mean == stored.trained.index(turn_id)
                 taught[session_id] = versions[turn_id]
         redis: Any = self.system.redis
-        indexed = redis.zrange(keys.TRAINED, 0, -1, withscores=True)
+        indexed = redis.zrange(key_names.TRAINED, 0, -1, withscores=True)
         assert {name.decode(): int(version) for name, version in indexed} == taught
-        steps = [msgspec.json.decode(each, type=TrainedStep) for each in redis.zrange(keys.STEPS, 0, -1)]
+        steps = [msgspec.json.decode(each, type=TrainedStep) for each in redis.zrange(key_names.STEPS, 0, -1)]
         by_version = {row.version: row.step for row in stored.ledger}
         assert [by_version.get(each.version) for each in steps] == [each.step for each in steps]
 
@@ -340,7 +336,7 @@ class Protocol(RuleBasedStateMachine):
         assert not left & scrubbed
 
     def verdicts_are_counted_once(self, stored: Stored) -> None:
-        found: Any = self.system.redis.hgetall(keys.VERDICTS)
+        found: Any = self.system.redis.hgetall(key_names.VERDICTS)
         counted = {name.decode(): int(count) for name, count in found.items()}
         expected = Counter(self.buried)
         for head in stored.heads.values():
@@ -395,7 +391,7 @@ class Protocol(RuleBasedStateMachine):
         head = self.system.run(self.system.writer.load(session_id))
         with pytest.MonkeyPatch.context() as patch:
             if dies:
-                break_script(patch, self.system.async_redis, deletion_scripts.REMOVE_ENTRIES)
+                break_script(patch, self.system.async_redis, session_deletion.REMOVE_ENTRIES)
             tombstone = self.system.run(self.system.deleter.delete_session(session_id))
         assert (tombstone is None) == known.deleted
         if head is not None and tombstone is not None:
@@ -418,18 +414,18 @@ class Protocol(RuleBasedStateMachine):
 
     def _stored(self) -> Stored:
         redis: Any = self.system.redis
-        (group,) = redis.xinfo_groups(keys.STREAM)
+        (group,) = redis.xinfo_groups(key_names.STREAM)
         delivered, pending = _place(group["last-delivered-id"]), set(self._pending())
         records, waiting = list[Record](), list[Record]()
-        for entry_id, fields in redis.xrange(keys.STREAM):
-            records.append(decode(fields[keys.STREAM_FIELD]))
+        for entry_id, fields in redis.xrange(key_names.STREAM):
+            records.append(decode(fields[key_names.STREAM_FIELD]))
             if entry_id in pending or _place(entry_id) > delivered:
                 waiting.append(records[-1])
         return Stored(*self.system.durable(), self._heads(), records, waiting)
 
     def _pending(self) -> list[bytes]:
         redis: Any = self.system.redis
-        found = redis.xpending_range(keys.STREAM, keys.GROUP, "-", "+", 10**6)
+        found = redis.xpending_range(key_names.STREAM, key_names.GROUP, "-", "+", 10**6)
         return [each["message_id"] for each in found]
 
     def _seen_by_all(self) -> object:
@@ -438,8 +434,8 @@ class Protocol(RuleBasedStateMachine):
         return (
             self.system.durable(),
             self._pending(),
-            redis.xinfo_groups(keys.STREAM)[0]["last-delivered-id"],
-            redis.hgetall(keys.VERDICTS),
+            redis.xinfo_groups(key_names.STREAM)[0]["last-delivered-id"],
+            redis.hgetall(key_names.VERDICTS),
             len(self.system.fleet.announced),
         )
 
@@ -515,8 +511,8 @@ def forgets_what_it_owes(patch: pytest.MonkeyPatch) -> None:
 
 def appends_as_often_as_asked(patch: pytest.MonkeyPatch) -> None:
     once = "if stored then return {before, before} end"
-    assert once in record_scripts.APPEND_TURN
-    patch.setattr(record_scripts, "APPEND_TURN", record_scripts.APPEND_TURN.replace(once, ""))
+    assert once in turn_store.APPEND_TURN
+    patch.setattr(turn_store, "APPEND_TURN", turn_store.APPEND_TURN.replace(once, ""))
 
 
 def has_no_fence(patch: pytest.MonkeyPatch) -> None:
@@ -528,10 +524,10 @@ def has_no_fence(patch: pytest.MonkeyPatch) -> None:
             self.redis = redis
 
         def page(self, count: int, what: bytes) -> list[RawEntry] | None:
-            fence: Any = self.redis.get(keys.FENCE)
+            fence: Any = self.redis.get(key_names.FENCE)
             return Pages(self.redis, fence.decode()).page(count, what)
 
-    patch.setattr(reader, "Pages", UnfencedPages)
+    patch.setattr(stream_reader, "Pages", UnfencedPages)
     for name in ("CONFIRM", "READ", "DELIVERED_LAST", "ACKNOWLEDGE", "FREE", "SET_ASIDE", "REPORT"):
         script = getattr(consumer_scripts, name)
         assert script.startswith(FENCED)

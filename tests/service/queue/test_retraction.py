@@ -12,8 +12,8 @@ from gateway.cancellation import cancel_and_wait
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis.client.replication import NO_REPLICAS, Replication
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.settings import NO_REPLICAS, Replication
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.outcomes import orphans_of
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.queue.records import spec, turn
 from tests.support.redis_clients import async_redis_at

@@ -4,8 +4,8 @@ import pytest
 from redis import Redis
 
 from rollout_queue.contract.codec import SCHEMA
-from rollout_queue.redis import keys
-from rollout_queue.redis.connection.schema import (
+from rollout_queue.redis import key_names
+from rollout_queue.redis.schema_version import (
     RESTORING,
     SchemaTooNew,
     claim_schema,
@@ -17,10 +17,10 @@ from tests.support.redis_clients import async_redis_at
 
 def test_a_release_notes_its_schema_and_accepts_older_ones(redis: Redis) -> None:
     claim_schema(redis)
-    assert redis.get(keys.SCHEMA) == str(SCHEMA).encode()
-    redis.set(keys.SCHEMA, SCHEMA - 1)
+    assert redis.get(key_names.SCHEMA) == str(SCHEMA).encode()
+    redis.set(key_names.SCHEMA, SCHEMA - 1)
     claim_schema(redis)
-    assert redis.get(keys.SCHEMA) == str(SCHEMA).encode()
+    assert redis.get(key_names.SCHEMA) == str(SCHEMA).encode()
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def test_a_release_notes_its_schema_and_accepts_older_ones(redis: Redis) -> None
 async def test_data_of_a_newer_release_or_half_a_backup_is_refused(
     redis: Redis, redis_url: str, stored: str, sentence: str
 ) -> None:
-    redis.set(keys.SCHEMA, stored)
+    redis.set(key_names.SCHEMA, stored)
     with pytest.raises(SchemaTooNew, match=sentence):
         claim_schema(redis)
     async with async_redis_at(redis_url) as client:
         with pytest.raises(SchemaTooNew, match=sentence):
             await claim_schema_async(client)
-    assert redis.get(keys.SCHEMA) == stored.encode()
+    assert redis.get(key_names.SCHEMA) == stored.encode()
     write_schema(redis)
     claim_schema(redis)
 
@@ -51,4 +51,4 @@ async def test_data_of_a_newer_release_or_half_a_backup_is_refused(
 def test_a_full_redis_does_not_keep_a_release_from_starting(redis: Redis) -> None:
     redis.config_set("maxmemory", "1")
     claim_schema(redis)
-    assert redis.get(keys.SCHEMA) is None
+    assert redis.get(key_names.SCHEMA) is None

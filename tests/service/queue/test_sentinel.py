@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.masters import PATIENCES_S
-from rollout_queue.redis.client.opening import open_async_redis, open_redis
-from rollout_queue.redis.client.replication import Replication
-from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.redis_client import PATIENCES_S, open_async_redis, open_redis
+from rollout_queue.redis.settings import RedisSettings, Replication
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.queue.dead_nodes import down, pinged
 from tests.support.queue.load import Load
 from tests.support.queue.records import outcome, spec, turn
@@ -38,7 +36,7 @@ def watched(servers: WatchedMaster) -> WatchedMaster:
     """All servers are well and empty, and the replicas keep up."""
     wait_until(lambda: servers.complete(2))
     servers.master.client.flushall()
-    servers.master.client.hset(keys.POLICIES, "0", "{}")
+    servers.master.client.hset(key_names.POLICIES, "0", "{}")
     wait_until(lambda: servers.master.client.wait(2, 100) == 2)
     return servers
 
@@ -164,7 +162,7 @@ def test_a_demoted_master_is_not_written_to(watched: WatchedMaster) -> None:
         former.client.replicaof("127.0.0.1", str(watched.master.port))  # Sentinel does this after 8 s
         await writer.open_session(spec("after"))
         await writer.append_turn(turn("t", "after"), expires_at=1e12)
-        assert watched.master.client.hexists(keys.session("after"), "t:t")
+        assert watched.master.client.hexists(key_names.session("after"), "t:t")
         await writer.close()
         await redis.aclose()
 

@@ -17,14 +17,11 @@ from rollout_queue.contract.errors import (
     StorageUnavailable,
     TooManyRewards,
 )
-from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.listing import LIST_START
-from rollout_queue.contract.progress import GroupProgress
+from rollout_queue.contract.head import LIST_START, GroupProgress, SessionHead
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.redis import keys
-from rollout_queue.redis.scripts import sessions as session_scripts
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names, session_scripts
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import NOTHING, TRAINED, Ends
 from tests.support.queue.records import outcome, reward, spec, turn
@@ -261,10 +258,10 @@ async def test_a_call_sees_what_other_gateways_wrote(ends: Ends, redis_url: str)
 def test_acknowledged_entries_leave_the_stream_and_owed_ones_never(redis: Redis) -> None:
     reader = claimed_reader(redis)
     for index in range(5):
-        redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(turn(f"t{index}"))})
+        redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: encode(turn(f"t{index}"))})
     entries = reader.read(3, 0.01)
     reader.acknowledge([entries[0].entry_id, entries[2].entry_id], NOTHING)
-    raw: Any = redis.xrange(keys.STREAM)
+    raw: Any = redis.xrange(key_names.STREAM)
     left = [entry_id.decode() for entry_id, _ in raw]
     assert left[:2] == [entries[1].entry_id, entries[2].entry_id]
     assert len(left) == 4
@@ -272,19 +269,19 @@ def test_acknowledged_entries_leave_the_stream_and_owed_ones_never(redis: Redis)
 
 def test_a_record_nobody_can_read_is_set_aside_with_its_bytes(redis: Redis) -> None:
     reader = claimed_reader(redis)
-    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: b"\x09nonsense"})
-    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(turn())})
+    redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: b"\x09nonsense"})
+    redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: encode(turn())})
     assert [entry.record for entry in reader.read(10, 0.01)] == [turn()]
-    letters: Any = redis.xrange(keys.DEAD_LETTERS)
+    letters: Any = redis.xrange(key_names.DEAD_LETTERS)
     ((_, letter),) = letters
-    assert letter[keys.STREAM_FIELD] == b"\x09nonsense"
+    assert letter[key_names.STREAM_FIELD] == b"\x09nonsense"
     assert b"schema 9" in letter[b"error"]
     assert len(list(reader.reclaim())) == 1
 
 
 def test_a_second_reader_takes_up_what_the_first_left(redis: Redis) -> None:
     first = claimed_reader(redis)
-    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(turn())})
+    redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: encode(turn())})
     first.read(10, 0.01)
     assert [entry.record for entry in claimed_reader(redis).reclaim()] == [turn()]
 
@@ -304,7 +301,7 @@ async def test_a_call_in_time_wins_over_a_gateway_that_saw_the_old_deadline(
     with pytest.MonkeyPatch.context() as patch:
         before_script(patch, connection, session_scripts.EXPIRE, lambda: writer.append_turn(turn(), 500.0))
         assert await writer.expire(now=111.0, limit=10) == 0
-    assert redis.xlen(keys.STREAM) == 1
+    assert redis.xlen(key_names.STREAM) == 1
 
 
 async def test_a_full_redis_takes_a_record_whole_or_not_at_all(writer: RedisWriter, redis: Redis) -> None:
@@ -316,7 +313,7 @@ async def test_a_full_redis_takes_a_record_whole_or_not_at_all(writer: RedisWrit
     with pytest.raises(StorageUnavailable):
         await writer.open_group([spec("a", group_id="g"), spec("b", group_id="g")])
     assert await writer.load("s1") == SessionHead(spec=spec(ttl_s=10.0))
-    assert redis.xlen(keys.STREAM) == 0
-    assert redis.exists(keys.group("g")) == 0
+    assert redis.xlen(key_names.STREAM) == 0
+    assert redis.exists(key_names.group("g")) == 0
     assert await writer.expire(now=111.0, limit=10) == 1
-    assert redis.xlen(keys.STREAM) == 1
+    assert redis.xlen(key_names.STREAM) == 1

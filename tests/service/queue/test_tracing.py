@@ -9,11 +9,17 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rollout_queue.signals.tracing.counts import SpanCounts
-from rollout_queue.signals.tracing.otel import BATCH_SPANS, OtelTracer, SpanQueue
-from rollout_queue.signals.tracing.settings import OtelSettings
-from rollout_queue.signals.tracing.spans import MOST_LINKS, current_span, span, trace_headers, use_tracer
-from rollout_queue.signals.tracing.start import COUNTS, begin_tracing, show_spans
+from rollout_queue.otel import BATCH_SPANS, OtelTracer, SpanQueue
+from rollout_queue.starting import COUNTS, begin_tracing, show_spans
+from rollout_queue.tracing import (
+    MOST_LINKS,
+    OtelSettings,
+    SpanCounts,
+    current_span,
+    span,
+    trace_headers,
+    use_tracer,
+)
 from tests.support.observe.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until

@@ -7,14 +7,13 @@ import msgspec
 import pytest
 
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.contract.policies.policy import PolicyRecord
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.packed_tokens import TrainedTokens
+from rollout_queue.contract.published_policy import PolicyRecord, TrainedStep
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from rollout_queue.memory import MemoryStream
-from rollout_queue.redis import keys
-from rollout_queue.redis.policies.lineage import heads_without_tokens, is_known, steps_of, trained_sessions
+from rollout_queue.redis import key_names
+from rollout_queue.redis.session_lists import heads_without_tokens, is_known, steps_of, trained_sessions
 from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.queue.records import spec, turn
 
@@ -88,7 +87,7 @@ async def test_numbers_reach_the_head_with_the_verdict(ends: Ends) -> None:
         assert ends.writer.steps == {4: step(4, 3)}
     else:
         assert ends.redis is not None
-        stored: Any = ends.redis.zrange(keys.STEPS, 0, -1)
+        stored: Any = ends.redis.zrange(key_names.STEPS, 0, -1)
         assert [msgspec.json.decode(each, type=TrainedStep) for each in stored] == [step(4, 3)]
 
 
@@ -96,7 +95,7 @@ async def test_a_deleted_session_gets_no_verdict_and_no_numbers(ends: Ends) -> N
     ends.reader.acknowledge([], trained(4, "gone"))
     assert await ends.writer.load("gone") is None
     assert ends.counts() == {}
-    assert ends.redis is None or not ends.redis.exists(keys.session("gone"), keys.TRAINED)
+    assert ends.redis is None or not ends.redis.exists(key_names.session("gone"), key_names.TRAINED)
 
 
 async def test_numbers_stay_out_of_the_heads_in_memory(stream: RedisEnds) -> None:
@@ -107,7 +106,7 @@ async def test_numbers_stay_out_of_the_heads_in_memory(stream: RedisEnds) -> Non
     for _ in range(2):  # read from Redis, and from memory
         assert (await stream.called()).trained_tokens == {}
     assert stream.writer.head_lookups == (1, 1)
-    stream.redis.hset(keys.session("s1"), "x:newer", b"\x07")
+    stream.redis.hset(key_names.session("s1"), "x:newer", b"\x07")
     assert [each.turn_id for each in (await stream.head()).turns] == ["s1-t0"]
 
 
@@ -120,7 +119,11 @@ async def test_deletion_leaves_nothing_of_what_was_trained(stream: RedisEnds) ->
     assert await trained_sessions(stream.client, 4) == ["private-2"]
     await stream.deleter.delete_user("ada")
     assert await trained_sessions(stream.client, 4) == []
-    left = {keys.SESSIONS, keys.DELETED, keys.STREAM}  # its id, its tombstone, and its deletion
+    left = {
+        key_names.SESSIONS,
+        key_names.DELETED,
+        key_names.STREAM,
+    }  # its id, its tombstone, and its deletion
     assert set(traces(stream, "private-2")) <= left
     assert [each.turns for each in await steps_of(stream.client, 4)] == [1]
 
@@ -130,7 +133,7 @@ async def test_retention_leaves_nothing_of_what_was_trained(stream: RedisEnds) -
     stream.acknowledge(trained(4, "old"))
     assert (await stream.forgetter.forget(0.0, 10)).verdicts == {"trained": 1}
     assert await trained_sessions(stream.client, 4) == []
-    assert traces(stream, "s:old") == [keys.FORGOTTEN_IDS]
+    assert traces(stream, "s:old") == [key_names.FORGOTTEN_IDS]
 
 
 async def test_what_a_former_build_has_removed_leaves_the_index(stream: RedisEnds) -> None:
@@ -138,7 +141,7 @@ async def test_what_a_former_build_has_removed_leaves_the_index(stream: RedisEnd
     for name in ("kept", "old"):
         await stream.episode(name)
     stream.acknowledge(trained(4, "kept", "old"))
-    stream.redis.delete(keys.session("old"))
+    stream.redis.delete(key_names.session("old"))
     await stream.forgetter.adopt()
     assert await trained_sessions(stream.client, 4) == ["kept"]
 
@@ -155,13 +158,13 @@ async def test_a_full_redis_still_takes_the_acknowledgement(stream: RedisEnds) -
 async def test_a_version_is_traced_back_to_the_registered_one_before(stream: RedisEnds) -> None:
     for version in (4, 5, 6, 7, 7):  # a step that is stored again is stored once
         stream.acknowledge(trained(version))
-    assert stream.redis.zcard(keys.STEPS) == 4
+    assert stream.redis.zcard(key_names.STEPS) == 4
     for version in (4, 7):
         record = PolicyRecord(version=version, location=None, created_at=1.0)
-        stream.redis.hset(keys.POLICIES, str(version), msgspec.json.encode(record))
+        stream.redis.hset(key_names.POLICIES, str(version), msgspec.json.encode(record))
     assert [each.version for each in await steps_of(stream.client, 7)] == [5, 6, 7]
     assert [each.version for each in await steps_of(stream.client, 4)] == [4]
-    stream.redis.sadd(keys.REMOVED, "5")
+    stream.redis.sadd(key_names.REMOVED, "5")
     assert [each.version for each in await steps_of(stream.client, 7)] == [6, 7]
     assert [await is_known(stream.client, version) for version in (3, 5, 6, 7, 8)] == [
         False, True, True, True, False,

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_queue.protocol.collective import SentTensor
+from rollout_queue.protocol.rollout_server_messages import SentTensor
 from tests.support.rollout_server.fake_trainer import GROUP, URL, FakeTrainer, fake_trainer
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.rollout_server.harness import Harness, make_harness

@@ -11,8 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
-from rollout_queue.contract.policies.policy import FileSpec, TensorSpec, sha256_of
+from rollout_queue.contract.published_policy import FileSpec, ObjectPrefix, TensorSpec, sha256_of
 from rollout_queue.settings import ObjectStoreSettings
 from tests.support.object_store import (
     BUCKET,

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE
+from rollout_queue.contract.published_policy import MANIFEST, STABLE
 from tests.support.rollout_server.harness import Harness, make_harness
 from tests.support.rollout_server.weights import WEIGHTS, float32_tensors, write_safetensors
 from tests.support.turned_clock import TurnedClock

@@ -7,8 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_queue.commands.command import LoadWeights, SaveForSampler, SaveWeights
-from rollout_queue.commands.result import CommandFailed, WeightsLoaded
+from rollout_queue.trainer_commands import (
+    CommandFailed,
+    LoadWeights,
+    SaveForSampler,
+    SaveWeights,
+    WeightsLoaded,
+)
 from tests.support.tolerances import BFLOAT16, ulps
 from tests.support.trainer_service.command_harness import (
     CommandHarness,

@@ -18,12 +18,11 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 
 from rollout_queue.contract.errors import LeaseLost
-from rollout_queue.contract.policies.policy import STABLE
-from rollout_queue.http.keys import Keyring
-from rollout_queue.http.server import HttpThread
-from rollout_queue.redis import keys
-from rollout_queue.redis.lease.holder import Holder
-from rollout_queue.redis.lease.lease import Lease
+from rollout_queue.contract.published_policy import STABLE
+from rollout_queue.http.callers import Keyring
+from rollout_queue.http.http_server import HttpThread
+from rollout_queue.redis import key_names
+from rollout_queue.redis.lease import Holder, Lease
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from tests.support.trainer_service.harness import MakeHarness
@@ -175,7 +174,7 @@ def redis(redis_url: str) -> Iterator[Redis]:
 def leave_a_lease(redis: Redis, lease_s: float) -> None:
     """Claim a lease and never renew it, like a trainer that crashed on another machine."""
     holder = msgspec.structs.replace(Holder.here(), host="far", pid=7, place="another boot")
-    redis.set(keys.LEASE, msgspec.json.encode(holder), px=int(lease_s * 1000))
+    redis.set(key_names.LEASE, msgspec.json.encode(holder), px=int(lease_s * 1000))
 
 
 def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_released(
@@ -183,14 +182,14 @@ def test_a_lease_is_renewed_as_long_as_it_is_held_and_then_released(
 ) -> None:
     def is_renewed() -> bool:
         turned.turn(200)
-        return redis.pttl(keys.LEASE) > 500_000
+        return redis.pttl(key_names.LEASE) > 500_000
 
     with keep_lease(Lease(redis, 600.0), SharedState(), RETRY_S) as held:
         assert held
         for _ in range(4):
-            redis.pexpire(keys.LEASE, 300_000)  # as if half of its time had passed
+            redis.pexpire(key_names.LEASE, 300_000)  # as if half of its time had passed
             wait_until(is_renewed)
-    assert not redis.exists(keys.LEASE)
+    assert not redis.exists(key_names.LEASE)
 
 
 def test_a_trainer_waits_until_the_lease_of_a_crashed_one_expires(
@@ -199,8 +198,8 @@ def test_a_trainer_waits_until_the_lease_of_a_crashed_one_expires(
     leave_a_lease(redis, 1000.0)
 
     def expire() -> None:
-        wait_until(lambda: f"{keys.LEASE} belongs to far:7, since 20" in caplog.text)
-        redis.delete(keys.LEASE)
+        wait_until(lambda: f"{key_names.LEASE} belongs to far:7, since 20" in caplog.text)
+        redis.delete(key_names.LEASE)
         turned.turn(1000)
 
     with ThreadPoolExecutor(1) as threads:
@@ -217,8 +216,8 @@ def test_a_trainer_ends_if_another_one_renews_the_lease(
     leave_a_lease(redis, 1000.0)
 
     def renew() -> None:
-        wait_until(lambda: keys.LEASE in caplog.text)
-        redis.pexpire(keys.LEASE, 1_000_000)
+        wait_until(lambda: key_names.LEASE in caplog.text)
+        redis.pexpire(key_names.LEASE, 1_000_000)
         turned.turn(300)
 
     with ThreadPoolExecutor(1) as threads:
@@ -257,7 +256,7 @@ def test_of_two_trainers_that_wait_for_a_lease_one_ends(
     for each in both:
         each.start()
     wait_until(lambda: caplog.text.count("unless renewed") == 2)
-    redis.delete(keys.LEASE)
+    redis.delete(key_names.LEASE)
     wait_until(one_is_refused)
     for each in both:
         each.join()
@@ -276,7 +275,7 @@ def test_a_trainer_that_waits_for_a_lease_can_be_stopped(redis: Redis, is_away: 
     ):
         assert not held
     waiting.join()
-    assert redis.exists(keys.LEASE)
+    assert redis.exists(key_names.LEASE)
 
 
 @pytest.mark.parametrize("moment", ["checkpoint", "its end", "publish"])

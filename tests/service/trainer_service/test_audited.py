@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.records import Turn, Verdict
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.redis_clients import redis_at
 from tests.support.trainer_service.crash import Crash, crash
 from tests.support.trainer_service.harness import MakeHarness, turn
@@ -71,11 +71,11 @@ def found(report: dict[str, Any]) -> set[tuple[str, str, str]]:
 
 
 def entry_of(redis: Redis, turn_id: str) -> tuple[bytes, bytes]:
-    entries: Any = redis.xrange(keys.STREAM)
+    entries: Any = redis.xrange(key_names.STREAM)
     for entry_id, fields in entries:
-        record = decode(fields[keys.STREAM_FIELD])
+        record = decode(fields[key_names.STREAM_FIELD])
         if isinstance(record, Turn) and record.turn_id == turn_id:
-            return entry_id, fields[keys.STREAM_FIELD]
+            return entry_id, fields[key_names.STREAM_FIELD]
     raise LookupError(turn_id)
 
 
@@ -129,10 +129,10 @@ def test_an_audit_counts_forgotten_sessions(audited: Audited) -> None:
         assert totals["forgotten_trained"] == {"sessions": 2, "turns": 4, "tokens": 10}
         audited.agents.group(later, [0.0, 1.0])
         assert audited.start().trainer.run_once(), "a trainer that starts again misses none of them"
-    audited.redis.hincrby(keys.FORGOTTEN, "turn:trained", 1)
-    audited.redis.hincrby(keys.VERDICTS, "turn:trained", 1)
+    audited.redis.hincrby(key_names.FORGOTTEN, "turn:trained", 1)
+    audited.redis.hincrby(key_names.VERDICTS, "turn:trained", 1)
     assert audited.finds() == (1, {("unexplained", "forgotten", "forgotten turns")})
-    audited.redis.hincrby(keys.FORGOTTEN, "turn:trained", -1)
+    audited.redis.hincrby(key_names.FORGOTTEN, "turn:trained", -1)
     assert audited.finds() == (1, {("unexplained", "counter", "counter turn:trained")})
 
 
@@ -180,19 +180,19 @@ def test_an_acknowledgement_before_the_checkpoint_is_caught(audited: Audited) ->
 def test_a_duplicate_append_is_caught(audited: Audited) -> None:
     audited.agents.group("a", [1.0, 0.0])
     _, packed = entry_of(audited.redis, "a-0-t2")
-    audited.redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
+    audited.redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: packed})
     assert audited.finds() == (1, {("duplicated", "appended_twice", "turn a-0-t2")})
     assert audited.runs_once()
     assert audited.audit()[0] == 0, "the trainer recognises a second entry of the same turn"
-    audited.redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
+    audited.redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: packed})
     assert audited.finds() == (1, {("unexplained", "verdict_and_entry", "turn a-0-t2")})
 
 
 def test_a_generation_that_is_recorded_under_two_ids_is_caught(audited: Audited) -> None:
     audited.agents.episode("a", None)
     again = turn("a", "again", finished_at=107.0, completion_id="chatcmpl-a")
-    audited.redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(again)})
-    audited.redis.hset(keys.session("a"), "t:again", encode(again))
+    audited.redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: encode(again)})
+    audited.redis.hset(key_names.session("a"), "t:again", encode(again))
     code, report = audited.audit()
     assert (code, {each[:2] for each in found(report)}) == (1, {("duplicated", "recorded_twice")})
     assert {"again", "a-t1"} == {
@@ -202,7 +202,7 @@ def test_a_generation_that_is_recorded_under_two_ids_is_caught(audited: Audited)
 
 def test_a_dropped_turn_is_caught(audited: Audited) -> None:
     audited.agents.group("a", [1.0, 0.0])
-    audited.redis.xdel(keys.STREAM, entry_of(audited.redis, "a-0-t2")[0])
+    audited.redis.xdel(key_names.STREAM, entry_of(audited.redis, "a-0-t2")[0])
     dropped = ("lost", "dropped", "turn a-0-t2")
     assert audited.finds() == (1, {dropped})
     assert audited.runs_once()

@@ -14,9 +14,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rollout_queue.contract.policies.delta import DeltaHeader
-from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST, Manifest
-from rollout_queue.protocol.collective import JoinBody
+from rollout_queue.contract.published_policy import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MANIFEST,
+    DeltaHeader,
+    Manifest,
+)
+from rollout_queue.protocol.rollout_server_messages import JoinBody
 from rollout_server.reloading.collective import TORCH_NAMES
 from rollout_server.weights.delta import apply_delta
 from rollout_server.weights.safetensors_file import BrokenWeights, fingerprint, tensors_of

@@ -10,15 +10,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rollout_queue.commands.command import Command, LoadWeights, SaveExternal, SaveForSampler, SaveWeights
-from rollout_queue.commands.log import WHOLE_MODEL, Drop
-from rollout_queue.commands.result import (
+from rollout_queue.trainer_commands import (
+    WHOLE_MODEL,
+    Command,
     CommandFailed,
+    Drop,
     Exported,
+    LoadWeights,
     Passed,
     Published,
     Result,
     Saved,
+    SaveExternal,
+    SaveForSampler,
+    SaveWeights,
     WeightsLoaded,
 )
 from tests.support.trainer_service.command_harness import (

@@ -9,19 +9,24 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rollout_queue.commands.command import (
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.memory import MemoryStream
+from rollout_queue.trainer_commands import (
     Command,
+    CommandFailed,
+    CommandReader,
+    Created,
     CreateModel,
     LoadWeights,
     LoraSpec,
     Refused,
+    Result,
+    Saved,
     SaveForSampler,
     SaveWeights,
+    Stepped,
+    WeightsLoaded,
 )
-from rollout_queue.commands.log import CommandReader
-from rollout_queue.commands.result import CommandFailed, Created, Result, Saved, Stepped, WeightsLoaded
-from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.memory import MemoryStream
 from tests.support.long_cases import cases
 from tests.support.trainer_service.command_harness import (
     FULL,

@@ -10,24 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_queue.commands.command import (
+from rollout_queue.contract.packed_tokens import Logprobs
+from rollout_queue.trainer_commands import (
     Command,
+    CommandFailed,
+    Datum,
     ForwardBackward,
     LoadWeights,
     OptimStep,
-    SaveForSampler,
-    SaveWeights,
-)
-from rollout_queue.commands.datum import Datum
-from rollout_queue.commands.result import (
-    CommandFailed,
     Passed,
     Published,
     Result,
     Saved,
+    SaveForSampler,
+    SaveWeights,
     Stepped,
 )
-from rollout_queue.contract.tokens import Logprobs
 from tests.support.long_cases import cases, in_turn
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.command_harness import (

@@ -12,9 +12,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollout_queue.contract.records import Turn
+from rollout_queue.contract.records import RoutedExperts, Turn
 from rollout_queue.contract.stream import Entry
-from rollout_queue.contract.turn_parts.experts import RoutedExperts
 from tests.support.long_cases import in_turn
 from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.expert_models import FAMILIES, made_experts

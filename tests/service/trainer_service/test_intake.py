@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Reward, SessionSpec, Span
 from rollout_queue.contract.stream import Entry, Verdicts
 from rollout_queue.memory import MemoryStream
-from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.reader import RedisReader
+from rollout_queue.redis.settings import RedisSettings
+from rollout_queue.redis.stream_reader import RedisReader
 from tests.support.hypothesis_profiles import examples
 from tests.support.long_cases import cases, in_turn
 from tests.support.trainer_service.harness import Agents, Harness, MakeHarness, turn

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest
+from rollout_queue.contract.published_policy import MANIFEST, STABLE, Manifest
 from rollout_server.settings import EngineLoraSettings
 from rollout_server.weights.safetensors_file import tensors_of
 from rollout_server.weights.verify import ExpectedModel, verify_directory

@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 
 from gateway.operators.lost_keys import LostKeys
 from rollout_queue.memory import MemoryStream
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.retention import RedisForgetter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.session_retention import RedisForgetter
+from rollout_queue.redis.settings import RedisSettings
+from rollout_queue.redis.stream_reader import RedisReader
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.redis_clients import async_redis_at, redis_at
@@ -37,10 +37,10 @@ from weir.audit.audit_sources import Sources
 from weir.doctor.redis_health import read_redis
 
 DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
-FIXED = {name: each for name, each in vars(keys).items() if isinstance(each, keys.Key)}
+FIXED = {name: each for name, each in vars(key_names).items() if isinstance(each, key_names.Key)}
 NAMED = {
     name: call("…", *["…"] * (len(inspect.signature(call).parameters) - 1))
-    for name, call in vars(keys).items()
+    for name, call in vars(key_names).items()
     if inspect.isfunction(call)
 }
 """The keys that have something in their names, with … in its place."""
@@ -179,7 +179,7 @@ def fill(system: System) -> dict[str, str]:
     assert gateway.call("DELETE", f"/sessions/{gone['session_id']}").status_code == 200
     assert gateway.call("DELETE", "/admin/users/nobody/data", key="admin-key").status_code == 200
     assert gateway.admin("POST", "/rollout_servers/engine-1/drain").status_code == 200
-    system.redis.hset(keys.POLICIES, "0", '{"version":0,"created_at":1,"state":"serving"}')
+    system.redis.hset(key_names.POLICIES, "0", '{"version":0,"created_at":1,"state":"serving"}')
 
     async def forget() -> None:
         async with async_redis_at(system.url) as redis:
@@ -190,11 +190,11 @@ def fill(system: System) -> dict[str, str]:
     return made
 
 
-def remove(redis: Redis, key: keys.Key) -> None:
+def remove(redis: Redis, key: key_names.Key) -> None:
     redis.delete(key)
 
 
-def overwrite(redis: Redis, key: keys.Key) -> None:
+def overwrite(redis: Redis, key: key_names.Key) -> None:
     """Another program writes a value of another type."""
     with redis.pipeline(transaction=True) as writing:
         writing.delete(key)
@@ -206,23 +206,23 @@ def overwrite(redis: Redis, key: keys.Key) -> None:
 
 
 def test_the_documents_say_of_each_key_what_its_loss_does() -> None:
-    assert {*FIXED.values(), *NAMED.values()} == {keys.Key(each) for each in told()} | {
-        keys.group_members("…")  # one row says what becomes of a group
+    assert {*FIXED.values(), *NAMED.values()} == {key_names.Key(each) for each in told()} | {
+        key_names.group_members("…")  # one row says what becomes of a group
     }
 
 
 @pytest.mark.parametrize("lose", [remove, overwrite])
 def test_each_key_may_be_lost_while_agents_and_a_trainer_work(
-    system: System, lose: Callable[[Redis, keys.Key], None]
+    system: System, lose: Callable[[Redis, key_names.Key], None]
 ) -> None:
     """Agents get answers, the trainer trains each group once, and what is not healed is named."""
     made = fill(system)
     kinds, unexplained = told(), dict[str, Any]()
     for name, key in FIXED.items():
         before, existed = {each.identity for each in system.audit().findings}, system.redis.exists(key)
-        system.redis.delete(keys.LOSSES)
+        system.redis.delete(key_names.LOSSES)
 
-        def loses(key: keys.Key = key) -> None:
+        def loses(key: key_names.Key = key) -> None:
             lose(system.redis, key)
             system.redis.script_flush()
             system.waits_for_polls()
@@ -238,17 +238,22 @@ def test_each_key_may_be_lost_while_agents_and_a_trainer_work(
             unexplained[name] = "nothing names it"
     assert unexplained == {}
     assert system.gateway.chat(key=made["api_key"]).status_code == 200
-    assert system.redis.smembers(keys.HELD) == {b"", b"engine-1"}
-    lose(system.redis, keys.SECRET)
+    assert system.redis.smembers(key_names.HELD) == {b"", b"engine-1"}
+    lose(system.redis, key_names.SECRET)
     system.waits_for_polls()
     assert asyncio.run(read_redis(system.url, 30.0)).losses, "the doctor says the same"
 
 
 @pytest.mark.parametrize("lose", [remove, overwrite])
 def test_each_key_of_a_session_may_be_lost_and_the_others_go_on(
-    system: System, lose: Callable[[Redis, keys.Key], None]
+    system: System, lose: Callable[[Redis, key_names.Key], None]
 ) -> None:
-    types = {"hash": keys.Hash, "set": keys.Set, "string": keys.String, "zset": keys.SortedSet}
+    types = {
+        "hash": key_names.Hash,
+        "set": key_names.Set,
+        "string": key_names.String,
+        "zset": key_names.SortedSet,
+    }
     fixed = {str(each) for each in FIXED.values()}
     lost: set[str] = set()
     for _ in range(20):
@@ -273,7 +278,7 @@ def test_each_key_of_a_session_may_be_lost_and_the_others_go_on(
 
 def test_what_waits_in_a_group_that_was_destroyed_is_trained(system: System) -> None:
     assert system.trains(system.group())
-    assert system.trains(system.group(lambda: system.redis.xgroup_destroy(keys.STREAM, keys.GROUP)))
+    assert system.trains(system.group(lambda: system.redis.xgroup_destroy(key_names.STREAM, key_names.GROUP)))
     assert system.said().count("the consumer group 'trainer' of weir:stream was gone") == 1
     assert system.audit().findings == ()
 
@@ -298,7 +303,7 @@ def test_agents_and_the_trainer_go_on_when_everything_is_lost(system: System) ->
     assert set(system.statuses) == {200}
     assert "Redis has lost its data since this gateway started" in system.said()
     assert {each.rule for each in system.audit().findings} == {"redis_emptied"}
-    assert system.redis.smembers(keys.HELD) == {b"", b"engine-1"}
+    assert system.redis.smembers(key_names.HELD) == {b"", b"engine-1"}
     del read
 
 
@@ -322,5 +327,5 @@ def test_what_an_older_state_has_is_not_trained_again(run: Run, tmp_path: Path) 
         turns = [turn for row in system.harness.ledger for turn in row.turns]
         assert len(turns) == len(set(turns)) == 9
         assert "Redis came back with an older state" in system.said()
-        verdicts = {each: system.redis.hget(keys.session(each), "verdict") for each in waiting}
+        verdicts = {each: system.redis.hget(key_names.session(each), "verdict") for each in waiting}
         assert all(b'"trained"' in verdict for verdict in verdicts.values())  # type: ignore[operator]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, sha256_of
+from rollout_queue.contract.published_policy import MANIFEST, STABLE, FileSpec, ObjectPrefix, sha256_of
 from rollout_queue.http import object_store as client
 from rollout_queue.http.object_store import StoreUnavailable
 from rollout_queue.settings import ObjectStoreSettings

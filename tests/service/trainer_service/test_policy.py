@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
 
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest, sha256_of
-from rollout_queue.contract.records import Turn
-from rollout_queue.contract.tokens import TokenIds
-from rollout_queue.contract.turn_parts.images import TurnImage
+from rollout_queue.contract.packed_tokens import TokenIds
+from rollout_queue.contract.published_policy import MANIFEST, STABLE, Manifest, sha256_of
+from rollout_queue.contract.records import Turn, TurnImage
 from tests.support.images import encoded, image_of
 from tests.support.tiny_vision_model import FACTOR, make_tiny_vision_model
 from tests.support.tolerances import ulps

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout_queue.contract.policies.policy import STABLE, FileSpec, sha256_of
-from rollout_queue.protocol.policies import PolicyDetail
+from rollout_queue.contract.published_policy import STABLE, FileSpec, sha256_of
+from rollout_queue.protocol.gateway_messages import PolicyDetail
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.metric_files import lines
 from tests.support.trainer_service.same_training import differs_by

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
+from rollout_queue.contract.packed_tokens import Logprobs
 from rollout_queue.contract.records import Reward, Turn
-from rollout_queue.contract.tokens import Logprobs
 from rollout_queue.memory import MemoryStream
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn

@@ -15,19 +15,18 @@ from redis.connection import Connection
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from rollout_queue.contract.codec import decode
-from rollout_queue.contract.episodes import row_of, session_part
 from rollout_queue.contract.errors import StorageUnavailable, UnknownSchema
+from rollout_queue.contract.export_rows import ExportRow, row_of, row_to_json, session_part
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Outcome, Record, Reward, SessionSpec, Verdict
-from rollout_queue.contract.rows import ExportRow, row_to_json
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.heads.reading import read_head
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.scripts.consumer import ACKNOWLEDGE
-from rollout_queue.redis.turns.dead_letters import requeue
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.consumer_scripts import ACKNOWLEDGE
+from rollout_queue.redis.record_restore import requeue
+from rollout_queue.redis.session_heads import read_head
+from rollout_queue.redis.settings import RedisSettings
+from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.long_cases import cases
 from tests.support.queue.records import turn as agents_turn
@@ -105,8 +104,10 @@ def test_a_reward_that_came_too_late_for_its_verdict_is_acknowledged_by_the_next
 
 def test_an_unknown_verdict_of_a_newer_build_counts_as_a_verdict(system: RedisTrainer) -> None:
     settled_in_silence(system, late="flat-0")
-    system.redis.hset(keys.session("flat-0"), "verdict", json.dumps({"code": "enlightened", "from": 2030}))
-    system.redis.hset(keys.session("flat-1"), "verdict", b"\xff?")
+    system.redis.hset(
+        key_names.session("flat-0"), "verdict", json.dumps({"code": "enlightened", "from": 2030})
+    )
+    system.redis.hset(key_names.session("flat-1"), "verdict", b"\xff?")
     system.agents.reward("flat-0", 1.0)
     system.start()
     assert not system.runs_once()
@@ -118,14 +119,14 @@ def test_repeated_entries_of_a_settled_session_are_acknowledged_and_not_trained(
     system: RedisTrainer, how: str
 ) -> None:
     system.agents.group("live", [1.0, 0.0])
-    entries: Any = system.redis.xrange(keys.STREAM)
+    entries: Any = system.redis.xrange(key_names.STREAM)
     assert system.runs_once()
     settled_in_silence(system, how)
     for _, fields in entries:
-        system.redis.xadd(keys.STREAM, fields)
+        system.redis.xadd(key_names.STREAM, fields)
     assert not system.runs_once()
     assert system.pending() == 0
-    assert system.redis.hget(keys.VERDICTS, "session:trained") in (b"2", b"4")
+    assert system.redis.hget(key_names.VERDICTS, "session:trained") in (b"2", b"4")
 
 
 def test_what_an_older_trainer_could_not_read_is_trained_after_it_was_put_back(system: RedisTrainer) -> None:
@@ -140,7 +141,7 @@ def test_what_an_older_trainer_could_not_read_is_trained_after_it_was_put_back(s
         raise UnknownSchema("record schema 2; this build reads schema 1")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollout_queue.redis.reader.decode", older)
+        patch.setattr("rollout_queue.redis.stream_reader.decode", older)
         assert not system.runs_once()
     assert not any(system.codes().values())
     system.start()
@@ -158,7 +159,7 @@ def test_members_deleted_after_their_groups_end_leave_no_entries(system: RedisTr
         assert not system.runs_once()
         assert system.pending() == 0
         end(system, how)
-    assert system.redis.hget(keys.VERDICTS, "session:deleted") == b"2"
+    assert system.redis.hget(key_names.VERDICTS, "session:deleted") == b"2"
     assert system.findings() == ()
 
 
@@ -219,7 +220,7 @@ def test_a_group_without_a_size_begins_anew_when_members_come_later(system: Redi
 
 def test_an_entry_of_a_session_that_redis_lost_waits_like_one_of_a_new_session(system: RedisTrainer) -> None:
     settled_in_silence(system, late="flat-0")
-    system.redis.delete(keys.session("flat-0"))
+    system.redis.delete(key_names.session("flat-0"))
     assert not system.runs_once()
     assert system.pending() == 1
 
@@ -374,7 +375,7 @@ def test_an_acknowledgement_whose_reply_was_lost_is_logged_and_repeated(
     assert sent.count(script) == 2
     said = [record.getMessage() for record in caplog.records if "the network broke" in record.getMessage()]
     assert said == ["waiting for the stream to answer (Redis: the network broke); trying again in 0.01 s"]
-    counts: Any = fragile.redis.hgetall(keys.VERDICTS)
+    counts: Any = fragile.redis.hgetall(key_names.VERDICTS)
     assert counts == {b"session:trained": b"2", b"turn:trained": b"4"}
     assert fragile.trained() == [["a-0", "a-1"]]
     assert not fragile.runs_once()
@@ -407,7 +408,7 @@ def imported_rows(redis: Redis, rows: list[ExportRow], path: Path, prefix: str =
 
 
 def head_of(redis: Redis, session_id: str) -> SessionHead:
-    fields: Any = redis.hgetall(keys.session(session_id))
+    fields: Any = redis.hgetall(key_names.session(session_id))
     head = read_head(fields)
     assert head is not None
     return head
@@ -459,8 +460,8 @@ async def test_a_trainer_by_commands_ends_the_sessions_of_agents_untrained_and_e
             await writer.append_outcome(outcome, None, own)
     assert len(reader.read(2, 0)) == 2, "a process that died had read two"
     UntrainedTurns(reader, Heartbeat(reader, SharedState(), 0.1)).settle()
-    assert redis.xlen(keys.STREAM) <= 1, "the last delivered entry stays"
-    pending: Any = redis.xpending(keys.STREAM, keys.GROUP)
+    assert redis.xlen(key_names.STREAM) <= 1, "the last delivered entry stays"
+    pending: Any = redis.xpending(key_names.STREAM, key_names.GROUP)
     assert pending["pending"] == 0
     heads = {name: await writer.load(name) for name in "abc"}
     verdicts = {name: head and head.verdict for name, head in heads.items()}

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout_queue.contract.policies.trained_step import TrainedStep
+from rollout_queue.contract.packed_tokens import TrainedTokens
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import SessionSpec
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
 from tests.support.long_cases import in_turn
 from tests.support.trainer_service.crash import Crash, crash
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn

@@ -19,9 +19,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
-from rollout_queue.contract.policies.policy import MANIFEST, Manifest
-from rollout_queue.http.keys import Keyring
-from rollout_queue.protocol.collective import JoinBody, Joining
+from rollout_queue.contract.published_policy import MANIFEST, Manifest
+from rollout_queue.http.callers import Keyring
+from rollout_queue.protocol.rollout_server_messages import JoinBody, Joining
 from rollout_server.weights.safetensors_file import fingerprint as fingerprint_of_file
 from rollout_server.weights.safetensors_file import read_header
 from tests.support.serving import serving

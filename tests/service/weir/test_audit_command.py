@@ -15,17 +15,25 @@ from redis.asyncio import Redis as AsyncRedis
 from typer.testing import CliRunner
 
 from rollout_queue.contract.codec import SCHEMA, encode
-from rollout_queue.contract.records import LateJoin, Outcome, Reward, SessionSpec, Span, Turn, Verdict
+from rollout_queue.contract.head import Tombstone, encode_tombstone
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.contract.records import (
+    LateJoin,
+    Outcome,
+    Reward,
+    SessionSpec,
+    Span,
+    Turn,
+    TurnImage,
+    Verdict,
+)
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.contract.tombstone import Tombstone, encode_tombstone
-from rollout_queue.contract.turn_parts.images import TurnImage
-from rollout_queue.http.keys import Keyring
-from rollout_queue.http.server import HttpThread
-from rollout_queue.redis import keys
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.http.callers import Keyring
+from rollout_queue.http.http_server import HttpThread
+from rollout_queue.redis import key_names
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -46,7 +54,7 @@ NOBODY = f"http://127.0.0.1:{free_port()}"
 def redis(redis_url: str) -> Iterator[Redis]:
     with redis_at(redis_url) as client:
         client.flushdb()
-        client.hset(keys.POLICIES, "0", "{}")
+        client.hset(key_names.POLICIES, "0", "{}")
         yield client
 
 
@@ -95,12 +103,12 @@ def put(redis: Redis, session_id: str, turns: int = 1) -> bytes:
 def put_turns(redis: Redis, session_id: str, turns: Sequence[Turn], **terms: Any) -> bytes:
     entry_id: Any = b""
     spec = encode(SessionSpec(session_id=session_id, created_at=100.0, **terms))
-    redis.hset(keys.session(session_id), "spec", spec)
-    redis.zadd(keys.SESSIONS, {session_id: 100.0})
+    redis.hset(key_names.session(session_id), "spec", spec)
+    redis.zadd(key_names.SESSIONS, {session_id: 100.0})
     for each in turns:
         packed = encode(each)
-        redis.hset(keys.session(session_id), f"t:{each.turn_id}", packed)
-        entry_id = redis.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
+        redis.hset(key_names.session(session_id), f"t:{each.turn_id}", packed)
+        entry_id = redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: packed})
     return bytes(entry_id)
 
 
@@ -121,7 +129,7 @@ def test_a_person_reads_lines_and_the_exit_code_says_the_rest(sources: Sources, 
     assert code == 0
     assert "waiting: 1 session, 2 turns, 6 tokens" in said
     assert "every turn was trained once, waits, or has a final verdict" in said
-    redis.xdel(keys.STREAM, put(redis, "s2"))
+    redis.xdel(key_names.STREAM, put(redis, "s2"))
     code, said = invoked(sources)
     assert code == 1
     assert "lost: turn s2-t0 of session s2 has neither an unacknowledged entry nor a verdict" in said
@@ -244,11 +252,11 @@ def test_what_was_deleted_is_missed_by_nobody(sources: Sources, redis: Redis, tm
     put(redis, "s1")
     heard = tmp_path / "heard.jsonl"
     heard.write_text('{"session_id": "s1", "turn_id": "s1-t0"}\n')
-    redis.delete(keys.session("s1"), keys.STREAM)
+    redis.delete(key_names.session("s1"), key_names.STREAM)
     assert invoked(sources, "--answers", str(heard))[0] == 1
     stone = Tombstone(session_id="s1", created_at=100.0, deleted_at=200.0, turns=1, rewards=0)
-    redis.hset(keys.DELETED, "s1", encode_tombstone(stone))
-    redis.hset(keys.VERDICTS, "session:deleted", "1")
+    redis.hset(key_names.DELETED, "s1", encode_tombstone(stone))
+    redis.hset(key_names.VERDICTS, "session:deleted", "1")
     code, said = invoked(sources, "--answers", str(heard))
     assert (code, "1 deleted sessions" in said) == (0, True), said
 
@@ -257,7 +265,7 @@ def test_a_session_that_the_list_of_sessions_lacks_is_looked_at_all_the_same(
     sources: Sources, redis: Redis
 ) -> None:
     put(redis, "s1")
-    redis.zrem(keys.SESSIONS, "s1")
+    redis.zrem(key_names.SESSIONS, "s1")
     report = audit(sources)
     assert (report.findings, report.totals.fates["waiting"].turns) == ((), 1)
 
@@ -265,9 +273,9 @@ def test_a_session_that_the_list_of_sessions_lacks_is_looked_at_all_the_same(
 def test_what_was_set_aside_is_told_and_not_lost(sources: Sources, redis: Redis) -> None:
     """A trainer of an older build could not read the entry, and this build can."""
     entry_id = put(redis, "s1")
-    redis.xdel(keys.STREAM, entry_id)
-    letter = {keys.STREAM_FIELD: encode(turn_of("s1")), b"entry": entry_id, b"error": b"schema 9"}
-    redis.xadd(keys.DEAD_LETTERS, letter)  # type: ignore[arg-type]
+    redis.xdel(key_names.STREAM, entry_id)
+    letter = {key_names.STREAM_FIELD: encode(turn_of("s1")), b"entry": entry_id, b"error": b"schema 9"}
+    redis.xadd(key_names.DEAD_LETTERS, letter)  # type: ignore[arg-type]
     report = audit(sources)
     assert report.findings == ()
     assert (report.totals.fates["set aside"].turns, report.totals.dead_letters) == (1, 1)
@@ -277,9 +285,9 @@ def test_what_was_set_aside_is_told_and_not_lost(sources: Sources, redis: Redis)
 def test_an_image_that_is_gone_is_named_with_its_session(sources: Sources, redis: Redis) -> None:
     image = TurnImage("a" * 64, 0, 1, 32, 32, (1, 2, 2))
     put_turns(redis, "s1", [turn_of("s1", images=(image,))])
-    redis.set(keys.image(image.sha256), b"png")
+    redis.set(key_names.image(image.sha256), b"png")
     assert audit(sources).findings == ()
-    redis.delete(keys.image(image.sha256))
+    redis.delete(key_names.image(image.sha256))
     (finding,) = audit(sources).findings
     assert (finding.kind, finding.rule, finding.session_id) == ("lost", "no_image", "s1")
 
@@ -287,23 +295,23 @@ def test_an_image_that_is_gone_is_named_with_its_session(sources: Sources, redis
 def test_a_late_join_is_known_and_awaited_by_nobody(sources: Sources, redis: Redis) -> None:
     put(redis, "s1")
     joined = encode(LateJoin(session_id="s1", created_at=102.0, group_id="g", group_size=2))
-    redis.hset(keys.session("s1"), "joined", joined)
-    entry_id: Any = redis.xadd(keys.STREAM, {keys.STREAM_FIELD: joined})
+    redis.hset(key_names.session("s1"), "joined", joined)
+    entry_id: Any = redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: joined})
     assert audit(sources).findings == ()
-    redis.xdel(keys.STREAM, entry_id)
+    redis.xdel(key_names.STREAM, entry_id)
     assert audit(sources).findings == ()
-    redis.hdel(keys.session("s1"), "joined")
-    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: joined})
+    redis.hdel(key_names.session("s1"), "joined")
+    redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: joined})
     assert [finding.rule for finding in audit(sources).findings] == ["unknown_entry"]
 
 
 def test_a_record_of_a_newer_build_stops_no_audit(sources: Sources, redis: Redis) -> None:
     put(redis, "s1")
     newer = bytes([SCHEMA + 1]) + b"whatever"
-    redis.hset(keys.session("s1"), "t:newer", newer)
+    redis.hset(key_names.session("s1"), "t:newer", newer)
     report = audit(sources)
     assert [finding.rule for finding in report.findings] == ["unreadable"]
-    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: newer})
+    redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: newer})
     report = audit(sources)
     assert report.ok
     assert "the stream has entries that this build cannot decode" in " ".join(report.notes)
@@ -311,13 +319,13 @@ def test_a_record_of_a_newer_build_stops_no_audit(sources: Sources, redis: Redis
 
 def test_pending_entries_are_told_from_acknowledged_ones(sources: Sources, redis: Redis) -> None:
     first, second, third = (put(redis, name) for name in ("s1", "s2", "s3"))
-    redis.xgroup_create(keys.STREAM, keys.GROUP, id="0")
-    redis.xreadgroup(keys.GROUP, keys.CONSUMER, {keys.STREAM: ">"}, count=2)
-    redis.xack(keys.STREAM, keys.GROUP, second)
+    redis.xgroup_create(key_names.STREAM, key_names.GROUP, id="0")
+    redis.xreadgroup(key_names.GROUP, key_names.CONSUMER, {key_names.STREAM: ">"}, count=2)
+    redis.xack(key_names.STREAM, key_names.GROUP, second)
     report = audit(sources)
     assert (report.totals.pending, report.totals.undelivered) == (1, 1)
     assert [finding.turn_id for finding in report.findings] == ["s2-t0"]
-    redis.xdel(keys.STREAM, first, third)
+    redis.xdel(key_names.STREAM, first, third)
     report = audit(sources)
     assert [finding.turn_id for finding in report.findings] == ["s1-t0", "s2-t0", "s3-t0"]
 
@@ -375,7 +383,7 @@ class Live:
 
 
 def test_live_traffic_is_no_fault_and_hides_none(sources: Sources, redis: Redis, redis_url: str) -> None:
-    redis.xdel(keys.STREAM, put(redis, "dropped"))
+    redis.xdel(key_names.STREAM, put(redis, "dropped"))
     with Live(redis, redis_url) as live:
         reports = [audit(sources) for _ in range(5)]
     assert live.settled > 20

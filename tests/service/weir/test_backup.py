@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE, PolicyRecord
-from rollout_queue.contract.policies.serving import Admissible, ServingPlan
-from rollout_queue.redis import keys
+from rollout_queue.contract.published_policy import MANIFEST, STABLE, PolicyRecord
+from rollout_queue.contract.serving_plan import Admissible, ServingPlan
+from rollout_queue.redis import key_names
 from tests.support.redis_clients import redis_at
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
@@ -61,7 +61,7 @@ class Place:
         (path / MANIFEST).write_text("{}")
         (path / STABLE).touch()
         record = PolicyRecord(version=version, location=path.resolve().as_uri(), created_at=1.0)
-        self.client.hset(keys.POLICIES, str(version), msgspec.json.encode(record))
+        self.client.hset(key_names.POLICIES, str(version), msgspec.json.encode(record))
 
     def audited(self, answers: list[str]) -> list[str]:
         """The findings of `weir audit`, with what clients were told."""
@@ -87,7 +87,7 @@ def place(tmp_path: Path) -> Iterator[Callable[[str], Place]]:
 def run(place: Callable[[str], Place]) -> Place:
     found = place("run")
     found.checkpoints.mkdir()
-    found.client.hset(keys.POLICIES, "0", msgspec.json.encode(PolicyRecord(version=0, created_at=1.0)))
+    found.client.hset(key_names.POLICIES, "0", msgspec.json.encode(PolicyRecord(version=0, created_at=1.0)))
     return found
 
 
@@ -136,7 +136,7 @@ def continued(elsewhere: Place, answers: list[str]) -> SmallTrainer:
     assert trainer.step >= before
     assert elsewhere.audited(answers) == []
     for session_id in answers:
-        stored: Any = elsewhere.client.hget(keys.session(session_id), "verdict")
+        stored: Any = elsewhere.client.hget(key_names.session(session_id), "verdict")
         assert json.loads(stored)["code"] == "trained"
     return trainer
 
@@ -227,7 +227,7 @@ def test_backups_under_load_are_all_consistent(
     for number in range(3):
         restore_to(elsewhere, tmp_path / f"backup{number}", replace=number > 0)
         continued(elsewhere, told[: heard[number]])
-        elsewhere.client.delete(keys.LEASE)
+        elsewhere.client.delete(key_names.LEASE)
     assert not list(run.checkpoints.glob(".backup*")), "held files were left"
 
 
@@ -237,10 +237,16 @@ def test_what_belongs_to_the_former_place_is_changed_or_left_out(
     for version in (1, 2, 3, 4):
         run.publish(version)
     plan = ServingPlan(admissible=(Admissible(3, 1), Admissible(2, 1)))
-    run.client.set(keys.SERVING, msgspec.json.encode(plan))
-    for name in (keys.SERVERS, keys.TRAINER, keys.LEASE, keys.PUSH_LEASE, keys.SECRET):
+    run.client.set(key_names.SERVING, msgspec.json.encode(plan))
+    for name in (
+        key_names.SERVERS,
+        key_names.TRAINER,
+        key_names.LEASE,
+        key_names.PUSH_LEASE,
+        key_names.SECRET,
+    ):
         run.client.hset(name, "a", "b")
-    run.client.zadd(keys.DEADLINES, {"s1": time.time() + 60})
+    run.client.zadd(key_names.DEADLINES, {"s1": time.time() + 60})
     manifest = back_up_to(tmp_path / "backup", run)
     assert manifest.policies == (2, 3, 4)
     text = (tmp_path / "backup" / "backup.json").read_text()
@@ -249,15 +255,15 @@ def test_what_belongs_to_the_former_place_is_changed_or_left_out(
     elsewhere = place("elsewhere")
     restore_to(elsewhere, tmp_path / "backup")
     left: Any = elsewhere.client.keys("weir:*")
-    kept = (keys.POLICIES, keys.SERVING, keys.SECRET, keys.DEADLINES, keys.SCHEMA)
+    kept = (key_names.POLICIES, key_names.SERVING, key_names.SECRET, key_names.DEADLINES, key_names.SCHEMA)
     assert set(left) == {name.encode() for name in kept}
-    packed: Any = elsewhere.client.hget(keys.POLICIES, "4")
+    packed: Any = elsewhere.client.hget(key_names.POLICIES, "4")
     location = msgspec.json.decode(packed, type=PolicyRecord).location
     assert location == (elsewhere.policies / "v00000004").resolve().as_uri()
     versions = {path.name for path in elsewhere.policies.iterdir()}
     assert versions == {"v00000002", "v00000003", "v00000004"}
     assert (elsewhere.policies / "v00000004" / STABLE).exists()
-    expires_at: Any = elsewhere.client.zscore(keys.DEADLINES, "s1")
+    expires_at: Any = elsewhere.client.zscore(key_names.DEADLINES, "s1")
     assert expires_at > time.time() + 4000
     assert json.loads(text)["taken_at"] == manifest.taken_at
     assert back_up_to(tmp_path / "all", run, every_version=True).policies == (1, 2, 3, 4)
@@ -308,7 +314,7 @@ def test_a_target_that_is_in_use_is_refused(
     back_up_to(backup, trained)
     with pytest.raises(StackError, match="a trainer runs on this Redis"):
         restore_to(trained, backup, replace=True)
-    trained.client.delete(keys.LEASE)
+    trained.client.delete(key_names.LEASE)
     with pytest.raises(StackError, match="this Redis has data of Weir"):
         restore_to(trained, backup)
     (elsewhere.checkpoints / "00000009-step-00000009").mkdir(parents=True)
@@ -351,6 +357,6 @@ def test_the_commands_start_the_redis_of_a_run_that_is_not_up(
     assert "start the services, and run `weir audit`" in written.output
     assert (tmp_path / "new" / "checkpoints" / "CURRENT").read_text() == "00000001-step-00000001"
     again = RedisProcess(tmp_path / "new" / "redis").start()
-    assert again.client.exists(keys.session("s1"))
-    assert again.client.get(keys.SCHEMA) == b"1"
+    assert again.client.exists(key_names.session("s1"))
+    assert again.client.get(key_names.SCHEMA) == b"1"
     again.close()

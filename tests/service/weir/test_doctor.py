@@ -26,9 +26,9 @@ from environments.start_run import RunPlace
 from gateway.settings import GatewaySettings
 from reward_service.app import create_app as create_rewards
 from reward_service.settings import RewardSettings
-from rollout_queue.protocol.model_checks import ModelCheck
-from rollout_queue.protocol.status import NO_SIGN_OF_LIFE, SystemStatus
-from rollout_queue.redis import keys
+from rollout_queue.protocol.gateway_messages import NO_SIGN_OF_LIFE, SystemStatus
+from rollout_queue.protocol.message import ModelCheck
+from rollout_queue.redis import key_names
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
 from tests.support.serving import free_port, serving
 from tests.support.turned_clock import TurnedClock
@@ -58,7 +58,7 @@ def system(running: ExaminedSystem) -> Iterator[ExaminedSystem]:
     running.report(last_seen=time.time(), waiting_for="entries")
     running.settings = {}
     yield running
-    running.redis.client.delete(keys.VERDICTS, keys.SETTLED, keys.DEAD_LETTERS)
+    running.redis.client.delete(key_names.VERDICTS, key_names.SETTLED, key_names.DEAD_LETTERS)
     running.server.status_nonsense = None
 
 

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 from redis.exceptions import ResponseError
 
-from rollout_queue.contract.policies.policy import FileSpec, Manifest, PolicyRecord
+from rollout_queue.contract.published_policy import FileSpec, Manifest, PolicyRecord
 from rollout_queue.machine_memory import MachineMemory, machine_memory
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
+from rollout_queue.redis.settings import RedisSettings
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -151,8 +151,8 @@ def test_a_trainer_that_is_silent_or_paused_is_told_without_a_gateway(redis: Red
 
     assert sentences()["trainer_silent"] == "no trainer has ever reported to this Redis"
     report = TrainerReport(state="paused", waiting_for="POST /resume", last_seen=time.time() - 90)
-    redis.client.hset(keys.TRAINER, mapping=report.fields())  # type: ignore[arg-type]
-    redis.client.xadd(keys.DEAD_LETTERS, {"error": "unknown"})
+    redis.client.hset(key_names.TRAINER, mapping=report.fields())  # type: ignore[arg-type]
+    redis.client.xadd(key_names.DEAD_LETTERS, {"error": "unknown"})
     found = sentences()
     assert "has not reported for 9" in found["trainer_silent"]
     assert found["trainer_paused"] == "the trainer is paused and waits for POST /resume"
@@ -160,11 +160,13 @@ def test_a_trainer_that_is_silent_or_paused_is_told_without_a_gateway(redis: Red
 
 
 def test_a_training_that_stands_still_or_trains_little_is_found(redis: RedisProcess) -> None:
-    redis.client.xadd(keys.STREAM, {keys.STREAM_FIELD: b""})
-    redis.client.zadd(keys.SETTLED, {"s1": (time.time() - 7200) * 1000})
+    redis.client.xadd(key_names.STREAM, {key_names.STREAM_FIELD: b""})
+    redis.client.zadd(key_names.SETTLED, {"s1": (time.time() - 7200) * 1000})
     record = PolicyRecord(version=3, created_at=time.time() - 8 * 3600)
-    redis.client.hset(keys.POLICIES, "3", msgspec.json.encode(record))
-    redis.client.hset(keys.VERDICTS, mapping={"session:stale": 80, "session:trained": 20, "turn:stale": 99})
+    redis.client.hset(key_names.POLICIES, "3", msgspec.json.encode(record))
+    redis.client.hset(
+        key_names.VERDICTS, mapping={"session:stale": 80, "session:trained": 20, "turn:stale": 99}
+    )
     found = told(redis)
     assert "1 record waits" in found["no_verdict_for_long"]
     assert "no version was published for 8 h" in found["no_version_for_long"]
@@ -176,7 +178,7 @@ def test_paths_models_and_disks_that_do_not_fit_are_found(redis: RedisProcess, t
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
     record = PolicyRecord(version=1, created_at=time.time())
-    redis.client.hset(keys.POLICIES, mapping={"0": b"{}", "1": msgspec.json.encode(record)})
+    redis.client.hset(key_names.POLICIES, mapping={"0": b"{}", "1": msgspec.json.encode(record)})
     settings = {
         "gateway": {"model_path": str(tmp_path / "a")},
         "trainer": {"model_path": str(tmp_path / "b"), "policies_dir": str(tmp_path / "a")},
@@ -226,7 +228,10 @@ def test_recent_errors_in_logs_and_ended_processes_are_found(redis: RedisProcess
         ("engine", "[{now}] The server is fired up and ready to roll!"),
         ("redis", "5:M 29 Nov 2026 06:21:23.915 * Ready to accept connections tcp"),
         ("gateway", "{now},1 INFO uvicorn.error: Application startup complete."),
-        ("gateway", "{now},1 INFO rollout_queue.http.probes: ready again: it was not, because Redis failed"),
+        (
+            "gateway",
+            "{now},1 INFO rollout_queue.http.probe_routes: ready again: it was not, because Redis failed",
+        ),
         ("rollout_server", "{now},1 INFO rollout_server.engine.engine: engine serves version 3 after 2.0 s"),
         ("trainer_service", "{now},1 INFO trainer_service: listens on 127.0.0.1:8200"),
     ],

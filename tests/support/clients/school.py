@@ -20,7 +20,7 @@ from typing import Any
 
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.render import ChatRenderer
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 from trainer_service.warm_start import Example, Plan, SupervisedTraining
 from weir.demo.make_model import model_for
 from weir.demo.task import KEYS, UNKNOWN, VALUES, ToolTask, call_text

@@ -4,10 +4,10 @@ from typing import Any
 
 import httpx
 
-from rollout_queue.contract.attempts import orphans_of
 from rollout_queue.contract.codec import decode
+from rollout_queue.contract.outcomes import orphans_of
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.gateway.running import RunningGateway
 
 
@@ -32,7 +32,7 @@ def answered(history: list[dict[str, Any]], reply: httpx.Response) -> list[dict[
 
 def stored(gateway: RunningGateway, session: dict[str, Any]) -> list[Turn]:
     """The session's turns as the trainer reads them from the stream."""
-    entries: Any = gateway.redis.xrange(keys.STREAM)
+    entries: Any = gateway.redis.xrange(key_names.STREAM)
     records = [decode(fields[b"r"]) for _, fields in entries]
     return [each for each in records if isinstance(each, Turn) and each.session_id == session["session_id"]]
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from gateway.app import create_app
-from rollout_queue.contract.policies.policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rollout_queue.contract.published_policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.rollout_server.in_process import ServerThread
 from tests.support.rollout_server.processes import ServerClient

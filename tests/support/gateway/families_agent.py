@@ -13,8 +13,8 @@ from gateway.language.families import Thinking
 from gateway.language.parsed_answer import ParsedAnswer
 from gateway.language.render import ChatRenderer
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Finish, SessionSpec, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
 from tests.support.gateway.families_models import make_model
 
 TOOL: Tool = {

@@ -25,8 +25,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rollout_queue.contract.policies.policy import FileSpec, TensorSpec, sha256_of
-from rollout_queue.redis import keys
+from rollout_queue.contract.published_policy import FileSpec, TensorSpec, sha256_of
+from rollout_queue.redis import key_names
 from tests.support.gateway.deployment import Fleet, Traffic, live, traffic
 from tests.support.gateway.four_ends import check_four_ends
 from tests.support.gateway.links import Link, link
@@ -154,7 +154,7 @@ class PushSystem(Fleet):
 
     def leader(self) -> int:
         """The index of the gateway that drives pushes."""
-        held: Any = wait_until(lambda: self.gateways[0].redis.get(keys.PUSH_LEASE))
+        held: Any = wait_until(lambda: self.gateways[0].redis.get(key_names.PUSH_LEASE))
         pid = int(held.split(b"-")[0])
         return [process.pid for process in self.gateway_processes].index(pid)
 

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
-from rollout_queue.redis import keys
-from rollout_queue.signals.access_log import AccessLog
+from rollout_queue.redis import key_names
+from rollout_queue.service_log import AccessLog
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
@@ -101,11 +101,11 @@ class RunningGateway:
 
 def emptied(redis: Redis, secret: bytes | None = None) -> None:
     """Empty Redis at once but for the secret: its own, unless one is given."""
-    kept: Any = secret or redis.get(keys.SECRET)
+    kept: Any = secret or redis.get(key_names.SECRET)
     with redis.pipeline(transaction=True) as emptying:
         emptying.flushdb()
         if kept:
-            emptying.set(keys.SECRET, kept)
+            emptying.set(key_names.SECRET, kept)
         emptying.execute()
 
 
@@ -133,7 +133,7 @@ class Backends:
         emptied(self.redis, secret)
 
     def secret(self) -> bytes:
-        return bytes(self.redis.get(keys.SECRET) or b"")  # type: ignore[arg-type]
+        return bytes(self.redis.get(key_names.SECRET) or b"")  # type: ignore[arg-type]
 
     @contextmanager
     def shared(self, url: str, secret: bytes) -> Iterator[RunningGateway]:

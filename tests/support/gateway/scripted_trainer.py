@@ -10,32 +10,30 @@ from dataclasses import dataclass, field
 
 from redis import Redis
 
-from rollout_queue.commands.command import (
+from rollout_queue.contract.packed_tokens import Logprobs
+from rollout_queue.redis.command_log import RedisCommandReader
+from rollout_queue.redis.lease import Lease
+from rollout_queue.trainer_commands import (
+    BEGINNING,
+    CommandFailed,
+    Created,
     CreateModel,
+    Exported,
     ForwardBackward,
     LoadWeights,
     LoggedCommand,
     OptimStep,
+    Passed,
+    Published,
     Refused,
+    Result,
+    Saved,
     SaveExternal,
     SaveForSampler,
     SaveWeights,
-)
-from rollout_queue.commands.log import BEGINNING
-from rollout_queue.commands.result import (
-    CommandFailed,
-    Created,
-    Exported,
-    Passed,
-    Published,
-    Result,
-    Saved,
     Stepped,
     WeightsLoaded,
 )
-from rollout_queue.contract.tokens import Logprobs
-from rollout_queue.redis.commands.reader import RedisCommandReader
-from rollout_queue.redis.lease.lease import Lease
 
 
 @dataclass

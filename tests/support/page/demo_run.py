@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from rollout_queue.http.keys import bearer
+from rollout_queue.http.callers import bearer
 from tests.support.rollout_server.processes import running
 from tests.support.serving import free_port
 from tests.support.system.real_system import ENGINE_PYTHON, second_server

@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
 from tests.support.gateway.fake_engine import FakeEngine, scores_of
 from tests.support.gateway.fake_rollout_server import FakeRolloutServer
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
@@ -86,7 +86,7 @@ class ShownDeployment:
             "source": "turns",
             "metrics": METRICS,
         }
-        self.gateway.redis.hset(keys.TRAINER, mapping=TrainerReport(**given | fields).fields())  # type: ignore[arg-type]
+        self.gateway.redis.hset(key_names.TRAINER, mapping=TrainerReport(**given | fields).fields())  # type: ignore[arg-type]
 
 
 @contextmanager

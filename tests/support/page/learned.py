@@ -14,14 +14,12 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from rollout_queue.contract.codec import decode, encode
-from rollout_queue.contract.policies.trained_step import TrainedStep
-from rollout_queue.contract.records import Span, Turn, Verdict
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.contract.turn_parts.images import TurnImage
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
-from rollout_queue.http.keys import Keyring
-from rollout_queue.http.server import HttpThread
-from rollout_queue.redis import keys
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds, TrainedTokens
+from rollout_queue.contract.published_policy import TrainedStep
+from rollout_queue.contract.records import Span, Turn, TurnImage, Verdict
+from rollout_queue.http.callers import Keyring
+from rollout_queue.http.http_server import HttpThread
+from rollout_queue.redis import key_names
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
 from tests.support.images import encoded, image_of
 from tests.support.page.deployment import ShownDeployment
@@ -51,7 +49,7 @@ def put_turn(shown: ShownDeployment, session_id: str, turn_id: str, text: str, *
         "finished_at": now,
     }
     turn = Turn(turn_id=turn_id, session_id=session_id, **given | fields)
-    shown.gateway.redis.hset(keys.session(session_id), f"t:{turn_id}", encode(turn))
+    shown.gateway.redis.hset(key_names.session(session_id), f"t:{turn_id}", encode(turn))
     return turn
 
 
@@ -65,7 +63,7 @@ def put_conversation(shown: ShownDeployment) -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
     png = encoded(image_of(96, 64))
     image = TurnImage(hashlib.sha256(png).hexdigest(), start=40, end=46, width=96, height=64, grid=(1, 4, 6))
-    shown.gateway.redis.set(keys.image(image.sha256), png)
+    shown.gateway.redis.set(key_names.image(image.sha256), png)
     thought = f"<think>\nI look.\n</think>\n\n{call}{stop}"
     first = put_turn(shown, TALK, "talk-a", thought, context=asked, images=(image,))
     seen = (
@@ -78,7 +76,7 @@ def put_conversation(shown: ShownDeployment) -> None:
 def end(shown: ShownDeployment, session_id: str, reward: float, verdict: Verdict) -> None:
     path = f"/sessions/{session_id}/finish"
     assert shown.gateway.post(path, {"status": "completed", "reward": reward}).status_code == 200
-    shown.gateway.redis.hset(keys.session(session_id), "verdict", msgspec.json.encode(verdict))
+    shown.gateway.redis.hset(key_names.session(session_id), "verdict", msgspec.json.encode(verdict))
 
 
 def keep_step(shown: ShownDeployment, trained: Verdict) -> None:
@@ -86,7 +84,7 @@ def keep_step(shown: ShownDeployment, trained: Verdict) -> None:
     assert trained.step is not None
     assert trained.version is not None
     step = TrainedStep(trained.step, trained.version, trained.version - 1, turns=12, sessions=4, tokens=284)
-    shown.gateway.redis.zadd(keys.STEPS, {msgspec.json.encode(step): trained.version})
+    shown.gateway.redis.zadd(key_names.STEPS, {msgspec.json.encode(step): trained.version})
     shown.publish(trained.version, force=True)
 
 
@@ -94,7 +92,7 @@ def note_trained(
     shown: ShownDeployment, session_id: str, turn_id: str, advantage: float, trained: Verdict
 ) -> None:
     """Store what the trainer stores of a turn that it has trained."""
-    redis, key = shown.gateway.redis, keys.session(session_id)
+    redis, key = shown.gateway.redis, key_names.session(session_id)
     stored: Any = redis.hget(key, f"t:{turn_id}")
     turn = decode(stored)
     assert isinstance(turn, Turn)
@@ -103,7 +101,7 @@ def note_trained(
     ratios = struct.pack(f"<{count}e", *(1 + 0.6 * math.sin(1.3 * at) for at in range(count)))
     numbers = TrainedTokens(count, advantages, ratios).pack()
     redis.hset(key, mapping={f"v:{turn_id}": msgspec.json.encode(trained), f"n:{turn_id}": numbers})
-    redis.zadd(keys.TRAINED, {session_id: trained.version or 0})
+    redis.zadd(key_names.TRAINED, {session_id: trained.version or 0})
 
 
 def fill_sessions(shown: ShownDeployment) -> None:

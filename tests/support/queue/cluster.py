@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rollout_queue.redis.client.prefixes import slot_of, wire_prefix
+from rollout_queue.redis.key_names import slot_of, wire_prefix
 from tests.support.queue.servers import RedisServer
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from rollout_queue.redis.client.opening import open_async_redis
-from rollout_queue.redis.client.settings import RedisSettings
+from rollout_queue.redis.redis_client import open_async_redis
+from rollout_queue.redis.settings import RedisSettings
 from tests.support.waiting import PATIENCE_S
 
 

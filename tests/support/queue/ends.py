@@ -6,16 +6,15 @@ from typing import Any
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.head import SessionHead, Tombstone
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import StreamDeleter, StreamReader, StreamWriter, Verdicts
-from rollout_queue.contract.tombstone import Tombstone
 from rollout_queue.memory import MemoryStream
-from rollout_queue.redis import keys
-from rollout_queue.redis.deletion import RedisDeleter
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.retention import RedisForgetter
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.session_deletion import RedisDeleter
+from rollout_queue.redis.session_retention import RedisForgetter
+from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
 
@@ -73,7 +72,7 @@ class Ends:
         verdicts = Verdicts(sessions, dict.fromkeys(turns, verdict))
         self.reader.acknowledge([entry.entry_id for entry in entries], verdicts)
 
-    def counts(self, key: str = keys.VERDICTS) -> dict[str, int]:
+    def counts(self, key: str = key_names.VERDICTS) -> dict[str, int]:
         """How many sessions and turns have each verdict, without zeros."""
         if isinstance(self.writer, MemoryStream):
             found: Any = self.writer.counts
@@ -103,9 +102,9 @@ class RedisEnds(Ends):
     def left(self) -> set[str]:
         """Every key except those of the stream and the trainer."""
         names: Any = self.redis.keys()
-        return {name.decode() for name in names} - {keys.STREAM, keys.FENCE, keys.LEASE}
+        return {name.decode() for name in names} - {key_names.STREAM, key_names.FENCE, key_names.LEASE}
 
-    def records(self, key: str = keys.STREAM) -> list[bytes]:
+    def records(self, key: str = key_names.STREAM) -> list[bytes]:
         """The bytes of all records in a stream, in their order."""
         found: Any = self.redis.xrange(key)
-        return [fields[keys.STREAM_FIELD] for _, fields in found]
+        return [fields[key_names.STREAM_FIELD] for _, fields in found]

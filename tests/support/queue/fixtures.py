@@ -7,10 +7,9 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.memory import MemoryStream
-from rollout_queue.redis.commands.reader import RedisCommandReader
-from rollout_queue.redis.commands.submission import CommandSubmissions
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.command_log import CommandSubmissions, RedisCommandReader
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.queue.ends import Ends, RedisEnds
 from tests.support.redis_clients import async_redis_at, redis_at
 

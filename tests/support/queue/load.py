@@ -10,12 +10,11 @@ from typing import Any
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis import keys
-from rollout_queue.redis.client.opening import open_async_redis, open_redis
-from rollout_queue.redis.client.replication import NO_REPLICAS, Replication
-from rollout_queue.redis.client.settings import RedisSettings
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.redis_client import open_async_redis, open_redis
+from rollout_queue.redis.settings import NO_REPLICAS, RedisSettings, Replication
+from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.serving import free_port
@@ -125,7 +124,7 @@ class Load:
         """The answers of which Redis has no trace, or not all."""
         with open_redis(self.settings, timeout_s=5) as client, client.pipeline(transaction=False) as pipeline:
             for each in self.answers:
-                pipeline.hmget(keys.session(each.session_id), ["spec", *each.fields])
+                pipeline.hmget(key_names.session(each.session_id), ["spec", *each.fields])
             found = pipeline.execute()
         return [each for each, fields in zip(self.answers, found, strict=True) if None in fields]
 

@@ -19,13 +19,13 @@ from prometheus_client import CollectorRegistry
 
 from rollout_queue import clock
 from rollout_queue.clock import Clock
+from rollout_queue.contract.packed_tokens import TrainedTokens
 from rollout_queue.contract.stream import Entry, Verdicts
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
-from rollout_queue.redis import keys
-from rollout_queue.redis.deletion import RedisDeleter
-from rollout_queue.redis.lease.lease import Lease
-from rollout_queue.redis.reader import RedisReader
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis import key_names
+from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.session_deletion import RedisDeleter
+from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.trainer_service.harness import FakeGateway
 from tests.support.trainer_service.publications import InlineExecutor, LateExecutor, OneTensor
@@ -255,7 +255,7 @@ class System:
     def start_trainer(self, group_wait_s: float = 1e12) -> None:
         """Start a new process on the same disk. The former holder of the lease is dead, or slept too long."""
         algorithm = AlgorithmSettings(min_live_rows=2, max_tokens=8, group_wait_s=group_wait_s)
-        self.redis.delete(keys.LEASE)
+        self.redis.delete(key_names.LEASE)
         lease = Lease(self.redis, 1000.0)
         assert lease.claim() is None
         stream = CutReader(self.redis, lease.token)

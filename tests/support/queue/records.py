@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
 
 
 def spec(session_id: str = "s1", **fields: Any) -> SessionSpec:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from rollout_queue.protocol.collective import JoinBody, Joining, SentTensor
+from rollout_queue.protocol.rollout_server_messages import JoinBody, Joining, SentTensor
 from rollout_server.weights.safetensors_file import fingerprint, tensors_of
 
 URL = "http://127.0.0.1:8200"

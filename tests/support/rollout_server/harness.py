@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import httpx
 from fastapi import FastAPI
 
-from rollout_queue.http.keys import Keyring
+from rollout_queue.http.callers import Keyring
 from rollout_server.app import create_app
 from rollout_server.server import RolloutServer
 from rollout_server.settings import RolloutServerSettings

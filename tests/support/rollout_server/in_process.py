@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from rollout_queue.http.keys import Keyring, bearer
+from rollout_queue.http.callers import Keyring, bearer
 from rollout_server.app import create_app
 from rollout_server.server import RolloutServer
 from rollout_server.settings import RolloutServerSettings

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_queue.http.keys import bearer
+from rollout_queue.http.callers import bearer
 from tests.support.rollout_server.weights import publish
 from tests.support.serving import free_port
 from tests.support.tiny_model import make_tiny_model

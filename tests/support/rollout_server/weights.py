@@ -8,7 +8,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE, FileSpec, Manifest, TensorSpec, sha256_of
+from rollout_queue.contract.published_policy import (
+    MANIFEST,
+    STABLE,
+    FileSpec,
+    Manifest,
+    TensorSpec,
+    sha256_of,
+)
 from rollout_server.weights.safetensors_file import read_header
 from rollout_server.weights.store import manifest_digest
 

@@ -14,7 +14,7 @@ import httpx
 
 from gateway.app import create_app as create_gateway
 from gateway.settings import GatewaySettings
-from rollout_queue.http.keys import Keyring
+from rollout_queue.http.callers import Keyring
 from rollout_server.app import create_app as create_rollout_server
 from rollout_server.engine.command import find_device
 from rollout_server.server import build_server

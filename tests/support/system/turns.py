@@ -8,7 +8,7 @@ from redis import Redis
 
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.system.real_system import System
 
 
@@ -44,7 +44,7 @@ def scored(engine_url: str, turn: dict[str, Any]) -> list[float]:
 
 def recorded_turns(redis: Redis, session_id: str) -> list[Turn]:
     """The turns as Redis has them, the oldest first."""
-    fields: Any = redis.hgetall(keys.session(session_id))
+    fields: Any = redis.hgetall(key_names.session(session_id))
     records = [decode(value) for name, value in fields.items() if name.startswith(b"t:")]
     return sorted((each for each in records if isinstance(each, Turn)), key=lambda turn: turn.started_at)
 

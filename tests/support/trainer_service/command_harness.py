@@ -8,11 +8,19 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
 
-from rollout_queue.commands.command import Command, CreateModel, ForwardBackward, LoraSpec, OptimStep
-from rollout_queue.commands.datum import Datum
-from rollout_queue.commands.result import Passed, Published, Result
-from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.memory import MemoryStream
+from rollout_queue.trainer_commands import (
+    Command,
+    CreateModel,
+    Datum,
+    ForwardBackward,
+    LoraSpec,
+    OptimStep,
+    Passed,
+    Published,
+    Result,
+)
 from tests.support.trainer_service.command_log import MemoryCommandLog
 from tests.support.trainer_service.device import ON_DEVICE
 from tests.support.trainer_service.publications import InlineExecutor

@@ -2,10 +2,17 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from rollout_queue.commands.codec import decode_answer, decode_command, encode
-from rollout_queue.commands.command import Command, LoggedCommand
-from rollout_queue.commands.log import Drop, Dropped
-from rollout_queue.commands.result import Answer, Result
+from rollout_queue.trainer_commands import (
+    Answer,
+    Command,
+    Drop,
+    Dropped,
+    LoggedCommand,
+    Result,
+    decode_answer,
+    decode_command,
+    encode,
+)
 
 
 class Killed(BaseException):

@@ -13,10 +13,10 @@ import torch
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn, Verdict
 from rollout_queue.contract.stream import NO_IMAGES, Entry
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.http.keys import Keyring
+from rollout_queue.http.callers import Keyring
 from rollout_queue.memory import MemoryStream
 from tests.support.trainer_service.publications import InlineExecutor
 from trainer_service.app import create_app

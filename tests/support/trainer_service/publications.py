@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rollout_queue.contract.policies.policy import FileSpec, TensorSpec, sha256_of
+from rollout_queue.contract.published_policy import FileSpec, TensorSpec, sha256_of
 from trainer_service.model.huggingface import WEIGHTS
 from trainer_service.model.snapshot import HostTensor
 

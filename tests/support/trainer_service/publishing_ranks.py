@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from rollout_queue.contract.policies.policy import FileSpec
+from rollout_queue.contract.published_policy import FileSpec
 from tests.support.trainer_service.rank_tasks import FULL, SLOW, WRITING, Task
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.model.snapshot import WeightSnapshot

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout_queue.commands.command import Command
+from rollout_queue.trainer_commands import Command
 from tests.support.serving import free_port
 from trainer_service.rows.rows import Row
 from trainer_service.settings import TrainerSettings

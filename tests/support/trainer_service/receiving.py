@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
-from rollout_queue.protocol.collective import Joining, SentTensor
+from rollout_queue.protocol.rollout_server_messages import Joining, SentTensor
 
 
 def join(joining: Joining, timeout_s: float = 20.0) -> Any:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from rollout_queue.contract.turn_parts.trained_tokens import TrainedTokens
+from rollout_queue.contract.packed_tokens import TrainedTokens
 from trainer_service.step.step_parts import TurnRecord
 
 HALF_PRECISION = 1e-3

@@ -7,9 +7,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn
-from rollout_queue.redis.deletion import RedisDeleter
-from rollout_queue.redis.retention import RedisForgetter
-from rollout_queue.redis.writer import RedisWriter
+from rollout_queue.redis.session_deletion import RedisDeleter
+from rollout_queue.redis.session_retention import RedisForgetter
+from rollout_queue.redis.stream_writer import RedisWriter
 from tests.support.redis_clients import async_redis_at
 from tests.support.serving import free_port
 from tests.support.trainer_service.harness import turn

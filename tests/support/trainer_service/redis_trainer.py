@@ -6,7 +6,7 @@ from typing import Any, cast
 from redis import Redis
 
 from rollout_queue.memory import MemoryStream
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.claimed import claimed_reader
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
@@ -20,7 +20,7 @@ class RedisTrainer:
 
     def __init__(self, make_harness: MakeHarness, redis: Redis, url: str) -> None:
         self.redis, self.url, self._make_harness = redis, url, make_harness
-        redis.hset(keys.POLICIES, "0", "{}")
+        redis.hset(key_names.POLICIES, "0", "{}")
         self.agents = RedisAgents(url)
         self.harness = self.start()
 
@@ -39,19 +39,20 @@ class RedisTrainer:
         return [sorted(row.sessions) for row in self.harness.ledger]
 
     def verdict(self, session_id: str) -> tuple[str, str] | None:
-        told: Any = self.redis.hget(keys.session(session_id), "verdict")
+        told: Any = self.redis.hget(key_names.session(session_id), "verdict")
         return (json.loads(told)["code"], json.loads(told)["detail"]) if told else None
 
     def codes(self) -> dict[str, str | None]:
         names = [
-            key.decode().removeprefix(keys.session("")) for key in self.redis.scan_iter(keys.session("*"))
+            key.decode().removeprefix(key_names.session(""))
+            for key in self.redis.scan_iter(key_names.session("*"))
         ]
         return {name: (self.verdict(name) or (None,))[0] for name in names}
 
     def pending(self) -> int:
         """How many delivered entries are not acknowledged. Checks that all entries are delivered."""
-        (group,) = cast(Any, self.redis.xinfo_groups(keys.STREAM))
-        newest = cast(Any, self.redis.xinfo_stream(keys.STREAM))["last-generated-id"]
+        (group,) = cast(Any, self.redis.xinfo_groups(key_names.STREAM))
+        newest = cast(Any, self.redis.xinfo_stream(key_names.STREAM))["last-generated-id"]
         assert group["last-delivered-id"] == newest
         return int(group["pending"])
 

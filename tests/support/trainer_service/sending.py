@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollout_queue.http.keys import Keyring
+from rollout_queue.http.callers import Keyring
 from trainer_service.app import create_app
 from trainer_service.model.snapshot import HostTensor
 from trainer_service.publishing.process_group import Broadcaster, joined_group

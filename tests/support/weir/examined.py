@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from gateway.app import create_app as create_gateway
 from gateway.settings import GatewaySettings
-from rollout_queue.http.keys import Keyring
-from rollout_queue.protocol.trainer import TrainerReport
-from rollout_queue.redis import keys
+from rollout_queue.http.callers import Keyring
+from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.redis import key_names
 from tests.support.gateway.fake_rollout_server import FakeRolloutServer
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
 from tests.support.redis_process import RedisProcess
@@ -62,8 +62,8 @@ class ExaminedSystem:
         """Let the trainer report, as it does twice a second."""
         said: dict[str, Any] = {"state": "waiting", "url": self.trainer_url, "source": "turns"}
         report = TrainerReport(**said | fields)
-        self.redis.client.delete(keys.TRAINER)
-        self.redis.client.hset(keys.TRAINER, mapping=report.fields())  # type: ignore[arg-type]
+        self.redis.client.delete(key_names.TRAINER)
+        self.redis.client.hset(key_names.TRAINER, mapping=report.fields())  # type: ignore[arg-type]
 
     def admin(self, method: str, path: str, body: Any = None) -> Any:
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}

@@ -8,10 +8,10 @@ from typing import Any
 from redis import Redis
 
 from rollout_queue.contract.codec import encode
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import SessionSpec, Span, Turn, Verdict
 from rollout_queue.contract.stream import Entry
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis import keys
+from rollout_queue.redis import key_names
 from tests.support.claimed import claimed_reader
 from trainer_service.groups.acknowledgement import AcknowledgedTurn, Acknowledgement
 from trainer_service.model.checkpoint_layout import Layout
@@ -37,10 +37,10 @@ def answer(redis: Redis, session_id: str) -> None:
     )
     spec, packed = encode(SessionSpec(session_id=session_id, created_at=100.0)), encode(turn)
     with redis.pipeline(transaction=True) as pipeline:
-        pipeline.hset(keys.session(session_id), mapping={"spec": spec, f"t:{turn.turn_id}": packed})
-        pipeline.zadd(keys.SESSIONS, {session_id: 100.0})
-        pipeline.zadd(keys.DEADLINES, {session_id: 4000.0})
-        pipeline.xadd(keys.STREAM, {keys.STREAM_FIELD: packed})
+        pipeline.hset(key_names.session(session_id), mapping={"spec": spec, f"t:{turn.turn_id}": packed})
+        pipeline.zadd(key_names.SESSIONS, {session_id: 100.0})
+        pipeline.zadd(key_names.DEADLINES, {session_id: 4000.0})
+        pipeline.xadd(key_names.STREAM, {key_names.STREAM_FIELD: packed})
         pipeline.execute()
 
 

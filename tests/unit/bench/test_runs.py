@@ -13,7 +13,7 @@ from bench.results import Progress, Result, ResultFolder, Trial
 from bench.tasks import LONGEST_S, TASKS, takes_s
 from bench.trial import Bounds, TrialCourse
 from gateway.settings import LimitSettings
-from rollout_queue.protocol.trainer import TrainerReport
+from rollout_queue.protocol.trainer_messages import TrainerReport
 from tests.support.system_status import system_status
 from trainer_service.algorithms.settings import AlgorithmSettings
 from weir.demo.demo_episodes import WINDOW, EpisodeLog

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from redis import Redis
 
-from rollout_queue.contract.policies.policy import STABLE
-from rollout_queue.redis import keys
+from rollout_queue.contract.published_policy import STABLE
+from rollout_queue.redis import key_names
 from tests.crash import table
 from tests.crash.checkpoints import before_acknowledge, owed
 from tests.crash.result import Kill, Result, write
@@ -119,8 +119,8 @@ def system(tmp_path: Path) -> CrashSystem:
 
 def says(system: CrashSystem, reserved: int, version: int, state: str) -> None:
     hashes = cast(FakeRedis, system.redis).hashes
-    hashes[keys.RESERVED] = {"version": b"%d" % reserved}
-    hashes[keys.TRAINER] = {"version": b"%d" % version, "state": state.encode()}
+    hashes[key_names.RESERVED] = {"version": b"%d" % reserved}
+    hashes[key_names.TRAINER] = {"version": b"%d" % version, "state": state.encode()}
 
 
 def saved(system: CrashSystem, serial: int, state: RunState) -> None:

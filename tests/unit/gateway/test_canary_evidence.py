@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.policies.canary_evidence import CanaryEvidence, estimate, student
 from gateway.policies.canary_judge import outcome
 from gateway.policies.canary_watch import k3
-from rollout_queue.contract.policies.canary import Arm, CanaryCall, CanaryGates, CanaryReport, CanaryScore
+from rollout_queue.contract.serving_plan import Arm, CanaryCall, CanaryGates, CanaryReport, CanaryScore
 from tests.support.tolerances import ulps
 
 VALUES = st.floats(-100, 100)

@@ -18,7 +18,7 @@ from gateway.language.partial_parse import FastParser, IncrementalDetokenizer, m
 from gateway.language.render import ChatRenderer
 from gateway.language.tokenizer import BareTokenizer, TokenBytes
 from gateway.language.tokenizer_files import tokenizer_of
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 from tests.support.gateway.examples import TEXTS
 from tests.support.gateway.families_agent import Agent, as_sent_back, renderer_of, result, user
 from tests.support.gateway.families_models import CONTROL_TOKENS, make_model

@@ -17,7 +17,7 @@ from gateway.language.families import FAMILIES, Thinking, family_of
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import ThinkingWish, effort_of
 from gateway.operators.prompt_reader import PromptReader
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 from tests.support.gateway.families_agent import (
     TOOL,
     Agent,

@@ -19,10 +19,9 @@ from gateway.policies.canary_watch import CanaryWatch
 from gateway.prometheus import Metrics
 from gateway.settings import GatewaySettings
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.policies.canary import Canary
-from rollout_queue.contract.policies.serving import ServingPlan
+from rollout_queue.contract.packed_tokens import TokenIds
 from rollout_queue.contract.records import Span
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.serving_plan import Canary, ServingPlan
 from rollout_queue.memory import MemoryStream
 from tests.support.gateway.families_agent import renderer_of
 from tests.support.queue.records import spec

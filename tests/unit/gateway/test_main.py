@@ -9,8 +9,8 @@ import pytest
 
 import gateway.__main__
 from gateway.settings import GatewaySettings
-from rollout_queue.http import starting
-from rollout_queue.http.server import KEEP_ALIVE_S
+from rollout_queue import starting
+from rollout_queue.http.http_server import KEEP_ALIVE_S
 from tests.support.service_log import log_of
 
 

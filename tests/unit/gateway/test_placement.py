@@ -19,8 +19,8 @@ from gateway.fleet.fleet_server import FleetServer, Registration
 from gateway.fleet.generate_request import ANY, Wish
 from gateway.fleet.placement import SHORTLIST, Ring, Rotation, WantedServer
 from gateway.fleet.server_status import STATUS_PER_S, StatusSchedule, distinct
-from rollout_queue.contract.policies.serving import plan_of
-from rollout_queue.http.bodies.fair_turns import FairTurns
+from rollout_queue.contract.serving_plan import plan_of
+from rollout_queue.http.json_routes import FairTurns
 from tests.support.hypothesis_profiles import examples
 from tests.support.turned_clock import TurnedClock
 

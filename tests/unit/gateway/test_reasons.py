@@ -16,10 +16,9 @@ from gateway.sessions.verdicts import (
     why_turn,
 )
 from gateway.settings import GatewaySettings
-from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.progress import GroupProgress
+from rollout_queue.contract.head import GroupProgress, SessionHead
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import SessionSpec, Span, Verdict, VerdictCode
-from rollout_queue.contract.tokens import Logprobs, TokenIds
 from rollout_queue.memory import MemoryStream
 from tests.support.queue.records import outcome, reward, spec, turn
 

@@ -14,8 +14,7 @@ from gateway.fleet.generate_request import Wish
 from gateway.fleet.server_status import read_status
 from gateway.fleet.silence import SILENCE_S, WATCH_EVERY_S, SilenceWatch
 from gateway.prometheus import Metrics
-from rollout_queue.contract.policies.canary import Canary
-from rollout_queue.contract.policies.serving import Admissible, ServingPlan
+from rollout_queue.contract.serving_plan import Admissible, Canary, ServingPlan
 from tests.support.turned_clock import TurnedClock
 
 NOBODY = cast(Any, None)

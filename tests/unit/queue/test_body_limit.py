@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout_queue.http.bodies.body_limit import AT_ONCE, BodyLimit
+from rollout_queue.http.body_limit import AT_ONCE, BodyLimit
 
 MOST = 1000
 

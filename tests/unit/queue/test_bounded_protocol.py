@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from rollout_queue.http.bounded_protocol import BoundedProtocol
-from rollout_queue.http.connections import ConnectionBounds, ConnectionCount
+from rollout_queue.http.bounded_protocol import BoundedProtocol, ConnectionBounds, ConnectionCount
 from tests.support.hypothesis_profiles import examples
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

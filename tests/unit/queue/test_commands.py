@@ -2,12 +2,23 @@
 
 import pytest
 
-from rollout_queue.commands.codec import decode_answer, decode_command, encode
-from rollout_queue.commands.command import Command, CreateModel, ForwardBackward, OptimStep, Refused
-from rollout_queue.commands.datum import Datum
-from rollout_queue.commands.result import Answer, Passed, Result, Stepped
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.trainer_commands import (
+    Answer,
+    Command,
+    CreateModel,
+    Datum,
+    ForwardBackward,
+    OptimStep,
+    Passed,
+    Refused,
+    Result,
+    Stepped,
+    decode_answer,
+    decode_command,
+    encode,
+)
 
 STEP = OptimStep(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)
 DATUM = Datum(TokenIds([1, 2]), TokenIds([2, 3]), 1, {"weights": Logprobs([1.0, 1.0])})

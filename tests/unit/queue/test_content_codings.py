@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_queue.http.bodies.content_codings import codings_of, decoded
+from rollout_queue.http.body_limit import codings_of, decoded
 from rollout_queue.http.errors import ApiError
 from tests.support.hypothesis_profiles import examples
 

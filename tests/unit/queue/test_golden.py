@@ -12,22 +12,22 @@ import pytest
 
 from rollout_queue.contract.codec import SCHEMA, decode, decode_spec, encode
 from rollout_queue.contract.errors import UnknownSchema
+from rollout_queue.contract.export_rows import ExportRow, row_from_json
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import (
     Deletion,
     LateJoin,
     Outcome,
     Reward,
+    RoutedExperts,
     Sampling,
+    SamplingPolicy,
     SessionSpec,
     Span,
     Turn,
+    TurnImage,
 )
-from rollout_queue.contract.rows import ExportRow, row_from_json
-from rollout_queue.contract.sampling import SamplingPolicy
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.contract.turn_parts.experts import RoutedExperts
-from rollout_queue.contract.turn_parts.images import TurnImage
-from rollout_queue.http.release import release
+from rollout_queue.http.probe_routes import release
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_schema_1.json").read_text(encoding="utf-8"))
 
@@ -171,7 +171,7 @@ def test_a_row_of_schema_1_is_read() -> None:
 
 def test_a_release_tells_two_builds_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two source trees of one version and schema."""
-    monkeypatch.setattr("rollout_queue.http.release.PACKAGE", tmp_path)
+    monkeypatch.setattr("rollout_queue.http.probe_routes.PACKAGE", tmp_path)
     told = list[str]()
     for text in ("a = 1", "a = 2", "a = 1"):
         (tmp_path / "module.py").write_text(text)

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from rollout_queue.contract.attempts import related
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.policies.serving import ServingPlan
+from rollout_queue.contract.outcomes import related
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.redis.heads.cache import HeadCache
+from rollout_queue.contract.serving_plan import ServingPlan
+from rollout_queue.redis.session_heads import HeadCache
 from tests.support.queue.records import spec, turn
 
 

@@ -17,8 +17,8 @@ from gateway.rest import agents, deployment, listing, rewards, sessions
 from gateway.tinker import routes as tinker
 from reward_service.app import create_app as reward_app
 from reward_service.settings import RewardSettings
-from rollout_queue.http.bodies.json_routes import JsonRoute
 from rollout_queue.http.errors import install_error_handlers
+from rollout_queue.http.json_routes import JsonRoute
 
 MANY = JsonRoute.most_values
 MODULES = (agents, sessions, listing, rewards, deployment, tinker, routes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.types import Message
 
-from rollout_queue.http.bodies.large_bodies import (
+from rollout_queue.http.json_routes import (
     AT_ONCE_BYTES,
     UNPACED_BYTES,
     PacedReceive,

@@ -12,11 +12,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from rollout_queue.http.probes import probes
+from rollout_queue.http.probe_routes import probes
+from rollout_queue.service_log import MOST_BYTES, begin_log_ids, log_ids, of_turn
 from rollout_queue.settings import ServiceSettings
-from rollout_queue.signals.log_format import MOST_BYTES
-from rollout_queue.signals.log_ids import begin_log_ids, log_ids, of_turn
-from rollout_queue.signals.log_start import begin_log
+from rollout_queue.starting import begin_log
 
 logger = logging.getLogger("pump.valve")
 HOSTILE = "a\nFAKE 2026 INFO gateway: all is well\r\x1b[2J\u2028\u202e\x85\ud800 end"
@@ -162,7 +161,7 @@ def test_no_secret_gets_into_the_log(form: str) -> None:
 
 
 async def test_a_service_that_is_ready_again_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "rollout_queue.http.probes")
+    caplog.set_level(logging.INFO, "rollout_queue.http.probe_routes")
     reasons = iter([None, None, "Redis failed", "Redis failed", None, None])
 
     async def readiness() -> str | None:

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from rollout_queue.contract.codec import decode, decode_spec, encode
 from rollout_queue.contract.errors import InvalidRecord
-from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn
-from rollout_queue.contract.tokens import Logprobs, TokenIds
-from rollout_queue.contract.turn_parts.experts import RoutedExperts
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.contract.records import Outcome, Reward, RoutedExperts, Sampling, SessionSpec, Span, Turn
 from tests.support.queue.records import turn
 
 

@@ -7,10 +7,9 @@ import pytest
 
 from gateway.settings import GatewaySettings
 from rollout_queue.config_file import MalformedSettings
-from rollout_queue.http.starting import start
-from rollout_queue.redis.client.address import read_address
-from rollout_queue.redis.client.settings import WriterRedisSettings
+from rollout_queue.redis.settings import WriterRedisSettings, read_address
 from rollout_queue.settings import MOST_SECRET_BYTES, ServiceSettings, check_names, read_settings
+from rollout_queue.starting import start
 from rollout_server.settings import RolloutServerSettings
 from weir.configuration import service_settings
 

@@ -6,9 +6,9 @@ import pytest
 
 from gateway.sessions.verdicts import session_verdict, turn_verdict
 from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Sampling, SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import Entry
-from rollout_queue.contract.tokens import Logprobs, TokenIds
 from trainer_service.groups.assemble import Assembler, Rules
 from trainer_service.rows.rows import exclusions
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_queue.contract.policies.object_prefix import ObjectPrefix
+from rollout_queue.contract.published_policy import ObjectPrefix
 from rollout_server.errors import LocationRefused
 from rollout_server.weights.locations import FileLocation, HttpLocation, is_under, parse_location
 

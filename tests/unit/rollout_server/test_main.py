@@ -14,7 +14,7 @@ from tests.support.rollout_server.weights import write_model
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["rollout_server"])
-    monkeypatch.setattr("rollout_queue.http.starting.begin_log", lambda *_: None)  # pytest has the log
+    monkeypatch.setattr("rollout_queue.starting.begin_log", lambda *_: None)  # pytest has the log
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:

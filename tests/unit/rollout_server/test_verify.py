@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_queue.contract.policies.delta import DELTA_SUFFIX
-from rollout_queue.contract.policies.policy import FileSpec
-from rollout_queue.protocol.collective import Joining, SentTensor
+from rollout_queue.contract.published_policy import DELTA_SUFFIX, FileSpec
+from rollout_queue.protocol.rollout_server_messages import Joining, SentTensor
 from rollout_server.reloading.collective import TensorReceiver
 from rollout_server.weights.file_check import CheckEnded, FileCheck, check_path
 from rollout_server.weights.policy import LocalPolicy

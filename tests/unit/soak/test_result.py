@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollout_queue.redis.heads.cache import OUTPUT_BYTES
+from rollout_queue.redis.session_heads import OUTPUT_BYTES
 from tests.soak.dialects import CHAT, DIALECTS, MESSAGES, NotWhole
 from tests.soak.faults import FAULTS
 from tests.soak.memory import MIB, TURN_OVERHEAD_BYTES, MemoryRow, MemorySample, judged

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollout_queue.contract.head import Tombstone
 from rollout_queue.contract.records import Verdict, VerdictCode
-from rollout_queue.contract.tombstone import Tombstone
 from weir.audit.audit import notes_of, totals_of
 from weir.audit.audit_facts import (
     ClientAnswer,

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rollout_queue.commands.command import Command, ForwardBackward, LoadWeights, SaveWeights
-from rollout_queue.commands.result import Passed, Result, Stepped
+from rollout_queue.trainer_commands import (
+    Command,
+    ForwardBackward,
+    LoadWeights,
+    Passed,
+    Result,
+    SaveWeights,
+    Stepped,
+)
 from tests.support.long_cases import cases
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.command_harness import (

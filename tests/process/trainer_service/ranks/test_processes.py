@@ -18,11 +18,10 @@ import yaml
 from redis import Redis
 
 from rollout_queue.contract.codec import encode
-from rollout_queue.contract.policies.policy import STABLE
+from rollout_queue.contract.published_policy import STABLE
 from rollout_queue.contract.records import Outcome
-from rollout_queue.redis import keys
-from rollout_queue.redis.lease.holder import Holder
-from rollout_queue.redis.lease.lease import LOST
+from rollout_queue.redis import key_names
+from rollout_queue.redis.lease import LOST, Holder
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.long_cases import cases
 from tests.support.redis_clients import redis_at
@@ -194,20 +193,20 @@ def start(pair: RankPair, tmp_path: Path, model_path: Path, redis: Redis, redis_
 
 def holder(redis: Redis) -> int | None:
     """The pid of the process that holds the lease."""
-    packed: Any = redis.get(keys.LEASE)
+    packed: Any = redis.get(key_names.LEASE)
     return msgspec.json.decode(packed, type=Holder).pid if packed else None
 
 
 def pending(redis: Redis) -> int:
-    summary: Any = redis.xpending(keys.STREAM, keys.GROUP)
+    summary: Any = redis.xpending(key_names.STREAM, key_names.GROUP)
     return int(summary["pending"])
 
 
 def append(redis: Redis, session_id: str) -> None:
     """A session that ends without reward: the trainer holds its entry, and never acknowledges it."""
     record = Outcome(session_id=session_id, status="completed", created_at=time.time())
-    redis.hset(keys.session(session_id), "spec", b"")
-    redis.xadd(keys.STREAM, {keys.STREAM_FIELD: encode(record)})
+    redis.hset(key_names.session(session_id), "spec", b"")
+    redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: encode(record)})
 
 
 def test_of_two_trainers_one_refuses_and_one_that_slept_ends(start: Start, redis: Redis) -> None:
@@ -216,7 +215,7 @@ def test_of_two_trainers_one_refuses_and_one_that_slept_ends(start: Start, redis
     if holder(redis) == second.pid:
         first, second = second, first
     assert second.ends() == 1
-    assert f"another trainer holds {keys.LEASE}: " in second.said
+    assert f"another trainer holds {key_names.LEASE}: " in second.said
     assert f":{first.pid}, since " in second.said
     assert "Traceback" not in second.said
     first.takes_up_the_stream()
@@ -228,16 +227,16 @@ def test_of_two_trainers_one_refuses_and_one_that_slept_ends(start: Start, redis
     third.takes_up_the_stream()
     assert holder(redis) == third.pid
     third.signal(signal.SIGSTOP)  # from here on, only the first could take entries
-    entries_before = redis.xrange(keys.STREAM)
+    entries_before = redis.xrange(key_names.STREAM)
     append(redis, "after")
     first.signal(signal.SIGCONT)
     assert first.ends() == 1
     assert first.said.splitlines()[-1] == LOST
     assert "Traceback" not in first.said
     assert pending(redis) == 1
-    left: Any = redis.xrange(keys.STREAM)
+    left: Any = redis.xrange(key_names.STREAM)
     assert left[:-1] == entries_before
-    assert not redis.exists(keys.VERDICTS)
+    assert not redis.exists(key_names.VERDICTS)
     assert not (first.checkpoints / "CURRENT").exists()
     third.signal(signal.SIGCONT)
     wait_until(lambda: pending(redis) == 2)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollout_queue.contract.policies.policy import MANIFEST, STABLE, Manifest
+from rollout_queue.contract.published_policy import MANIFEST, STABLE, Manifest
 from rollout_server.weights.delta import apply_delta
 from rollout_server.weights.safetensors_file import tensors_of
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from gateway.callers.backpressure import StalenessBudget, TrainerBacklog
-from rollout_queue.contract.tokens import TokenIds
+from rollout_queue.contract.packed_tokens import TokenIds
 from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close, given
 from tests.support.trainer_service.harness import turn
 from tests.support.trainer_service.made_rows import rows_of

@@ -1,1 +1,0 @@
-"""Policies: their files, changes between two of them, which ones are served, and canaries."""

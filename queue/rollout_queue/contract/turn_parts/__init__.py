@@ -1,1 +1,0 @@
-"""Parts of the record of a turn that describe tokens beyond their ids."""

@@ -1,1 +1,0 @@
-"""Bodies of requests: how large they may be, how they are decoded, and what of them is JSON."""

@@ -1,1 +1,0 @@
-"""A service as several processes, its workers, on one port."""

@@ -1,1 +1,0 @@
-"""How a service opens its connections to Redis: one server, a master that Sentinel names, or a cluster."""

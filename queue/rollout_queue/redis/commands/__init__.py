@@ -1,1 +1,0 @@
-"""The command log on Redis: the gateway's end, and the trainer's."""

@@ -1,1 +1,0 @@
-"""The trainer's lease: only its holder trains."""

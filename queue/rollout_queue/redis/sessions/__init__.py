@@ -1,1 +1,0 @@
-"""Sessions in Redis: opened, and ended when nothing happens in them any more."""

@@ -1,0 +1,313 @@
+"""StreamWriter on Redis: the gateways' end of the stream. Each append is one script, so it is atomic."""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from rollout_queue.contract.codec import decode, decode_spec, encode
+from rollout_queue.contract.errors import Conflict, GroupTaken, SessionClosed, StorageUnavailable, UserDeleted
+from rollout_queue.contract.head import (
+    ALL_SESSIONS,
+    GroupProgress,
+    ListedSession,
+    ListPosition,
+    ListScope,
+    SessionHead,
+    Tombstone,
+    group_progress,
+    user_digest,
+    with_terms,
+)
+from rollout_queue.contract.outcomes import related
+from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
+from rollout_queue.contract.stream import NO_IMAGES
+from rollout_queue.redis import key_names, session_scripts, turn_store
+from rollout_queue.redis.availability import available, stored
+from rollout_queue.redis.pipelined import Argument, PipelinedConnection, RedisClock
+from rollout_queue.redis.session_heads import (
+    CACHE_BYTES,
+    HeadCache,
+    SessionHeads,
+    fields_without_turns,
+    read_head,
+    reading,
+)
+from rollout_queue.redis.session_lists import (
+    LastAppended,
+    members_of,
+    positions_in,
+    progress_of,
+    tombstones_of,
+    wanted_heads,
+)
+from rollout_queue.redis.session_store import (
+    Descriptions,
+    Expiry,
+    group_arguments,
+    group_forgotten,
+    open_arguments,
+    opened,
+    outcome_arguments,
+    refusal,
+)
+from rollout_queue.redis.settings import NO_REPLICAS, Replication
+from rollout_queue.redis.turn_store import Retractions, append_arguments
+
+logger = logging.getLogger(__name__)
+
+UNANSWERED = (RedisConnectionError, RedisTimeoutError)
+"""After these errors, Redis may have stored the record, or may still store it."""
+NOT_YET = (b"retried", b"late")
+"""After these replies the turn is appended again, because its relation to other attempts, or its deadline,
+was out of date."""
+
+
+class RedisWriter:
+    """StreamWriter on Redis. `redis` returns bytes (decode_responses off). The commands of agents' calls go
+    over a connection of their own."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        append_within_s: float = 10.0,
+        head_cache_bytes: int = CACHE_BYTES,
+        replication: Replication = NO_REPLICAS,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """`append_within_s` is how long Redis may take until it stores a turn; later it refuses the turn.
+        `timeout_s` is how long an answer of Redis may take."""
+        self._redis = redis
+        self._heads = HeadCache(head_cache_bytes)
+        self._last = LastAppended(redis, self._heads.clear)
+        self._connection = PipelinedConnection(redis, self._last.connected, replication, timeout_s)
+        self._replicated = replication.replicas > 0
+        self._session_heads = SessionHeads(self._connection, self._heads)
+        self._append_within_s = append_within_s
+        self._clock = RedisClock(self._connection)
+        self._retractions = Retractions(redis, self.confirmed if self._replicated else None)
+        self._deleted = 0
+        """How many sessions had been deleted at the last `forget_deleted`."""
+        self._open = redis.register_script(session_scripts.OPEN)
+        self._open_group = redis.register_script(session_scripts.OPEN_GROUP)
+        self._append_turn = redis.register_script(turn_store.APPEND_TURN)
+        self._append_reward = redis.register_script(turn_store.APPEND_REWARD)
+        self._append_outcome = redis.register_script(turn_store.APPEND_OUTCOME)
+        self._descriptions = Descriptions(redis, self.confirmed)
+        self._expiry = Expiry(redis)
+        self._heartbeat = redis.register_script(session_scripts.HEARTBEAT)
+
+    async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
+        reply = await stored(self._connection.confirmed(self._open, *open_arguments(spec)))
+        with reading(spec.session_id):
+            return opened(spec, reply)
+
+    async def describe_session(
+        self, spec: SessionSpec, now: float, *, counts: bool = False
+    ) -> SessionSpec | None:
+        return await self._descriptions.describe(spec, now, counts=counts)
+
+    async def open_group(self, specs: Sequence[SessionSpec]) -> None:
+        match await self.confirmed(self._open_group, *group_arguments(specs)):
+            case b"exists":
+                raise Conflict(f"group {specs[0].shown_group} exists already")
+            case b"owner":
+                raise GroupTaken(specs[0].shown_group)
+            case b"group forgotten":
+                raise group_forgotten(specs[0])
+            case b"user deleted":
+                raise UserDeleted
+
+    async def close(self) -> None:
+        """Retract what may be stored, for as long as it may still be, and close the writer's own connection.
+        The owner closes `redis`."""
+        await self._retractions.close(self._append_within_s + 1.0)
+        await self._connection.close()
+
+    @property
+    def head_lookups(self) -> tuple[int, int]:
+        """How often a head was read from memory alone, and how often Redis had to be read."""
+        return self._session_heads.hits, self._session_heads.misses
+
+    async def ping(self) -> None:
+        await stored(self._connection.command("PING"))
+
+    async def load(self, session_id: str, *, turns: bool = True) -> SessionHead | None:
+        key = key_names.session(session_id)
+        if turns:
+            fields = await stored(self._redis.hgetall(key))  # bounded: one session
+        else:
+            fields = await fields_without_turns(self._redis, key)
+        with reading(session_id):
+            return read_head(fields)
+
+    async def spec_of(self, session_id: str) -> bytes | None:
+        spec: bytes | None = await stored(self._redis.hget(key_names.session(session_id), "spec"))
+        return spec
+
+    async def load_for_call(self, session_id: str) -> SessionHead | None:
+        known = await self._session_heads.load(session_id)
+        return None if known is None else known.head
+
+    async def sessions(
+        self,
+        after: ListPosition,
+        count: int,
+        wanted: Callable[[SessionSpec], bool] = lambda _: True,
+        scope: ListScope = ALL_SESSIONS,
+    ) -> Sequence[ListedSession]:
+        positions = await positions_in(self._redis, after, count, scope)
+        names = [each.session_id for each in positions]
+        heads, gone = await wanted_heads(self._redis, names, wanted, turns=scope.turns)
+        tombstones = await tombstones_of(self._redis, gone)
+        found: dict[str, SessionHead | Tombstone] = {**tombstones, **heads}
+        return [ListedSession(position, found.get(position.session_id)) for position in positions]
+
+    async def tombstone(self, session_id: str) -> Tombstone | None:
+        return (await tombstones_of(self._redis, [session_id])).get(session_id)
+
+    async def user_deleted(self, user: str) -> bool:
+        digest = user_digest(user)
+        return bool(await stored(self._connection.command("SISMEMBER", key_names.DELETED_USERS, digest)))
+
+    async def forget_deleted(self) -> None:
+        deleted: int = await stored(self._redis.hlen(key_names.DELETED))
+        if deleted == self._deleted:
+            return
+        for session_id in await tombstones_of(self._redis, self._heads.session_ids()):
+            self._heads.drop(session_id)
+        self._deleted = deleted
+
+    async def append_turn(
+        self,
+        turn: Turn,
+        expires_at: float,
+        owner: str = "",
+        opening: SessionSpec | None = None,
+        images: Mapping[str, bytes] = NO_IMAGES,
+    ) -> Turn:
+        recorded, seen, late = turn, None, 0
+        if turn.last_attempt and turn.request_digest:
+            recorded, seen = await self._related(turn)
+        while (reply := await self._append(recorded, expires_at, owner, seen, opening, images)) in NOT_YET:
+            if reply == b"late":
+                late += 1
+                if late == 2:
+                    raise StorageUnavailable("Redis is too slow: it refused the turn as too late")
+                await self._clock.read()
+            else:
+                recorded, seen = await self._related(turn)
+        if isinstance(reply, bytes):
+            raise refusal(turn.session_id, reply)
+        before, after = reply
+        self._heads.grow(before, after, recorded)
+        self._last.note(turn.session_id, f"t:{recorded.turn_id}")
+        return recorded
+
+    async def _related(self, turn: Turn) -> tuple[Turn, int | None]:
+        """The turn with its relation to the stored ones, and how many fields the session's hash had then."""
+        if (known := await self._session_heads.load(turn.session_id)) is None:
+            return turn, 0
+        return known.head.by_id.get(turn.turn_id) or related(turn, known.head.turns), known.fields
+
+    async def images(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        images: dict[str, bytes] = {}
+        for sha256 in sorted(hashes):  # one by one: an image may have megabytes
+            if (png := await stored(self._redis.get(key_names.image(sha256)))) is not None:
+                images[sha256] = png
+        return images
+
+    async def _append(
+        self,
+        turn: Turn,
+        expires_at: float,
+        owner: str,
+        seen: int | None,
+        opening: SessionSpec | None,
+        images: Mapping[str, bytes],
+    ) -> bytes | list[int]:
+        """How many fields the session's hash had before and has now, or why the turn is not stored."""
+        deadline_ms = await self._clock.deadline_ms(self._append_within_s)
+        named, arguments = append_arguments(turn, expires_at, owner, seen, opening, deadline_ms, images)
+        try:
+            with available():
+                reply: bytes | list[int] = await self._connection.confirmed(
+                    self._append_turn, named, arguments
+                )
+        except StorageUnavailable as error:
+            if turn.finish != "abort" and isinstance(error.__cause__, UNANSWERED):
+                self._retractions.add(turn, deadline_ms)
+                await self._retractions.settle_at_once(turn.turn_id)
+            raise
+        return reply
+
+    async def confirmed(self, script: AsyncScript, named: list[str], arguments: list[Argument]) -> Any:
+        """What the script answers, once the replicas have what it wrote. Raises StorageUnavailable."""
+        if not self._replicated:
+            return await stored(script(named, arguments))
+        return await stored(self._connection.confirmed(script, named, arguments))
+
+    async def retract_failed(self) -> None:
+        await self._retractions.settle_all()
+        await self._last.check()
+
+    async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
+        if not digests:
+            return []
+        names = [key_names.continuation(owner, digest) for digest in digests]
+        # bounded: by the messages of one call
+        found: list[bytes | None] = await stored(self._connection.command("MGET", *names))
+        return [None if name is None else name.decode() for name in found]
+
+    async def append_reward(self, reward: Reward) -> Reward:
+        late = msgspec.structs.replace(reward, late=True)
+        reply = await self.confirmed(
+            self._append_reward,
+            [key_names.session(reward.session_id), key_names.STREAM, key_names.DELETED],
+            [reward.session_id, f"r:{reward.key}", encode(reward), encode(late), repr(reward.value)],
+        )
+        if isinstance(reply, list):
+            raise refusal(reward.session_id, reply[0])
+        self._last.note(reward.session_id, f"r:{reward.key}")
+        with reading(reward.session_id):
+            return cast(Reward, decode(reply))
+
+    async def append_outcome(
+        self, outcome: Outcome, reward: Reward | None, verdict: Verdict | None
+    ) -> Outcome:
+        await self._retractions.settle(outcome.session_id)
+        while True:
+            reply = await self.confirmed(self._append_outcome, *outcome_arguments(outcome, reward, verdict))
+            if not isinstance(reply, list):
+                break
+            if reply[0] != b"described":
+                raise refusal(outcome.session_id, reply[0])
+            with reading(outcome.session_id):
+                outcome = with_terms(outcome, decode_spec(reply[1]))
+        self._last.note(outcome.session_id, "outcome")
+        with reading(outcome.session_id):
+            return cast(Outcome, decode(reply))
+
+    async def expire(self, now: float, limit: int) -> int:
+        return await self._expiry.expire(now, limit)
+
+    async def group_progress(self, group_id: str) -> GroupProgress:
+        size = await stored(self._redis.hget(key_names.group(group_id), "size"))
+        found = await progress_of(self._redis, await members_of(self._redis, group_id))
+        return group_progress(int(size or 0) or None, (each.stage for each in found))
+
+    async def heartbeat(self, session_id: str, now: float, at_least_s: float = 0.0) -> float:
+        key = key_names.session(session_id)
+        if (raw := await stored(self._redis.hget(key, "spec"))) is None:
+            raise SessionClosed(f"session {session_id} is unknown")
+        with reading(session_id):
+            expires_at = now + max(decode_spec(raw).ttl_s, at_least_s)
+        if not await stored(self._heartbeat([key, key_names.DEADLINES], [session_id, now, expires_at])):
+            raise SessionClosed(f"session {session_id} is finished")
+        self._heads.drop(session_id)
+        return expires_at

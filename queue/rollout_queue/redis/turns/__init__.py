@@ -1,1 +1,0 @@
-"""Appends turns, and retracts those whose clients were told that they failed."""

@@ -312,7 +312,7 @@ def test_a_redis_near_its_bound_is_a_warning(warned: Callable[..., Any]) -> None
 def test_a_redis_without_a_bound_is_a_warning(
     warned: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "gateway.wiring")
+    caplog.set_level(logging.INFO, "gateway")
     with warned() as gateway:
         assert "of 8192 MiB (maxmemory)" in caplog.text
         assert not heard(gateway, "Redis has no maxmemory")

@@ -31,7 +31,7 @@ from gateway.edge.errors import install_gateway_errors
 from gateway.edge.exchange import Exchange, TokenCount
 from gateway.edge.joins import JoinableCalls, Joins
 from gateway.edge.request import BodyBudget
-from gateway.edge.retries import InFlightCalls
+from gateway.edge.calls import InFlightCalls
 from gateway.errors import InvalidRequest
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import effort_of

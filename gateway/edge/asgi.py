@@ -35,7 +35,7 @@ from gateway.edge.request import (
     headers_of,
     read_body,
 )
-from gateway.edge.retries import InFlightCalls
+from gateway.edge.calls import InFlightCalls
 from gateway.errors import NotPermitted, UnknownCaller
 from gateway.settings import WrongKeySettings
 from rollout_queue import clock

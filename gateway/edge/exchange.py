@@ -26,7 +26,7 @@ from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.joins import Joins
 from gateway.edge.reply import Reply, answer_stream, opening_headers, reply_headers, written
 from gateway.edge.request import AgentRequest, has_images, with_images
-from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls, ToldStream, attempt_of, request_digest
+from gateway.edge.calls import CallKey, InFlightCall, InFlightCalls, ToldStream, attempt_of, request_digest
 from gateway.fleet.event_stream import OutputChunk
 from gateway.generations.generation import ClientCall, Generation, pinned, tokens_of
 from gateway.parts import GatewayParts

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.edge.request import DisconnectWatch
-from gateway.edge.retries import CallKey, InFlightCall, InFlightCalls
+from gateway.edge.calls import CallKey, InFlightCall, InFlightCalls
 from gateway.language.tokenizer_files import tokenizer_of
 from tests.support.gateway.deployment import Deploy, Deployment, ready
 from tests.support.gateway.fake_engine import FakeEngine

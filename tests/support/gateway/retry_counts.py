@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from weakref import ref
 
-from gateway.edge.retries import InFlightCall
+from gateway.edge.calls import InFlightCall
 
 
 @dataclass

@@ -27,11 +27,11 @@ from gateway.dialects.responses import Responses
 from gateway.dialects.token_ids import TokenIdsDialect
 from gateway.edge.asgi import EdgeApp, Endpoint, WrongKeys
 from gateway.edge.background_answers import BackgroundAnswers
+from gateway.edge.calls import InFlightCalls
 from gateway.edge.errors import install_gateway_errors
 from gateway.edge.exchange import Exchange, TokenCount
 from gateway.edge.joins import JoinableCalls, Joins
 from gateway.edge.request import BodyBudget
-from gateway.edge.calls import InFlightCalls
 from gateway.errors import InvalidRequest
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import effort_of
@@ -89,6 +89,7 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
                 edge.end_streams = shown.feed.close if shown else edge.end_streams
                 app.state.tinker = await stack.enter_async_context(opened_door(gateway))
                 yield
+                await calls.close()
                 await answers.close(settings.drain_timeout_s)
         await siblings.close()
 

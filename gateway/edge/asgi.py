@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.callers.identity import Identities
 from gateway.counters import CLIENT_LEFT, CallFigures
 from gateway.edge.background_answers import BackgroundAnswers
+from gateway.edge.calls import InFlightCalls
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import (
@@ -35,7 +36,6 @@ from gateway.edge.request import (
     headers_of,
     read_body,
 )
-from gateway.edge.calls import InFlightCalls
 from gateway.errors import NotPermitted, UnknownCaller
 from gateway.settings import WrongKeySettings
 from rollout_queue import clock

@@ -7,10 +7,7 @@ import asyncio
 import logging
 from collections import Counter
 
-import msgspec
-
 from gateway.cancellation import cancel_and_wait
-from gateway.counters import CallFigures
 from gateway.dialects.base import BackgroundReply, RecordedAnswer
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.edge.request import HeldBody
@@ -29,19 +26,6 @@ RENEW_EVERY_S = 1.0
 
 LAST_WORDS_S = 5.0
 """How long an answer that was ended may take to be stored as failed."""
-
-
-class UnreadCall(msgspec.Struct):
-    """The client's side of a call whose answer is stored, so that no client has to read it."""
-
-    digest: str
-    attempt: int
-    latest_attempt: int
-    figures: CallFigures
-    joined_at: float = 0.0
-
-    async def wait_for_reader(self) -> None:
-        return
 
 
 class BackgroundAnswers:

@@ -1,195 +1,59 @@
-"""Lets a client's retry join the call that it repeats, while that call is in flight.
+"""The calls in flight: each makes one answer in a task of its own, and whoever wants the answer follows it.
 
-Both attempts then read one answer, which is sampled and recorded once.
+request ──begin──▶ task of the call: read ▸ session ▸ sample ▸ record ──▶ tokens, recorded answers, the end
+    └─────follow─▶ the client that made it ◀──┐
+retry ──join, follow─▶ a later client ◀───────┴── each from the first token on
 
-first ──begin──▶ InFlightCall ──▶ first client      no client left for `retry_grace_s` ──▶ stopped
-retry ──join─────────┴──────────▶ second client: the whole answer, from its beginning
+begun ──stream_as──▶ streaming ──▶ ended, with all answers or with a failure
+  └───answer_with──▶ answered ───▶ ended          └──▶ ended, with a failure
 
-Writes an answer to the client that made the call, at this client's pace unless others read it, too.
+What always holds:
 
-sampling ──message──▶ first client           alone: the sampling waits until the socket takes the message
-            └─────────▶ unsent ──task──▶ first client     a retry reads as well: nobody waits for this socket
-
-Writes a stream in flight once more, from its first token, to a client that repeats the call.
-
-The events are made again from the tokens, which are kept for the record anyway. So a stream stores no output
-for a retry that may never come.
+1. `follow` alone writes an answer, to the first client as to those that join. Nothing of what it has written
+   is kept: events are made from the tokens, which the record needs anyway, and a body is made once.
+2. Every client gets the same answer from its beginning, or the failure: as a status, if nothing was sent to
+   it, and else as an event.
+3. A client gets the end of an answer after its turn is in Redis. No turn is recorded while nobody follows.
+4. While one client follows a stream, the sampling is at most one chunk ahead of its socket. As soon as two
+   follow, the sampling waits for none of them, and they do not wait for each other.
+5. A call that nobody follows for `grace_s` is cancelled, and what was sampled is recorded as aborted. An
+   answer in the background is no longer part of its call: nobody follows it.
+6. When a call has ended and the last client has left, its objects do not refer to each other: no memory of it
+   waits for the garbage collector.
 """
 
 import asyncio
 import hashlib
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Protocol
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
-from starlette.types import Message, Send
 
 from gateway.callers.identity import Caller
-from gateway.dialects.base import ParsedRequest, RecordedAnswer
+from gateway.cancellation import cancel_and_wait
+from gateway.counters import CallFigures
+from gateway.dialects.base import Events, ParsedRequest, RecordedAnswer
 from gateway.edge.errors import ANSWERABLE, api_error
-from gateway.edge.reply import Reply, answer_stream, opening_headers, reply_headers, written
+from gateway.edge.reply import Headers, Reply, answer_stream, opening_headers, reply_headers, written
 from gateway.edge.request import DisconnectWatch
 from gateway.generations.generation import Generation
 from gateway.parts import GatewayParts
 from rollout_queue import clock
 from rollout_queue.http.errors import ApiError
 
+logger = logging.getLogger(__name__)
 
-class FirstClient:
-    """The client that made a call, and what is still to be sent to it once others read the answer, too."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._gone = self._complete = False
-        self._sending: dict[asyncio.Task[object], int] = {}
-        """The tasks that wait for the client's socket, and how often each had been cancelled before."""
-        self._freed: set[asyncio.Task[object]] = set()
-        self._unsent: deque[Message] = deque()
-        self._more = asyncio.Event()
-        self._writing: asyncio.Task[None] | None = None
-
-    async def send(self, message: Message) -> None:
-        if self._gone:
-            return
-        if self._writing is not None:
-            self._later(message)
-            return
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - a call is always served by a task
-        self._sending[task] = task.cancelling()
-        try:
-            await self._send(message)
-        except asyncio.CancelledError:
-            # As in asyncio.timeout: if others cancelled the task as well, it stays cancelled.
-            if task not in self._freed or task.uncancel() > self._sending[task]:
-                raise
-            self._later(message)  # the server waits for the socket before it takes a message
-        finally:
-            del self._sending[task]
-
-    def free(self) -> None:
-        """From now on nobody waits for this client. What it has not taken is kept until the call ends."""
-        if self._writing is None and not (self._gone or self._complete):
-            self._writing = asyncio.create_task(self._write())
-            self._freed.update(self._sending)
-            for task in self._sending:
-                task.cancel()
-
-    def leave(self) -> None:
-        """The client has left."""
-        self._gone = True
-        self._unsent.clear()
-        if self._writing is not None:
-            self._writing.cancel()
-
-    async def flush(self) -> None:
-        """The others have the answer: return when this client has all of it, and wait for it from now on."""
-        if self._writing is None:
-            return
-        writing, self._complete = self._writing, True
-        self._more.set()
-        try:
-            await asyncio.wait([writing])
-        finally:
-            writing.cancel()
-            self._writing = None
-
-    def _later(self, message: Message) -> None:
-        self._unsent.append(message)
-        self._more.set()
-
-    async def _write(self) -> None:
-        while True:
-            while self._unsent:
-                await self._send(self._unsent.popleft())
-            if self._complete:
-                return
-            self._more.clear()
-            await self._more.wait()
-
-
+Work = Callable[["InFlightCall"], Awaitable[None]]
+"""Makes the answer of a call."""
 MAX_PIECE = 256
 """The most tokens that are written in one piece. Other calls run between two pieces."""
-
-
-class Progress(Protocol):
-    """The call whose stream is written to another client."""
-
-    changes: int
-    """Grows whenever there is more to tell."""
-    ended: bool
-    failure: Exception | None
-    """The error that ended the call, if one did."""
-
-    async def change(self, seen: int) -> None:
-        """Wait until `changes` is no longer `seen`."""
-        ...
-
-
-@dataclass
-class ToldStream:
-    """A stream that can be written to other clients as well."""
-
-    gateway: GatewayParts
-    parsed: ParsedRequest
-    generations: Sequence[Generation]
-    recorded: dict[int, RecordedAnswer] = field(default_factory=dict)
-    """The complete answers, by the index of their choice."""
-    failure: ApiError | None = None
-    """The error with which the stream ended after it had begun; None without one."""
-
-    async def tell(self, reply: Reply, call: Progress) -> None:
-        """Write the stream to another client, until the call ends."""
-        events = self.parsed.responder.events(self.generations)
-        every_s = self.gateway.settings.heartbeat_s
-        reply.keep_alive(events.heartbeat, every_s, lambda: opening_headers(self.generations))
-        answers = [answer_stream(self.gateway, generation) for generation in self.generations]
-        told, closed = [0] * len(self.generations), set[int]()
-        unsent, ended, behind = events.opening(), False, False
-        while not ended or behind:
-            seen, ended, behind = call.changes, call.ended, False
-            for index, generation in enumerate(self.generations):
-                if (start := told[index]) < len(generation.ids):
-                    told[index] = end = min(start + MAX_PIECE, len(generation.ids))
-                    deltas = answers[index].feed(generation.ids[start : min(end, generation.text_tokens)])
-                    unsent += events.piece(index, deltas, range(start, end))
-                    behind |= end < len(generation.ids)
-                if index in self.recorded and index not in closed and told[index] == len(generation.ids):
-                    closed.add(index)
-                    done = self.recorded[index]
-                    unsent += events.piece(index, answers[index].finish(done.answer), range(0))
-                    closing = await written([generation], events.closing, index, done)
-                    unsent += closing
-            if any(told) or closed:
-                if not reply.begun:
-                    await reply.open_stream(reply_headers(self.generations))
-                if unsent:
-                    now, unsent = unsent, b""
-                    await reply.write(now)
-            if behind:
-                await asyncio.sleep(0)
-            elif not ended:
-                await call.change(seen)
-        failure = self.failure or call.failure
-        if failure is None:
-            await reply.close(events.ending())
-        elif reply.begun:
-            error = api_error(failure) if isinstance(failure, ANSWERABLE) else ApiError(500, "internal error")
-            await reply.close(events.failing(error))
-        else:
-            raise failure
-
-
 RETRY_HEADER = "x-stainless-retry-count"
 
 
 def attempt_of(headers: Mapping[str, str]) -> int:
     """How many attempts of this call the client made before; 0 if it does not say."""
-    count = headers.get(RETRY_HEADER, "")
-    return int(count) if count.isascii() and count.isdigit() and len(count) < 4 else 0
+    count = headers.get(RETRY_HEADER)
+    return int(count) if count and count.isascii() and count.isdigit() and len(count) < 4 else 0
 
 
 def request_digest(dialect: str, body: bytes) -> str:
@@ -209,23 +73,29 @@ class CallKey(msgspec.Struct, frozen=True):
     """From `request_digest`."""
 
 
-class InFlightCall:
-    """One call in flight, and the number of clients that read its answer.
+class StreamedAnswers(msgspec.Struct, frozen=True):
+    """What a stream is made of."""
 
-    `with call:` surrounds the writing of the reply.
-    """
+    gateway: GatewayParts
+    parsed: ParsedRequest
+    generations: Sequence[Generation]
+    recorded: dict[int, RecordedAnswer]
+    """The complete answers, by the index of their choice."""
+
+
+class InFlightCall:
+    """One call, and the number of clients that follow it."""
 
     def __init__(
         self,
         calls: "InFlightCalls",
         key: CallKey,
-        digest: str,
         attempt: int,
-        reply: Reply,
+        figures: CallFigures,
         client: DisconnectWatch,
     ) -> None:
-        self.digest = digest
-        self.figures = reply.figures
+        self.digest = key.digest
+        self.figures = figures
         self.attempt = attempt
         self.latest_attempt = attempt
         """The highest number of an attempt that joined."""
@@ -234,123 +104,197 @@ class InFlightCall:
         self.joined_at = 0.0
         """When `latest_attempt` joined, in seconds since the epoch; 0 if none has joined."""
         self.readers = 1
-        self.ending: ApiError | None = None
-        """Why the gateway ended the call before its answer was complete."""
-        self._calls, self._key = calls, key
-        self._client = client
-        self._first = FirstClient(reply.redirect(self._record))
-        self.stream: ToldStream | None = None
-        """Set once the call answers with a stream; `_messages` then stays empty."""
-        self.changes = 0
-        """Grows whenever there is more to tell a client that joined."""
+        self.more_headers: Callable[[], Headers] = dict
+        """Headers of the caller's limits, as of the moment at which a reply begins."""
         self.ended = False
-        self.failure: Exception | None = None
-        self._messages: list[Message] = []
-        self._followed = False
-        self._changed: asyncio.Event | None = None
+        self._calls, self._key, self._client = calls, key, client
+        self._task: asyncio.Task[None] | None = None
+        self._begun = self._stopped = False
         self._stop_timer: clock.Timer | None = None
-        client.on_disconnect(self._first_left)
+        self._why_ended: ApiError | None = None
+        self._failure: Exception | None = None
+        """The error that ended the call, if one did."""
+        self._stream: StreamedAnswers | None = None
+        self._body: tuple[bytes, Headers] | None = None
+        """The answer as one body, and the headers of the reply."""
+        self._changes = 0
+        """Grows whenever there is more to write."""
+        self._written = 0
+        """The changes that a client has last written."""
+        self._paced = False
+        """Whether the sampling waits for the client."""
+        self._changed = asyncio.Event()
+        """Is set for a moment, which wakes all that wait."""
 
-    def __enter__(self) -> "InFlightCall":
-        return self
+    def start(self, work: Work) -> None:
+        """Begin to make the answer."""
+        self._task = asyncio.create_task(self._run(work))
+        self._calls.running.add(self._task)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._followed:
-            self.stream = None  # with it or with the error, the call's memory would wait for the collector
-        elif isinstance(error, Exception):
-            self.failure = error
-        elif error is not None:
-            self.failure = self.ending or ApiError(503, "the call that this one repeats was stopped")
-        self.ended = True
-        self._cancel_stop()
-        self._calls.remove(self._key, self)
-        self._wake_readers()
+    async def _run(self, work: Work) -> None:
+        self._begun = True
+        try:
+            if self._stopped:
+                raise asyncio.CancelledError
+            await work(self)
+        except asyncio.CancelledError:
+            self._failure = self._why_ended or ApiError(503, "the call that this one repeats was stopped")
+        except Exception as error:  # raised again by `follow`
+            self._failure = error
+        finally:
+            if self._task is not None:
+                self._calls.running.discard(self._task)
+            self.ended, self._task = True, None
+            if self._stop_timer is not None:
+                self._stop_timer.cancel()
+            self._calls.remove(self._key, self)
+            self._wake()
+            if not self.readers:
+                self._forget()
+
+    # The side of the task that makes the answer
+
+    def stream_as(
+        self, gateway: GatewayParts, parsed: ParsedRequest, generations: Sequence[Generation]
+    ) -> dict[int, RecordedAnswer]:
+        """From now on the tokens of these generations are written as events. Returns where to put the answers
+        that are recorded."""
+        self._stream = StreamedAnswers(gateway, parsed, generations, {})
+        self._wake()
+        return self._stream.recorded
+
+    def answer_with(self, body: bytes, headers: Headers) -> None:
+        """Answer with one body."""
+        self._body = body, headers
+
+    async def appended(self) -> None:
+        """There is more to write. Waits for the client if one alone follows, and is behind."""
+        self._wake()
+        await asyncio.sleep(0)  # the clients write it
+        while self.readers == 1 and self._changes > self._written + 1:
+            self._paced = True
+            await self._changed.wait()
+            self._paced = False
 
     async def wait_for_reader(self) -> None:
-        """Wait until a client reads, because an answer without a reader is recorded as aborted.
+        """Wait until a client follows, because an answer that nobody reads is recorded as aborted.
 
         If no client comes within the grace period, the whole call is cancelled.
         """
         if self._client.watched:
             await asyncio.sleep(0)  # lets the watching task notice a client that has just left
         while not self.readers:
-            await self._change()
+            await self._changed.wait()
+
+    # The side of the clients
 
     def join(self, attempt: int) -> None:
+        """Another client will follow."""
         self.attempts.add(attempt)
         if attempt > self.latest_attempt:
             self.latest_attempt, self.joined_at = attempt, clock.now()
         self.readers += 1
-        self._followed = True
-        self._first.free()
-        self._cancel_stop()
-        self._wake_readers()
-
-    def end(self, why: ApiError) -> None:
-        """End the call before its answer is complete. Its clients get the error."""
-        self.ending = why
-        self._client.stop(why)
-
-    async def follow(self, reply: Reply) -> None:
-        """Send the whole answer to a client that joined. Raises the error that ended the call, if one did."""
-        try:
-            while self.stream is None and not self.ended:
-                await self._change()
-            if self.stream is not None:
-                await self.stream.tell(reply, self)
-                return
-            if self.failure is not None:
-                raise self.failure
-            for message in self._messages:
-                await reply.repeat(message)
-        finally:
-            self._leave()
-
-    async def change(self, seen: int) -> None:
-        """Wait until `changes` is no longer `seen`."""
-        while self.changes == seen:
-            await self._change()
-
-    async def _record(self, message: Message) -> None:
-        if self.stream is None:
-            self._messages.append(message)
-        self._wake_readers()
-        await self._first.send(message)
-
-    async def flush(self) -> None:
-        """Return when the first client has the whole answer. The others need not wait for that."""
-        await self._first.flush()
-
-    def _first_left(self) -> None:
-        self._first.leave()
-        self._leave()
-
-    def _leave(self) -> None:
-        self.readers -= 1
-        if not self.readers and not self.ended:
-            self._stop_timer = clock.deadline(self._calls.grace_s, self._stop)
-
-    def _stop(self) -> None:
-        self._calls.remove(self._key, self)
-        self._client.stop()
-
-    def _cancel_stop(self) -> None:
         if self._stop_timer is not None:
             self._stop_timer.cancel()
             self._stop_timer = None
+        self._wake()
 
-    def _wake_readers(self) -> None:
-        self.changes += 1
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
+    async def follow(self, reply: Reply) -> None:
+        """Write the whole answer to a client. Raises the error that ended the call, if nothing was sent."""
+        try:
+            while self._stream is None and not self.ended:
+                await self._changed.wait()
+            reply.more_headers = self.more_headers
+            if self._stream is not None:
+                await self._write_stream(self._stream, reply)
+            elif self._body is not None:
+                await reply.send_json(200, *self._body)
+            elif self._failure is not None:
+                raise self._failure
+        finally:
+            self.leave()
 
-    async def _change(self) -> None:
-        if self._changed is None:
-            self._changed = asyncio.Event()
-        await self._changed.wait()
+    def leave(self) -> None:
+        """A client does not follow any longer."""
+        self.readers -= 1
+        if self.ended:
+            if not self.readers:
+                self._forget()
+            return
+        if not self.readers:
+            self._stop_timer = clock.deadline(self._calls.grace_s, self._stop)
+        self._wake()
+
+    def end(self, why: ApiError) -> None:
+        """End the call before its answer is complete. Its clients get the error."""
+        self._why_ended = why
+        self._stop()
+
+    async def _write_stream(self, stream: StreamedAnswers, reply: Reply) -> None:
+        """Write the tokens as they come, from the first one on, until the call ends."""
+        generations, events = stream.generations, stream.parsed.responder.events(stream.generations)
+        every_s = stream.gateway.settings.heartbeat_s
+        reply.keep_alive(events.heartbeat, every_s, lambda: opening_headers(generations))
+        answers = [answer_stream(stream.gateway, generation) for generation in generations]
+        done, closed = [0] * len(generations), set[int]()
+        unsent, ended, behind = events.opening(), False, False
+        while not ended or behind:
+            changes, ended, behind = self._changes, self.ended, False
+            for index, generation in enumerate(generations):
+                if (start := done[index]) < len(generation.ids):
+                    done[index] = end = min(start + MAX_PIECE, len(generation.ids))
+                    deltas = answers[index].feed(generation.ids[start : min(end, generation.text_tokens)])
+                    unsent += events.piece(index, deltas, range(start, end))
+                    behind |= end < len(generation.ids)
+                if index in stream.recorded and index not in closed and done[index] == len(generation.ids):
+                    closed.add(index)
+                    recorded = stream.recorded[index]
+                    unsent += events.piece(index, answers[index].finish(recorded.answer), range(0))
+                    unsent += await written([generation], events.closing, index, recorded)
+            if any(done) or closed:
+                if not reply.begun:
+                    await reply.open_stream(reply_headers(generations))
+                if unsent:
+                    now, unsent = unsent, b""
+                    await reply.write(now)
+            if behind:
+                await asyncio.sleep(0)
+                continue
+            self._written = changes
+            if self._paced:
+                self._pulse()
+            while self._changes == changes and not ended:
+                await self._changed.wait()
+        await reply.close(self._last_events(reply, events))
+
+    def _last_events(self, reply: Reply, events: Events) -> bytes:
+        """Raises the error that ended the call, if nothing was sent."""
+        if self._failure is None:
+            return events.ending()
+        if not reply.begun:
+            raise self._failure
+        if isinstance(self._failure, ANSWERABLE):
+            return events.failing(api_error(self._failure))
+        logger.error("a stream failed", exc_info=self._failure)
+        return events.failing(ApiError(500, "internal error"))
+
+    def _stop(self) -> None:
+        self._calls.remove(self._key, self)
+        self._stopped = True
+        if self._task is not None and self._begun:  # a task that has not begun would never end the call
+            self._task.cancel()
+
+    def _wake(self) -> None:
+        self._changes += 1
+        self._pulse()
+
+    def _pulse(self) -> None:
+        self._changed.set()
+        self._changed.clear()
+
+    def _forget(self) -> None:
+        """Refer to nothing that refers to the call."""
+        self._stream = self._body = self._failure = None
 
 
 class InFlightCalls:
@@ -361,6 +305,8 @@ class InFlightCalls:
         """How long a call continues without a client, because an SDK that timed out retries soon."""
         self._join_identical = join_identical
         self._calls: dict[CallKey, list[InFlightCall]] = {}
+        self.running: set[asyncio.Task[None]] = set()
+        """The tasks of all calls, also of those that no attempt can join any longer."""
 
     def join(self, key: CallKey, attempt: int) -> InFlightCall | None:
         """Join the call that this attempt repeats; None if there is none. Of several, rather one that no
@@ -383,16 +329,22 @@ class InFlightCalls:
         return min(others, key=lambda each: (each.latest_attempt >= attempt, each.readers > 0), default=None)
 
     def begin(
-        self, key: CallKey, digest: str, attempt: int, reply: Reply, client: DisconnectWatch
+        self, key: CallKey, attempt: int, figures: CallFigures, client: DisconnectWatch, work: Work
     ) -> InFlightCall:
-        call = InFlightCall(self, key, digest, attempt, reply, client)
+        """Begin a call. The client that made it is its first reader."""
+        call = InFlightCall(self, key, attempt, figures, client)
         self._calls.setdefault(key, []).append(call)
+        call.start(work)
         return call
 
     def end_all(self, why: ApiError) -> None:
         """End every call. Each client gets the error."""
         for call in [each for calls in self._calls.values() for each in calls]:
             call.end(why)
+
+    async def close(self) -> None:
+        """End the calls whose clients have left, and wait until they are recorded."""
+        await cancel_and_wait(list(self.running))
 
     def remove(self, key: CallKey, call: InFlightCall) -> None:
         """Let no later attempt join the call."""

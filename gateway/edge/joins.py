@@ -13,10 +13,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.counters import CallFigures
+from gateway.edge.calls import CallKey, InFlightCalls
 from gateway.edge.errors import ANSWERABLE, AnswerableError, api_error
 from gateway.edge.reply import Reply
 from gateway.edge.request import DisconnectWatch
-from gateway.edge.calls import CallKey, InFlightCalls
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.worker_processes import ASK_S, HUNG_S, Siblings
 

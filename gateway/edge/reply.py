@@ -108,11 +108,6 @@ class Reply:
             await self._heartbeat  # it may still be writing to a slow socket
         await self._send({"type": "http.response.body", "body": one_line(events)})
 
-    def redirect(self, send: Send) -> Send:
-        """Send all later messages through `send`. Returns the function that sent them before."""
-        former, self._send = self._send, send
-        return former
-
     async def repeat(self, message: Message) -> None:
         """Send a message that was recorded from another reply, with this reply's request id."""
         if message["type"] == "http.response.start":

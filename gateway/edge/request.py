@@ -1,6 +1,6 @@
 """Reads a request: its headers, and its whole body, which must be of one media type and within limits.
 
-Stops a call whose client has disconnected, so that no engine samples an answer that no client reads.
+Ends the writing to a client that has disconnected.
 
 Reads the images of a call before its session is found, since they tell conversations apart, too.
 
@@ -8,7 +8,7 @@ The limits are checked before, and so is a session that the call names.
 """
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -41,8 +41,6 @@ class DisconnectWatch:
         """Runs the block; None outside of it."""
         self._watching: asyncio.Task[None] | None = None
         self._stopped = False
-        self._error: Exception | None = None
-        self._on_disconnect: Callable[[], None] | None = None
 
     def __enter__(self) -> "DisconnectWatch":
         self._task = asyncio.current_task()
@@ -55,28 +53,16 @@ class DisconnectWatch:
         self._timer.cancel()
         if self._watching is not None:
             self._watching.cancel()
-        # Without these, nothing of a call refers to itself: its memory need not wait for the collector.
-        task, self._task, self._on_disconnect = self._task, None, None
-        if not self._stopped or task is None or task.uncancel() or kind is not asyncio.CancelledError:
+        # Without this, nothing of a call refers to itself: its memory need not wait for the collector.
+        task, self._task = self._task, None
+        if not self._stopped or task is None or task.uncancel():
             return False
-        if self._error is not None:
-            raise self._error from error
-        return True
+        return kind is asyncio.CancelledError
 
     @property
     def watched(self) -> bool:
         """Whether the task that watches the connection has started."""
         return self._watching is not None
-
-    def on_disconnect(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in place of `stop` when the client disconnects. It may call `stop` later."""
-        self._on_disconnect = callback
-
-    def stop(self, error: Exception | None = None) -> None:
-        """Cancel the `with` block. The `with` statement then raises the error, if one is given."""
-        if not self._stopped and self._task is not None:
-            self._stopped, self._error = True, error
-            self._task.cancel()
 
     def _watch(self) -> None:
         self._watching = asyncio.get_running_loop().create_task(self._until_disconnect())
@@ -84,7 +70,9 @@ class DisconnectWatch:
     async def _until_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        (self._on_disconnect or self.stop)()
+        if self._task is not None:
+            self._stopped = True
+            self._task.cancel()
 
 
 JSON = "application/json"
@@ -198,8 +186,8 @@ class HeldBody:
         self.size = 0
 
     def moved(self) -> "HeldBody":
-        """The bytes that are kept, for work that goes on when the `with` block has ended."""
-        moved, self.kept = HeldBody(self.budget, self.payer, kept=self.kept), 0
+        """The bytes, for work that goes on when the `with` block has ended."""
+        moved, self.size, self.kept = HeldBody(self.budget, self.payer, self.size, self.kept), 0, 0
         return moved
 
     def _add(self, size: int) -> None:
@@ -222,7 +210,7 @@ class AgentRequest(msgspec.Struct):
     body: bytes
     client: DisconnectWatch
     held: HeldBody
-    """Counts the body's bytes; released once the body was turned into tokens."""
+    """Counts the body's bytes; released once the body was turned into tokens. Ends with the call."""
     session_id: str | None = None
     """The session id in the path."""
 

@@ -110,6 +110,19 @@ class ClientCall(Protocol):
         ...
 
 
+class UnreadCall(msgspec.Struct):
+    """The client's side of a call whose answer is stored, so that no client has to read it."""
+
+    digest: str
+    attempt: int
+    latest_attempt: int
+    figures: CallFigures
+    joined_at: float = 0.0
+
+    async def wait_for_reader(self) -> None:
+        return
+
+
 class Call(msgspec.Struct, frozen=True):
     """A call in the form that is the same for all dialects."""
 

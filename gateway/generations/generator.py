@@ -12,7 +12,7 @@ same answer.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
+from gateway.cancellation import cancel_and_wait
 from gateway.counters import CallFigures, PromptTime
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
 from gateway.fleet.event_stream import OutputChunk
-from gateway.fleet.failover import OnChunk, Sampler
+from gateway.fleet.failover import Sampler
 from gateway.fleet.generate_request import PromptImage, SampleRequest, SamplingParameters
 from gateway.generations.conversation import Prompt, locate, locate_raw
 from gateway.generations.generation import Call, ClientCall, Generation, Pinned
@@ -153,11 +154,25 @@ def engine_parameters(
     )
 
 
+S = TypeVar("S")
 T = TypeVar("T")
+Appended = Callable[[], Awaitable[None]]
+"""Is called once a chunk is appended to a generation; the engine is read no further until it returns."""
 ENCODERS = 2
 """How many long prompts are rendered at the same time."""
 WHOLE_ANSWER_INTERVAL = 64
 """Tokens per engine event for a client that waits for the whole answer."""
+
+
+async def for_each(work: Callable[[S], Awaitable[T]], choices: Sequence[S]) -> list[T]:
+    """Run `work` for all choices concurrently. The first failure cancels the others, and is raised."""
+    if len(choices) == 1:
+        return [await work(choices[0])]
+    tasks = [asyncio.ensure_future(work(choice)) for choice in choices]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancel_and_wait(tasks)
 
 
 class Generator:
@@ -286,17 +301,17 @@ class Generator:
         finally:
             figures.rendered(time_of.seconds, time_of.tokenizer_s)
 
-    async def sample(self, generation: Generation, on_chunk: OnChunk | None = None) -> None:
-        """Sample the whole answer. Append each chunk to the generation, then call `on_chunk` with it.
+    async def sample(self, generation: Generation, appended: Appended | None = None) -> None:
+        """Sample the whole answer. Append each chunk to the generation, then call `appended`.
 
-        If the caller is cancelled, or `on_chunk` raises, the engine is told to abort, and the aborted answer
+        If the caller is cancelled, or `appended` raises, the engine is told to abort, and the aborted answer
         is recorded.
         """
 
         async def take(chunk: OutputChunk) -> None:
             generation.take(chunk)
-            if on_chunk is not None:
-                await on_chunk(chunk)
+            if appended is not None:
+                await appended()
 
         began, accepted = clock.monotonic(), None
 

@@ -18,12 +18,11 @@ import msgspec
 
 from gateway.callers.identity import Caller
 from gateway.cancellation import cancel_and_wait
-from gateway.edge.background_answers import UnreadCall
-from gateway.edge.choices import for_each
 from gateway.edge.errors import ANSWERABLE, api_error
 from gateway.errors import EngineFault, InvalidRequest, LimitReached, NoServer
 from gateway.fleet.scoring import PromptScorer, PromptScores
-from gateway.generations.generation import Call, Generation, Pinned, tokens_of
+from gateway.generations.generation import Call, Generation, Pinned, UnreadCall, tokens_of
+from gateway.generations.generator import for_each
 from gateway.parts import GatewayParts
 from gateway.tinker.datums import WantedScores, sample_response
 from gateway.tinker.paths import PromiseId

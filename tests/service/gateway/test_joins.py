@@ -9,9 +9,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.callers.identity import Caller
 from gateway.counters import CallFigures
+from gateway.edge.calls import CallKey
 from gateway.edge.joins import HAVE_PATH, Joins
 from gateway.edge.reply import Reply
-from gateway.edge.calls import CallKey
 from rollout_queue import clock
 from rollout_queue.http.worker_processes import ASK_S, SILENT_S, Siblings, Worker, private_server, unix_socket
 from tests.support.turned_clock import TurnedClock

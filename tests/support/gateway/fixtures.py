@@ -1,7 +1,7 @@
 """Fixtures: a gateway on a real port, in front of a fake engine, on a real Redis."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from weakref import ref
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.edge.request import DisconnectWatch
 from gateway.edge.calls import CallKey, InFlightCall, InFlightCalls
 from gateway.language.tokenizer_files import tokenizer_of
 from tests.support.gateway.deployment import Deploy, Deployment, ready
@@ -162,7 +161,7 @@ def trainer(gateway: RunningGateway) -> Iterator[ScriptedTrainer]:
 
 @pytest.fixture
 def retry_counts(monkeypatch: pytest.MonkeyPatch) -> RetryCounts:
-    seen, join, on_disconnect = RetryCounts(), InFlightCalls.join, DisconnectWatch.on_disconnect
+    seen, join, leave = RetryCounts(), InFlightCalls.join, InFlightCall.leave
 
     def joined(calls: InFlightCalls, key: CallKey, attempt: int) -> InFlightCall | None:
         call = join(calls, key, attempt)
@@ -170,15 +169,12 @@ def retry_counts(monkeypatch: pytest.MonkeyPatch) -> RetryCounts:
             seen.calls.append(ref(call))
         return call
 
-    def watched(client: DisconnectWatch, leave: Callable[[], None]) -> None:
-        def left() -> None:
-            leave()
-            seen.left += 1
-
-        on_disconnect(client, left)
+    def left(call: InFlightCall) -> None:
+        leave(call)
+        seen.left += not call.ended
 
     monkeypatch.setattr(InFlightCalls, "join", joined)
-    monkeypatch.setattr(DisconnectWatch, "on_disconnect", watched)
+    monkeypatch.setattr(InFlightCall, "leave", left)
     return seen
 
 

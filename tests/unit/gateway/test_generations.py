@@ -7,11 +7,10 @@ from typing import Any, cast
 import pytest
 
 from gateway.counters import CallFigures
-from gateway.edge.background_answers import UnreadCall
 from gateway.errors import InvalidRequest
 from gateway.fleet.event_stream import OutputChunk
 from gateway.fleet.fleet import Fleet
-from gateway.generations.generation import Call, Generation, Pinned
+from gateway.generations.generation import Call, Generation, Pinned, UnreadCall
 from gateway.generations.generator import Generator
 from gateway.generations.recorder import Recorder
 from gateway.language.render import ChatRenderer

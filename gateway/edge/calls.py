@@ -145,8 +145,7 @@ class InFlightCall:
             if self._task is not None:
                 self._calls.running.discard(self._task)
             self.ended, self._task = True, None
-            if self._stop_timer is not None:
-                self._stop_timer.cancel()
+            self._cancel_stop()
             self._calls.remove(self._key, self)
             self._wake()
             if not self.readers:
@@ -194,9 +193,7 @@ class InFlightCall:
         if attempt > self.latest_attempt:
             self.latest_attempt, self.joined_at = attempt, clock.now()
         self.readers += 1
-        if self._stop_timer is not None:
-            self._stop_timer.cancel()
-            self._stop_timer = None
+        self._cancel_stop()
         self._wake()
 
     async def follow(self, reply: Reply) -> None:
@@ -283,6 +280,11 @@ class InFlightCall:
         self._stopped = True
         if self._task is not None and self._begun:  # a task that has not begun would never end the call
             self._task.cancel()
+
+    def _cancel_stop(self) -> None:
+        if self._stop_timer is not None:
+            self._stop_timer.cancel()
+            self._stop_timer = None
 
     def _wake(self) -> None:
         self._changes += 1

@@ -61,15 +61,7 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     """The application of a gateway that is one process, or of one `worker` of several.
 
     Its lifespan opens the connections at the start, and closes them at the end."""
-    own = (settings.renderer, settings.thinking, settings.context_length, settings.tool_prompt)
-    renderer = ChatRenderer(settings.model_path, *own)
-    if settings.router_replay and not renderer.config.num_experts_per_tok:
-        raise SystemExit(f"gateway.router_replay: {settings.model_path} is no mixture of experts")
-    field = "gateway.reasoning_effort"
-    try:
-        renderer.thinking(effort_of(settings.reasoning_effort, field), field)
-    except InvalidRequest as error:
-        raise SystemExit(error.message) from error
+    renderer = _renderer(settings)
     metrics = Metrics()
     calls = InFlightCalls(settings.retry_grace_s, settings.join_identical)
     answers = BackgroundAnswers(settings.max_background_answers, settings.max_background_answers_per_key)
@@ -141,6 +133,20 @@ def endpoints_of(
         },
         "/v1/messages/count_tokens": TokenCount(messages, gateway, of("count_tokens")),
     }
+
+
+def _renderer(settings: GatewaySettings) -> ChatRenderer:
+    """The renderer of the model. Raises SystemExit if the model cannot do what the settings ask for."""
+    own = (settings.renderer, settings.thinking, settings.context_length, settings.tool_prompt)
+    renderer = ChatRenderer(settings.model_path, *own)
+    if settings.router_replay and not renderer.config.num_experts_per_tok:
+        raise SystemExit(f"gateway.router_replay: {settings.model_path} is no mixture of experts")
+    field = "gateway.reasoning_effort"
+    try:
+        renderer.thinking(effort_of(settings.reasoning_effort, field), field)
+    except InvalidRequest as error:
+        raise SystemExit(error.message) from error
+    return renderer
 
 
 async def _why_not_ready(app: FastAPI, edge: EdgeApp) -> str | ApiError | None:

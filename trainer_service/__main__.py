@@ -239,7 +239,7 @@ def _tensor_sender(settings: TrainerSettings) -> TensorSender | None:
 
 
 def _teacher(settings: TrainerSettings, vocab_size: int) -> TeacherClient | None:
-    top_k = settings.algorithm.teacher_top_k
+    top_k = settings.algorithm.loss.teacher_top_k
     return TeacherClient(settings.teacher, vocab_size, top_k) if settings.teacher else None
 
 

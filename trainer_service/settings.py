@@ -225,7 +225,7 @@ class TrainerSettings(ServiceSettings, WriterRedisSettings, ModelSettings):
 
     @model_validator(mode="after")
     def _losses_that_distil_have_a_teacher(self) -> "TrainerSettings":
-        if self.algorithm.needs_teacher != (self.teacher is not None):
+        if self.algorithm.loss.needs_teacher != (self.teacher is not None):
             raise ValueError(
                 f"trainer.teacher: loss {self.algorithm.loss.name} "
                 + ("needs a teacher; set its url" if self.teacher is None else "uses no teacher")

@@ -1,11 +1,39 @@
 """Computes the weight of each token's loss in the step's sum, whatever micro-batch the token is in."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainer_service.algorithms.losses.terms import Aggregation
+from trainer_service.algorithms.fields import Frozen
+
+
+class Aggregation(Frozen):
+    """The weight of each token in the sum over the optimizer step."""
+
+    mode: Literal[
+        "token_mean",
+        "token_sum",
+        "seq_mean_token_mean",
+        "seq_mean_token_sum",
+        "seq_mean_token_sum_norm",
+        "prompt_mean",
+        "rollout_mean",
+        "fixed_denominator",
+    ] = "token_mean"
+    horizon: float | None = Field(None, gt=0)
+    """The number of tokens by which `seq_mean_token_sum_norm` divides the sum of each row."""
+    denominator: float | None = Field(None, gt=0)
+    """The number of tokens by which `fixed_denominator` divides the sum of the step."""
+
+    @model_validator(mode="after")
+    def _length_fits(self) -> "Aggregation":
+        for mode, field in (("seq_mean_token_sum_norm", "horizon"), ("fixed_denominator", "denominator")):
+            if (getattr(self, field) is not None) != (self.mode == mode):
+                raise ValueError(f"aggregation: {field} belongs to {mode}, which needs it")
+        return self
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.advantages.settings import VALUE_CLIP
 from trainer_service.algorithms.tokens import widened
+
+VALUE_CLIP = 0.2
 
 
 @dataclass(frozen=True)

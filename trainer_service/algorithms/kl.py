@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from policy to reference, token by token, and their gradients.
+"""The KL penalty: estimators of the divergence from policy to reference, token by token, and their gradients.
 
 All arguments and results are [T], in nats; d = lp_new - lp_ref (Schulman, "Approximating KL Divergence",
 2020).
@@ -7,10 +7,14 @@ Names in backticks with a dot, such as `kl.k1`, are cases of `algorithms_golden.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
+import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainer_service.algorithms.tokens import bounded, ratio
+from trainer_service.algorithms.fields import Above0, AtLeast0, Frozen
+from trainer_service.algorithms.tokens import Tokens, bounded, ratio
 
 LOW_VAR_BOUND = 10.0
 LARGEST_ERROR = 0.2
@@ -66,6 +70,36 @@ KLS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "unbiased": unbiased,
 }
 """Each function takes lp_new_T, lp_ref_T and lp_old_T."""
+
+
+class Kl(Frozen):
+    """The KL penalty towards the reference policy."""
+
+    estimator: Literal["k1", "abs", "k2", "k3", "low_var", "k3_plus", "unbiased"] = "k3"
+    coefficient: AtLeast0 = 0.0
+    target: Above0 | None = None
+    """If set, `coefficient` is only the first one. After each step it rises if the KL, in nats per token, was
+    above the target, and falls if it was below."""
+    reference_every_steps: int | None = Field(None, ge=1)
+    """After every so many steps, the reference becomes the policy of now. None: it stays the base model."""
+    horizon: Above0 = 10_000.0
+    """For `target`: in so many rollouts, the coefficient changes by the relative error, at most 20 %."""
+
+    @model_validator(mode="after")
+    def _pulls(self) -> "Kl":
+        if self.target is not None and not self.coefficient:
+            raise ValueError("kl: target multiplies the coefficient, so the first one must be above 0")
+        if self.coefficient and self.estimator == "k1":
+            raise ValueError(
+                "kl: the gradient of k1 is 1 for every policy, so as a loss it does not pull to the reference"
+            )
+        return self
+
+    def of(self, tokens: Tokens) -> Tensor:
+        """[T] in nats; 0 without a coefficient."""
+        if not self.coefficient:
+            return torch.zeros_like(tokens.lp_prox_T)
+        return KLS[self.estimator](tokens.lp_new_T, tokens.reference(), tokens.lp_prox_T)
 
 
 def adapted_coefficient(

@@ -1,5 +1,7 @@
 """Computes a micro-batch's share of the step's loss from its log-probabilities, in a fixed order.
 
+LossSettings has the choices, with the defaults of the preset `default`; a choice is its own formula.
+
     Tokens ─ finite, fresh? ─ rows kept? ─ tokens kept? ─▶ weights ─▶ weight · loss + KL - entropy ─▶ share
 
 The result does not depend on how rows are packed: the shares of all micro-batches, on all ranks, add up to
@@ -10,19 +12,127 @@ denominators.
 """
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
-from trainer_service.algorithms.aggregation import StepCounts, row_weights
-from trainer_service.algorithms.corrections.corrections import CORRECTIONS, TokenWeights, normalised
-from trainer_service.algorithms.corrections.masks import kept_rows, kept_tokens
-from trainer_service.algorithms.corrections.settings import M2po, NoCorrection
-from trainer_service.algorithms.kl import KLS
-from trainer_service.algorithms.losses.registry import LOSSES
-from trainer_service.algorithms.losses.settings import LossSettings
-from trainer_service.algorithms.losses.step_statistics import StepStatistics
+from trainer_service.algorithms.aggregation import Aggregation, StepCounts, row_weights
+from trainer_service.algorithms.corrections import Correction, TisToken, TokenWeights
+from trainer_service.algorithms.fields import AtLeast0, Frozen, by_name
+from trainer_service.algorithms.imitation import CrossEntropy, ForwardKl, Kdrl, RefKl, ReverseKl
+from trainer_service.algorithms.kl import Kl
+from trainer_service.algorithms.losses import (
+    Cispo,
+    CovarianceCut,
+    Dppo,
+    Dro,
+    Glm5,
+    Gmpo,
+    Gspo,
+    ImportanceSampling,
+    Ipo,
+    KlCov,
+    Ppo,
+    Reinforce,
+    Sapo,
+    StepStatistics,
+)
+from trainer_service.algorithms.masks import M2po, Mask, Outlier, kept_rows, kept_tokens
 from trainer_service.algorithms.tokens import Tokens
+
+Loss = Annotated[
+    Ppo
+    | Gspo
+    | Gmpo
+    | Cispo
+    | Reinforce
+    | ImportanceSampling
+    | Sapo
+    | Dppo
+    | Ipo
+    | Glm5
+    | Dro
+    | KlCov
+    | ReverseKl
+    | RefKl
+    | ForwardKl
+    | Kdrl
+    | CrossEntropy,
+    Field(discriminator="name"),
+    BeforeValidator(by_name),
+]
+
+
+class LossSettings(Frozen):
+    """All settings between log-probabilities and the loss."""
+
+    loss: Loss = Ppo()
+    correction: Correction = TisToken()
+    masks: tuple[Mask, ...] = (Outlier(),)
+    """Masks leave rows or tokens out of the loss. Masks of rows apply before masks of tokens."""
+    kl: Kl = Kl()
+    entropy_bonus: AtLeast0 = 0.0
+    """This factor times the entropy, in nats, is subtracted from the loss."""
+    aggregation: Aggregation = Aggregation()
+
+    @model_validator(mode="after")
+    def _corrected_once(self) -> "LossSettings":
+        if self.loss.anchored_to("rollout") and self.correction.corrects:
+            raise ValueError(
+                f"{self.loss.name} takes its ratio to the policy that sampled, and {self.correction.name} "
+                "would correct for it a second time; set correction: none"
+            )
+        return self
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether the `StepStatistics` of the whole step must be known before its first backward pass."""
+        statistical = any(mask.whole_step for mask in self.masks)
+        return self.correction.normalise or self.loss.whole_step or statistical
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coefficient > 0
+
+    @property
+    def needs_anchor(self) -> bool:
+        """Whether the loss depends on `lp_prox_T`; otherwise it only enters metrics."""
+        anchored = self.loss.anchored_to("prox")
+        unbiased = self.kl.estimator == "unbiased" and self.needs_reference
+        return self.correction.corrects or anchored or bool(self.masks) or unbiased
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the loss or a correction accounts for tokens that another policy sampled."""
+        return self.loss.anchored_to("rollout") or self.correction.corrects
+
+
+@torch.no_grad()
+def step_statistics(tokens: Tokens, settings: LossSettings) -> StepStatistics:
+    """The statistics that the settings need. `tokens` are all trained tokens of the step, gathered from all
+    ranks, in any order. `lp_prox_T` is used in place of `lp_new_T`, which is not known yet. The result is
+    valid for all epochs of the step."""
+    kept = replace(tokens, lp_new_T=tokens.lp_prox_T)
+    kept = kept.at(kept.finite & kept.fresh)
+    kept_T = kept_rows(kept, settings.masks)
+    strictest = min((each for each in settings.masks if isinstance(each, M2po)), key=_limit, default=None)
+    m2_bound = None if strictest is None else strictest.bound(kept.log_rho[kept_T])
+    kept_T = kept_T & kept_tokens(kept, settings.masks, torch.inf if m2_bound is None else m2_bound)
+    mean, correction = None, settings.correction
+    if correction.normalise:
+        weights = correction.weigh(kept)
+        mean = weights.mean(kept_T & weights.kept_T, kept.rows_T if correction.by_row else None)
+    covariance = None
+    if isinstance(settings.loss, KlCov):
+        lp_T, advantages_T = kept.lp_prox_T[kept_T], kept.advantages_T[kept_T]
+        covariance = CovarianceCut.of(lp_T, advantages_T, fraction=settings.loss.fraction)
+    return StepStatistics(m2_bound, mean, covariance)
+
+
+def _limit(mask: M2po) -> float:
+    return mask.limit
 
 
 @dataclass(frozen=True)
@@ -72,8 +182,8 @@ def policy_loss(
     usable_T = finite_T & tokens.fresh
     usable = tokens.at(usable_T)
     weights = _weights(usable, settings, statistics)
-    losses = LOSSES[settings.loss.name].losses(usable, settings.loss, statistics)
-    kl_T = _kl(usable, settings)
+    losses = settings.loss.losses(usable, statistics)
+    kl_T = settings.kl.of(usable)
     each_T = weights.weight_T * losses.loss_T + settings.kl.coefficient * kl_T
     if settings.entropy_bonus:
         each_T = each_T - settings.entropy_bonus * _entropy(usable)
@@ -104,15 +214,15 @@ def policy_loss(
 def _weights(usable: Tokens, settings: LossSettings, statistics: StepStatistics) -> TokenWeights:
     """Applies the masks of rows and of tokens, and the correction. A token that one of them drops gets weight
     0."""
-    if statistics.m2_bound is None and any(isinstance(mask, M2po) for mask in settings.masks):
+    if statistics.m2_bound is None and any(mask.whole_step for mask in settings.masks):
         raise ValueError("m2po needs the statistics of the whole step")
     bound = torch.inf if statistics.m2_bound is None else statistics.m2_bound
     kept_T = kept_rows(usable, settings.masks) & kept_tokens(usable, settings.masks, bound)
-    weights = CORRECTIONS[settings.correction.name].weigh(usable, settings.correction)
-    if not isinstance(settings.correction, NoCorrection) and settings.correction.normalise:
+    weights = settings.correction.weigh(usable)
+    if settings.correction.normalise:
         if statistics.mean_weight is None:
             raise ValueError("normalised weights need the statistics of the whole step")
-        weights = normalised(weights, statistics.mean_weight)
+        weights = weights.normalised(statistics.mean_weight)
     kept_T = kept_T & weights.kept_T
     return replace(
         weights,
@@ -120,12 +230,6 @@ def _weights(usable: Tokens, settings: LossSettings, statistics: StepStatistics)
         kept_T=kept_T,
         capped_T=weights.capped_T & kept_T,
     )
-
-
-def _kl(usable: Tokens, settings: LossSettings) -> Tensor:
-    if not settings.kl.coefficient:
-        return torch.zeros_like(usable.lp_prox_T)
-    return KLS[settings.kl.estimator](usable.lp_new_T, usable.reference(), usable.lp_prox_T)
 
 
 def _entropy(usable: Tokens) -> Tensor:

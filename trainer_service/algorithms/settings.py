@@ -12,18 +12,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainer_service.algorithms.advantages.advantages import ADVANTAGES
-from trainer_service.algorithms.advantages.returns import RETURNS
-from trainer_service.algorithms.advantages.settings import (
-    TOKEN_LEVEL,
-    ZERO_VARIANCE,
-    Advantage,
-    Plain,
-    ShapingSettings,
-    contradiction,
-)
-from trainer_service.algorithms.corrections.settings import NoCorrection
-from trainer_service.algorithms.losses.settings import KlCov, LossSettings
+from trainer_service.algorithms.advantages import Advantage, Drgrpo, contradiction
+from trainer_service.algorithms.losses import KlCov
+from trainer_service.algorithms.policy_loss import LossSettings
+from trainer_service.algorithms.returns import TokenAdvantage
+from trainer_service.algorithms.rollouts import ZERO_VARIANCE, ShapingSettings
 
 
 class CurriculumSettings(BaseModel):
@@ -59,7 +52,7 @@ class AlgorithmSettings(LossSettings):
 
     preset: str = "default"
     """The name of the recipe that gives the other fields of this section their defaults."""
-    advantage: Advantage = Plain()
+    advantage: Advantage = Drgrpo()
     """How the rewards of rollouts, or of tokens, become advantages."""
     advantage_bound: float | None = Field(None, gt=0)
     """Advantages are clipped to ± this value; None does not clip."""
@@ -150,7 +143,7 @@ class AlgorithmSettings(LossSettings):
             )
         if self.replay_share and self.intake != "newest":
             raise ValueError(f"replay_share: intake {self.intake} takes the oldest groups anyway; set newest")
-        if not self.uses_advantages and (unused := self._reward_setting()):
+        if not self.loss.uses_advantages and (unused := self._reward_setting()):
             raise ValueError(f"{unused}: loss {self.loss.name} does not use rewards")
         if self.shaping.kl_in_reward and self.kl.coefficient:
             raise ValueError("shaping.kl_in_reward: kl.coefficient penalises the same divergence already")
@@ -189,7 +182,7 @@ class AlgorithmSettings(LossSettings):
         """The first setting that is only useful with rewards; None if there is none."""
         shaping = self.shaping
         given = {
-            f"advantage {self.advantage.name}": self.advantage != Plain(),
+            f"advantage {self.advantage.name}": self.advantage != Drgrpo(),
             "shaping.overlong": shaping.overlong is not None,
             "shaping.length_penalty": shaping.length_penalty is not None,
             "shaping.turn_discount": shaping.turn_discount is not None,
@@ -200,24 +193,16 @@ class AlgorithmSettings(LossSettings):
     @property
     def compares(self) -> bool:
         """Whether the members of a group are compared, so that a group with equal rewards is not trained."""
-        if not self.uses_advantages or self.advantage.name in TOKEN_LEVEL:
-            return False
-        return ADVANTAGES[self.advantage.name].compares
+        return self.loss.uses_advantages and self.advantage.compares
 
     @property
     def credits_tokens(self) -> bool:
         """Whether each token has its own advantage, which depends on the whole step."""
-        return self.uses_advantages and self.advantage.name in TOKEN_LEVEL
+        return self.loss.uses_advantages and isinstance(self.advantage, TokenAdvantage)
 
     @property
     def needs_critic(self) -> bool:
-        return self.credits_tokens and "values" in RETURNS[self.advantage.name].needs
-
-    @property
-    def corrects(self) -> bool:
-        """Whether the loss or a correction accounts for tokens that another policy sampled."""
-        anchored = getattr(self.loss, "anchor", "prox") == "rollout"
-        return anchored or not isinstance(self.correction, NoCorrection)
+        return self.loss.uses_advantages and self.advantage.needs_values
 
     @property
     def repeats(self) -> bool:
@@ -256,11 +241,13 @@ class AlgorithmSettings(LossSettings):
     @property
     def learns_early(self) -> bool:
         """Whether groups can be learned from before the other groups of their step are known."""
-        if not self.streaming or self.needs_teacher or self.credits_tokens or self.whole_step:
+        if not self.streaming or self.loss.needs_teacher or self.whole_step:
             return False
         if self.router_aux_loss or self.mini_batches > 1:
             return False
-        return not (ADVANTAGES[self.advantage.name].whole_step or getattr(self.advantage, "whiten", False))
+        if isinstance(self.advantage, TokenAdvantage):
+            return False
+        return not (self.advantage.whole_step or self.advantage.whitens)
 
     @property
     def needs_reference_logprobs(self) -> bool:

@@ -32,7 +32,7 @@ from rollout_queue.trainer_commands import (
     Stepped,
     WeightsLoaded,
 )
-from trainer_service.algorithms.summed_losses.chosen import LossRefused
+from trainer_service.algorithms.summed_losses import LossRefused
 from trainer_service.commands.live_model import LiveModel, ModelProgress, ModelRecord
 from trainer_service.commands.passes import (
     CommandRefused,

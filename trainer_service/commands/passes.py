@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollout_queue.trainer_commands import Datum, ForwardBackward, OptimStep
-from trainer_service.algorithms.summed_losses.chosen import RATIO_MASK, SummedLoss, check_inputs, chosen_loss
+from trainer_service.algorithms.summed_losses import RATIO_MASK, SummedLoss, check_inputs, chosen_loss
 from trainer_service.model.trained_models import Models, TrainedModel
 from trainer_service.rows.packing import Pack, layout_of, packs_of
 from trainer_service.rows.rows import Floats, Ints, MicroBatch, TopTokens

@@ -11,10 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from rollout_queue.contract.records import Verdict
-from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
-from trainer_service.algorithms.advantages.filters import NoSignal, groups_without_signal
-from trainer_service.algorithms.advantages.rollouts import RefusedRollout, Rollout, Rollouts
-from trainer_service.algorithms.advantages.shaping import shaped, untruncated
+from trainer_service.algorithms.advantages import Rae
+from trainer_service.algorithms.returns import TokenAdvantage
+from trainer_service.algorithms.rollouts import (
+    NoSignal,
+    RefusedRollout,
+    Rollout,
+    Rollouts,
+    groups_without_signal,
+    shaped,
+    untruncated,
+)
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.assemble import Group, Member
 from trainer_service.groups.guards import Recovery
@@ -74,16 +81,16 @@ def with_advantages(
 ) -> list[Row]:
     """The rows of a whole step, each with the advantage of its rollout. Rows stay unchanged if advantages are
     computed later for each token, or if the loss uses none."""
-    if not rows or algorithm.credits_tokens or not algorithm.uses_advantages:
+    estimator = algorithm.advantage
+    if not rows or isinstance(estimator, TokenAdvantage) or not algorithm.loss.uses_advantages:
         return list(rows)
-    estimator = ADVANTAGES[algorithm.advantage.name]
-    advantages_B = estimator.score(Rollouts(tuple(rollouts), baselines), algorithm.advantage)
+    advantages_B = estimator.score(Rollouts(tuple(rollouts), baselines))
     place = {each.rollout_id: index for index, each in enumerate(rollouts)}
     rollout_R = torch.tensor([place[row.session_id] for row in rows])
     tokens_R = torch.tensor([row.trained_tokens for row in rows])
     rows_T = torch.repeat_interleave(torch.arange(len(rows)), tokens_R)
     bound = algorithm.advantage_bound
-    advantages_T = to_tokens(advantages_B, algorithm.advantage, rollout_R, rows_T, bound=bound)
+    advantages_T = estimator.to_tokens(advantages_B, rollout_R, rows_T, bound=bound)
     first_R = tokens_R.cumsum(0) - tokens_R
     advantages = advantages_T[first_R].tolist()
     return [replace(row, advantage=advantage) for row, advantage in zip(rows, advantages, strict=True)]
@@ -93,9 +100,9 @@ def updated_baselines(
     rollouts: Sequence[Rollout], algorithm: AlgorithmSettings, baselines: Baselines
 ) -> dict[str, float]:
     """The baselines after a step that trains these rollouts."""
-    if algorithm.advantage.name != "rae":
+    if not isinstance(algorithm.advantage, Rae):
         return dict(baselines)
-    return baselines_after(Rollouts(tuple(rollouts), baselines), algorithm.advantage)
+    return algorithm.advantage.baselines_after(Rollouts(tuple(rollouts), baselines))
 
 
 def _compare(
@@ -104,14 +111,14 @@ def _compare(
     kept, _ = untruncated(rollouts, algorithm.shaping.truncated)
     members = shaped(kept, algorithm.shaping)
     every = frozenset(each.rollout_id for each in members)
-    if not algorithm.compares:
+    estimator = algorithm.advantage
+    if isinstance(estimator, TokenAdvantage) or not algorithm.compares:
         return Comparison(members, refused, None, every)
     batch = Rollouts(members)
-    parts = list(algorithm.advantage.weights) if algorithm.advantage.name == "gdpo" else []
-    found = groups_without_signal(batch, tolerance=algorithm.zero_variance, parts=parts)
+    found = groups_without_signal(batch, tolerance=algorithm.zero_variance, parts=estimator.parts)
     if found:
         return Comparison(members, refused, next(iter(found.values())), frozenset())
-    advantages = ADVANTAGES[algorithm.advantage.name].score(batch, algorithm.advantage).tolist()
+    advantages = estimator.score(batch).tolist()
     live = frozenset(each.rollout_id for each, value in zip(members, advantages, strict=True) if value != 0)
     silence = None if live else NoSignal("zero_var", "no rollout of the group has an advantage")
     return Comparison(members, refused, silence, live)

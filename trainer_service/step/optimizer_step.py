@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer_service.algorithms.aggregation import divisor
 from trainer_service.algorithms.critic import value_loss
-from trainer_service.algorithms.losses.distillation import top_k_kl
+from trainer_service.algorithms.imitation import top_k_kl
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums
@@ -253,7 +253,7 @@ def _learned(
     batch: MicroBatch, rows_before: int, tokens: Tokens, lp_begin_T: Tensor, request: StepRequest
 ) -> LearnedTokens:
     """What the loss uses of these tokens, as far as it is recorded."""
-    advantages_T = tokens.advantages_T if request.algorithm.uses_advantages else None
+    advantages_T = tokens.advantages_T if request.algorithm.loss.uses_advantages else None
     log_rho_T = lp_begin_T.detach() - tokens.lp_roll_T if request.recorded == "all" else None
     return LearnedTokens(batch.rows_T + rows_before, batch.turns_T, advantages_T, log_rho_T)
 

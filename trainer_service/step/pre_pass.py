@@ -14,14 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_service.algorithms.advantages.returns import (
-    RETURNS,
+from trainer_service.algorithms.losses import StepStatistics
+from trainer_service.algorithms.policy_loss import step_statistics
+from trainer_service.algorithms.returns import (
+    TokenAdvantage,
     TokenRewards,
     at_ends,
     kl_in_reward,
     turn_discount,
 )
-from trainer_service.algorithms.losses.step_statistics import StepStatistics, step_statistics
 from trainer_service.algorithms.routing import mean_load
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums
@@ -213,7 +214,8 @@ def _credited(step: _StepTokens, algorithm: AlgorithmSettings) -> tuple[_StepTok
         assert step.lp_ref_T is not None  # noqa: S101 - `needs_reference_logprobs`
         rewards_T = kl_in_reward(rewards_T, step.lp_prox_T, step.lp_ref_T, beta=shaping.kl_in_reward)
     tokens = TokenRewards(rewards_T, owners_T, values_T=step.values_T, turns_T=step.turns_T)
-    found = RETURNS[algorithm.advantage.name].estimate(tokens, algorithm.advantage)
+    assert isinstance(algorithm.advantage, TokenAdvantage)  # noqa: S101 - `credits_tokens`
+    found = algorithm.advantage.estimate(tokens)
     advantages_T, bound = found.advantages_T.float(), algorithm.advantage_bound
     if bound is not None:
         advantages_T = advantages_T.clamp(-bound, bound)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.aggregation import StepCounts
-from trainer_service.algorithms.losses.step_statistics import step_statistics
-from trainer_service.algorithms.policy_loss import policy_loss
+from trainer_service.algorithms.policy_loss import policy_loss, step_statistics
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.rows.rows import MicroBatch, micro_batches

@@ -41,7 +41,7 @@ from tests.support.trainer_service.command_harness import (
 from tests.support.trainer_service.command_log import Killed, MemoryCommandLog
 from tests.support.trainer_service.peft_models import peft_model
 from tests.support.trainer_service.same_training import Weights, assert_moved_alike, differs_by
-from trainer_service.algorithms.summed_losses.chosen import SUMMED_LOSSES, chosen_loss
+from trainer_service.algorithms.summed_losses import SUMMED_LOSSES, chosen_loss
 
 pytestmark = pytest.mark.numeric
 EXACT = 1e-5

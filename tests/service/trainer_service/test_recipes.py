@@ -24,7 +24,7 @@ from tests.support.trainer_service.same_training import (
     assert_moved_alike,
     same_metrics,
 )
-from trainer_service.algorithms.losses.settings import Ppo, Sapo
+from trainer_service.algorithms.losses import Ppo, Sapo
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
 from trainer_service.rows.rows import micro_batches

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.aggregation import StepCounts
-from trainer_service.algorithms.losses.settings import LossSettings
-from trainer_service.algorithms.losses.step_statistics import StepStatistics
-from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss
+from trainer_service.algorithms.losses import StepStatistics
+from trainer_service.algorithms.policy_loss import LossSettings, PolicyLoss, policy_loss
 from trainer_service.algorithms.tokens import Tokens
 
 GOLDEN = json.loads((Path(__file__).with_name("algorithms_golden.json")).read_text(encoding="utf-8"))

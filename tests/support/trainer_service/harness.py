@@ -298,7 +298,10 @@ class Harness:
             shared_state=self.shared_state,
             heartbeat=heartbeat,
             teacher=TeacherClient(
-                self.settings.teacher, self.policy.vocab_size, self.settings.algorithm.teacher_top_k, asked
+                self.settings.teacher,
+                self.policy.vocab_size,
+                self.settings.algorithm.loss.teacher_top_k,
+                asked,
             )
             if self.settings.teacher
             else None,

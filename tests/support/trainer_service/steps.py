@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.trainer_service.canonical import counts_of
 from trainer_service.algorithms.aggregation import StepCounts
-from trainer_service.algorithms.losses.settings import LossSettings
+from trainer_service.algorithms.policy_loss import LossSettings
 from trainer_service.algorithms.tokens import Tokens
 
 LOSSES: list[Any] = [

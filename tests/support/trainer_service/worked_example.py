@@ -19,10 +19,8 @@ from torch import Tensor
 from rollout_queue.contract.records import Outcome, Record, Reward, Span
 from rollout_queue.contract.stream import Entry
 from tests.support.trainer_service.harness import turn
-from trainer_service.algorithms.losses.distillation import top_k_kl
-from trainer_service.algorithms.losses.settings import LossSettings
-from trainer_service.algorithms.losses.step_statistics import step_statistics
-from trainer_service.algorithms.policy_loss import PolicyLoss, policy_loss
+from trainer_service.algorithms.imitation import top_k_kl
+from trainer_service.algorithms.policy_loss import LossSettings, PolicyLoss, policy_loss, step_statistics
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.groups.acknowledgement import Acknowledgement, acknowledgement_of

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from gateway.settings import LimitSettings
 from tests.support.tolerances import ulps
+from tests.support.trainer_service.choices import choices
 from tests.support.trainer_service.worked_example import (
     DOCUMENT,
     VERSION,
@@ -23,15 +24,14 @@ from tests.support.trainer_service.worked_example import (
     numbers,
     table,
 )
-from trainer_service.algorithms.advantages.advantages import ADVANTAGES
-from trainer_service.algorithms.advantages.returns import RETURNS
-from trainer_service.algorithms.advantages.settings import TOKEN_LEVEL, ShapingSettings
-from trainer_service.algorithms.corrections.corrections import CORRECTIONS
-from trainer_service.algorithms.corrections.masks import MASKS
+from trainer_service.algorithms.advantages import Advantage
+from trainer_service.algorithms.aggregation import Aggregation
+from trainer_service.algorithms.corrections import Correction
 from trainer_service.algorithms.kl import KLS
-from trainer_service.algorithms.losses.registry import LOSSES
-from trainer_service.algorithms.losses.settings import LossSettings
-from trainer_service.algorithms.losses.terms import Aggregation
+from trainer_service.algorithms.masks import Mask
+from trainer_service.algorithms.policy_loss import Loss, LossSettings
+from trainer_service.algorithms.returns import TokenAdvantage
+from trainer_service.algorithms.rollouts import ShapingSettings
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings, preset
 from trainer_service.groups.selection import select
 from trainer_service.settings import TrainerSettings
@@ -43,10 +43,10 @@ EXACT = 0.5e-4 + ulps(16)
 BARE: dict[str, Any] = {"correction": "none", "masks": []}
 GOLDEN = Path(__file__).parents[2] / "support/trainer_service/algorithms_golden.json"
 FAMILIES: dict[str, Any] = {
-    "advantage": {**ADVANTAGES, **RETURNS},
-    "loss": LOSSES,
-    "correction": CORRECTIONS,
-    "mask": MASKS,
+    "advantage": choices(Advantage),
+    "loss": choices(Loss),
+    "correction": choices(Correction),
+    "mask": choices(Mask),
 }
 
 
@@ -181,7 +181,7 @@ def test_the_metrics_of_the_example_are_those_of_the_document(example: Example) 
 
 def test_every_advantage_of_the_example_is_right(example: Example) -> None:
     for line in table("advantage"):
-        if line["advantage"] in TOKEN_LEVEL:
+        if issubclass(FAMILIES["advantage"][line["advantage"]], TokenAdvantage):
             assert line["of a, b, c"] == "-"
             continue
         rows = example.scored(AlgorithmSettings(advantage=chosen(line, "advantage")))
@@ -264,7 +264,7 @@ def test_the_defaults_of_the_document_are_the_defaults(of: str, model: type[Base
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_document_has_all_parameters_with_their_defaults(family: str) -> None:
     for line in table(family):
-        model = FAMILIES[family][line[family]].settings
+        model = FAMILIES[family][line[family]]
         values = parameters(line)
         assert set(values) == set(model.model_fields) - {"name"}, line[family]
         model(**chosen(line, family))
@@ -278,7 +278,7 @@ def test_the_document_has_all_parameters_with_their_defaults(family: str) -> Non
 def test_the_presets_are_what_the_document_says() -> None:
     for line in table("preset"):
         made = AlgorithmSettings(preset=line["preset"])
-        assert line["advantage"] == (made.advantage.name if made.uses_advantages else "-")
+        assert line["advantage"] == (made.advantage.name if made.loss.uses_advantages else "-")
         assert line["loss"] == made.loss.name
         assert line["correction"] == made.correction.name
         assert line["masks"] == (" ".join(mask.name for mask in made.masks) or "-")
@@ -298,7 +298,7 @@ def options(model: type[BaseModel]) -> set[str]:
 def test_every_word_that_a_setting_takes_is_in_the_document() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     models: list[type[BaseModel]] = [AlgorithmSettings, ShapingSettings, Aggregation]
-    models += [kind.settings for kinds in FAMILIES.values() for kind in kinds.values()]
+    models += [kind for kinds in FAMILIES.values() for kind in kinds.values()]
     words = {word for model in models for word in options(model)}
     assert len(words) > 50
     assert not {word for word in words if not re.search(rf"(`|: |`{word}|form: ){word}\b", text)}

@@ -8,46 +8,47 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.support.trainer_service.canonical import CASES, INPUTS, ROWS_T, cases, close, expected, given
-from trainer_service.algorithms.corrections.corrections import (
-    TokenWeights,
-    icepop,
-    mean_weight,
-    normalised,
-    tis_sequence,
-    tis_token,
+from tests.support.trainer_service.canonical import (
+    CASES,
+    INPUTS,
+    ROWS_T,
+    canonical_tokens,
+    cases,
+    close,
+    expected,
+    given,
 )
-from trainer_service.algorithms.corrections.masks import (
-    geometric,
-    kpop,
-    larger_bernoulli_kl,
-    m2po,
-    m2po_bound,
-    outlier,
-    product,
-    rejection,
-)
+from trainer_service.algorithms.corrections import Icepop, TisSequence, TisToken, TokenWeights
 from trainer_service.algorithms.logits import selected_logprobs
+from trainer_service.algorithms.masks import (
+    Geometric,
+    Kpop,
+    M2po,
+    Outlier,
+    Product,
+    Rejection,
+    larger_bernoulli_kl,
+)
 from trainer_service.algorithms.tokens import RowIndex, interpolation_weight, loglinear
 from trainer_service.step.diagnostics import mismatch, mismatch_sums
 
 pytestmark = pytest.mark.numeric
 
 LOG_RHO_T = given("lp_prox") - given("lp_roll")
+TOKENS = canonical_tokens()
 Params = dict[str, Any]
 
 
 def _normalised(params: Params) -> TokenWeights:
-    weights = tis_token(LOG_RHO_T, cap=params["cap"])
-    return normalised(weights, mean_weight(weights, weights.kept_T))
+    weights = TisToken(cap=params["cap"]).weigh(TOKENS)
+    return weights.normalised(weights.mean(weights.kept_T))
 
 
 WEIGHTS: dict[str, Callable[[Params], TokenWeights]] = {
-    "is.tis_token_2": lambda params: tis_token(LOG_RHO_T, cap=params["cap"]),
-    "is.tis_seq_5": lambda params: tis_sequence(LOG_RHO_T, ROWS_T, cap=params["cap"]),
-    "is.icepop_0.5_5": lambda params: icepop(LOG_RHO_T, low=params["low"], high=params["high"]),
+    "is.tis_token_2": lambda params: TisToken(cap=params["cap"]).weigh(TOKENS),
+    "is.tis_seq_5": lambda params: TisSequence(cap=params["cap"]).weigh(TOKENS),
+    "is.icepop_0.5_5": lambda params: Icepop(low=params["low"], high=params["high"]).weigh(TOKENS),
     "is.tis_token_2_batchnorm": _normalised,
 }
 
@@ -62,17 +63,17 @@ def test_weights(case: str) -> None:
         assert close((~weights.kept_T).double().mean(), wanted["oob_frac"])
 
 
-def rejected(name: str) -> Callable[[Params], Tensor]:
+def rejected(name: str) -> Callable[[Params], Rejection]:
     level, estimator = name.rsplit("_", 1)
-    return lambda params: rejection(LOG_RHO_T, ROWS_T, level=level, estimator=estimator, **params)  # type: ignore[arg-type]
+    return lambda params: Rejection(level=level, estimator=estimator, **params)
 
 
-MASKS: dict[str, Callable[[Params], Tensor]] = {
-    "mask.geo_seq": lambda params: geometric(LOG_RHO_T, ROWS_T, **params),
-    "mask.product_seq": lambda params: product(LOG_RHO_T, ROWS_T, **params),
-    "mask.outlier_token_seq": lambda params: outlier(LOG_RHO_T, ROWS_T, **params),
-    "mask.m2po": lambda params: m2po(LOG_RHO_T, bound=m2po_bound(LOG_RHO_T, limit=params["threshold"])),
-    "mask.kpop_binary_kl": lambda params: kpop(given("lp_prox"), given("lp_roll"), **params),
+MASKS: dict[str, Callable[[Params], Any]] = {
+    "mask.geo_seq": lambda params: Geometric(**params),
+    "mask.product_seq": lambda params: Product(**params),
+    "mask.outlier_token_seq": lambda params: Outlier(**params),
+    "mask.m2po": lambda params: M2po(limit=params["threshold"]),
+    "mask.kpop_binary_kl": lambda params: Kpop(**params),
 } | {
     f"mask.rs_{name}": rejected(name)
     for name in ("token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k3", "seq_max_k2")
@@ -81,7 +82,8 @@ MASKS: dict[str, Callable[[Params], Tensor]] = {
 
 @pytest.mark.parametrize("case", cases("mask."))
 def test_mask(case: str) -> None:
-    kept_T, wanted, rows = MASKS[case](CASES[case]["params"]), expected(case), RowIndex.of(ROWS_T)
+    mask, wanted, rows = MASKS[case](CASES[case]["params"]), expected(case), RowIndex.of(ROWS_T)
+    kept_T = mask.kept(TOKENS, mask.bound(LOG_RHO_T) if isinstance(mask, M2po) else torch.inf)
     got = {
         "keep": kept_T.double(),
         "keep_seq": rows.mean(kept_T.double()),

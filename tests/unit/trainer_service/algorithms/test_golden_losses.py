@@ -4,6 +4,7 @@ Test ids are the cases' names in algorithms_golden.json.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,11 +22,10 @@ from tests.support.trainer_service.canonical import (
     given,
     learned,
 )
+from trainer_service.algorithms.imitation import teacher_advantage
 from trainer_service.algorithms.kl import KLS
-from trainer_service.algorithms.losses.distillation import teacher_advantage
-from trainer_service.algorithms.losses.kl_cov import CovarianceCut, kl_cov
-from trainer_service.algorithms.losses.settings import LossSettings
-from trainer_service.algorithms.policy_loss import PolicyLoss
+from trainer_service.algorithms.losses import CovarianceCut, KlCov, StepStatistics
+from trainer_service.algorithms.policy_loss import LossSettings, PolicyLoss
 from trainer_service.algorithms.tokens import RowIndex, Tokens
 
 pytestmark = pytest.mark.numeric
@@ -193,7 +193,9 @@ def test_kl_cov(case: str) -> None:
     lp_new_T, advantages_T = given("lp_new"), given("adv")
     cut = CovarianceCut.of(lp_new_T, advantages_T, fraction=params["frac"])
     chosen_T = cut.chosen(lp_new_T, advantages_T)
-    losses = kl_cov(lp_new_T, given("lp_prox"), advantages_T, chosen_T, coefficient=params["coef"])
+    tokens = replace(canonical_tokens(), lp_prox_T=lp_new_T, lp_roll_T=given("lp_prox"))
+    loss = KlCov(fraction=params["frac"], coefficient=params["coef"], anchor="rollout")
+    losses = loss.losses(tokens, StepStatistics(covariance=cut))
     assert close(chosen_T.double(), wanted["selected"])
     assert close(losses.loss_T, wanted["per_token"])
     assert close(losses.loss_T.mean(), wanted["loss"])

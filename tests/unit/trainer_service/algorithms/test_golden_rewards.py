@@ -4,6 +4,7 @@ Test ids are the cases' names in algorithms_golden.json. A row of the case is a 
 case says that it is scored at the level of rollouts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,25 +17,18 @@ from rollout_queue.contract.packed_tokens import TokenIds
 from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T, close, given
 from tests.support.trainer_service.harness import turn
 from tests.support.trainer_service.made_rows import rows_of
-from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
-from trainer_service.algorithms.advantages.filters import groups_without_signal
-from trainer_service.algorithms.advantages.returns import (
-    RETURNS,
-    Returns,
-    TokenRewards,
-    kl_in_reward,
-    turn_discount,
-)
-from trainer_service.algorithms.advantages.rollouts import Rollout, Rollouts
-from trainer_service.algorithms.advantages.settings import (
-    Advantage,
+from trainer_service.algorithms.advantages import Advantage, Rae
+from trainer_service.algorithms.critic import value_loss
+from trainer_service.algorithms.returns import Returns, TokenRewards, kl_in_reward, turn_discount
+from trainer_service.algorithms.rollouts import (
     LengthPenalty,
     Overlong,
-    Rae,
+    Rollout,
+    Rollouts,
     ShapingSettings,
+    groups_without_signal,
+    shaped,
 )
-from trainer_service.algorithms.advantages.shaping import shaped
-from trainer_service.algorithms.critic import value_loss
 from trainer_service.step.diagnostics import staleness
 
 pytestmark = pytest.mark.numeric
@@ -47,7 +41,7 @@ LONE = 8
 and two of the cases follow verl."""
 RAW_WHERE_ALONE = {"adv.opo", "adv.gpg"}
 
-settings_of = TypeAdapter(Advantage).validate_python
+settings_of: Callable[[Any], Any] = TypeAdapter(Advantage).validate_python
 
 
 def expected(case: str, name: str) -> Tensor:
@@ -87,8 +81,8 @@ def by_rollout() -> tuple[Rollouts, Tensor]:
 
 
 def score(chosen: Any, rollouts: Rollouts) -> Tensor:
-    found = settings_of(chosen)
-    return ADVANTAGES[found.name].score(rollouts, found)
+    scored: Tensor = settings_of(chosen).score(rollouts)
+    return scored
 
 
 PER_ROW = {
@@ -121,7 +115,7 @@ PER_ROLLOUT = {"adv.grpo_rollout_level_ddof1": "grpo_ddof1", "adv.drgrpo_rollout
 def test_advantage_of_rollouts(case: str) -> None:
     rollouts, rollout_R = by_rollout()
     chosen = settings_of(PER_ROLLOUT[case])
-    tokens_T = to_tokens(score(chosen, rollouts), chosen, rollout_R, ROWS_T)
+    tokens_T = chosen.to_tokens(score(chosen, rollouts), rollout_R, ROWS_T)
     assert close(tokens_T, expected(case, "adv")[ROWS_T])
 
 
@@ -129,7 +123,7 @@ def test_advantage_of_rollouts(case: str) -> None:
 def test_parts(case: str) -> None:
     first, second = CASES[case]["params"]["weights"]
     chosen = settings_of({"name": "gdpo", "weights": {"first": first, "second": second}})
-    tokens_T = to_tokens(score(chosen, by_row()), chosen, torch.arange(9), ROWS_T)
+    tokens_T = chosen.to_tokens(score(chosen, by_row()), torch.arange(9), ROWS_T)
     assert close(tokens_T, expected(case, "adv_tokens"))
 
 
@@ -137,7 +131,7 @@ def test_parts(case: str) -> None:
 def test_baseline(case: str) -> None:
     for whiten, name in ((False, "unwhitened"), (True, "adv_tokens")):
         chosen = settings_of({"name": "reinforce_pp_baseline", "whiten": whiten})
-        tokens_T = to_tokens(score(chosen, by_row()), chosen, torch.arange(9), ROWS_T)
+        tokens_T = chosen.to_tokens(score(chosen, by_row()), torch.arange(9), ROWS_T)
         assert close(tokens_T, expected(case, name))
 
 
@@ -154,14 +148,15 @@ def test_memory(case: str) -> None:
     for batch in (members[:2], members[2:5], members[5:]):  # baselines continue over batches
         rollouts = Rollouts(tuple(batch), baselines)
         got += score(chosen, rollouts).tolist()
-        baselines = baselines_after(rollouts, chosen)
+        baselines = chosen.baselines_after(rollouts)
     assert close(got, expected(case, "adv"))
     assert baselines == pytest.approx(CASES[case]["expected"]["baselines"])
 
 
 def returns(chosen: dict[str, Any], **more: Any) -> Returns:
     fields: dict[str, Any] = {"rewards_T": given("tok_reward"), "rows_T": ROWS_T}
-    return RETURNS[chosen["name"]].estimate(TokenRewards(**(fields | more)), settings_of(chosen))
+    found: Returns = settings_of(chosen).estimate(TokenRewards(**(fields | more)))
+    return found
 
 
 @pytest.mark.parametrize("case", ["adv.reinforce_pp_g1", "adv.reinforce_pp_g0.9"])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.hypothesis_profiles import examples
 from tests.support.trainer_service.canonical import PLAIN, canonical_counts, canonical_tokens, close, learned
-from trainer_service.algorithms.losses.distillation import top_k_kl
-from trainer_service.algorithms.losses.settings import LossSettings
+from trainer_service.algorithms.imitation import top_k_kl
+from trainer_service.algorithms.policy_loss import LossSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
 
 pytestmark = pytest.mark.numeric
@@ -125,7 +125,7 @@ def test_forward_kl_and_kdrl_take_the_distance_from_the_top_tokens() -> None:
     ppo, _ = learned(told(), made("ppo"), canonical_counts())
     assert close(joint.loss.detach(), ppo.loss.detach() + WEIGHT * np.mean(distance))
     assert [
-        made(loss).teacher_top_k for loss in ("forward_kl", mixed, mixed | {"estimator": "k2"}, "ppo")
+        made(loss).loss.teacher_top_k for loss in ("forward_kl", mixed, mixed | {"estimator": "k2"}, "ppo")
     ] == [16, 16, 0, 0]
 
 

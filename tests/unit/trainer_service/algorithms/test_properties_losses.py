@@ -25,8 +25,7 @@ from tests.support.trainer_service.steps import (
 )
 from trainer_service.algorithms.aggregation import StepCounts
 from trainer_service.algorithms.kl import KLS as KL_ESTIMATES
-from trainer_service.algorithms.losses.settings import LossSettings
-from trainer_service.algorithms.losses.step_statistics import step_statistics
+from trainer_service.algorithms.policy_loss import LossSettings, step_statistics
 from trainer_service.algorithms.tokens import Tokens
 
 pytestmark = pytest.mark.numeric

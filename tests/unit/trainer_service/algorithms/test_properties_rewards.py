@@ -1,7 +1,7 @@
 """Properties of every advantage, for any rewards. P1, P2 and P5 number those that losses may share."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,27 +13,21 @@ from torch import Tensor
 
 from tests.support.hypothesis_profiles import examples
 from tests.support.tolerances import FLOAT64, ulps
-from trainer_service.algorithms.advantages.advantages import ADVANTAGES, baselines_after, to_tokens
-from trainer_service.algorithms.advantages.filters import groups_without_signal
-from trainer_service.algorithms.advantages.returns import (
-    RETURNS,
-    TokenRewards,
-    at_ends,
-    kl_in_reward,
-    whitened,
-)
-from trainer_service.algorithms.advantages.rollouts import RefusedRollout, Rollout, Rollouts
-from trainer_service.algorithms.advantages.settings import WHITEN_EPS, Advantage, Rae
+from tests.support.trainer_service.choices import choices
+from trainer_service.algorithms.advantages import Advantage, Rae, RolloutAdvantage
 from trainer_service.algorithms.critic import value_loss
+from trainer_service.algorithms.returns import WHITEN_EPS, TokenRewards, at_ends, kl_in_reward, whitened
+from trainer_service.algorithms.rollouts import RefusedRollout, Rollout, Rollouts, groups_without_signal
 
 pytestmark = pytest.mark.numeric
 
 quick = settings(max_examples=examples(20))
 
 PARTS = {"first": 1.0, "second": -0.5}
+ADVANTAGES = {name: kind for name, kind in choices(Advantage).items() if issubclass(kind, RolloutAdvantage)}
 COMPARING = [name for name, estimator in ADVANTAGES.items() if estimator.compares]
 GROUPWISE = [name for name, estimator in ADVANTAGES.items() if not estimator.whole_step]
-settings_of = TypeAdapter(Advantage).validate_python
+settings_of: Callable[[Any], Any] = TypeAdapter(Advantage).validate_python
 
 
 def chosen_by(name: str) -> Any:
@@ -41,7 +35,8 @@ def chosen_by(name: str) -> Any:
 
 
 def score(name: str, members: Sequence[Rollout]) -> Tensor:
-    return ADVANTAGES[name].score(Rollouts(tuple(members)), chosen_by(name))
+    scored: Tensor = chosen_by(name).score(Rollouts(tuple(members)))
+    return scored
 
 
 def rollout(name: str, group: str = "g", reward: float = 1.0, **fields: Any) -> Rollout:
@@ -128,7 +123,7 @@ def test_a_rollout_counts_once_however_many_rows_it_has(
     if "whiten" in type(chosen).model_fields:
         chosen = chosen.model_copy(update={"whiten": False})
     advantages_B = score(name, batch)
-    got_T = to_tokens(advantages_B, chosen, rollout_R, rows_T)
+    got_T = chosen.to_tokens(advantages_B, rollout_R, rows_T)
     assert got_T.tolist() == [
         advantages_B[at].item() for at, rows in enumerate(forks) for _ in range(2 * rows)
     ]
@@ -195,13 +190,13 @@ def test_a_baseline_depends_only_on_the_order_of_its_agents_rollouts(
     mixed = [left[agent].pop(0) for agent in whose]
     got = dict(zip([each.rollout_id for each in mixed], score("rae", mixed).tolist(), strict=True))
     assert [got[each.rollout_id] for each in batch] == score("rae", batch).tolist()
-    after = [baselines_after(Rollouts(tuple(each)), Rae()) for each in (batch, mixed)]
+    after = [Rae().baselines_after(Rollouts(tuple(each))) for each in (batch, mixed)]
     assert after[0] == after[1]
 
 
 def test_a_lone_rollout_gets_its_reward_minus_its_agents_baseline() -> None:
     lone = Rollouts((rollout("r1", reward=1.0, agent="a"),), baselines={"a": 0.75})
-    assert ADVANTAGES["rae"].score(lone, Rae()).tolist() == [0.25]
+    assert Rae().score(lone).tolist() == [0.25]
     assert lone.baselines == {"a": 0.75}
 
 
@@ -253,9 +248,7 @@ def test_holes_change_nothing(
         for at in sorted(data.draw(st.lists(st.integers(0, len(row)), max_size=4)), reverse=True):
             longer.insert(at, (0, 77.0, -77.0))
         holed.append(longer)
-    found, again = (
-        RETURNS[chosen["name"]].estimate(tokens_of(each), settings_of(chosen)) for each in (rows, holed)
-    )
+    found, again = (settings_of(chosen).estimate(tokens_of(each)) for each in (rows, holed))
     assert torch.equal(found.advantages_T, again.advantages_T)
     assert torch.equal(found.returns_T, again.returns_T)
 
@@ -278,8 +271,8 @@ def test_returns_equal_those_of_a_backward_loop_over_trained_tokens(
                 to_go.append(worth)
                 advantages.append(advantage)
     tokens = tokens_of(rows)
-    plain = RETURNS["reinforce_pp"].estimate(tokens, settings_of({"name": "reinforce_pp", "gamma": gamma}))
-    found = RETURNS["gae"].estimate(tokens, settings_of(TOKEN_SETTINGS[2]))
+    plain = settings_of({"name": "reinforce_pp", "gamma": gamma}).estimate(tokens)
+    found = settings_of(TOKEN_SETTINGS[2]).estimate(tokens)
     same(plain.returns_T, torch.tensor(to_go[::-1], dtype=torch.float64))
     same(found.advantages_T, torch.tensor(advantages[::-1], dtype=torch.float64))
 
@@ -292,9 +285,8 @@ def test_the_order_of_rows_changes_nothing(
 ) -> None:
     """P2: the packing of a step changes nothing."""
     order = data.draw(st.permutations(range(len(rows))))
-    estimate, how = RETURNS[chosen["name"]].estimate, settings_of(chosen)
-    found, tokens = estimate(tokens_of(rows), how), tokens_of(rows)
-    again = estimate(tokens_of([rows[at] for at in order]), how)
+    estimate, tokens = settings_of(chosen).estimate, tokens_of(rows)
+    found, again = estimate(tokens), estimate(tokens_of([rows[at] for at in order]))
     at_T = torch.cat([torch.nonzero(tokens.rows_T == row).flatten() for row in order])
     # These are sums over 48 tokens of returns up to 48. Whitening divides them by at least √WHITEN_EPS.
     allowed = ulps(48, of=48.0, unit=FLOAT64) / math.sqrt(WHITEN_EPS)
@@ -313,11 +305,11 @@ def test_rows_and_turns_with_scattered_tokens_are_refused() -> None:
     ("name", "lacks"), [("gae", "values"), ("turn_gae", "values"), ("turn_gae", "turns")]
 )
 def test_a_missing_input_of_an_estimator_is_named(name: str, lacks: str) -> None:
-    assert lacks in RETURNS[name].needs
-    given = {f"{need}_T": torch.zeros(2) for need in RETURNS[name].needs - {lacks}}
+    assert settings_of(name).needs_values
+    given = {f"{need}_T": torch.zeros(2) for need in {"values", "turns"} - {lacks}}
     tokens = TokenRewards(torch.zeros(2), torch.tensor([0, 0]), **given)
     with pytest.raises(ValueError, match=f"{name} needs the {lacks}"):
-        RETURNS[name].estimate(tokens, settings_of(name))
+        settings_of(name).estimate(tokens)
 
 
 def test_the_reward_of_a_row_is_on_its_last_trained_token() -> None:
@@ -339,7 +331,7 @@ def test_a_logprob_that_is_not_finite_changes_no_other_tokens_reward() -> None:
 def test_half_precision_is_cast_up() -> None:
     narrow = torch.tensor([0.1, 0.2, 0.3], dtype=torch.bfloat16)
     rows_T = torch.zeros(3, dtype=torch.int64)
-    found = RETURNS["gae"].estimate(TokenRewards(narrow, rows_T, narrow), settings_of("gae"))
+    found = settings_of("gae").estimate(TokenRewards(narrow, rows_T, narrow))
     assert found.advantages_T.dtype == found.returns_T.dtype == torch.float64
     assert value_loss(narrow, narrow, found.returns_T, tokens_in_step=3).loss.dtype == torch.float64
     assert value_loss(narrow, narrow, narrow, tokens_in_step=3).loss.dtype == torch.float32
@@ -348,8 +340,8 @@ def test_half_precision_is_cast_up() -> None:
 def test_advantages_are_clipped_to_the_bound() -> None:
     rows_T = torch.arange(3)
     wild_B = torch.tensor([-50.0, 0.5, 50.0], dtype=torch.float64)
-    assert to_tokens(wild_B, chosen_by("drgrpo"), rows_T, rows_T, bound=10.0).tolist() == [-10.0, 0.5, 10.0]
-    assert to_tokens(wild_B, chosen_by("drgrpo"), rows_T, rows_T).tolist() == wild_B.tolist()
+    assert chosen_by("drgrpo").to_tokens(wild_B, rows_T, rows_T, bound=10.0).tolist() == [-10.0, 0.5, 10.0]
+    assert chosen_by("drgrpo").to_tokens(wild_B, rows_T, rows_T).tolist() == wild_B.tolist()
 
 
 @quick

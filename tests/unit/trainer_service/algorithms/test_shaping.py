@@ -6,19 +6,20 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from trainer_service.algorithms.advantages.advantages import ADVANTAGES
-from trainer_service.algorithms.advantages.filters import NoSignal, groups_without_signal
-from trainer_service.algorithms.advantages.returns import RETURNS, turn_discount
-from trainer_service.algorithms.advantages.rollouts import Rollout, Rollouts
-from trainer_service.algorithms.advantages.settings import (
-    TOKEN_LEVEL,
-    Advantage,
+from tests.support.trainer_service.choices import choices
+from trainer_service.algorithms.advantages import Advantage, contradiction
+from trainer_service.algorithms.returns import TokenAdvantage, turn_discount
+from trainer_service.algorithms.rollouts import (
     LengthPenalty,
+    NoSignal,
     Overlong,
+    Rollout,
+    Rollouts,
     ShapingSettings,
-    contradiction,
+    groups_without_signal,
+    shaped,
+    untruncated,
 )
-from trainer_service.algorithms.advantages.shaping import shaped, untruncated
 from trainer_service.step.diagnostics import staleness
 
 pytestmark = pytest.mark.numeric
@@ -110,16 +111,13 @@ def test_a_row_of_a_later_version_is_not_stale() -> None:
 
 
 def test_a_name_alone_stands_for_its_defaults() -> None:
-    for name in ADVANTAGES.keys() - {"gdpo"} | RETURNS.keys():
+    for name in choices(Advantage).keys() - {"gdpo"}:
         assert settings_of(name) == settings_of({"name": name})
         assert settings_of(name).name == name
 
 
 def test_every_name_has_its_settings_and_no_other() -> None:
-    assert RETURNS.keys() == TOKEN_LEVEL
-    assert not ADVANTAGES.keys() & TOKEN_LEVEL
-    kinds = {name: entry.settings for name, entry in ADVANTAGES.items()}
-    kinds |= {name: entry.settings for name, entry in RETURNS.items()}
+    kinds = choices(Advantage)
     assert all(isinstance(settings_of(name), kinds[name]) for name in kinds.keys() - {"gdpo"})
     schema = TypeAdapter(Advantage).json_schema()
     assert schema["discriminator"]["mapping"].keys() == kinds.keys()
@@ -164,10 +162,11 @@ def test_shaping_refuses_nonsense(given: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize("setting", ["kl_in_reward", "turn_discount"])
 def test_rewards_of_tokens_contradict_estimators_that_compare_rollouts(setting: str) -> None:
     shaping = ShapingSettings(**{setting: 0.5})
-    for name in ADVANTAGES.keys() - {"gdpo"}:
-        assert f"{name} compares whole rollouts" in (contradiction(settings_of(name), shaping) or "")
-    for name in RETURNS:
-        assert contradiction(settings_of(name), shaping) is None
+    for name, kind in choices(Advantage).items():
+        if issubclass(kind, TokenAdvantage):
+            assert contradiction(settings_of(name), shaping) is None
+        elif name != "gdpo":
+            assert f"{name} compares whole rollouts" in (contradiction(settings_of(name), shaping) or "")
     assert contradiction(settings_of("drgrpo"), ShapingSettings()) is None
 
 

@@ -12,12 +12,7 @@ from torch import Tensor
 
 from tests.support.hypothesis_profiles import examples
 from tests.support.tolerances import FLOAT64, ulps
-from trainer_service.algorithms.summed_losses.chosen import (
-    SUMMED_LOSSES,
-    LossRefused,
-    check_inputs,
-    chosen_loss,
-)
+from trainer_service.algorithms.summed_losses import SUMMED_LOSSES, LossRefused, check_inputs, chosen_loss
 
 pytestmark = pytest.mark.numeric
 

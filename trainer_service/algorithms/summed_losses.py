@@ -2,7 +2,12 @@
 
 name, settings ─ chosen_loss ─▶ SummedLoss ─ losses(lp, inputs, rows) ─▶ one loss per target
 
-lp is log p of each target under the trained weights; q is `logprobs`, as sampled; r = exp(lp - q).
+lp is log p of each target under the trained weights; q is `logprobs`, as sampled; r = exp(lp - q), which is
+not bounded here. The formulas are those of `losses.py`.
+
+TurnLoss has the losses of the training by turns that a user's own loop may ask for by the same names. They
+are those whose plain sum over targets has a meaning, and which leave a target with advantage 0 alone: loops
+give prompts this advantage. Both the policy before the step and the one that sampled are `logprobs`.
 """
 
 import math
@@ -11,10 +16,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from trainer_service.algorithms.summed_losses.further import NAMES, FurtherLoss, SettingRefused
-from trainer_service.algorithms.tokens import RowIndex
+from trainer_service.algorithms.losses import (
+    Dppo,
+    Glm5,
+    PolicyLossFormula,
+    Reinforce,
+    Sapo,
+    StepStatistics,
+    clipped_surrogate,
+    optimistic,
+    weighted_logprob,
+)
+from trainer_service.algorithms.tokens import RowIndex, Tokens
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, Any]
@@ -29,6 +45,12 @@ NOT_OFFERED = {
     '`loss_fn="ppo"` (for asynchronous training in `AsyncConfig`)'
 }
 """Known losses that are refused, and what the refusal says."""
+NOT_SETTINGS = {
+    "name",
+    "anchor",  # there is one policy that a ratio can have in its denominator
+    "kappa",  # it pulls targets with advantage 0
+}
+"""The fields of a loss of the training by turns that a user's loop cannot set."""
 
 
 class LossRefused(Exception):
@@ -81,8 +103,9 @@ def ppo(lp_TK: Tensor, inputs: Inputs, _rows_T: Tensor, config: Config) -> Tenso
 
 def cispo(lp_TK: Tensor, inputs: Inputs, _rows_T: Tensor, config: Config) -> Tensor:
     """-clip(r) lp A, where the clipped ratio has no gradient."""
-    ratios_TK = _clip(_ratios(lp_TK.detach(), inputs), config)
-    return -ratios_TK * lp_TK * inputs["advantages"]
+    low, high = (config[each] for each in CLIPS)
+    ratios_TK = _ratios(lp_TK.detach(), inputs).clamp(low, high)
+    return weighted_logprob(ratios_TK, inputs["advantages"], lp_TK)
 
 
 def gspo(lp_TK: Tensor, inputs: Inputs, rows_T: Tensor, config: Config) -> Tensor:
@@ -100,9 +123,44 @@ def gspo(lp_TK: Tensor, inputs: Inputs, rows_T: Tensor, config: Config) -> Tenso
 
 def dro(lp_TK: Tensor, inputs: Inputs, _rows_T: Tensor, config: Config) -> Tensor:
     """-(lp A - beta/2 (lp - q)^2) (arXiv:2405.19107)."""
-    distance_TK: Tensor = (lp_TK - inputs["logprobs"]) ** 2
-    beta: float = config["beta"]
-    return -(lp_TK * inputs["advantages"] - 0.5 * beta * distance_TK)
+    return optimistic(lp_TK, inputs["logprobs"], inputs["advantages"], config["beta"])
+
+
+@dataclass(frozen=True)
+class TurnLoss:
+    """A loss of the training by turns. It is sent to all ranks."""
+
+    kind: type[PolicyLossFormula]
+
+    @property
+    def defaults(self) -> dict[str, float | str]:
+        """The settings by name."""
+        fields = self.kind.model_fields
+        return {each: field.default for each, field in fields.items() if each not in NOT_SETTINGS}
+
+    def chosen(self, config: Config) -> PolicyLossFormula:
+        """Raises LossRefused."""
+        try:
+            return self.kind.model_validate(dict(config))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            setting = ".".join(map(str, first["loc"]))
+            said = f"{setting} {config.get(setting)!r}: {first['msg']}"
+            raise LossRefused(f"loss {self.kind.model_fields['name'].default}: {said}") from error
+
+    def __call__(self, lp_TK: Tensor, inputs: Inputs, rows_T: Tensor, config: Config) -> Tensor:
+        """[T, 1]: the loss of each target."""
+        sampled_T = inputs["logprobs"][:, 0]
+        tokens = Tokens(lp_TK[:, 0], sampled_T, sampled_T, inputs["advantages"][:, 0], rows_T)
+        return self.chosen(config).losses(tokens, StepStatistics()).loss_T[:, None]
+
+
+TURN_LOSSES: Mapping[str, type[PolicyLossFormula]] = {
+    "reinforce": Reinforce,
+    "sapo": Sapo,
+    "dppo": Dppo,
+    "glm5": Glm5,
+}
 
 
 SUMMED_LOSSES: Mapping[str, SummedLossKind] = {
@@ -112,7 +170,10 @@ SUMMED_LOSSES: Mapping[str, SummedLossKind] = {
     "cispo": SummedLossKind(SAMPLED, dict(zip(CLIPS, (0.0, 4.0), strict=True)), cispo),
     "gspo": SummedLossKind((*SAMPLED, RATIO_MASK), dict(zip(CLIPS, (1 - 3e-4, 1 + 4e-4), strict=True)), gspo),
     "dro": SummedLossKind(SAMPLED, {"beta": None}, dro),
-    **{each: SummedLossKind(SAMPLED, FurtherLoss(each).defaults, FurtherLoss(each)) for each in NAMES},
+    **{
+        name: SummedLossKind(SAMPLED, TurnLoss(kind).defaults, TurnLoss(kind))
+        for name, kind in TURN_LOSSES.items()
+    },
 }
 
 
@@ -133,11 +194,8 @@ def chosen_loss(name: str, config: Mapping[str, float | str]) -> SummedLoss:
         raise LossRefused(
             f"loss {name}: {CLIPS[0]} {chosen[CLIPS[0]]} is above {CLIPS[1]} {chosen[CLIPS[1]]}"
         )
-    if isinstance(kind.of_targets, FurtherLoss):
-        try:
-            kind.of_targets.check(chosen)
-        except SettingRefused as error:
-            raise LossRefused(f"loss {name}: {error}") from error
+    if isinstance(kind.of_targets, TurnLoss):
+        kind.of_targets.chosen(chosen)
     return SummedLoss(name, kind.inputs, chosen, kind.of_targets, kind.soft)
 
 
@@ -171,10 +229,6 @@ def _ratios(lp_TK: Tensor, inputs: Inputs) -> Tensor:
     return torch.exp(lp_TK - inputs["logprobs"])
 
 
-def _clip(ratios_TK: Tensor, config: Config) -> Tensor:
-    low, high = (config[each] for each in CLIPS)
-    return ratios_TK.clamp(low, high)
-
-
 def _clipped(ratios_TK: Tensor, advantages_TK: Tensor, config: Config) -> Tensor:
-    return -torch.minimum(ratios_TK * advantages_TK, _clip(ratios_TK, config) * advantages_TK)
+    low, high = (config[each] for each in CLIPS)
+    return torch.maximum(*clipped_surrogate(ratios_TK, advantages_TK, low, high))

@@ -1,6 +1,6 @@
-"""Computes one advantage per token from the rewards of this and later tokens of its row.
+"""The estimators with one advantage per token, from the rewards of this and later tokens of its row.
 
-    reward ─ at_ends ─▶ rewards_T ─ kl_in_reward? ─▶ reinforce_pp | gae | turn_gae ─▶ Returns ─ whitened? ─▶ …
+    reward ─ at_ends ─▶ rewards_T ─ kl_in_reward? ─▶ ReinforcePp | Gae ─ estimate ─▶ Returns ─ whitened? ─▶ …
 
 T counts the trained tokens of the whole step, row after row, in the order in which they were sampled. Tokens
 of tools and users are left out, so discounts do not count them. All arithmetic is float64. Sums stay inside a
@@ -9,15 +9,20 @@ row, so the result does not depend on how rows are packed.
 Names such as `reward.kl_in_reward_k1` are cases of `algorithms_golden.json` in the tests.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from trainer_service.algorithms.advantages import settings as settings
-from trainer_service.algorithms.advantages.settings import GAMMA, LAMBDA, WHITEN_EPS
+from trainer_service.algorithms.fields import Frozen
+
+WHITEN_EPS = 1e-8
+"""Added to a variance before its square root is taken."""
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -83,42 +88,6 @@ def turn_discount(rewards: Sequence[float | None], *, discount: float) -> list[f
     return returns[::-1]
 
 
-def reinforce_pp(rewards_T: Tensor, rows_T: Tensor, *, gamma: float = GAMMA) -> Returns:
-    """The discounted reward-to-go of each token, whitened over the step's tokens (REINFORCE++,
-    arXiv:2501.03262; `adv.reinforce_pp_g1`, `adv.reinforce_pp_g0.9`)."""
-    returns_T = _to_go(rewards_T.double(), gamma, rows_T)
-    return Returns(whitened(returns_T), returns_T)
-
-
-def gae(
-    rewards_T: Tensor, values_T: Tensor, rows_T: Tensor, *, gamma: float = GAMMA, lam: float = LAMBDA
-) -> Returns:
-    """A_t = d_t + gamma · lam · A_(t+1) with d_t = r_t + gamma · V_(t+1) - V_t; A and V are 0 after the last
-    token of a row. Returns are A + V (GAE, arXiv:1506.02438; `adv.gae_g1.0_l1.0`, `adv.gae_g0.99_l0.95`)."""
-    values_T = values_T.double()
-    next_T = torch.where(_last(rows_T), torch.zeros_like(values_T), values_T.roll(-1))
-    advantages_T = _to_go(rewards_T.double() + gamma * next_T - values_T, gamma * lam, rows_T)
-    return Returns(advantages_T, advantages_T + values_T)
-
-
-def turn_gae(
-    rewards_T: Tensor,
-    values_T: Tensor,
-    rows_T: Tensor,
-    turns_T: Tensor,
-    *,
-    gamma: float = GAMMA,
-    lam: float = LAMBDA,
-) -> Returns:
-    """GAE over turns: the value of a turn is that of its first token, its reward is the sum of its tokens'
-    rewards, and all of its tokens get its advantage and return (AReaL; `adv.turn_gae`)."""
-    _, turn_T, tokens_K = torch.unique_consecutive(turns_T, return_inverse=True, return_counts=True)
-    first_K = tokens_K.cumsum(0) - tokens_K
-    rewards_K = torch.zeros_like(tokens_K, dtype=torch.float64).index_add_(0, turn_T, rewards_T.double())
-    found = gae(rewards_K, values_T[first_K], rows_T[first_K], gamma=gamma, lam=lam)
-    return Returns(found.advantages_T[turn_T], found.returns_T[turn_T])
-
-
 def whitened(values_T: Tensor, *, eps: float = WHITEN_EPS) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the step's tokens, ddof 1; exactly 0 if all x are equal."""
     values_T = values_T.double()
@@ -146,41 +115,70 @@ def _last(owners_T: Tensor) -> Tensor:
     return last_T
 
 
-Need = Literal["values", "turns"]
+class TokenAdvantage(Frozen):
+    """The estimators with one advantage per token, which depends on the whole step."""
+
+    compares: ClassVar[bool] = False
+    needs_values: ClassVar[bool] = False
+    """Whether the values of a critic are needed."""
+
+    def estimate(self, tokens: TokenRewards) -> Returns:
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class ReturnsKind:
-    """One way to give each token an advantage."""
+class ReinforcePp(TokenAdvantage):
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    gamma: Fraction = 1.0
+    """Discount per trained token; tokens of tools and users do not count."""
 
-    settings: type[Any]
-    estimate: Callable[[TokenRewards, Any], Returns]
-    needs: frozenset[Need] = frozenset()
+    def estimate(self, tokens: TokenRewards) -> Returns:
+        """The discounted reward-to-go of each token, whitened over the step's tokens (REINFORCE++,
+        arXiv:2501.03262; `adv.reinforce_pp_g1`, `adv.reinforce_pp_g0.9`)."""
+        returns_T = _to_go(tokens.rewards_T.double(), self.gamma, tokens.rows_T)
+        return Returns(whitened(returns_T), returns_T)
 
 
-def _gae(tokens: TokenRewards, chosen: settings.Gae) -> Returns:
-    values_T = _given(tokens.values_T, "values of a critic", chosen.name)
-    if chosen.name == "turn_gae":
-        turns_T = _given(tokens.turns_T, "turns", chosen.name)
-        found = turn_gae(
-            tokens.rewards_T, values_T, tokens.rows_T, turns_T, gamma=chosen.gamma, lam=chosen.lam
-        )
-    else:
-        found = gae(tokens.rewards_T, values_T, tokens.rows_T, gamma=chosen.gamma, lam=chosen.lam)
-    return Returns(whitened(found.advantages_T) if chosen.whiten else found.advantages_T, found.returns_T)
+class Gae(TokenAdvantage):
+    """`gae` discounts from token to token, `turn_gae` from turn to turn."""
+
+    needs_values: ClassVar[bool] = True
+
+    name: Literal["gae", "turn_gae"] = "gae"
+    gamma: Fraction = 1.0
+    lam: Fraction = 1.0
+    whiten: bool = True
+    """Whitens the actor's advantages; the critic's returns are never whitened."""
+
+    def estimate(self, tokens: TokenRewards) -> Returns:
+        """A_t = d_t + gamma · lam · A_(t+1) with d_t = r_t + gamma · V_(t+1) - V_t; A and V are 0 after the
+        last token of a row. Returns are A + V (GAE, arXiv:1506.02438; `adv.gae_g1.0_l1.0`,
+        `adv.gae_g0.99_l0.95`)."""
+        values_T = _given(tokens.values_T, "values of a critic", self.name).double()
+        rewards_T, rows_T = tokens.rewards_T.double(), tokens.rows_T
+        if self.name == "turn_gae":
+            turns_T = _given(tokens.turns_T, "turns", self.name)
+            found = self._of_turns(rewards_T, values_T, rows_T, turns_T)
+        else:
+            found = self._discounted(rewards_T, values_T, rows_T)
+        return Returns(whitened(found.advantages_T) if self.whiten else found.advantages_T, found.returns_T)
+
+    def _of_turns(self, rewards_T: Tensor, values_T: Tensor, rows_T: Tensor, turns_T: Tensor) -> Returns:
+        """GAE over turns: the value of a turn is that of its first token, its reward is the sum of its
+        tokens' rewards, and all of its tokens get its advantage and return (AReaL; `adv.turn_gae`)."""
+        _, turn_T, tokens_K = torch.unique_consecutive(turns_T, return_inverse=True, return_counts=True)
+        first_K = tokens_K.cumsum(0) - tokens_K
+        rewards_K = torch.zeros_like(tokens_K, dtype=torch.float64).index_add_(0, turn_T, rewards_T)
+        found = self._discounted(rewards_K, values_T[first_K], rows_T[first_K])
+        return Returns(found.advantages_T[turn_T], found.returns_T[turn_T])
+
+    def _discounted(self, rewards_T: Tensor, values_T: Tensor, rows_T: Tensor) -> Returns:
+        next_T = torch.where(_last(rows_T), torch.zeros_like(values_T), values_T.roll(-1))
+        differences_T = rewards_T + self.gamma * next_T - values_T
+        advantages_T = _to_go(differences_T, self.gamma * self.lam, rows_T)
+        return Returns(advantages_T, advantages_T + values_T)
 
 
 def _given(needed: Tensor | None, what: str, name: str) -> Tensor:
     if needed is None:
         raise ValueError(f"{name} needs the {what}")
     return needed
-
-
-RETURNS: Mapping[str, ReturnsKind] = {
-    "reinforce_pp": ReturnsKind(
-        settings.ReinforcePp, lambda t, s: reinforce_pp(t.rewards_T, t.rows_T, gamma=s.gamma)
-    ),
-    "gae": ReturnsKind(settings.Gae, _gae, needs=frozenset({"values"})),
-    "turn_gae": ReturnsKind(settings.Gae, _gae, needs=frozenset({"values", "turns"})),
-}
-"""The estimators with one advantage per token; `advantages.ADVANTAGES` are those with one per rollout."""

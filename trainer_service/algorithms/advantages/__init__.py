@@ -1,1 +1,0 @@
-"""Computes advantages from rewards."""

@@ -1,1 +1,0 @@
-"""Policy losses, token by token, and their settings."""

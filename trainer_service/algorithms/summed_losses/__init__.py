@@ -1,1 +1,0 @@
-"""The losses of a user's own loop, which are plain sums."""

@@ -33,7 +33,6 @@ from rollout_queue.redis.stream_reader import RedisReader
 from rollout_queue.service_log import AccessLog
 from rollout_queue.starting import begin, begin_tracing
 from trainer_service.app import create_app
-from trainer_service.commands.ranks import follow_models
 from trainer_service.commands.serving import train_by_commands
 from trainer_service.curves import Curves, limits_of
 from trainer_service.heartbeat import Heartbeat, Stopped, keep_lease
@@ -53,7 +52,7 @@ from trainer_service.sizing import find_gpu, resolved
 from trainer_service.step.device_memory import DeviceMemory, RolloutMemory
 from trainer_service.step.memory_limit import OutOfMemory, is_out_of_memory
 from trainer_service.step.rank_communication import joined, own_rank, own_ranks
-from trainer_service.step.ranks import DistributedPolicy, follow
+from trainer_service.step.ranks import DistributedPolicy, PolicyRank, follow
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
 from trainer_service.storage.durable_files import lock_directory
@@ -77,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = resolved(settings, find_gpu(settings), own_ranks())
     if own_rank() > 0:
         by_commands = settings.source == "commands"
-        policy: Models | DeepSpeedPolicy = Models(settings) if by_commands else DeepSpeedPolicy(settings)
+        part = Models(settings) if by_commands else PolicyRank(DeepSpeedPolicy(settings))
         # Only now, so that a signal still ends a rank that is loading the model.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets the signal too, and ends this rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with marked_if_out_of_memory(settings.checkpoint_dir):
-            follow_models(policy) if isinstance(policy, Models) else follow(policy)
+            follow(part)
         return
     begin_tracing(settings.otel, "weir-trainer", sample_ratio=1)  # steps are few
     keyring = Keyring(settings.client_keys, settings.operators_keys, settings.rollout_server_key)

@@ -33,7 +33,7 @@ from trainer_service.model.self_check import check_at_start
 from trainer_service.model.settings import LoraSettings, ModelSettings
 from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
 from trainer_service.model.zero import deepspeed_config, end_failed_backward, prepare_deepspeed, uses_cuda
-from trainer_service.rows.rows import MicroBatch, shortest
+from trainer_service.rows.rows import MicroBatch
 
 ATTENTION = ("attn", "attention", "mixer", "mamba")
 """Parts of the names of modules that mix tokens."""
@@ -154,13 +154,6 @@ class TrainedModel:
         if getattr(optimizer, "overflow", False):
             return math.inf
         return float(self._engine.get_global_grad_norm())
-
-    def discard_gradients(self) -> None:
-        """Drop the gradient since the last step. It is made NaN, so that the step drops it: no stage of ZeRO
-        has another way to drop all of it. Raises RuntimeError if DeepSpeed made a step all the same."""
-        self.backward(math.nan * self.scores(shortest()).lp_T.sum())
-        if math.isfinite(norm := self.step(OptimStep(0.0, 0.9, 0.95, 1e-8, 0.0, 0.0))):
-            raise RuntimeError(f"DeepSpeed made a step with a gradient of NaN: norm {norm}")
 
     def copy_states(self) -> Callable[[Path], object]:
         """Copy weights and optimizer into host memory. Returns what writes this rank's files of them. The

@@ -1,18 +1,20 @@
-"""Several ranks as one policy: rank 0 broadcasts commands, and all ranks carry them out at the same time.
+"""All ranks as one: rank 0 broadcasts calls, and all ranks make them at the same time, each on its own part.
 
-    rank 0    train.py ─▶ DistributedPolicy ─ command ─┬─▶ its own DeepSpeedPolicy
-    rank 1 …  follow() ◀───────────────────────────────┴─▶ theirs, on their share of the micro-batches
+    rank 0    Ranks.call ─ call ─┬─▶ call.on(its own part)
+    rank 1 …  follow ◀───────────┴─▶ call.on(theirs), on their share of the micro-batches
 
-Only rank 0 speaks to Redis and HTTP. If a rank dies or falls silent, all others exit (rank_watch), the
-launcher ends the processes that are left, and the restart loads the last checkpoint.
+A call is an object. Only rank 0 speaks to Redis and HTTP. If a rank dies or falls silent, all others exit
+(RankWatch), the launcher ends the processes that are left, and the restart loads the last checkpoint.
 """
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, Literal, Protocol, TypeVar
 
 from trainer_service.model.checkpoint_layout import Layout, converted
+from trainer_service.model.file_copies import StateCopy
 from trainer_service.model.lora import AdapterSnapshot
 from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.model.snapshot import WeightSnapshot
@@ -31,96 +33,230 @@ from trainer_service.step.step_parts import StepRequest, TurnRecord
 logger = logging.getLogger(__name__)
 
 
-class Train(NamedTuple):
+class RankPart(Protocol):
+    """What a rank has: its part of the policy, or of all models."""
+
+    ranks: int
+    rank_timeout_s: float
+
+
+Part = TypeVar("Part", bound=RankPart)
+Answer = TypeVar("Answer", covariant=True)
+
+
+class RankCall(Generic[Part, Answer]):
+    """A call that every rank makes on its own part. Each rank has its own answer."""
+
+    @property
+    def kept(self) -> Literal["states", "weights"] | None:
+        """What threads of all ranks write later, of the answers. Rank 0 goes on when all ranks have them."""
+        return None
+
+    def on(self, part: Part) -> Answer:
+        raise NotImplementedError
+
+    def for_other_ranks(self) -> "RankCall[Part, Answer]":
+        """The call as it travels."""
+        return self
+
+
+class Ranks(Generic[Part]):
+    """The parts of all ranks. Only rank 0 has an instance."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        """Rank 0's own."""
+        self._channel = CommandChannel[RankCall[Part, object]](part.ranks)
+        self._writers, self._copies = ShareWriters(part.ranks), RankThreads[Path, None](part.ranks)
+        self._watch = RankWatch(part.ranks, part.rank_timeout_s)
+
+    def call(self, call: RankCall[Part, Answer]) -> Answer:
+        """Have all ranks make the call. Returns rank 0's answer."""
+        self._channel.send(call.for_other_ranks())
+        answer = call.on(self.part)
+        if call.kept is not None:
+            self._channel.wait_for_all()  # only then, threads of the other ranks may write their answers
+        return answer
+
+    def spread(self, call: RankCall[Part, StateCopy]) -> SpreadCopy:
+        """Have all ranks copy their states. The copy is written while the training goes on, and before the
+        next one is taken."""
+        return SpreadCopy(self.call(call), self._copies)
+
+    def require_shared(self, checkpoint_dir: Path) -> None:
+        """Raises SystemExit, and ends the other ranks, if one of them cannot write rank 0's directory."""
+        if lacking := self._writers.without(checkpoint_dir):
+            self.close()
+            raise SystemExit(
+                f"trainer.checkpoint_dir: ranks {lacking} do not see rank 0's directory {checkpoint_dir}, or "
+                "may not write there; each rank writes a part of a checkpoint, so all hosts must share it"
+            )
+
+    def close(self) -> None:
+        """End the other ranks. Do not call this after a failure: a rank that waits in a collective receives
+        no call."""
+        self._writers.close()
+        self._copies.close()
+        self._channel.send(None)
+        self._watch.close()
+        self._channel.close()
+
+
+def follow(part: Part) -> None:
+    """Make rank 0's calls until it sends None. Raises RuntimeError if rank 0 is gone."""
+    channel, writer = CommandChannel[RankCall[Part, object]](part.ranks), ShareWriter(part.ranks)
+    copies = CopyWriter(part.ranks)
+    watch = RankWatch(part.ranks, part.rank_timeout_s)
+    while (call := channel.receive()) is not None:
+        if call.kept == "states":
+            copies.forget()
+        answer = call.on(part)
+        if isinstance(answer, StateCopy):
+            copies.copy = answer
+        elif isinstance(answer, WeightSnapshot):
+            writer.snapshot = answer
+        if call.kept is not None:
+            channel.wait_for_all()
+    writer.join()
+    copies.join()
+    watch.close()
+    channel.close()
+
+
+class PolicyRank:
+    """One rank's part of the policy, and its optimizer steps."""
+
+    def __init__(self, policy: DeepSpeedPolicy) -> None:
+        self.policy, self.steps = policy, OptimizerSteps(policy, policy.value_clip)
+        self.ranks, self.rank_timeout_s = policy.ranks, policy.rank_timeout_s
+
+
+@dataclass(frozen=True)
+class Train(RankCall[PolicyRank, dict[str, float]]):
     """Make one optimizer step from these rows and the accumulated gradients."""
 
     request: StepRequest
 
+    def on(self, part: PolicyRank) -> dict[str, float]:
+        return part.steps.step(self.request)
 
-class Accumulate(NamedTuple):
+    def for_other_ranks(self) -> "Train":
+        return Train(self.request.for_other_ranks())
+
+
+@dataclass(frozen=True)
+class Accumulate(RankCall[PolicyRank, None]):
     """Add the gradient of some groups of the next step."""
 
     request: StepRequest
 
+    def on(self, part: PolicyRank) -> None:
+        part.steps.accumulate(self.request)
 
-class DiscardGradients(NamedTuple):
+    def for_other_ranks(self) -> "Accumulate":
+        return Accumulate(self.request.for_other_ranks())
+
+
+@dataclass(frozen=True)
+class CheckGradient(RankCall[PolicyRank, bool]):
+    """Compute whether the gradient of this step's loss is finite. Changes nothing."""
+
+    request: StepRequest
+
+    def on(self, part: PolicyRank) -> bool:
+        return has_finite_gradient(part.policy, self.request)
+
+    def for_other_ranks(self) -> "CheckGradient":
+        return CheckGradient(self.request.for_other_ranks())
+
+
+class DiscardGradients(RankCall[PolicyRank, None]):
     """Drop the accumulated gradients."""
 
+    def on(self, part: PolicyRank) -> None:
+        part.steps.discard_gradients()
 
-class CopyStates(NamedTuple):
+
+class CopyStates(RankCall[PolicyRank, StateCopy]):
     """Copy this rank's states into host memory."""
 
+    @property
+    def kept(self) -> Literal["states"]:
+        return "states"
 
-class Load(NamedTuple):
-    """Read this rank's shards."""
+    def on(self, part: PolicyRank) -> StateCopy:
+        return part.policy.copy_states()
+
+
+@dataclass(frozen=True)
+class Load(RankCall[PolicyRank, None]):
+    """Read this rank's shards. The learning rate becomes `rate_scale` times the configured one."""
 
     directory: Path
     tag: str
     universal: bool
     rate_scale: float
 
+    def on(self, part: PolicyRank) -> None:
+        part.policy.load(self.directory, self.tag, self.universal, self.rate_scale)
 
-class TakeSnapshot(NamedTuple):
+
+@dataclass(frozen=True)
+class TakeSnapshot(RankCall[PolicyRank, WeightSnapshot]):
     """Gather the weights, for rank 0 to copy them, or for every rank to copy its share (`spread`)."""
 
     spread: bool
 
+    @property
+    def kept(self) -> Literal["weights"] | None:
+        return "weights" if self.spread else None
 
-class TakeAdapterSnapshot(NamedTuple):
+    def on(self, part: PolicyRank) -> WeightSnapshot:
+        return part.policy.snapshot(self.spread)
+
+
+class TakeAdapterSnapshot(RankCall[PolicyRank, AdapterSnapshot]):
     """Gather the adapters, for rank 0 to copy them."""
 
+    def on(self, part: PolicyRank) -> AdapterSnapshot:
+        return part.policy.adapter_snapshot()
 
-class CheckWeights(NamedTuple):
-    """Compute whether every weight is finite."""
+
+class CheckWeights(RankCall[PolicyRank, bool]):
+    """Compute whether every weight of every rank is finite."""
+
+    def on(self, part: PolicyRank) -> bool:
+        return part.policy.weights_are_finite()
 
 
-class MoveReference(NamedTuple):
+class MoveReference(RankCall[PolicyRank, None]):
     """Make the present weights the reference policy."""
 
+    def on(self, part: PolicyRank) -> None:
+        part.policy.move_reference()
 
-class OffloadStates(NamedTuple):
+
+class OffloadStates(RankCall[PolicyRank, None]):
     """Move this rank's weights and optimizer to host memory."""
 
+    def on(self, part: PolicyRank) -> None:
+        part.policy.offload_states()
 
-class ReloadStates(NamedTuple):
+
+class ReloadStates(RankCall[PolicyRank, None]):
     """Move them back to the device."""
 
-
-class CheckGradient(NamedTuple):
-    """Compute whether the gradient of these rows is finite."""
-
-    request: StepRequest
+    def on(self, part: PolicyRank) -> None:
+        part.policy.reload_states()
 
 
-Command = (
-    Train
-    | Accumulate
-    | DiscardGradients
-    | CopyStates
-    | Load
-    | TakeSnapshot
-    | TakeAdapterSnapshot
-    | CheckWeights
-    | CheckGradient
-    | MoveReference
-    | OffloadStates
-    | ReloadStates
-)
-
-
-class DistributedPolicy:
-    """The policy of all ranks. Only rank 0 has an instance. A method that needs the other ranks first sends
-    them its command."""
+class DistributedPolicy(Ranks[PolicyRank]):
+    """The policy of all ranks. Each method is a call, which says what it does."""
 
     def __init__(self, policy: DeepSpeedPolicy, shared: Path | None = None) -> None:
         """If all ranks see the directory `shared`, each keeps a share of the snapshots, and writes it there.
         Otherwise, and without `shared`, rank 0 keeps the whole snapshots."""
-        self._policy = policy
-        """Rank 0's own part."""
-        self._steps = OptimizerSteps(policy, policy.value_clip)
-        self._channel = CommandChannel[Command](policy.ranks)
-        self._writers, self._copies = ShareWriters(policy.ranks), RankThreads[Path, None](policy.ranks)
-        self._watch = RankWatch(policy.ranks, policy.rank_timeout_s)
+        super().__init__(PolicyRank(policy))
         self._spread = policy.ranks > 1 and shared is not None and self._may_spread(shared)
         self.vocab_size, self.data_ranks = policy.vocab_size, policy.data_ranks
         self.model_checks = policy.model_checks
@@ -138,152 +274,61 @@ class DistributedPolicy:
             )
         return not lacking
 
-    def require_shared(self, checkpoint_dir: Path) -> None:
-        """Raises SystemExit, and ends the other ranks, if one of them cannot write rank 0's directory."""
-        if lacking := self._writers.without(checkpoint_dir):
-            self.close()
-            raise SystemExit(
-                f"trainer.checkpoint_dir: ranks {lacking} do not see rank 0's directory {checkpoint_dir}, or "
-                "may not write there; each rank writes a part of a checkpoint, so all hosts must share it"
-            )
-
     def optimise(self, request: StepRequest) -> dict[str, float]:
-        """Make one optimizer step from these rows and the accumulated gradients. Returns its metrics by
-        name."""
-        self._channel.send(Train(request.for_other_ranks()))
-        return self._steps.step(request)
+        return self.call(Train(request))
+
+    def accumulate(self, request: StepRequest) -> None:
+        self.call(Accumulate(request))
+
+    def gradient_is_finite(self, request: StepRequest) -> bool:
+        return self.call(CheckGradient(request))
+
+    def discard_gradients(self) -> None:
+        self.call(DiscardGradients())
 
     @property
     def records(self) -> Sequence[TurnRecord]:
         """What the last step has used of each turn's tokens, if its request asked for it."""
-        return self._steps.records
-
-    def accumulate(self, request: StepRequest) -> None:
-        """Add the gradient of some groups of the next step, which `optimise` makes."""
-        self._channel.send(Accumulate(request.for_other_ranks()))
-        self._steps.accumulate(request)
-
-    def discard_gradients(self) -> None:
-        """Drop the accumulated gradients."""
-        self._channel.send(DiscardGradients())
-        self._steps.discard_gradients()
+        return self.part.steps.records
 
     def copy_states(self) -> SpreadCopy:
-        """Copy the states of every rank into host memory. The copy is written while the training goes on,
-        and before the next one is taken."""
-        self._channel.send(CopyStates())
-        own = self._policy.copy_states()
-        self._channel.wait_for_all()  # only then, threads of the other ranks may write the copy
-        return SpreadCopy(own, self._copies)
+        return self.spread(CopyStates())
 
     @property
     def layout(self) -> Layout:
         """How this trainer's checkpoints are sharded."""
-        return self._policy.layout
+        return self.part.policy.layout
 
     def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None:
         """Read back shards that were saved with `layout`; None stands for this trainer's layout. Shards of
         another number of ranks or another ZeRO stage are converted first. Meanwhile the other ranks wait for
-        the next command. The learning rate becomes `rate_scale` times the configured one.
+        the next call.
 
         Raises LayoutRefused if the shards cannot be converted, and NotConverted if the conversion failed.
         """
         if layout is None or layout.loads_into(self.layout):
-            self._load(Load(directory, tag, universal=False, rate_scale=rate_scale))
+            self.call(Load(directory, tag, universal=False, rate_scale=rate_scale))
             return
         with converted(directory, tag) as universal_tag:
-            self._load(Load(directory, universal_tag, universal=True, rate_scale=rate_scale))
-
-    def _load(self, command: Load) -> None:
-        self._channel.send(command)
-        self._policy.load(*command)
+            self.call(Load(directory, universal_tag, universal=True, rate_scale=rate_scale))
 
     def snapshot(self) -> WeightSnapshot:
-        """Copy all weights into the memory of rank 0's host, or a share of them on every rank."""
-        self._channel.send(TakeSnapshot(self._spread))
-        own = self._policy.snapshot(self._spread)
+        own = self.call(TakeSnapshot(self._spread))
         if not self._spread:
             return own
-        self._channel.wait_for_all()  # only then, threads of the other ranks may write the snapshot
         return SpreadSnapshot(own.tensors, own.shares, own.rank, writers=self._writers)
 
     def adapter_snapshot(self) -> AdapterSnapshot:
-        """Copy the adapters alone into the memory of rank 0's host."""
-        self._channel.send(TakeAdapterSnapshot())
-        return self._policy.adapter_snapshot()
+        return self.call(TakeAdapterSnapshot())
 
     def move_reference(self) -> None:
-        """The reference policy becomes the policy of now."""
-        self._channel.send(MoveReference())
-        self._policy.move_reference()
+        self.call(MoveReference())
 
     def offload_states(self) -> None:
-        """Move the weights and optimizers of all ranks to host memory."""
-        self._channel.send(OffloadStates())
-        self._policy.offload_states()
+        self.call(OffloadStates())
 
     def reload_states(self) -> None:
-        """Move them back to the devices."""
-        self._channel.send(ReloadStates())
-        self._policy.reload_states()
-
-    def gradient_is_finite(self, request: StepRequest) -> bool:
-        """Whether the gradient of this step's loss is finite. Changes nothing."""
-        self._channel.send(CheckGradient(request.for_other_ranks()))
-        return has_finite_gradient(self._policy, request)
+        self.call(ReloadStates())
 
     def weights_are_finite(self) -> bool:
-        """Whether every weight of every rank is finite."""
-        self._channel.send(CheckWeights())
-        return self._policy.weights_are_finite()
-
-    def close(self) -> None:
-        """End the other ranks. Do not call this after a failure: a rank that waits in a collective receives
-        no command."""
-        self._writers.close()
-        self._copies.close()
-        self._channel.send(None)
-        self._watch.close()
-        self._channel.close()
-
-
-def follow(policy: DeepSpeedPolicy) -> None:
-    """Carry out rank 0's commands until it sends None. Raises RuntimeError if rank 0 is gone."""
-    steps = OptimizerSteps(policy, policy.value_clip)
-    channel, writer = CommandChannel[Command](policy.ranks), ShareWriter(policy.ranks)
-    copies = CopyWriter(policy.ranks)
-    watch = RankWatch(policy.ranks, policy.rank_timeout_s)
-    while (command := channel.receive()) is not None:
-        match command:
-            case Train(request):
-                steps.step(request)
-            case Accumulate(request):
-                steps.accumulate(request)
-            case DiscardGradients():
-                steps.discard_gradients()
-            case CopyStates():
-                copies.forget()
-                copies.copy = policy.copy_states()
-                channel.wait_for_all()
-            case Load():
-                policy.load(*command)
-            case TakeSnapshot(spread):
-                writer.snapshot = policy.snapshot(spread)
-                if spread:
-                    channel.wait_for_all()
-            case TakeAdapterSnapshot():
-                policy.adapter_snapshot()
-            case CheckWeights():
-                policy.weights_are_finite()
-            case MoveReference():
-                policy.move_reference()
-            case OffloadStates():
-                policy.offload_states()
-            case ReloadStates():
-                policy.reload_states()
-            case CheckGradient(request):
-                has_finite_gradient(policy, request)
-    writer.join()
-    copies.join()
-    watch.close()
-    channel.close()
+        return self.call(CheckWeights())

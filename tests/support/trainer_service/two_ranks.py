@@ -50,10 +50,9 @@ from tests.support.trainer_service.rank_tasks import (
     put,
     ranks_path,
 )
-from trainer_service.commands.ranks import follow_models
 from trainer_service.model.trained_models import Models
 from trainer_service.step.rank_communication import own_rank
-from trainer_service.step.ranks import DistributedPolicy, follow
+from trainer_service.step.ranks import DistributedPolicy, PolicyRank, follow
 from trainer_service.step.step_parts import StepRequest, TurnRecord
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.run_state import RunState
@@ -167,7 +166,7 @@ def learn(task: Task, place: Path) -> None:
     if own_rank() > 0:
         hinder_writes(task.run)
         note_synced(task.run / SYNCED)
-        follow(policy)
+        follow(PolicyRank(policy))
     else:
         told = lead(DistributedPolicy(policy, task.policies if task.publishes else None), task)
         put(told, place / "told.pickle")
@@ -177,7 +176,7 @@ def learn(task: Task, place: Path) -> None:
 def follow_script(task: Task, place: Path) -> None:
     """Carry out the task's commands, and save. Then write the weights of each model."""
     if own_rank() > 0:
-        follow_models(Models(task.settings))
+        follow(Models(task.settings))
     else:
         path = task.run / LOG
         log = pickle.loads(path.read_bytes()) if path.exists() else MemoryCommandLog()  # noqa: S301 - the test's own

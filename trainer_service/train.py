@@ -1,4 +1,4 @@
-"""Runs the training loop: reads turns, trains the policy on them, and publishes its weights.
+"""Trains on the turns of agents, and publishes the weights. The loop is in loop.py; a round does this:
 
     read ─▶ select ─▶ train ─▶ (guards) ─▶ publish, and at times: checkpoint ─▶ acknowledge
      ▲        │ not full yet       └─ an alarm: the weights of an older checkpoint    │
@@ -13,7 +13,6 @@ and checkpoint tell what is left to do after a crash.
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
 from rollout_queue import clock
@@ -22,9 +21,10 @@ from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.reward_guard import Alarm
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.groups.selection import Batch
-from trainer_service.heartbeat import Heartbeat, Stopped
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake.entry_reader import BLOCK_S
 from trainer_service.intake.intake import Intake
+from trainer_service.loop import TrainingLoop
 from trainer_service.metrics import Stopwatch, TrainerMetrics
 from trainer_service.publishing.publisher import Publisher, VersionContent, VersionNumbers
 from trainer_service.publishing.recovery import Hold, Recoveries, check_restorable, choice_of, recovery_to
@@ -69,8 +69,8 @@ def report_step(
     )
 
 
-class Trainer:
-    """Runs the loop on the main thread. The HTTP thread reaches it only through `shared_state`.
+class Trainer(TrainingLoop):
+    """The loop over turns.
 
     `policy` is the model on all ranks, driven by rank 0. `heartbeat` reports the trainer to Redis, and
     confirms the lease: only one trainer trains. `teacher` scores the sampled tokens with a better model.
@@ -90,10 +90,10 @@ class Trainer:
         teacher: TeacherClient | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
+        super().__init__(metrics, shared_state)
         disk = DiskRetry(heartbeat, metrics, "waiting", "checkpoint")
-        self._settings = settings
+        self._settings, self._heartbeat = settings, heartbeat
         self._policy, self._intake, self.publisher = policy, intake, publisher
-        self._metrics, self._shared_state, self._heartbeat = metrics, shared_state, heartbeat
         self._recoveries = Recoveries(settings, intake.rewards, metrics)
         self._numbers = VersionNumbers(VersionFile(settings.checkpoint_dir), publisher, disk)
         self.hold = Hold(settings, publisher, intake.rewards.by_version, disk, shared_state)
@@ -107,25 +107,6 @@ class Trainer:
         self._content = VersionContent(policy, publisher, adapters=settings.transport == "adapter")
         self.step, self.version = 0, settings.initial_version
         shared_state.model_checks = policy.model_checks
-
-    def run(self) -> None:
-        """Train until told to stop, then save everything that was trained in a checkpoint."""
-        try:
-            begin_log_ids()
-            self.start()
-            while not self._shared_state.stopping:
-                self.run_once()
-            self._cycle.save_if_outdated()
-        except Stopped:
-            logger.info("stopped while waiting; the next start continues from here")
-            with suppress(Stopped):
-                if not self._recoveries.suspects:
-                    self._cycle.save_if_outdated()
-        finally:
-            self._shared_state.stop()  # a publication that waits for the disk or the gateway ends
-            self._cycle.close()
-            self.publisher.close()
-            self._memory.close()
 
     def start(self) -> None:
         """Continue from the last checkpoint, and read the entries again that are not acknowledged."""
@@ -147,14 +128,14 @@ class Trainer:
         if self.hold.reason is None and self.step and self.step % self._settings.publish_every_steps == 0:
             self.publisher.resume(self.version, self.step, self._content.snapshot)
 
-    def run_once(self) -> bool:
-        """Read, select, train, save, publish. Returns whether a step was made."""
-        self._shared_state.answer_checkpoint_requests(self._cycle.save)
-        self._shared_state.answer_rollback_requests(self._roll_back_on_request)
+    def follow_up(self) -> None:
         self.publisher.follow()
         self._cycle.save_if_due()
-        if self._is_paused():
-            return False
+
+    def work(self) -> bool:
+        """Select, train, save, publish. Returns whether a step was made."""
+        if self.hold.reason is not None:  # the hold has ended
+            self.hold.release(self._publish_newest)
         batch, algorithm = self._select()
         if alarm := self._recoveries.check_rewards():
             self._recover_or_hold(alarm, self.version)
@@ -173,19 +154,13 @@ class Trainer:
         self._publish_if_due(values, made, held=alarm is not None)
         return True
 
-    def _is_paused(self) -> bool:
-        """If the training is paused, read only. When a hold has ended, publish the newest version."""
-        self._metrics.paused(self._shared_state.paused)
-        if self._shared_state.paused:
-            self._report("paused")
-            self._shared_state.sleep(BLOCK_S)
-            batch, _ = self._select()  # groups that no step will use end
-            if self._settings.paused_traffic == "discard":
-                self._intake.discard(batch.groups)
-            return True
-        if self.hold.reason is not None:
-            self.hold.release(self._publish_newest)
-        return False
+    def pause(self) -> None:
+        """Read only."""
+        self._report("paused")
+        self._shared_state.sleep(BLOCK_S)
+        batch, _ = self._select()  # groups that no step will use end
+        if self._settings.paused_traffic == "discard":
+            self._intake.discard(batch.groups)
 
     def _select(self) -> tuple[Batch, AlgorithmSettings]:
         """The groups of the next step, and the algorithm for it, which may depend on the last step."""
@@ -254,11 +229,22 @@ class Trainer:
         reason = f"{alarm.reason}; {choice_of(target)}"
         self._set_back(target.version, reason, automatic=True, publish=not held)
 
-    def _roll_back_on_request(self, version: int) -> None:
+    def roll_back(self, version: int) -> None:
         self._cycle.settle(wait=True)
         check_restorable(version, self._cycle.versions())
         self._set_back(version, "an operator asked for it", automatic=False)
         self.hold.forget()
+
+    @property
+    def may_save(self) -> bool:
+        return not self._recoveries.suspects
+
+    def save_if_outdated(self) -> None:
+        self._cycle.save_if_outdated()
+
+    def close(self) -> None:
+        self.publisher.close()
+        self._memory.close()
 
     def _set_back(self, restored: int, reason: str, *, automatic: bool, publish: bool = True) -> None:
         """Take an older version's weights under a new number. A checkpoint has both, and the position."""

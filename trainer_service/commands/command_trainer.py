@@ -1,4 +1,4 @@
-"""Runs the loop that trains by commands.
+"""Trains by the commands of users' own loops. The loop is in loop.py; a round does this:
 
     log ─ read ─▶ execute ─▶ answer, and at times: checkpoint ─▶ free ─▶ log
 
@@ -36,7 +36,8 @@ from trainer_service.commands.ranks import ModelRanks
 from trainer_service.commands.sampler_weights import DroppedWeights, SamplerWeights
 from trainer_service.commands.saved_models import Exports, ModelStates, SavedModels
 from trainer_service.groups.evaluation import EvaluationState
-from trainer_service.heartbeat import Heartbeat, Stopped
+from trainer_service.heartbeat import Heartbeat
+from trainer_service.loop import TrainingLoop
 from trainer_service.metrics import Stopwatch, TrainerMetrics
 from trainer_service.model.checkpoint_layout import BaseModel
 from trainer_service.settings import TrainerSettings
@@ -170,8 +171,8 @@ Answer = TypeVar("Answer")
 WAITING = "a command of a user's loop"
 
 
-class CommandTrainer:
-    """Runs the loop on the main thread. The HTTP thread reaches it only through `shared_state`."""
+class CommandTrainer(TrainingLoop):
+    """The loop over the commands of users' own loops."""
 
     def __init__(
         self,
@@ -186,8 +187,8 @@ class CommandTrainer:
         turns: UntrainedTurns | None = None,
     ) -> None:
         """`turns` ends the sessions of agents, which are not trained."""
+        super().__init__(metrics, shared_state)
         self._reader, self._heartbeat = reader, heartbeat
-        self._metrics, self._shared_state = metrics, shared_state
         shared_state.model_checks = ranks.model_checks
         self._stopwatch, self._attempts = Stopwatch(), CommandAttempts(settings.checkpoint_dir)
         self._turns = turns
@@ -226,22 +227,6 @@ class CommandTrainer:
         self._unanswered = False
         """Whether a command is carried out that has no result yet."""
 
-    def run(self) -> None:
-        """Carry out commands until told to stop, then save everything in a checkpoint."""
-        try:
-            self.start()
-            while not self._shared_state.stopping:
-                self.run_once()
-            self.save_if_outdated()
-        except Stopped:
-            logger.info("stopped while waiting; the next start continues from here")
-            if not self._unanswered:  # else the log has the command still, and no checkpoint may contain it
-                with suppress(Stopped):
-                    self.save_if_outdated()
-        finally:
-            self._shared_state.stop()
-            self._cycle.close()
-
     def start(self) -> None:
         """Continue from the last checkpoint, and read the commands again that some model lacks."""
         state = self._cycle.restore() or RunState()
@@ -255,16 +240,20 @@ class CommandTrainer:
         self._heartbeat.beat("waiting", WAITING)
         self._shared_state.ready = True
 
-    def run_once(self) -> None:
+    @property
+    def may_save(self) -> bool:
+        """Not while the log has a command without a result: no checkpoint may contain it."""
+        return not self._unanswered
+
+    def roll_back(self, version: int) -> None:
+        raise NotRestorable("with trainer.source commands, a user's loop goes back by `load_weights`")
+
+    def pause(self) -> None:
+        self._heartbeat.beat("paused")
+        self._shared_state.sleep(BLOCK_S)
+
+    def work(self) -> bool:
         """Read some commands, and carry them out."""
-        self._shared_state.answer_checkpoint_requests(self._cycle.save)
-        self._shared_state.answer_rollback_requests(_refuse_rollback)
-        self._save_if_due()
-        self._metrics.paused(self._shared_state.paused)
-        if self._shared_state.paused:
-            self._heartbeat.beat("paused")
-            self._shared_state.sleep(BLOCK_S)
-            return
         with self._stopwatch.timed("read"):
             if self._turns is not None:
                 self._turns.settle()
@@ -278,7 +267,7 @@ class CommandTrainer:
         for command in commands:
             self._carry_out(command, ended.get(command.model_id))
             self._after = command.position
-            self._save_if_due()
+            self.follow_up()
             if self._shared_state.stopping or self._shared_state.paused:
                 break
         copied = max(self._durable, self._freeable, key=place_in)
@@ -286,6 +275,7 @@ class CommandTrainer:
             self._cycle.begin()
         self._dropped.remove(self._durable)
         self._heartbeat.beat("waiting", WAITING)
+        return bool(commands)
 
     def _carry_out(self, command: LoggedCommand, ended: str | None) -> None:
         """Carry out a command and answer it, unless that is done already."""
@@ -331,7 +321,7 @@ class CommandTrainer:
             return place_in(command.position) <= place_in(self._position)
         return contained
 
-    def _save_if_due(self) -> None:
+    def follow_up(self) -> None:
         """Begin a checkpoint if it is time for one, or if the log is half full and one would free a part."""
         self._cycle.save_if_due()
         held, most = self._ask(self._reader.held_bytes)
@@ -339,7 +329,6 @@ class CommandTrainer:
             self._cycle.begin()
 
     def save_if_outdated(self) -> None:
-        """Make a checkpoint of what the last one lacks. Returns when it is durable."""
         if place_in(self._position) > place_in(self._copied):
             self._cycle.begin()
         self._cycle.settle(wait=True)
@@ -382,7 +371,3 @@ def _has_no_effect(command: LoggedCommand) -> bool:
     """Whether a command with a result need not be carried out again: what it does is durable, or nothing."""
     given = command.command
     return isinstance(given, Save) or (isinstance(given, ForwardBackward) and given.forward_only)
-
-
-def _refuse_rollback(_version: int) -> None:
-    raise NotRestorable("with trainer.source commands, a user's loop goes back by `load_weights`")

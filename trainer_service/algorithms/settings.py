@@ -224,6 +224,23 @@ class AlgorithmSettings(LossSettings):
         )
         return self.model_copy(update={"stale": "correct" if within_limits else "mask"})
 
+    def oldest_allowed(self, version: int) -> int:
+        """The oldest version whose tokens are not too old for a step that begins with `version`.
+
+            drop, wait   a rollout is not trained if its oldest token is older
+            mask         a rollout is not trained if its newest token is older; the loss leaves out each token
+                         that is older
+            correct      all rollouts and tokens are trained, with the weight of the correction
+
+        A group that steps pass over for newer ones ends when its youngest rollout is too old; with `correct`
+        as with `drop`, because nothing else bounds how long such a group waits. With `wait`, no step is made
+        that would make an unfinished session too old."""
+        return version - self.max_staleness
+
+    def deciding(self, oldest: int, newest: int) -> int:
+        """The version by which a rollout is judged that versions `oldest` to `newest` have sampled."""
+        return newest if self.stale == "mask" else oldest
+
     def with_kl_coefficient(self, coefficient: float) -> "AlgorithmSettings":
         return self.model_copy(update={"kl": self.kl.model_copy(update={"coefficient": coefficient})})
 

@@ -190,10 +190,8 @@ def screen(
 def is_too_old(group: Group, version: int, algorithm: AlgorithmSettings) -> bool:
     """Whether all of its rollouts are older than allowed."""
     spans = [member.sampled_by for member in group.rollouts if member.sampled_by is not None]
-    judged_by = max(spans, default=(version, version))[0]
-    if algorithm.stale == "mask":
-        judged_by = max((newest for _, newest in spans), default=version)
-    return version - judged_by > algorithm.max_staleness
+    youngest = max((algorithm.deciding(*span) for span in spans), default=version)
+    return youngest < algorithm.oldest_allowed(version)
 
 
 def skipped_for_newer(group: Group, version: int, reason: str) -> ScreenedGroup:
@@ -257,9 +255,8 @@ def _refusal(member: Member, version: int, algorithm: AlgorithmSettings) -> Verd
         return Verdict(
             code="zero_advantage", detail=f"its reward {member.reward:g} is below loss.min_reward, {least:g}"
         )
-    oldest, newest = member.sampled_by
-    judged_by = {"correct": version, "mask": newest}.get(algorithm.stale, oldest)
-    if version - judged_by > algorithm.max_staleness:
+    judged_by = algorithm.deciding(*member.sampled_by)
+    if algorithm.stale != "correct" and judged_by < algorithm.oldest_allowed(version):
         return Verdict(code="stale", detail=_age(member, version))
     return None
 

@@ -174,8 +174,8 @@ class Intake:
         self.end([*batch.skipped, *self._order.beyond_bound(batch, version, algorithm)])
         self._too_old_after_step = 0
         if batch.full and algorithm.stale == "wait":
-            oldest_allowed = version - algorithm.max_staleness
-            self._too_old_after_step = self._assembler.count_oldest_at(oldest_allowed, complete)
+            oldest = algorithm.oldest_allowed(version)
+            self._too_old_after_step = self._assembler.count_oldest_at(oldest, complete)
         batch = batch._replace(full=batch.full and not self._too_old_after_step)
         self._order.note(complete, batch, algorithm)
         self._was_full = batch.full

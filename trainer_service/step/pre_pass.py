@@ -172,7 +172,7 @@ class _StepTokens:
 def fresh(versions_T: Ints, version: int, algorithm: AlgorithmSettings) -> NDArray[np.bool_]:
     """[T] bool: which tokens are young enough to be learned from. `version` is the version of the present
     weights."""
-    return (algorithm.stale != "mask") | (version - versions_T <= algorithm.max_staleness)
+    return (algorithm.stale != "mask") | (versions_T >= algorithm.oldest_allowed(version))
 
 
 def _joined(passed: Sequence[_PassedBatch]) -> _StepTokens:

@@ -17,13 +17,18 @@ from tests.support.trainer_service.canonical import (
     counts_of,
     learned,
 )
+from tests.support.trainer_service.choices import choices
 from tests.support.trainer_service.steps import LOSSES as EVERY_LOSS
 from tests.support.trainer_service.steps import named
+from trainer_service.algorithms.advantages import Advantage, RolloutAdvantage
 from trainer_service.algorithms.aggregation import StepCounts
+from trainer_service.algorithms.corrections import Correction
 from trainer_service.algorithms.kl import KLS, Kl
 from trainer_service.algorithms.logits import entropies, selected_logprobs
-from trainer_service.algorithms.losses import Gspo, StepStatistics
+from trainer_service.algorithms.losses import Gspo, PolicyLossFormula, StepStatistics
+from trainer_service.algorithms.masks import Mask
 from trainer_service.algorithms.policy_loss import Loss, LossSettings, policy_loss, step_statistics
+from trainer_service.algorithms.returns import TokenAdvantage
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens, interpolation_weight
 
@@ -327,7 +332,13 @@ def test_which_settings_need_the_log_probabilities_before_the_step(
     assert needed or losses[0] == losses[1]
 
 
-def test_every_kl_that_can_be_set_is_implemented() -> None:
+def test_every_name_that_can_be_set_is_implemented() -> None:
+    assert all(kind.losses is not PolicyLossFormula.losses for kind in choices(Loss).values())
+    assert all(callable(kind.kept) for kind in choices(Mask).values())
+    assert all(callable(kind.weigh) for kind in choices(Correction).values())
+    for kind in choices(Advantage).values():
+        formulas = [getattr(kind, name, None) for name in ("score", "estimate")]
+        assert {*formulas} - {None, RolloutAdvantage.score, TokenAdvantage.estimate}, kind
     assert set(KLS) == set(get_args(Kl.model_fields["estimator"].annotation))
 
 

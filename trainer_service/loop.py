@@ -31,7 +31,7 @@ Invariants
 import logging
 from contextlib import suppress
 
-from rollout_queue.signals.log_ids import begin_log_ids
+from rollout_queue.service_log import begin_log_ids
 from trainer_service.heartbeat import Stopped
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.shared_state import SharedState

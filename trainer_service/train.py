@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from rollout_queue import clock
-from rollout_queue.service_log import begin_log_ids, log_ids
+from rollout_queue.service_log import log_ids
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.groups.reward_guard import Alarm
 from trainer_service.groups.screening import ScreenedGroup

@@ -14,20 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_service.model.file_copies import FileCopies
 from trainer_service.model.huggingface import enable_activation_checkpointing
 from trainer_service.model.logprob_head import logit_transform_of
-from trainer_service.model.optimizer import apply_configured_rates, make_optimizer, schedule_of
+from trainer_service.model.optimizer import apply_configured_rates
 from trainer_service.model.packed_attention import Packing, attention_arguments
 from trainer_service.model.parallel import SequenceRanks, Slice
+from trainer_service.model.rank_model import TrainedEngine
 from trainer_service.model.settings import ModelSettings
-from trainer_service.model.zero import (
-    deepspeed_config,
-    full_shape,
-    offload_states,
-    reload_states,
-    uses_cuda,
-)
+from trainer_service.model.zero import full_shape
 from trainer_service.rows.rows import MicroBatch
 
 
@@ -55,7 +49,7 @@ def value_head(model: Any) -> None:
     model.set_output_embeddings(ValueHead(head))
 
 
-class Critic:
+class Critic(TrainedEngine):
     """One rank's part of the critic. All ranks must make each call together, except `values`."""
 
     def __init__(
@@ -74,24 +68,10 @@ class Critic:
         own = settings.model_copy(update={"optimizer": settings.critic.optimizer})
         self._packing = packing
         value_head(model)
-        self._recomputes = settings.recomputes_activations
-        if self._recomputes:
+        if settings.recomputes_activations:
             enable_activation_checkpointing(model)
         self._optimizer = own.optimizer
-        optimizer = make_optimizer(model.parameters(), own)
-        self._engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_of(own.optimizer)),
-            config=deepspeed_config(own, uses_cuda()),
-        )
-        self._engine.module.train(self._recomputes)
-        self._copies = FileCopies(self._engine)
-        self._ranks = torch.distributed.get_world_size()
-
-    @property
-    def module(self) -> Any:
-        return self._engine.module
+        super().__init__(deepspeed, model, own)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """V [T] float32, in units of the reward, with gradient: for each trained token, the expected sum of
@@ -112,34 +92,14 @@ class Critic:
             values_T1 = sequence.whole(values_T1, part, len(batch.targets_T))
         return values_T1[:, 0]
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch's share of the step's loss."""
-        self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
-
     def step(self) -> float:
-        """Update the weights. Returns the norm of the gradient before clipping; if it is not finite, no
-        weight changed."""
-        self._engine.step()
-        if getattr(self._engine.optimizer, "overflow", False):
-            return float("inf")
-        return float(self._engine.get_global_grad_norm())
-
-    def offload_states(self) -> None:
-        """Move weights and optimizer to host memory."""
-        offload_states(self._engine)
-
-    def reload_states(self) -> None:
-        """Move them back to the device."""
-        reload_states(self._engine)
+        return self.make_step()
 
     def copy_states(self) -> Callable[[Path], None]:
         """Copy weights and optimizer into host memory. Returns what writes them into a directory."""
-        return self._copies.take({}).write
+        return self.copied_files().write
 
     def load(self, directory: Path, tag: str, rate_scale: float) -> None:
         """Read back what a copy wrote, as the policy does. Raises FileNotFoundError."""
-        path, _ = self._engine.load_checkpoint(str(directory), tag=tag)
-        if path is None:
-            raise FileNotFoundError(f"DeepSpeed found no critic {tag} in {directory}")
+        self.read_files(directory, tag)
         apply_configured_rates(self._engine, self._optimizer, rate_scale)
-        self._engine.module.train(self._recomputes)

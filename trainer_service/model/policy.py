@@ -7,21 +7,20 @@ base model ─ first use ─▶ Reference ◀─ follow ─ the policy's weights
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainer_service.model.base_weights import BaseWeights
 from trainer_service.model.checkpoint_layout import REFERENCE, Layout, LoraLayout
 from trainer_service.model.critic import Critic
 from trainer_service.model.export import ExportTensor, check_tensor_names
-from trainer_service.model.file_copies import FileCopies, StateCopy
+from trainer_service.model.file_copies import StateCopy
 from trainer_service.model.forward import TokenScores, scores
 from trainer_service.model.huggingface import (
     WEIGHTS,
@@ -31,23 +30,18 @@ from trainer_service.model.huggingface import (
 )
 from trainer_service.model.images import image_inputs_of
 from trainer_service.model.lora import Adapters, AdapterSnapshot
-from trainer_service.model.optimizer import apply_configured_rates, make_optimizer, schedule_of
-from trainer_service.model.packed_attention import Packing
-from trainer_service.model.parallel import Parallel, random_states, restore_random_states, seed_everything
-from trainer_service.model.routers import Routers, routers_of
-from trainer_service.model.self_check import check_at_start
+from trainer_service.model.optimizer import apply_configured_rates
+from trainer_service.model.parallel import random_states, restore_random_states
+from trainer_service.model.rank_model import RankBase, TrainedEngine
+from trainer_service.model.routers import Routers
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
 from trainer_service.model.zero import (
     assign,
     deepspeed_config,
-    end_failed_backward,
     gathered,
     local_part,
-    offload_states,
-    prepare_deepspeed,
     reference_config,
-    reload_states,
     uses_cuda,
 )
 from trainer_service.rows.rows import MicroBatch, shortest
@@ -134,89 +128,57 @@ class Reference:
         return engine
 
 
-Value = TypeVar("Value")
-
 CRITIC = "critic"
 """The directory of the critic's shards, inside the checkpoint's directory."""
-EQUAL_COST_WIDTHS = 12
-"""In a row of 12 times the width of a layer, attention costs about as much as everything else."""
 
 
-class DeepSpeedPolicy:
+class DeepSpeedPolicy(RankBase, TrainedEngine):
     """One rank's part of the weights, their optimizer and schedule. A process has one policy.
 
     All ranks must make each call together, except `logprobs` and `tensor`.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
-        self._settings = settings
-        self._base = BaseWeights.checked(settings.model_path)
-        deepspeed = prepare_deepspeed(settings)
-        seed_everything(settings.seed)
-        self._parallel = Parallel.joined(settings.sequence_parallel)
-        self.rank, self.ranks = self._parallel.rank, self._parallel.ranks
-        self.data_ranks = self._parallel.data_ranks
+        RankBase.__init__(self, settings)
         config = deepspeed_config(settings, uses_cuda())
         model = load_base(settings, config)
-        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self._checked = check_at_start(model, settings, self._parallel)
-        self.model_checks = (*self._base.checks, *self._checked.checks)
-        """What was found out about the model at the start."""
-        self._packing = self._checked.packing
-        self.routers = routers_of(model, settings)
+        self.examine(model)
         if self.routers is not None and settings.sequence_parallel > 1:
             raise SystemExit("trainer.sequence_parallel: mixtures of experts are trained with 1 only")
         self.images = image_inputs_of(model, settings, self.ranks)
-        # Each row of a mixture replays its own experts, and equal ids may stand for other images.
-        apart = self.routers is not None or self.images is not None
-        self.shares_prefixes = settings.share_prefixes and not apart and self._packing is Packing.SEGMENTS
-        self._equal_cost_length = EQUAL_COST_WIDTHS * model.config.get_text_config().hidden_size
+        # Equal ids may stand for other images.
+        self.shares_prefixes = self.shares_prefixes and self.images is None
         self._entropy_gradient = settings.learns_entropy
         self._snapshots, self._copied = SnapshotMemory(), SnapshotMemory()
         self._adapters = Adapters(model, settings.lora, settings.model_path) if settings.lora else None
         if settings.recomputes_activations:
             enable_activation_checkpointing(model)
-        check_tensor_names(model, self._base.dtypes, settings.model_path)
-        optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad], settings)
-        self._engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_of(settings.optimizer)),
-            config=config,
-        )
-        self._engine.module.train(settings.recomputes_activations)
-        self._copies = FileCopies(self._engine)
-        self.value_clip = settings.critic.value_clip if settings.critic else None
-        self.rank_timeout_s = settings.rank_timeout_s
-        sequence = self._parallel.sequence
-        self._critic = (
-            Critic(deepspeed, self._load_copy(config), settings, self._packing, sequence)
-            if settings.critic
-            else None
-        )
-        self._reference = Reference(deepspeed, self._load_copy, settings, self._engine.device)
-
-    @property
-    def module(self) -> Any:
-        """The model that DeepSpeed trains. At stage 3 of ZeRO, this rank has a part of each weight."""
-        return self._engine.module
+        check_tensor_names(model, self.weights.dtypes, settings.model_path)
+        TrainedEngine.__init__(self, self.deepspeed, model, settings)
+        self._critic: Critic | None = None
+        self.value_clip: float | None = None
+        if settings.critic:
+            copy, sequence = self._load_copy(config), self.parallel.sequence
+            self._critic = Critic(self.deepspeed, copy, settings, self.packing, sequence)
+            self.value_clip = settings.critic.value_clip
+        self._reference = Reference(self.deepspeed, self._load_copy, settings, self._engine.device)
 
     @property
     def layout(self) -> Layout:
         """Of which run this policy's checkpoints are, and how they are sharded."""
-        settings = self._settings
+        settings = self.settings
         lora = (
             LoraLayout(settings.lora.rank, settings.lora.alpha, settings.lora.target_modules)
             if settings.lora
             else None
         )
         given = (self.ranks, settings.sharding_stage, settings.precision, lora, self._critic is not None)
-        return Layout(*given, source="turns", base_digest=self._base.digest)
+        return Layout(*given, source="turns", base_digest=self.weights.digest)
 
     def _load_copy(self, config: Mapping[str, object]) -> Any:
         """The base model again, to be computed like the one that was checked."""
-        model = load_base(self._settings, config)
-        self._checked.apply(model)
+        model = load_base(self.settings, config)
+        self.checked.apply(model)
         return model
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -228,8 +190,8 @@ class DeepSpeedPolicy:
         return self._scores(self._engine, batch, self.routers)
 
     def _scores(self, model: Any, batch: MicroBatch, routers: Routers | None = None) -> TokenScores:
-        device, more = self._engine.device, (self._parallel.sequence, routers, self.images)
-        return scores(model, batch, self._packing, device, self._entropy_gradient, *more)
+        device, more = self._engine.device, (self.parallel.sequence, routers, self.images)
+        return scores(model, batch, self.packing, device, self._entropy_gradient, *more)
 
     @torch.no_grad()
     def reference(self, batch: MicroBatch) -> Tensor:
@@ -250,28 +212,15 @@ class DeepSpeedPolicy:
         assert self._critic is not None  # noqa: S101 - TrainerSettings refuses algorithms that lack a critic
         return self._critic
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch's share of the step's loss. The loss is multiplied by the number
-        of ranks, because DeepSpeed averages gradients over ranks, and the step's loss is a sum."""
-        try:
-            self._engine.backward(loss * self.ranks, scale_wrt_gas=False)
-        except RuntimeError:
-            if self.ranks == 1:  # else DeepSpeed refuses the next pass, as it has some gradients of this one
-                end_failed_backward(self._engine)
-            raise
-
     def step(self, scale: float = 1.0) -> float:
         """Update the weights with `scale` times the gradient. Returns the norm of the scaled gradient before
         clipping; if it is not finite, weights and optimizer are unchanged."""
         if scale == 1:
-            self._engine.step()
-        else:
-            self._engine.optimizer.override_loss_scale(1 / scale)
-            self._engine.step()
-            self._engine.optimizer.override_loss_scale(1.0)  # DeepSpeed multiplies losses by this, too
-        if getattr(self._engine.optimizer, "overflow", False):
-            return float("inf")  # ZeRO 3 would still report the norm of the previous step
-        return float(self._engine.get_global_grad_norm())
+            return self.make_step()
+        self._engine.optimizer.override_loss_scale(1 / scale)
+        norm = self.make_step()
+        self._engine.optimizer.override_loss_scale(1.0)  # DeepSpeed multiplies losses by this, too
+        return norm
 
     def discard_gradients(self) -> None:
         """Drop the gradient since the last step. It is made NaN, so that the step drops it: ZeRO has no other
@@ -291,36 +240,21 @@ class DeepSpeedPolicy:
         gradients = torch.autograd.grad(loss_of(logprobs_T), parameters, allow_unused=True)
         self._engine.empty_partition_cache()  # without this, stage 3 keeps gathered weights
         norms = [torch.linalg.vector_norm(each.float()) for each in gradients if each is not None]
-        return float(self._parallel.mean(torch.linalg.vector_norm(torch.stack(norms))))
+        return float(self.parallel.mean(torch.linalg.vector_norm(torch.stack(norms))))
 
     def weights_are_finite(self) -> bool:
         """Whether every weight of every rank is finite, also those of the critic. Every rank must call it."""
         modules = [self.module, *([self._critic.module] if self._critic else [])]
         parts = [local_part(each) for module in modules for each in module.parameters()]
         non_finite = torch.tensor([not part.isfinite().all() for part in parts], dtype=torch.float32).any()
-        return not bool(self._parallel.mean(non_finite.float().to(self._engine.device)))
-
-    def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
-        """This rank's share of the micro-batches. False marks one that only keeps the number of passes equal
-        on all ranks."""
-        if self._packing is Packing.ONE_ROW:
-            batches = [row for batch in batches for row in batch.single_rows()]
-        return self._parallel.own_share(batches, self._equal_cost_length)
-
-    def all_gather(self, values: list[Value]) -> list[Value]:
-        """The values for all micro-batches of the step, on every rank. The values must be on the CPU."""
-        return self._parallel.all_gather(values)
-
-    def tensor(self, values: Any) -> Tensor:
-        """A numpy array as a tensor on this rank's device."""
-        return torch.from_numpy(values).to(self._engine.device)
+        return not bool(self.parallel.mean(non_finite.float().to(self._engine.device)))
 
     def snapshot(self, spread: bool = False) -> WeightSnapshot:
         """Copy the weights into host memory, with the names and dtypes of the base model's file: all of them
         on rank 0, or a share on every rank (`spread`). Each tied tensor comes once; adapters are merged.
         Every rank must call it. It overwrites the former snapshot."""
         keepers = self.ranks if spread else 1
-        return self._snapshots.take(self._exported(), self._base.dtypes, rank=self.rank, keepers=keepers)
+        return self._snapshots.take(self._exported(), self.weights.dtypes, rank=self.rank, keepers=keepers)
 
     def adapter_snapshot(self) -> AdapterSnapshot:
         """Copy the adapters alone into the memory of rank 0's host. The settings must have adapters. Every
@@ -329,19 +263,17 @@ class DeepSpeedPolicy:
         return self._adapters.snapshot(self._snapshots, self.rank)
 
     def _exported(self) -> list[ExportTensor]:
-        lora = self._settings.lora
+        lora = self.settings.lora
         rounds = lora is not None and lora.merge_rounding == "stochastic"
-        return self._base.published(self.module, self._settings.seed if rounds else None)
+        return self.weights.published(self.module, self.settings.seed if rounds else None)
 
     def offload_states(self) -> None:
-        """Move weights and optimizer to host memory. `snapshot` and `copy_states` work there, too."""
         if self._critic is not None:
             self._critic.offload_states()
-        offload_states(self._engine)
+        super().offload_states()
 
     def reload_states(self) -> None:
-        """Move them back to the device, if they are in host memory."""
-        reload_states(self._engine)
+        super().reload_states()
         if self._critic is not None:
             self._critic.reload_states()
 
@@ -350,7 +282,7 @@ class DeepSpeedPolicy:
         memory, to be written into a checkpoint. Every rank must call it. The former copy may not be
         used any more."""
         frozen = self._adapters is not None
-        copied = self._copies.take({"random": random_states()}, without_frozen=frozen)
+        copied = self.copied_files({"random": random_states()}, without_frozen=frozen)
         parts: dict[str, Callable[[Path], object]] = {".": copied.write}
         if self._critic is not None:
             parts[CRITIC] = self._critic.copy_states()
@@ -362,27 +294,22 @@ class DeepSpeedPolicy:
         parts = self._reference.copied(self.rank)
         if self._adapters is not None:
             parts["adapter"] = self._adapters.snapshot(self._copied, self.rank).write
-        if self._settings.checkpoint_hf:
-            model = self._copied.take(self._exported(), self._base.dtypes, rank=self.rank)
-            parts["model"] = partial(_write_model, self._settings.model_path, model)
+        if self.settings.checkpoint_hf:
+            model = self._copied.take(self._exported(), self.weights.dtypes, rank=self.rank)
+            parts["model"] = partial(_write_model, self.settings.model_path, model)
         return parts if self.rank == 0 else {}
 
     def load(self, directory: Path, tag: str, universal: bool = False, rate_scale: float = 1.0) -> None:
         """Read back what a copy wrote with this layout, or what `universal.converted` made of another layout.
         The learning rate becomes `rate_scale` times the configured one. Raises FileNotFoundError."""
-        self._engine._config.load_universal_checkpoint = universal
-        path, client_state = self._engine.load_checkpoint(
-            str(directory), tag=tag, load_module_strict=self._adapters is None
-        )
-        if path is None:
-            raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
-        apply_configured_rates(self._engine, self._settings.optimizer, rate_scale)
+        strict = self._adapters is None
+        beside = self.read_files(directory, tag, universal=universal, load_module_strict=strict)
+        apply_configured_rates(self._engine, self.settings.optimizer, rate_scale)
         if self._critic is not None:
             self._critic.load(directory, f"{tag}/{CRITIC}", rate_scale)
-        if self._settings.moves_reference:
+        if self.settings.moves_reference:
             self._reference.load(directory / tag)
-        restore_random_states(client_state["random"])
-        self.module.train(self._settings.recomputes_activations)
+        restore_random_states(beside["random"])
         torch.distributed.barrier()  # after it, rank 0 removes a converted checkpoint
 
 

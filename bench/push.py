@@ -27,7 +27,7 @@ from starlette.staticfiles import StaticFiles
 from rollout_queue.protocol.rollout_server_messages import JoinBody
 from rollout_server.server import RolloutServer
 from rollout_server.settings import EngineLoraSettings, RolloutServerSettings
-from rollout_server.weights.policy import WantedPolicy
+from rollout_server.weights.locations import WantedPolicy
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.serving import serving
 from tests.support.trainer_service.receiving import receive

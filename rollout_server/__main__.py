@@ -8,8 +8,8 @@ from rollout_server.engine.command import find_device
 from rollout_server.engine.process import port_in_use
 from rollout_server.server import RolloutServer, build_server, port_message
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.claim import DirectoryTaken, WeightsClaim, claim_weights
-from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.weights.weight_files import BrokenWeights
+from rollout_server.weights.weights_store import DirectoryTaken, WeightsClaim, claim_weights
 
 LAST_ANSWERS_S = 3.0
 """How long requests to this server may still take after the engine has drained. The time is short, because a

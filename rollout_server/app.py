@@ -31,11 +31,10 @@ from rollout_queue.protocol.rollout_server_messages import (
     WantedAdapters,
 )
 from rollout_queue.tracing import span
-from rollout_server.engine.engine import Engine
-from rollout_server.engine.state import ServerState
+from rollout_server.engine.engine import Engine, ServerState
 from rollout_server.errors import ReloadError
 from rollout_server.server import RolloutServer
-from rollout_server.weights.policy import WantedPolicy
+from rollout_server.weights.locations import WantedPolicy
 
 
 def create_app(server: RolloutServer, keyring: Keyring) -> FastAPI:

@@ -6,16 +6,31 @@ POST /load_lora_adapter ─▶ manifest ─▶ the gateway ─▶ every server
 
 A server that loaded a version by itself would get no calls from its gateway. So the gateway publishes the
 version, and pushes it to every server.
+
+The directory that the orchestrator names has weights and no manifest. It becomes a version:
+
+step_12/ with model.safetensors, config.json, STABLE ─▶ manifest.json beside them ─▶ a published version
 """
 
 import asyncio
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from rollout_queue import clock
+from rollout_queue.contract.ids import new_id
+from rollout_queue.contract.published_policy import (
+    MANIFEST,
+    STABLE,
+    FileSpec,
+    Manifest,
+    TensorSpec,
+    sha256_of,
+)
 from rollout_queue.http.callers import bearer
 from rollout_queue.protocol.gateway_messages import PolicyBody
 from rollout_queue.protocol.message import error_message
@@ -29,15 +44,57 @@ from rollout_server.errors import (
     VersionRefused,
     WeightsRefused,
 )
-from rollout_server.reloading.reload import Reloader
-from rollout_server.reloading.requests import ReloadRequests
+from rollout_server.preparation import as_reload_errors
+from rollout_server.reload import Reloader, ReloadRequests
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.failures import as_reload_errors
-from rollout_server.weights.given import number_of, with_manifest
-from rollout_server.weights.locations import FileLocation, parse_location
-from rollout_server.weights.policy import WantedPolicy
+from rollout_server.weights.locations import FileLocation, WantedPolicy, parse_location
+from rollout_server.weights.verify import FILE_NAME, read_manifest
+from rollout_server.weights.weight_files import WEIGHTS_SUFFIX, BrokenWeights, read_header
+from rollout_server.weights.weights_store import manifest_digest
 
 logger = logging.getLogger(__name__)
+
+NUMBERED = re.compile(r"step_(\d{1,15})")
+"""How prime-rl names the directory of a step."""
+SUFFIXES = (WEIGHTS_SUFFIX, ".json")
+"""The files that belong to a version. The engine has the tokenizer of the model that it started with."""
+
+
+def number_of(directory: Path) -> int | None:
+    """The number in the directory's name; None if it has none."""
+    named = NUMBERED.fullmatch(directory.name)
+    return int(named[1]) if named else None
+
+
+def with_manifest(place: FileLocation, version: int) -> str:
+    """Write the manifest, unless the directory has one of this version; return its SHA-256.
+
+    Several servers may do so at once: each writes the same bytes, and a file appears whole. Raises
+    BrokenWeights, LocationRefused, OSError.
+    """
+    if not place.resolve(STABLE).is_file():
+        raise BrokenWeights(f"has no {STABLE} file, so it may not be complete")
+    path = place.resolve(MANIFEST)
+    if path.is_file():
+        text = path.read_bytes()
+        read_manifest(text, version)
+        return manifest_digest(text)
+    names = sorted(each.name for each in place.directory.iterdir() if each.name.endswith(SUFFIXES))
+    files = [_spec(place.resolve(name), name) for name in names if FILE_NAME.fullmatch(name)]
+    text = msgspec.json.encode(Manifest(version=version, step=version, files=files))
+    read_manifest(text, version)
+    draft = path.with_name(f".{MANIFEST}.{new_id()}")
+    draft.write_bytes(text)
+    draft.replace(path)
+    logger.info("wrote the manifest of version %d into %s", version, place.directory)
+    return manifest_digest(text)
+
+
+def _spec(path: Path, name: str) -> FileSpec:
+    tensors = read_header(path).values() if name.endswith(WEIGHTS_SUFFIX) else ()
+    specs = [TensorSpec(each.name, list(each.shape), each.dtype) for each in tensors]
+    return FileSpec(name, path.stat().st_size, sha256_of(path), specs)
+
 
 POLL_S = 1.0
 """How often the time of a pause is compared."""

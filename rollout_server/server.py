@@ -3,6 +3,17 @@
 gateway ◀─▶ registration ─┐
 POST /reload ─▶ reloader ─┼─▶ engine ─▶ SGLang
 POST /memory/… ─▶ memory ─┘
+
+EngineMemory gives the memory of the engine's device to a trainer, and takes it back, at the latest after some
+time.
+
+POST /memory/release ─▶ pause ─▶ idle ─▶ release KV cache, weights ─▶ the trainer has the memory, for `for_s`
+POST /memory/resume, or `for_s` is over ─▶ take weights ─▶ load, prove ─▶ take KV cache ─▶ continue
+
+One holder has the memory at a time. It may repeat both: a second release begins `for_s` anew, and a second
+resume does nothing. So SGLang, which dies of a second one, never gets it. A trainer that starts again after a
+crash is another holder: it asks until the former one's time is over. If anything fails, the engine is killed,
+and starts with its policy once the trainer has given the memory back.
 """
 
 import asyncio
@@ -21,29 +32,94 @@ from rollout_queue.machine_memory import machine_memory
 from rollout_queue.model_files import ModelFiles
 from rollout_queue.private_file import write_private
 from rollout_queue.protocol.rollout_server_messages import EngineLoads
-from rollout_server.adapters import COMPARE_EVERY_S, NamedAdapters
+from rollout_server.collective import TensorReceiver
 from rollout_server.engine.command import cpu_kv_tokens, engine_command, engine_dtype, engine_environment
 from rollout_server.engine.control import EngineControl, EngineFailed
 from rollout_server.engine.engine import Engine, StartProcess
-from rollout_server.engine.engine_log import POLL_S as LOG_POLL_S
-from rollout_server.engine.engine_log import EngineLog
-from rollout_server.engine.process import EngineProcess, port_in_use
-from rollout_server.errors import ReloadError
-from rollout_server.memory import POLL_S, EngineMemory
-from rollout_server.metrics import RolloutMetrics
+from rollout_server.engine.process import POLL_S as LOG_POLL_S
+from rollout_server.engine.process import EngineLog, EngineProcess, port_in_use
+from rollout_server.errors import MemoryRefused, ReloadError
+from rollout_server.named_adapters import COMPARE_EVERY_S, NamedAdapters
 from rollout_server.orchestrated import POLL_S as PAUSE_POLL_S
 from rollout_server.orchestrated import OrchestratedEngine
-from rollout_server.registration import RegistrationClient
-from rollout_server.reloading.adoption import Adoption
-from rollout_server.reloading.collective import TensorReceiver
-from rollout_server.reloading.reload import Reloader
-from rollout_server.reloading.requests import ReloadRequests
+from rollout_server.registration import Adoption, RegistrationClient
+from rollout_server.reload import Reloader, ReloadRequests
+from rollout_server.rollout_metrics import RolloutMetrics
 from rollout_server.settings import Device, RolloutServerSettings
 from rollout_server.weights.fetch import Fetcher
-from rollout_server.weights.policy import LocalPolicy
-from rollout_server.weights.store import WeightsStore
+from rollout_server.weights.locations import LocalPolicy
+from rollout_server.weights.weights_store import WeightsStore
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+"""How often the time is compared."""
+
+
+class EngineMemory:
+    """The memory of one engine: who has it, and until when."""
+
+    def __init__(
+        self, settings: RolloutServerSettings, engine: Engine, reloader: Reloader, metrics: RolloutMetrics
+    ) -> None:
+        self._shared = settings.memory == "shared"
+        self._engine, self._reloader, self._metrics = engine, reloader, metrics
+        self._holder = ""
+        self._released_at = self._until = 0.0
+
+    async def release(self, holder: str, for_s: float) -> bool:
+        """Give the memory to `holder` for this time, from now on. Returns whether it had the memory already.
+        Waits while the engine loads a version. Raises MemoryRefused, also while another one's time runs."""
+        if not self._shared:
+            raise MemoryRefused("the engine's memory is not shared: set rollout_server.server to shared")
+        async with self._reloader.swap:
+            renewed = self._engine.withheld
+            if renewed and holder != self._holder and not self._is_over():
+                left_s = self._until - clock.monotonic()
+                raise MemoryRefused(
+                    f"{self._holder} has the engine's memory for {left_s:.0f} s more, or until it asks again "
+                    "or gives it back; POST /memory/resume without a holder takes it back now"
+                )
+            self._holder, self._until = holder, clock.monotonic() + for_s
+            if not renewed:
+                self._released_at = clock.monotonic()
+                await self._engine.withhold()
+                self._until = clock.monotonic() + for_s
+                logger.info("%s has the engine's memory, for %g s", holder, for_s)
+            return renewed
+
+    async def resume(self, holder: str | None) -> None:
+        """Take the memory back, if it is given away. Raises MemoryRefused if another than `holder` has it;
+        None takes it from anyone."""
+        async with self._reloader.swap:
+            if not self._engine.withheld:
+                return
+            if holder not in (None, self._holder):
+                raise MemoryRefused(f"{self._holder} has the engine's memory, not {holder}")
+            await self._take_back()
+
+    async def keep_time(self) -> None:
+        """Take the memory back if its time is over."""
+        if not self._is_over():
+            return
+        async with self._reloader.swap:
+            if self._is_over():
+                logger.warning("%s did not give the engine's memory back in its time", self._holder)
+                await self._take_back()
+
+    def _is_over(self) -> bool:
+        return self._engine.withheld and clock.monotonic() >= self._until
+
+    async def _take_back(self) -> None:
+        try:
+            if self._engine.released:
+                await self._reloader.reoccupy()
+        except ReloadError as error:
+            logger.error("the engine did not take its memory again, and starts again: %s", error)
+        finally:
+            await self._engine.give_back()
+            self._metrics.released(clock.monotonic() - self._released_at)
+
 
 MODEL = "model"
 """The directory of links to the model's files, if the model's own has others that the engine would read."""

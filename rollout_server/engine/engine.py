@@ -5,24 +5,110 @@ choose policy ─▶ start ─▶ ready? ─▶ prove ─▶ serve … dies ─�
 
 To *prove* a policy is to ask the engine for the version and the checksum of its weights, and to check both.
 
-ready ─ withhold ─▶ paused, idle, memory released ─ load, prove (`memory.py`) ─▶ ready
+ready ─ withhold ─▶ paused, idle, memory released ─ load, prove (`EngineMemory`) ─▶ ready
 While its memory is *withheld*, an engine that dies does not start.
+
+LoRA adapters are loaded beside each other, each under a name of its own.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from enum import StrEnum
+from typing import Protocol
 
 from rollout_queue import clock
-from rollout_server.engine.adapters import EngineAdapters
+from rollout_queue.machine_memory import ending
 from rollout_server.engine.control import KV_CACHE, WEIGHTS, EngineControl, EngineFailed
-from rollout_server.engine.handle import ProcessHandle, how_it_ended
-from rollout_server.engine.state import ServerState
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.policy import LocalPolicy
+from rollout_server.weights.locations import LocalPolicy
 
 logger = logging.getLogger(__name__)
+
+
+class ServerState(StrEnum):
+    """The state of a rollout server, as `/status` gives it."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    RELEASED = "released"
+    """Paused, without its memory. Gateways are told that it loads, because calls have to wait as then."""
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class ProcessHandle(Protocol):
+    """One run of the engine."""
+
+    @property
+    def exited(self) -> bool: ...
+    async def wait(self) -> int: ...
+    async def kill(self) -> None: ...
+    async def stop(self) -> None: ...
+    def log_tail(self) -> str: ...
+    def note_memory(self) -> None: ...
+
+
+async def how_it_ended(process: ProcessHandle) -> str:
+    """How the engine's process ended, in words. The end of its log, which tells why, is logged before."""
+    logger.warning("the end of the engine's log:\n%s", process.log_tail())
+    return ending(await process.wait())
+
+
+class EngineAdapters:
+    """The adapters that calls may name, since the engine's start."""
+
+    def __init__(self, client: EngineControl) -> None:
+        self._client = client
+        self._loaded: dict[str, LocalPolicy] = {}
+
+    @property
+    def loaded(self) -> Mapping[str, LocalPolicy]:
+        """By their names in the engine, in the order of their loading."""
+        return self._loaded
+
+    async def load(self, policy: LocalPolicy) -> None:
+        """Load the adapter of a policy, if it is one, unless the engine has it. Requests that run go on.
+
+        Raises AdapterRefused, EngineFailed.
+        """
+        name = policy.adapter_name
+        if name is not None and name not in await self._client.adapters():
+            await self._client.load_adapter(name, str(policy.directory))
+
+    async def prove(self, policy: LocalPolicy) -> None:
+        """Check that the engine has the adapter of a policy and samples with it. It must not be paused.
+
+        Raises EngineFailed.
+        """
+        name = policy.adapter_name
+        if name is None:
+            return
+        if name not in await self._client.adapters():
+            raise EngineFailed(f"the engine does not have the adapter {name}")
+        await self._client.try_adapter(name)
+
+    def note(self, policy: LocalPolicy) -> None:
+        """Let calls name the adapter of a policy, if it is one: it is proved over the weights that the
+        engine serves."""
+        if (name := policy.adapter_name) is not None:
+            self._loaded.pop(name, None)
+            self._loaded[name] = policy
+
+    def forget(self, name: str) -> None:
+        """Let calls not name an adapter any more. The engine drops it when it needs the room."""
+        del self._loaded[name]
+
+    def keep_only_of(self, weights: LocalPolicy) -> None:
+        """Forget the adapters of other weights: with these, they would be other models."""
+        self._loaded = {name: each for name, each in self._loaded.items() if each.base == weights}
+
+    def clear(self) -> None:
+        """The engine starts again."""
+        self._loaded.clear()
+
 
 POLL_S = 0.2
 IDLE_POLL_S = 0.1

@@ -1,37 +1,210 @@
 """Copies a published set of weights onto this machine, while the engine goes on generating.
 
 location, or a peer ─▶ manifest.json ─▶ files ─▶ v00000012.part/
+
+A file of changes and the file of an earlier version make a weights file, with the published file's digest:
+
+changes ─┐
+base    ─┴▶ tensor after tensor ─▶ file, and the check of each byte (`weight_files`)
+
+Over a network, the bytes come from the trainer, another server, or an object store.
 """
 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from threading import Event
+from typing import BinaryIO, Protocol
 
 import httpx
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
 
 from rollout_queue import clock
 from rollout_queue.contract.published_policy import (
     MANIFEST,
     STABLE,
+    DeltaHeader,
     FileSpec,
     Manifest,
     ObjectPrefix,
+    TensorChange,
     WeightDelta,
 )
-from rollout_queue.http.object_store import StoreUnavailable, opened
+from rollout_queue.http.callers import bearer
+from rollout_queue.http.object_store import ObjectAbsent, ObjectStore, StoreUnavailable, opened
 from rollout_queue.settings import ObjectStoreSettings
 from rollout_server.errors import WeightsUnavailable
-from rollout_server.weights.delta import apply_delta
-from rollout_server.weights.file_check import CheckedFile, FileCheck, WrongDigest, copy_checked
 from rollout_server.weights.locations import FileLocation, HttpLocation, Location, is_under
-from rollout_server.weights.safetensors_file import BrokenWeights, tensors_of
-from rollout_server.weights.sources import HttpSource, ObjectSource, Source
+from rollout_server.weights.weight_files import (
+    ITEM_BYTES,
+    MAX_HEADER_BYTES,
+    BrokenWeights,
+    CheckedFile,
+    CheckEnded,
+    FileCheck,
+    StoredTensor,
+    WrongDigest,
+    copy_checked,
+    parse_header,
+    tensors_of,
+)
 
 logger = logging.getLogger(__name__)
+
+
+Raw = npt.NDArray[np.uint8]
+Tensors = Mapping[str, tuple[Path, StoredTensor]]
+"""By name: the file that has the tensor, and where."""
+
+
+def apply_delta(
+    changes: Path, base: Tensors, spec: FileSpec, target: Path, ended: Callable[[], bool] = lambda: False
+) -> CheckedFile:
+    """Write `target` from the file of changes and the base's tensors, and check it against `spec`.
+
+    Raises BrokenWeights, OSError, and CheckEnded once `ended` returns True.
+    """
+    check = FileCheck(spec)
+    with changes.open("rb") as file, target.open("wb") as made:
+        header = _read_header(file, spec.name)
+        text = header.header.encode()
+        tensors = parse_header(text, spec.size, spec.name)
+        for piece in _pieces(file, header, tensors, base, text):
+            if ended():
+                raise CheckEnded
+            made.write(piece)
+            check.feed(piece)
+    return check.finish()
+
+
+def _read_header(file: BinaryIO, name: str) -> DeltaHeader:
+    length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise BrokenWeights("its file of changes has no header", file=name)
+    try:
+        return msgspec.json.decode(file.read(length), type=DeltaHeader)
+    except msgspec.DecodeError as error:
+        raise BrokenWeights(f"its file of changes has no header: {error}", file=name) from error
+
+
+def _pieces(
+    file: BinaryIO, header: DeltaHeader, tensors: Mapping[str, StoredTensor], base: Tensors, text: bytes
+) -> Iterator[memoryview]:
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for change in header.changes:
+        tensor = tensors.get(change.name)
+        size = 0 if tensor is None else tensor.end - tensor.start
+        if tensor is None or not 0 <= change.size <= max(size, 0):
+            raise BrokenWeights("its change does not fit it", tensor=change.name)
+        payload = file.read(change.size)
+        if change.encoding == "dense":
+            yield memoryview(payload)
+        else:
+            old = _old(base, tensor)
+            new: memoryview = _changed(old, payload, change, ITEM_BYTES[tensor.dtype]).data
+            yield new
+
+
+def _old(base: Tensors, tensor: StoredTensor) -> Raw:
+    if tensor.name not in base:
+        raise BrokenWeights("is not in the base", tensor=tensor.name)
+    path, stored = base[tensor.name]
+    if (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+        raise BrokenWeights("has another type or shape in the base", tensor=tensor.name)
+    return np.fromfile(path, np.uint8, stored.end - stored.start, offset=stored.start)
+
+
+def _changed(old: Raw, payload: bytes, change: TensorChange, item_bytes: int) -> Raw:
+    """The tensor's new bytes. `old` is changed in place."""
+    if change.encoding == "same":
+        return old
+    words = old.view(f"<u{item_bytes}")
+    if change.encoding == "xor":
+        planes = np.frombuffer(_decompressed(payload, old.nbytes, change.name), np.uint8)
+        if len(planes) != old.nbytes:
+            raise BrokenWeights("its change does not fit it", tensor=change.name)
+        words ^= np.ascontiguousarray(planes.reshape(item_bytes, -1).T).reshape(-1).view(words.dtype)
+        return old
+    entry = 4 + item_bytes
+    content = _decompressed(payload, entry * len(words), change.name)
+    count, rest = divmod(len(content), entry)
+    positions = np.cumsum(np.frombuffer(content, "<u4", count), dtype=np.uint64)
+    if rest or (count and int(positions[-1]) >= len(words)):
+        raise BrokenWeights("its change does not fit it", tensor=change.name)
+    words[positions] ^= np.frombuffer(content, words.dtype, count, offset=4 * count)
+    return old
+
+
+def _decompressed(payload: bytes, most_bytes: int, name: str) -> bytes:
+    """Raises BrokenWeights for anything but a frame of at most `most_bytes`."""
+    try:
+        if not 0 <= zstandard.frame_content_size(payload) <= most_bytes:
+            raise BrokenWeights("its change does not fit it", tensor=name)
+        return zstandard.ZstdDecompressor().decompress(payload, max_output_size=most_bytes)
+    except zstandard.ZstdError as error:
+        raise BrokenWeights(f"its change cannot be read: {error}", tensor=name) from error
+
+
+NOT_THERE = (404, 410, 416)
+"""A place that answers so does not have the file, or has a shorter one. Any other failure may pass, such as
+that of a key that is being replaced, or of a proxy."""
+
+
+class Source(Protocol):
+    """A place that has the files of one version."""
+
+    def chunks(self, name: str, start: int = 0) -> AsyncGenerator[bytes, None]:
+        """The bytes of a file from `start` on, as they arrive. Raises BrokenWeights if the place does not
+        offer the file, WeightsUnavailable if it or the connection fails."""
+        ...
+
+
+class HttpSource:
+    """An HTTP server. It gets the key, if one is given."""
+
+    def __init__(self, client: httpx.AsyncClient, location: HttpLocation, key: str | None) -> None:
+        self._client, self._url = client, location.url
+        self._headers = {"accept-encoding": "identity"} | bearer(key)
+
+    async def chunks(self, name: str, start: int = 0) -> AsyncGenerator[bytes, None]:
+        url = f"{self._url}/{name}"
+        headers = self._headers | ({"range": f"bytes={start}-"} if start else {})
+        try:
+            async with self._client.stream("GET", url, headers=headers, follow_redirects=False) as response:
+                if response.status_code in NOT_THERE:
+                    raise BrokenWeights(f"cannot be fetched: HTTP {response.status_code}", file=name)
+                if response.status_code not in (200, 206):
+                    raise WeightsUnavailable(f"{url} cannot be fetched: HTTP {response.status_code}")
+                skip = 0 if response.status_code == 206 else start  # a server that knows no ranges sends all
+                async for chunk in response.aiter_bytes():
+                    yield chunk[skip:]
+                    skip = max(0, skip - len(chunk))
+        except httpx.HTTPError as error:
+            raise WeightsUnavailable(f"{url} cannot be fetched: {error!r}") from error
+
+
+class ObjectSource:
+    """A prefix in an object store."""
+
+    def __init__(self, store: ObjectStore, prefix: ObjectPrefix) -> None:
+        self._store, self._prefix = store, prefix
+
+    async def chunks(self, name: str, start: int = 0) -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(self._store.read(self._prefix.below(name), start)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except ObjectAbsent as error:
+            raise BrokenWeights(f"cannot be fetched: {error}", file=name) from error
+        except StoreUnavailable as error:
+            raise WeightsUnavailable(str(error)) from error
+
 
 MAX_MANIFEST_BYTES = 32 * 2**20
 PIECE_BYTES = 2**20

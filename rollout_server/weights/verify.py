@@ -3,10 +3,20 @@
 manifest.json ─▶ read_manifest ─▶ Manifest ┐
 initial model ─▶ ExpectedModel ────────────┼─▶ verify_directory ─▶ fine, or BrokenWeights
 files ─────────────────────────────────────┘
+
+What transformers assumes of a type of model where config.json is silent, is read from its source: importing a
+configuration of transformers imports torch, which takes seconds, and memory that this process keeps.
+
+A LoRA adapter is checked in PEFT's layout: SGLang 0.5.23 accepts an adapter that has one half of a fused
+layer only, and its process dies at the first call. It ignores the options that it does not know, such as
+rank-stabilised scaling, and would apply another adapter than the one that was trained. So both are refused
+here.
 """
 
+import ast
+import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +38,124 @@ from rollout_queue.model_checks import files_check, output_head, refuse_quantize
 from rollout_queue.model_files import CONFIG, FLOATS, INDEX, Located, ModelFiles, json_object, same_bytes
 from rollout_queue.protocol.message import ModelCheck
 from rollout_server.settings import EngineLoraSettings
-from rollout_server.weights.adapter import check_adapter
-from rollout_server.weights.file_check import WEIGHTS_SUFFIX, CheckedFile, check_path
-from rollout_server.weights.model_types import tied_by_default
-from rollout_server.weights.safetensors_file import BrokenWeights, StoredTensor
+from rollout_server.weights.weight_files import (
+    WEIGHTS_SUFFIX,
+    BrokenWeights,
+    CheckedFile,
+    StoredTensor,
+    check_path,
+)
+
+
+def tied_by_default(model_type: object) -> bool | None:
+    """Whether models of this type take the embedding as their output head; None if that is not known."""
+    marker = f'model_type = "{model_type}"'
+    for path in _configurations():
+        text = path.read_text(encoding="utf-8")
+        if marker in text:
+            classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+            of_type = (each for each in classes if _value(each, "model_type") == model_type)
+            value = next((_value(each, "tie_word_embeddings") for each in of_type), None)
+            return value if isinstance(value, bool) else None
+    return None
+
+
+def _configurations() -> Iterator[Path]:
+    found = importlib.util.find_spec("transformers")
+    for location in (found.submodule_search_locations or ()) if found is not None else ():
+        yield from sorted(Path(location).glob("models/*/configuration_*.py"))
+
+
+def _value(of: ast.ClassDef, name: str) -> object:
+    """What the class assigns to this attribute; None without a plain value."""
+    for node in of.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(each, ast.Name) and each.id == name for each in targets):
+                return node.value.value
+    return None
+
+
+TENSOR = re.compile(r"base_model\.model\.(?P<layer>[^ ]+)\.lora_(?P<factor>[AB])\.weight")
+FUSED = (("q_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that SGLang fuses with each other: an adapter has both or none. `k_proj` may be missing."""
+NOT_APPLIED = (
+    "alpha_pattern",
+    "bias",
+    "fan_in_fan_out",
+    "layers_to_transform",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "use_dora",
+    "use_rslora",
+)
+"""Options that change what an adapter computes, and that SGLang does not apply."""
+OFF: tuple[Any, ...] = (None, False, "none", [], {})
+
+
+def check_adapter(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    lora: EngineLoraSettings,
+) -> None:
+    """Raises BrokenWeights unless the engine can apply the adapter to its model, whose tensors have
+    `shapes`."""
+    rank = _check_config(config, lora)
+    layers: dict[str, set[str]] = {}
+    for name, tensor in tensors.items():
+        if (found := TENSOR.fullmatch(name)) is None:
+            raise BrokenWeights("is no tensor of a LoRA adapter", file=ADAPTER_WEIGHTS, tensor=name)
+        layer, factor = found["layer"], found["factor"]
+        shape = shapes.get(f"{layer}.weight", ())
+        if len(shape) != 2:
+            raise BrokenWeights("its layer is not in the engine's model", file=ADAPTER_WEIGHTS, tensor=name)
+        expected = (rank, shape[1]) if factor == "A" else (shape[0], rank)
+        if tensor.shape != expected:
+            reason = f"has shape {list(tensor.shape)}, the engine's model needs {list(expected)}"
+            raise BrokenWeights(reason, file=ADAPTER_WEIGHTS, tensor=name)
+        layers.setdefault(layer, set()).add(factor)
+    _check_layers(layers, lora)
+
+
+def _check_config(config: Mapping[str, Any], lora: EngineLoraSettings) -> int:
+    """The adapter's rank."""
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if config.get("peft_type") != "LORA":
+        raise BrokenWeights(f"peft_type is {config.get('peft_type')!r}, not 'LORA'", file=ADAPTER_CONFIG)
+    if not isinstance(rank, int) or not 0 < rank <= lora.max_rank:
+        reason = f"r is {rank!r}; the engine takes 1 to {lora.max_rank} (rollout_server.lora.max_rank)"
+        raise BrokenWeights(reason, file=ADAPTER_CONFIG)
+    if not isinstance(alpha, int | float) or not alpha > 0:
+        raise BrokenWeights(f"lora_alpha is {alpha!r}, and not above 0", file=ADAPTER_CONFIG)
+    if not isinstance(config.get("target_modules"), str | list):
+        raise BrokenWeights("target_modules is missing", file=ADAPTER_CONFIG)
+    for option in NOT_APPLIED:
+        if config.get(option) not in OFF:
+            raise BrokenWeights(
+                f"{option} is {config[option]!r}, which SGLang does not apply", file=ADAPTER_CONFIG
+            )
+    return rank
+
+
+def _check_layers(layers: Mapping[str, set[str]], lora: EngineLoraSettings) -> None:
+    if not layers:
+        raise BrokenWeights("has no tensors", file=ADAPTER_WEIGHTS)
+    for layer, factors in layers.items():
+        path, _, module = layer.rpartition(".")
+        if module not in lora.target_modules:
+            reason = f"adapts {layer}, and {module} is not in rollout_server.lora.target_modules"
+            raise BrokenWeights(reason, file=ADAPTER_WEIGHTS)
+        if factors != {"A", "B"}:
+            raise BrokenWeights(f"has only one factor of {layer}", file=ADAPTER_WEIGHTS)
+        for fused in FUSED:
+            if module in fused or (module == "k_proj" and "q_proj" in fused):
+                missing = [other for other in fused if f"{path}.{other}" not in layers]
+                if missing:
+                    reason = f"adapts {layer} without {missing[0]}, which SGLang fuses with it"
+                    raise BrokenWeights(reason, file=ADAPTER_WEIGHTS)
+
 
 THREADS = 4
 """How many files are read at once."""

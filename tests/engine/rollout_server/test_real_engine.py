@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from rollout_server.weights.policy import LocalPolicy
+from rollout_server.weights.locations import LocalPolicy
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.rollout_server.real_server import (
     ENGINE_PYTHON,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.engine.engine_log import EngineLog
-from rollout_server.engine.process import EngineProcess
+from rollout_server.engine.process import EngineLog, EngineProcess
 
 
 async def run(log: Path, code: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout_queue.redis import key_names
-from rollout_server.weights.claim import DirectoryTaken
+from rollout_server.weights.weights_store import DirectoryTaken
 from tests.support.gateway.running import Backends, RunningGateway, emptied
 from tests.support.rollout_server.in_process import ServerThread, server_thread
 from tests.support.rollout_server.weights import (

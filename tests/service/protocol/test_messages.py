@@ -24,12 +24,11 @@ from rollout_queue.protocol.gateway_messages import Pushed, PushResult, ServerPa
 from rollout_queue.protocol.message import ErrorReply, MalformedMessage
 from rollout_queue.protocol.rollout_server_messages import ReloadBody, Reloaded
 from rollout_queue.protocol.trainer_messages import TrainerReport
-from rollout_server.addresses import addresses
 from rollout_server.app import create_app as rollout_app
-from rollout_server.registration import RegistrationClient
+from rollout_server.registration import RegistrationClient, addresses
 from rollout_server.server import RolloutServer
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.policy import WantedPolicy
+from rollout_server.weights.locations import WantedPolicy
 from tests.support.claimed import claimed_reader
 from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.rollout_server.fakes import FakeEngine

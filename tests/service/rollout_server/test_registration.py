@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from rollout_server.weights.store import manifest_digest
+from rollout_server.weights.weights_store import manifest_digest
 from tests.support.rollout_server.harness import Harness, hastened, make_harness
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import PATIENCE_S, wait_until_async

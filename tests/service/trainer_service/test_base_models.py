@@ -22,10 +22,10 @@ from rollout_queue.contract.published_policy import (
     Manifest,
 )
 from rollout_queue.protocol.rollout_server_messages import JoinBody
-from rollout_server.reloading.collective import TORCH_NAMES
-from rollout_server.weights.delta import apply_delta
-from rollout_server.weights.safetensors_file import BrokenWeights, fingerprint, tensors_of
+from rollout_server.collective import TORCH_NAMES
+from rollout_server.weights.fetch import apply_delta
 from rollout_server.weights.verify import ExpectedModel
+from rollout_server.weights.weight_files import BrokenWeights, fingerprint, tensors_of
 from tests.support.rollout_server.harness import make_harness as make_server
 from tests.support.trainer_service.base_models import (
     INDEX,

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rollout_queue.contract.published_policy import MANIFEST, STABLE, Manifest
 from rollout_server.settings import EngineLoraSettings
-from rollout_server.weights.safetensors_file import tensors_of
 from rollout_server.weights.verify import ExpectedModel, verify_directory
+from rollout_server.weights.weight_files import tensors_of
 from tests.support.long_cases import cases, in_turn
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.checkpoints import saved_checkpoint

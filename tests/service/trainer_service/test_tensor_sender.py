@@ -22,8 +22,8 @@ from prometheus_client import CollectorRegistry
 from rollout_queue.contract.published_policy import MANIFEST, Manifest
 from rollout_queue.http.callers import Keyring
 from rollout_queue.protocol.rollout_server_messages import JoinBody, Joining
-from rollout_server.weights.safetensors_file import fingerprint as fingerprint_of_file
-from rollout_server.weights.safetensors_file import read_header
+from rollout_server.weights.weight_files import fingerprint as fingerprint_of_file
+from rollout_server.weights.weight_files import read_header
 from tests.support.serving import serving
 from tests.support.trainer_service.harness import MakeHarness
 from tests.support.trainer_service.receiving import join, receive, receive_bucket

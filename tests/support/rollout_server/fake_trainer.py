@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from rollout_queue.protocol.rollout_server_messages import JoinBody, Joining, SentTensor
-from rollout_server.weights.safetensors_file import fingerprint, tensors_of
+from rollout_server.weights.weight_files import fingerprint, tensors_of
 
 URL = "http://127.0.0.1:8200"
 GROUP = "weir-1-group"

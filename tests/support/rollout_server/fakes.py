@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from rollout_server.weights.policy import LocalPolicy
+from rollout_server.weights.locations import LocalPolicy
 
 
 class FakeEngine:

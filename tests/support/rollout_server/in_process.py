@@ -18,8 +18,8 @@ from rollout_queue.http.callers import Keyring, bearer
 from rollout_server.app import create_app
 from rollout_server.server import RolloutServer
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.claim import claim_weights
-from rollout_server.weights.policy import LocalPolicy
+from rollout_server.weights.locations import LocalPolicy
+from rollout_server.weights.weights_store import claim_weights
 from tests.support.gateway.running import ADMIN_KEY
 from tests.support.rollout_server.processes import ServerClient
 from tests.support.rollout_server.stub_engine import Faults, StubEngine

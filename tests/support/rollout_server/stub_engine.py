@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.language.tokenizer_files import tokenizer_of
-from rollout_server.weights.policy import LocalPolicy
+from rollout_server.weights.locations import LocalPolicy
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.rollout_server.weights_sampler import WeightsSampler
 

@@ -16,8 +16,8 @@ from rollout_queue.contract.published_policy import (
     TensorSpec,
     sha256_of,
 )
-from rollout_server.weights.safetensors_file import read_header
-from rollout_server.weights.store import manifest_digest
+from rollout_server.weights.weight_files import read_header
+from rollout_server.weights.weights_store import manifest_digest
 
 Tensors = Mapping[str, tuple[str, list[int], bytes]]
 """By name: a tensor's dtype, shape and raw bytes."""

@@ -19,7 +19,7 @@ from rollout_server.app import create_app as create_rollout_server
 from rollout_server.engine.command import find_device
 from rollout_server.server import build_server
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.claim import claim_weights
+from rollout_server.weights.weights_store import claim_weights
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import serving
 from tests.support.waiting import wait_until

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.engine.engine_log import MOST_COPIED, EngineLog
+from rollout_server.engine.process import MOST_COPIED, EngineLog
 
 
 def text(path: Path) -> str:

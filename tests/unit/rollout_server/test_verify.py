@@ -16,11 +16,17 @@ from hypothesis import strategies as st
 
 from rollout_queue.contract.published_policy import DELTA_SUFFIX, FileSpec
 from rollout_queue.protocol.rollout_server_messages import Joining, SentTensor
-from rollout_server.reloading.collective import TensorReceiver
-from rollout_server.weights.file_check import CheckEnded, FileCheck, check_path
-from rollout_server.weights.policy import LocalPolicy
-from rollout_server.weights.safetensors_file import BrokenWeights, read_header, weights_differ
+from rollout_server.collective import TensorReceiver
+from rollout_server.weights.locations import LocalPolicy
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
+from rollout_server.weights.weight_files import (
+    BrokenWeights,
+    CheckEnded,
+    FileCheck,
+    check_path,
+    read_header,
+    weights_differ,
+)
 from tests.support.rollout_server.weights import (
     SHAPES,
     WEIGHTS,

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollout_queue.contract.published_policy import MANIFEST, STABLE, Manifest
-from rollout_server.weights.delta import apply_delta
-from rollout_server.weights.safetensors_file import tensors_of
+from rollout_server.weights.fetch import apply_delta
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
+from rollout_server.weights.weight_files import tensors_of
 from tests.support.long_cases import cases
 from tests.support.trainer_service.expert_models import made_experts
 from tests.support.trainer_service.random_rows import MakeLearner, random_rows

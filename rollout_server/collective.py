@@ -19,8 +19,8 @@ from rollout_queue.http.callers import bearer
 from rollout_queue.protocol.message import MalformedMessage, error_message
 from rollout_queue.protocol.rollout_server_messages import Device, JoinBody, Joining, SentTensor
 from rollout_server.engine.control import EngineControl, EngineFailed, EngineRefused
-from rollout_server.weights.policy import LocalPolicy
-from rollout_server.weights.safetensors_file import fingerprint, tensors_of
+from rollout_server.weights.locations import LocalPolicy
+from rollout_server.weights.weight_files import fingerprint, tensors_of
 
 logger = logging.getLogger(__name__)
 

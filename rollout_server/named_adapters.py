@@ -22,10 +22,10 @@ from rollout_server.errors import (
     WeightsRefused,
     WeightsUnavailable,
 )
-from rollout_server.reloading.reload import Reloader
+from rollout_server.reload import Reloader
 from rollout_server.settings import RolloutServerSettings
-from rollout_server.weights.policy import LocalPolicy, WantedPolicy
-from rollout_server.weights.store import WeightsStore
+from rollout_server.weights.locations import LocalPolicy, WantedPolicy
+from rollout_server.weights.weights_store import WeightsStore
 
 logger = logging.getLogger(__name__)
 

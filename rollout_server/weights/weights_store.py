@@ -4,27 +4,79 @@ v00000012.part/ ─ verified, renamed ─▶ v00000012-<digest>/ ─ not needed 
 
 To remove a large version takes seconds. So its directory only gets another name at once, and another thread
 removes it.
+
+Each rollout server claims a directory of weights that no other server uses, even if they share a disk. The
+operating system keeps the claim until the process ends, however it ends.
 """
 
 import asyncio
+import fcntl
 import hashlib
 import logging
 import shutil
 from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
+from typing import TextIO
 
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.published_policy import ADAPTER_CONFIG, MANIFEST, Manifest
 from rollout_queue.model_files import small_files
-from rollout_server.settings import EngineLoraSettings
-from rollout_server.weights.file_check import CheckedFile
-from rollout_server.weights.safetensors_file import BrokenWeights
+from rollout_server.settings import EngineLoraSettings, RolloutServerSettings
 from rollout_server.weights.verify import ExpectedModel, read_manifest, verify_directory
+from rollout_server.weights.weight_files import BrokenWeights, CheckedFile
 
 logger = logging.getLogger(__name__)
+
+
+MOST_SERVERS = 1024
+
+
+class DirectoryTaken(Exception):
+    """Another process uses the directory."""
+
+
+@dataclass(frozen=True)
+class WeightsClaim:
+    """A directory that belongs to this process for as long as this object lives."""
+
+    directory: Path
+    lock: TextIO
+
+
+def claim_weights(settings: RolloutServerSettings) -> WeightsClaim:
+    """Claim the directory of the server's id. A server without an id gets the first free directory.
+
+    Raises DirectoryTaken, OSError.
+    """
+    root = settings.weights_dir.absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    if settings.id is not None:
+        claim = _claimed(root / settings.id)
+        if claim is None:
+            raise DirectoryTaken(
+                f"another rollout server uses the weights in {root / settings.id}: give each server its own "
+                "rollout_server.id, or none"
+            )
+        return claim
+    for number in range(MOST_SERVERS):
+        if claim := _claimed(root / f"server-{number}"):
+            return claim
+    raise DirectoryTaken(f"{MOST_SERVERS} rollout servers use the directories in {root}")
+
+
+def _claimed(directory: Path) -> WeightsClaim | None:
+    lock = directory.with_name(f"{directory.name}.lock").open("a", encoding="ascii")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return WeightsClaim(directory, lock)
+
 
 REMOVED = "removed-"
 """How the directories begin that are being removed."""

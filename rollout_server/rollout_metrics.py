@@ -7,8 +7,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rollout_queue.starting import show_spans
-from rollout_server.engine.engine import Engine
-from rollout_server.engine.state import ServerState
+from rollout_server.engine.engine import Engine, ServerState
 from rollout_server.errors import ReloadError
 
 RELOAD_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)

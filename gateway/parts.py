@@ -36,7 +36,7 @@ from gateway.policies.canaries import Canaries
 from gateway.policies.canary_judge import CanaryJudge
 from gateway.policies.canary_watch import CanaryWatch
 from gateway.policies.policies import Policies
-from gateway.policies.push_driver import PushBounds, PushDriver
+from gateway.policies.push import PushBounds, PushDriver
 from gateway.prometheus import Metrics
 from gateway.sessions.lifetime import CallsInFlight, Retention
 from gateway.sessions.resolution import SessionResolver

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.simulated_fleet.calls import Event, SimulatedTraffic
 from gateway.errors import NoServer
-from gateway.policies.rolling import LoadSlots
+from gateway.policies.push_slots import LoadSlots
 
 LOAD_S = 3.0
 UNAVAILABLE = 0.25

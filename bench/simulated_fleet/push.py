@@ -3,7 +3,7 @@
 python -m bench.fleet push
 
 Simulated: the links, the loads, the deaths, and the time, which passes at once. Real: the order of the push,
-which is the gateway's own (`gateway/policies/rolling.py`). The readers of a source share its link. A
+which is the gateway's own (`gateway/policies/push_slots.py`). The readers of a source share its link. A
 server that dies comes back after its boot, and fetches again; its readers turn to the trainer.
 """
 
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from bench.simulated_fleet.virtual_time import VirtualTime
-from gateway.policies.rolling import FetchSources, LoadSlots
+from gateway.policies.push_slots import FetchSources, LoadSlots
 
 GB, GBIT = 1e9, 1e9 / 8
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from redis.asyncio import Redis
 
 from gateway.callers.backpressure import NO_EVICTION, UNBOUNDED, Backpressure, full_redis
-from gateway.policies.push_progress import NOT_LOADED
+from gateway.policies.push import NOT_LOADED
 from gateway.settings import LimitSettings, WarningSettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from gateway.errors import ObjectNotFound, StateConflict
 from gateway.fleet.fleet import Fleet
 from gateway.policies.canary_plan import canary_begun, canary_servers
-from gateway.policies.push_driver import PushDriver
+from gateway.policies.push import PushDriver
 from rollout_queue import clock
 from rollout_queue.contract.serving_plan import Canary, CanaryGates, Pin, ServingPlan, Sticky
 from rollout_queue.redis.plan_store import CanaryLog, PlanEvent, ServingRegister

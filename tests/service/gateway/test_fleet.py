@@ -23,7 +23,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import LONGEST_S, Breaker, EngineLoad, FleetServer, Registration, next_limit
 from gateway.fleet.generate_request import Wish
 from gateway.fleet.placement import WantedServer, choose_server
-from gateway.policies.push_driver import PushBounds, PushDriver
+from gateway.policies.push import PushBounds, PushDriver
 from gateway.settings import ConcurrencySettings
 from rollout_queue import clock
 from rollout_queue.contract.published_policy import PolicyRecord

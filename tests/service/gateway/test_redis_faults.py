@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.policies.push_driver import PushDriver
+from gateway.policies.push import PushDriver
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from tests.support.gateway.calls import Call

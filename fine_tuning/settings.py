@@ -1,14 +1,16 @@
 """The section `fine_tuning` of the configuration, with every default."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from environments.settings import OF_LOOPS
 from reward_service.judging import JudgeSettings
 from reward_service.python_sandbox import PythonSettings
-from rollout_queue.settings import CommaSeparated, ServiceSettings
+from rollout_queue.settings import BOUND, FOR_TESTS, CommaSeparated, Hidden, ServiceSettings
+
+AS_IN_REWARDS = Hidden("the section `rewards` has the same fields, with what each changes")
 
 
 class FineTuningLimits(BaseModel):
@@ -55,19 +57,19 @@ class FineTuningSettings(ServiceSettings):
     """Answers that are sampled at once."""
     sampling: dict[str, Any] = {}
     """Parameters of chat completions for all answers, such as `max_tokens`."""
-    answer_s: float = Field(600.0, gt=0)
+    answer_s: Annotated[float, FOR_TESTS] = Field(600.0, gt=0)
     """How long one answer and its grade may take."""
-    gateway_wait_s: float = Field(3600.0, gt=0)
+    gateway_wait_s: Annotated[float, FOR_TESTS] = Field(3600.0, gt=0)
     """How long a job waits for a gateway that is away, before it fails."""
-    poll_every_s: float = Field(2.0, gt=0)
+    poll_every_s: Annotated[float, FOR_TESTS] = Field(2.0, gt=0)
     """The pause between two looks at the gateway's versions."""
-    settle_s: float = Field(20.0, ge=0)
+    settle_s: Annotated[float, FOR_TESTS] = Field(20.0, ge=0)
     """After the last episode, a job ends when no new version has come for so long."""
-    python: PythonSettings = PythonSettings()
+    python: Annotated[PythonSettings, AS_IN_REWARDS] = PythonSettings()
     """Of Python graders, as in the section `rewards`."""
-    judge: JudgeSettings = JudgeSettings()
+    judge: Annotated[JudgeSettings, AS_IN_REWARDS] = JudgeSettings()
     """Of models that grade, as in the section `rewards`."""
-    limits: FineTuningLimits = FineTuningLimits()
+    limits: Annotated[FineTuningLimits, BOUND] = FineTuningLimits()
 
     @field_validator("sampling")
     @classmethod

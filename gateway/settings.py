@@ -1,7 +1,8 @@
 """The gateway's settings, with their defaults."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -10,7 +11,7 @@ from rollout_queue.contract.serving_plan import CanaryGates, Sticky
 from rollout_queue.http.bounded_protocol import ConnectionBounds
 from rollout_queue.redis.session_heads import CACHE_BYTES
 from rollout_queue.redis.settings import WriterRedisSettings
-from rollout_queue.settings import CommaSeparated, ServiceKey, ServiceSettings
+from rollout_queue.settings import BOUND, FOR_TESTS, TUNED, CommaSeparated, ServiceKey, ServiceSettings
 from rollout_queue.tracing import OtelSettings
 
 
@@ -25,7 +26,9 @@ class SamplingSettings(BaseModel):
     these; `default`: the call's, and these where the call has none; `allow`: as `default`, and the call's
     penalties as well."""
     temperature: float = Field(1.0, ge=0, le=2)
+    """The temperature of sessions that set none."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """The smallest set of tokens with this probability is sampled from; 1: all."""
 
 
 class LimitSettings(BaseModel):
@@ -43,11 +46,12 @@ class LimitSettings(BaseModel):
     tokens_per_minute: int | None = Field(None, ge=1)
     """Tokens per client key, prompts and answers as `usage` counts them. A call is admitted while any tokens
     are left. It may use more tokens than are left; later calls are then refused for longer."""
-    burst_s: float = Field(60.0, gt=0)
+    burst_s: Annotated[float, TUNED] = Field(60.0, gt=0)
     """A client that paused may use this many seconds of its rate at once."""
     open_sessions: int | None = Field(None, ge=1)
     """Sessions in state `open`, in the whole deployment."""
     open_sessions_per_key: int | None = Field(None, ge=1)
+    """The same for the sessions of one client key."""
     staleness_versions: int | None = Field(None, ge=0)
     """Policy versions that may pass from a session's opening to its training; set it to the trainer's
     `algorithm.max_staleness` or lower. New sessions for training are refused while more rollouts wait than
@@ -69,7 +73,7 @@ class WarningSettings(BaseModel):
     """Warn when the trainer has sent no status for this long."""
     nothing_trained_s: float = Field(1800.0, gt=0)
     """Warn when sessions ended, but none was trained for this long."""
-    recent_sessions: int = Field(200, ge=1)
+    recent_sessions: Annotated[int, TUNED] = Field(200, ge=1)
     """`untrained_share` and `expired_share` are shares of this many sessions, those that ended last. They
     warn only once a tenth of this number has ended."""
     untrained_share: float = Field(0.8, gt=0, le=1)
@@ -116,14 +120,14 @@ class ImageSettings(BaseModel):
     hosts: CommaSeparated = []
     """Hosts, with their port if it is not the scheme's, from which images are fetched that a request names by
     an http or https address. From no other host, and from none inside a private network."""
-    max_images: int = Field(32, ge=1)
+    max_images: Annotated[int, BOUND] = Field(32, ge=1)
     """Images of one conversation."""
     max_bytes: int = Field(20 * 2**20, ge=1)
     """Bytes of one image, as the client sends it."""
-    max_pixels: int = Field(2**25, ge=1)
+    max_pixels: Annotated[int, BOUND] = Field(2**25, ge=1)
     """Pixels of one image, before it is resized. One is decoded in about 10 bytes a pixel; two at once."""
-    fetch_timeout_s: float = Field(10.0, gt=0)
-    cache_bytes: int = Field(64 * 2**20, ge=0)
+    fetch_timeout_s: Annotated[float, FOR_TESTS] = Field(10.0, gt=0)
+    cache_bytes: Annotated[int, TUNED] = Field(64 * 2**20, ge=0)
     """Memory for decoded images, which agents send again with every call."""
 
 
@@ -135,20 +139,20 @@ class TinkerSettings(BaseModel):
     base_model: str | None = None
     """The name by which clients know the base model, and load its tokenizer: a name on the Hugging Face hub,
     or a directory on their machine. Null: `model_path`."""
-    max_log_bytes: int = Field(256 * 2**20, ge=2**20)
+    max_log_bytes: Annotated[int, BOUND] = Field(256 * 2**20, ge=2**20)
     """What the commands and the unread results of all models may take in Redis, at most an eighth of its
     `maxmemory`. The model whose command is the oldest may take as much again."""
-    session_timeout_s: float = Field(1800.0, gt=0)
+    session_timeout_s: Annotated[float, FOR_TESTS] = Field(1800.0, gt=0)
     """The models of a client without a sign of life for so long are freed; checkpoints stay. The SDK sends
     one every 10 s while its process lives."""
-    session_retention_s: float = Field(7 * 86400.0, gt=0)
+    session_retention_s: Annotated[float, FOR_TESTS] = Field(7 * 86400.0, gt=0)
     """How long the records of a client session stay after its models have ended: what it sampled from, and
     which commands it sent. A model with named weights stays."""
-    max_samples: int = Field(2000, ge=1)
+    max_samples: Annotated[int, BOUND] = Field(2000, ge=1)
     """How many sequences one gateway process samples at once; half of them for one client key."""
-    sample_patience_s: float = Field(600.0, ge=0)
+    sample_patience_s: Annotated[float, FOR_TESTS] = Field(600.0, ge=0)
     """How long a sample is tried again while no engine can make it."""
-    poll_s: float = Field(25.0, gt=0, le=40)
+    poll_s: Annotated[float, FOR_TESTS] = Field(25.0, gt=0, le=40)
     """How long a poll waits for its result. The SDK gives up after 45 s."""
 
 
@@ -161,13 +165,13 @@ class PageSettings(BaseModel):
     """Without the page, its paths are a 404, and no cookie opens anything."""
     idle_s: float = Field(8 * 3600.0, ge=60)
     """Whoever signed in has to sign in again after so long without a request of the page."""
-    longest_s: float = Field(24 * 3600.0, ge=60)
+    longest_s: Annotated[float, FOR_TESTS] = Field(24 * 3600.0, ge=60)
     """The same, whether or not there were requests."""
-    sessions_per_key: int = Field(20, ge=1, le=1000)
+    sessions_per_key: Annotated[int, BOUND] = Field(20, ge=1, le=1000)
     """How many browsers may be signed in with one secret; one more signs the oldest out."""
-    every_s: float = Field(2.0, ge=0.1)
+    every_s: Annotated[float, FOR_TESTS] = Field(2.0, ge=0.1)
     """How often the page gets a new picture of the deployment, while somebody looks at it."""
-    viewers: int = Field(64, ge=1, le=4096)
+    viewers: Annotated[int, BOUND] = Field(64, ge=1, le=4096)
     """How many browsers one gateway process sends pictures to. A further one gets a 429."""
 
 
@@ -194,16 +198,16 @@ class ConcurrencySettings(BaseModel):
 
     adaptive: bool = True
     """Have a limit for each server, from what its engine reports. Engines that report no load have none."""
-    first: int = Field(64, ge=1)
+    first: Annotated[int, TUNED] = Field(64, ge=1)
     """The limit of a server that has just joined."""
-    least: int = Field(4, ge=1)
-    most: int = Field(4096, ge=1)
+    least: Annotated[int, TUNED] = Field(4, ge=1)
+    most: Annotated[int, TUNED] = Field(4096, ge=1)
     """The bounds of each limit."""
-    kv_target: float = Field(0.8, gt=0, le=1)
+    kv_target: Annotated[float, TUNED] = Field(0.8, gt=0, le=1)
     """The limit grows until running calls have this share of the engine's key-value cache."""
-    kv_high: float = Field(0.9, gt=0, le=1)
+    kv_high: Annotated[float, TUNED] = Field(0.9, gt=0, le=1)
     """Above this share the limit shrinks."""
-    shrink: float = Field(0.9, gt=0, lt=1)
+    shrink: Annotated[float, TUNED] = Field(0.9, gt=0, lt=1)
     """The factor by which it shrinks."""
 
     @model_validator(mode="after")
@@ -219,7 +223,10 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     """Section `gateway` of weir.yaml."""
 
     section: ClassVar[str] = "gateway"
-    retired: ClassVar[frozenset[str]] = frozenset({"engine_http", "redis_connection"})
+    retired: ClassVar[Mapping[str, str]] = {
+        "engine_http": "there is one client for engines",
+        "redis_connection": "there is one kind of connection to Redis",
+    }
 
     otel: OtelSettings | None = None
     """Traces; null: none."""
@@ -230,7 +237,7 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     bodies, answers in the background and cached sessions. `--workers` counts first."""
     public_url: str | None = None
     """The address that agents use, in `base_url` of new sessions; default: the address of the request."""
-    session_cache_bytes: int = Field(CACHE_BYTES, ge=0)
+    session_cache_bytes: Annotated[int, TUNED] = Field(CACHE_BYTES, ge=0)
     """Memory for the sessions that were called last, so that a call need not read its session from Redis."""
     model_path: Path
     """Directory in Hugging Face's format. The gateway reads config.json and the tokenizer, no weights."""
@@ -285,17 +292,17 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     (`callers/api_keys.py`). SIGHUP reads it, `client_keys` and `admin_keys` again."""
     max_body_bytes: int = 32 * 2**20
     """Largest request body; a larger one gets a 413."""
-    max_bodies_bytes: int = Field(512 * 2**20, ge=1)
+    max_bodies_bytes: Annotated[int, BOUND] = Field(512 * 2**20, ge=1)
     """Bytes of bodies that the gateway reads, or turns into tokens, at once. Beyond it, calls get a 429. The
     last eighth is only for keys that hold little."""
-    max_bodies_bytes_per_key: int = Field(256 * 2**20, ge=1)
+    max_bodies_bytes_per_key: Annotated[int, BOUND] = Field(256 * 2**20, ge=1)
     """The same for one key, its sessions included."""
-    max_background_answers: int = Field(256, ge=1)
+    max_background_answers: Annotated[int, BOUND] = Field(256, ge=1)
     """Answers that are made in the background at once (`background: true` in Responses). Beyond it, such
     calls get a 429."""
-    max_background_answers_per_key: int = Field(64, ge=1)
+    max_background_answers_per_key: Annotated[int, BOUND] = Field(64, ge=1)
     """The same for the sessions of one client key."""
-    connections: ConnectionBounds = ConnectionBounds()
+    connections: Annotated[ConnectionBounds, BOUND] = ConnectionBounds()
     limits: LimitSettings = LimitSettings()
     warnings: WarningSettings = WarningSettings()
     session_ttl_s: float = 3600.0
@@ -306,27 +313,27 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     engine_timeout_s: float = 600.0
     """How long an engine that responds to probes may pause in the middle of an answer. One that does not
     respond is given up after 3 s if another engine can continue (`engines/silence.py`)."""
-    scheduler_silence_s: float = Field(30.0, gt=0)
+    scheduler_silence_s: Annotated[float, FOR_TESTS] = Field(30.0, gt=0)
     """How long an engine's scheduler may neither send a token nor respond. Then its answers move to an engine
     whose scheduler responds. Set it to more than the longest forward pass takes."""
     concurrency: ConcurrencySettings = ConcurrencySettings()
-    engine_wait_s: float = 20.0
+    engine_wait_s: Annotated[float, FOR_TESTS] = 20.0
     """How long a call waits for an available engine before it gets a 503."""
-    failover_patience_s: float = 180.0
+    failover_patience_s: Annotated[float, FOR_TESTS] = 180.0
     """How long an unfinished answer waits for an engine that continues it, after its own engine failed."""
     join_identical: bool = False
     """Let identical concurrent calls share one answer, even if no call is marked as a retry."""
-    retry_grace_s: float = Field(1.0, ge=0, le=1.5)
+    retry_grace_s: Annotated[float, FOR_TESTS] = Field(1.0, ge=0, le=1.5)
     """How long an answer continues after its client disconnected. A retry within this time receives it."""
-    heartbeat_s: float = Field(15.0, gt=0)
+    heartbeat_s: Annotated[float, FOR_TESTS] = Field(15.0, gt=0)
     """Interval of keep-alive events in a stream without new tokens: proxies close silent connections."""
     push_timeout_s: float = Field(600.0, gt=0)
     """How long a server may take to prepare a policy, and again to load it. Then it is told to stop."""
-    push_lease_s: float = Field(10.0, ge=1)
+    push_lease_s: Annotated[float, FOR_TESTS] = Field(10.0, ge=1)
     """How long after its death another gateway goes on with the push that a gateway was driving."""
     max_unavailable: float = Field(0.25, gt=0, le=1)
     """The share of the servers that may load a policy, and so pause, at once; at least one may."""
-    fetch_fan_out: int = Field(4, ge=1)
+    fetch_fan_out: Annotated[int, TUNED] = Field(4, ge=1)
     """How many servers may fetch a version at once from the trainer, and from each server that has it."""
     max_adapters: int = Field(16, ge=1, le=1024)
     """How many adapters may be policies of their own (`POST /admin/adapters`)."""
@@ -338,12 +345,12 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     tinker: TinkerSettings = TinkerSettings()
     images: ImageSettings = ImageSettings()
     page: PageSettings = PageSettings()
-    wrong_keys: WrongKeySettings = WrongKeySettings()
-    leave_s: float = Field(2.0, ge=0)
+    wrong_keys: Annotated[WrongKeySettings, BOUND] = WrongKeySettings()
+    leave_s: Annotated[float, FOR_TESTS] = Field(2.0, ge=0)
     """How long the gateway takes calls after SIGTERM while `/ready` fails, so that load balancers notice."""
     drain_timeout_s: float = 30.0
     """How long calls in flight may continue after `leave_s`. Then each client gets an error."""
-    poll_every_s: float = 0.5
+    poll_every_s: Annotated[float, FOR_TESTS] = 0.5
     """Interval of the background tasks: they read the fleet's state, expire sessions, refresh limits, …"""
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import httpx
 import msgspec
@@ -38,6 +38,7 @@ from rollout_queue.foreign_json import read_json
 from rollout_queue.http.callers import bearer
 from rollout_queue.http.errors import ApiError
 from rollout_queue.protocol.message import error_message
+from rollout_queue.settings import FOR_TESTS
 
 
 class JudgeSettings(BaseModel):
@@ -52,7 +53,7 @@ class JudgeSettings(BaseModel):
     """The key for `base_url`."""
     timeout_s: float = Field(120.0, gt=0)
     """How long one call may take."""
-    ttl_s: float = Field(3600.0, gt=0)
+    ttl_s: Annotated[float, FOR_TESTS] = Field(3600.0, gt=0)
     """The life of a session that a judge's call opens at the gateway."""
     client_models: list[str] = []
     """The models that graders of requests with a client key may ask. An admin's graders may ask any."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from reward_service.sandbox_child import NOT_ISOLATED
 from rollout_queue import clock
 from rollout_queue.foreign_json import read_json
+from rollout_queue.settings import BOUND
 
 
 class PythonSettings(BaseModel):
@@ -42,8 +43,10 @@ class PythonSettings(BaseModel):
     processes: int = Field(4, ge=1)
     """How many run at once; further ones wait."""
     timeout_s: float = Field(30.0, gt=0)
+    """How long one call of a grader may take."""
     memory_bytes: int = Field(2**30, ge=2**26)
-    file_bytes: int = Field(2**26, ge=0)
+    """The memory of one process."""
+    file_bytes: Annotated[int, BOUND] = Field(2**26, ge=0)
     """The largest file that a grader may write."""
     isolation: Literal["auto", "required"] = "auto"
     """auto: graders have no network, and see no process of the machine, where the system grants namespaces.

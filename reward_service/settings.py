@@ -1,6 +1,6 @@
 """The section `rewards` of the configuration, with every default."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -8,7 +8,7 @@ from reward_service.dispatch.reward_rules import AnyRule, DispatchSettings
 from reward_service.judging import JudgeSettings
 from reward_service.python_sandbox import PythonSettings
 from rollout_queue.http.callers import bearer
-from rollout_queue.settings import CommaSeparated, ServiceSettings
+from rollout_queue.settings import BOUND, CommaSeparated, ServiceSettings
 
 
 class GradingLimits(BaseModel):
@@ -38,12 +38,12 @@ class RewardSettings(ServiceSettings):
     """The first admin key, else the first client key, is the one for the gateway. With a client key the
     service sees that client's sessions only."""
     gateway_url: str = "http://127.0.0.1:8000"
-    limits: GradingLimits = GradingLimits()
+    limits: Annotated[GradingLimits, BOUND] = GradingLimits()
     python: PythonSettings = PythonSettings()
     judge: JudgeSettings = JudgeSettings()
     rules: list[AnyRule] = []
     """Who rewards which sessions; the first rule that matches does."""
-    dispatch: DispatchSettings = DispatchSettings()
+    dispatch: Annotated[DispatchSettings, BOUND] = DispatchSettings()
 
     @field_validator("rules")
     @classmethod

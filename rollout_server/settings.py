@@ -4,12 +4,19 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_queue.http.http_server import http_url
-from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceKey, ServiceSettings
+from rollout_queue.settings import (
+    BOUND,
+    FOR_TESTS,
+    CommaSeparated,
+    ObjectStoreSettings,
+    ServiceKey,
+    ServiceSettings,
+)
 from rollout_queue.tracing import OtelSettings
 
 Device = Literal["cpu", "cuda"]
@@ -71,14 +78,16 @@ class RolloutServerSettings(ServiceSettings):
     """The key that the engine asks for; null: it asks for none."""
     gateway_url: str | None = None
     """Where to register; null for a server without a gateway."""
-    register_every_s: float = 5.0
-    settle_s: float = 60.0
+    register_every_s: Annotated[float, FOR_TESTS] = 5.0
+    """How often the server tells the gateway its state."""
+    settle_s: Annotated[float, FOR_TESTS] = 60.0
     """How long the gateway may name another version than this server serves, before the server loads it
     without a push. While a push goes on, the gateway may name the version before it."""
 
     model_path: Path
     """The Hugging Face directory that the engine starts with, known as `initial_version`."""
     initial_version: int = Field(0, ge=0)
+    """The version number of the weights in `model_path`."""
     weights_dir: Path = Path("run/weights")
     """A directory on a disk of this machine. Several servers may share it. Each keeps the files of the
     current and the former version in a directory inside, which has its `id` as name. A server without an id
@@ -95,54 +104,64 @@ class RolloutServerSettings(ServiceSettings):
     engine_host: str = "127.0.0.1"
     """Bind another address only with an `engine_key`, or in a closed network."""
     engine_port: int = 30000
+    """The port on which the engine listens."""
     engine_public_url: str | None = None
     """Where the gateway reaches the engine; null means http://engine_host:engine_port. For 0.0.0.0 see
     `public_url`."""
     engine_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine computes; auto: on a GPU if there is one."""
     memory: Literal["exclusive", "shared"] = "exclusive"
     """shared: the engine gives the memory of its device to a trainer for each step (`memory.py`)."""
     engine_args: list[str] = []
     """Appended to SGLang's command line, so they override the arguments of this service."""
     engine_log: Path | None = None
     """Null means run/logs/<name>-engine.log. The log of the former run is kept beside it, as `.1`."""
-    engine_log_bytes: int = Field(64 * 2**20, ge=2**20)
+    engine_log_bytes: Annotated[int, BOUND] = Field(64 * 2**20, ge=2**20)
     """When the log is larger, its content moves to `.1`, and it begins anew."""
     engine_log_to_stdout: bool = False
     """Copy the engine's log to the standard output of the rollout server, for `docker logs`."""
     dtype: str | None = None
     """Null means float32 on CPU (exact logprobs) and the checkpoint's own type on CUDA."""
     context_length: int | None = None
+    """The most tokens of prompt and answer together; null: what the model's config says."""
     max_running_requests: int | None = None
+    """How many calls the engine answers at once; null: the engine decides."""
     max_total_tokens: int | None = None
     """How many tokens the engine's KV cache has. Null: on CPU as many as 3 % of the free memory
     takes, but 8,192 to 65,536; on CUDA SGLang decides."""
-    random_seed: int = 0
+    random_seed: Annotated[int, FOR_TESTS] = 0
+    """The seed with which the engine samples calls that have none."""
     router_replay: bool = False
     """Mixtures of experts: let the engine tell which experts it chose for each token."""
     lora: EngineLoraSettings | None = None
     """Take LoRA adapters; null takes whole weights only. It costs some speed."""
 
     boot_timeout_s: float = 900.0
-    load_timeout_s: float = 600.0
-    control_timeout_s: float = 30.0
-    fetch_timeout_s: float = 60.0
+    """How long the engine may take to start."""
+    load_timeout_s: Annotated[float, FOR_TESTS] = 600.0
+    """How long the engine may take to load a version."""
+    control_timeout_s: Annotated[float, FOR_TESTS] = 30.0
+    """How long the engine may take to pause, to resume, or to say its state."""
+    fetch_timeout_s: Annotated[float, FOR_TESTS] = 60.0
     """A download that brings no byte for so long has failed."""
-    adapter_timeout_s: float = 300.0
+    adapter_timeout_s: Annotated[float, FOR_TESTS] = 300.0
     """How long it may take to fetch and verify an adapter that has a name."""
-    collective_timeout_s: float = 60.0
+    collective_timeout_s: Annotated[float, FOR_TESTS] = 60.0
     """How long the trainer may take to begin to send tensors, and the engine to take a part of them."""
-    collective_rest_s: float = 600.0
+    collective_rest_s: Annotated[float, FOR_TESTS] = 600.0
     """After an engine was lost while it received tensors, versions are loaded from files for so long."""
-    engine_wait_s: float = 60.0
+    engine_wait_s: Annotated[float, FOR_TESTS] = 60.0
     """How long a reload waits for an engine that is just starting. The load of a push does not wait: other
     servers load meanwhile, and the gateway asks again."""
     hang_timeout_s: float = 120.0
     """An engine that does not answer for so long is killed and started again."""
-    restart_backoff_s: float = 0.5
+    restart_backoff_s: Annotated[float, FOR_TESTS] = 0.5
     """The pause before the second start; it doubles with each further one, up to 30 s."""
     drain_timeout_s: float = 30.0
-    stop_timeout_s: float = 10.0
-    pause_limit_s: float = Field(900.0, gt=0)
+    """How long calls in flight may continue when the server stops."""
+    stop_timeout_s: Annotated[float, FOR_TESTS] = 10.0
+    """How long the engine may take to end before it is killed."""
+    pause_limit_s: Annotated[float, FOR_TESTS] = Field(900.0, gt=0)
     """`POST /pause` pauses the engine for so long at most: whoever paused it may be gone."""
 
     @model_validator(mode="after")

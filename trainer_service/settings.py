@@ -1,13 +1,20 @@
 """The trainer's settings, and their defaults."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout_queue.contract.published_policy import ObjectPrefix
 from rollout_queue.redis.settings import WriterRedisSettings
-from rollout_queue.settings import CommaSeparated, ObjectStoreSettings, ServiceKey, ServiceSettings
+from rollout_queue.settings import (
+    FOR_TESTS,
+    TUNED,
+    CommaSeparated,
+    ObjectStoreSettings,
+    ServiceKey,
+    ServiceSettings,
+)
 from rollout_queue.tracing import OtelSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.model.settings import ModelSettings
@@ -33,8 +40,8 @@ class GuardSettings(BaseModel):
     """How far the mean reward of the last `reward_groups` groups of a task may fall below the best earlier
     mean of as many groups, as a share of that mean's absolute value. A fall that noise explains does not
     count."""
-    reward_groups: int = Field(32, ge=2)
-    max_recoveries: int = Field(3, ge=0)
+    reward_groups: Annotated[int, TUNED] = Field(32, ge=2)
+    max_recoveries: Annotated[int, TUNED] = Field(3, ge=0)
     """How many times guards set the training back to the best checkpoint, and let it go on. After that, an
     alarm holds it there."""
     recovery_lr_factor: float = Field(0.5, gt=0, le=1)
@@ -82,9 +89,9 @@ class CollectiveSettings(BaseModel):
     address: str = "127.0.0.1"
     """The address of this machine that engines connect to. They need no key there, so another one than
     loopback must be in a closed network."""
-    senders: int = Field(4, ge=1, le=64)
+    senders: Annotated[int, TUNED] = Field(4, ge=1, le=64)
     """How many engines get the tensors at once; more wait."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: Annotated[float, FOR_TESTS] = Field(60.0, gt=0)
     """How long an engine may take to join, and to take each bucket of tensors. The next snapshot waits while
     engines receive the former one, and at most so long for a bucket."""
 
@@ -142,8 +149,11 @@ class TrainerSettings(ServiceSettings, WriterRedisSettings, ModelSettings):
     checkpoint_every_steps: int | None = Field(None, ge=1)
     """Make a checkpoint after every so many steps instead."""
     publish_every_steps: int = Field(1, ge=1)
+    """A version is published after every so many steps."""
     keep_checkpoints: int = Field(2, ge=2)
+    """How many checkpoints are kept, the newest ones."""
     keep_policies: int = Field(4, ge=2)
+    """How many published versions are kept, the newest ones."""
     record_tokens: RecordedTokens = "all"
     """What is stored of each trained token, for `GET /sessions/{id}?tokens=true`. advantages: its advantage.
     all: also the ratio of its probability under the trainer's weights to that under the engine's."""
@@ -156,18 +166,18 @@ class TrainerSettings(ServiceSettings, WriterRedisSettings, ModelSettings):
     adapter (`lora`). If no rollout server takes it (`rollout_server.lora`), later versions are whole.
     collective: the files, and engines receive the tensors in a process group before (`collective`)."""
     collective: CollectiveSettings = CollectiveSettings()
-    anchor_every: int = Field(10, ge=2)
+    anchor_every: Annotated[int, TUNED] = Field(10, ge=2)
     """With `delta`, every so many versions one is published without changes."""
     shared_with: CommaSeparated = []
     """With `memory: shared`, the rollout servers whose engines use the trainer's device: http://host:port."""
     initial_version: int = Field(0, ge=0)
     """The version number of the weights in `model_path`."""
-    push_timeout_s: float = Field(600.0, gt=0)
+    push_timeout_s: Annotated[float, FOR_TESTS] = Field(600.0, gt=0)
     """How long the gateway may take to push a version to every server."""
-    lease_s: float = Field(30.0, ge=1)
+    lease_s: Annotated[float, FOR_TESTS] = Field(30.0, ge=1)
     """A lease that is not renewed expires after this time. After a crash, the next trainer waits this long,
     unless it runs on the same machine and sees that the process has ended."""
-    retry_s: float = Field(1.0, gt=0)
+    retry_s: Annotated[float, FOR_TESTS] = Field(1.0, gt=0)
     """The first pause before a failed call is repeated: to Redis, the gateway, the teacher or the disk. Later
     pauses double up to 30 s."""
 

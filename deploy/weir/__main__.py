@@ -13,7 +13,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.probe_routes import release
 from rollout_queue.redis.settings import without_password
 from weir import status
-from weir.configuration import check_configuration, effective_configuration
+from weir.configuration import check_configuration, effective_configuration, explained_configuration
 from weir.env import app as env_commands
 from weir.errors import StackError
 from weir.operations import add_commands
@@ -137,10 +137,16 @@ def show_status(config: Config = None, run_dir: RunDir = None) -> None:
 
 
 @app.command("config")
-def show_config(config: Config = None) -> None:
-    """Print the complete effective configuration of all services, without keys and passwords."""
+def show_config(
+    config: Config = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what each field changes.")] = False,
+) -> None:
+    """Print the effective configuration of all services, without keys and passwords."""
     _say_configuration(settings_from(config))
-    typer.echo(effective_configuration(), nl=False)
+    if explain:
+        typer.echo(explained_configuration())
+    else:
+        typer.echo(effective_configuration(), nl=False)
 
 
 @app.command()

@@ -8,6 +8,7 @@ A secret may stand in a file: WEIR_ADMIN_KEYS_FILE names one with the value of W
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
@@ -76,6 +77,18 @@ ServiceKey = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,512}$")] | None
 """A key that services present to each other: visible ASCII, which a header can carry."""
 
 
+@dataclass(frozen=True)
+class Hidden:
+    """Marks a field that `weir config` does not print while it has its default. It is read as any other."""
+
+    reason: str
+
+
+FOR_TESTS = Hidden("tests set it, mostly to wait less; no deployment needs another value")
+BOUND = Hidden("a bound against abuse, which ordinary use does not come near")
+TUNED = Hidden("found by measurement; nothing about a deployment asks for another value")
+
+
 class ObjectStoreSettings(BaseModel):
     """Where the S3-compatible store of policies is. Its keys come from the environment or from the files of
     AWS's own tools, and never from the configuration."""
@@ -103,8 +116,9 @@ class ServiceSettings(BaseSettings):
     section: ClassVar[str]
     owners: ClassVar[Mapping[str, str]] = {}
     """For a field that is set in another section: SECTION.FIELD, by which users know it."""
-    retired: ClassVar[frozenset[str]] = frozenset()
-    """Fields of former versions. A configuration may still have them: a warning says that they do nothing."""
+    retired: ClassVar[Mapping[str, str]] = {}
+    """Fields of former versions, and what holds now. A configuration may still have them: a warning says that
+    they do nothing."""
     log_format: Literal["text", "json"] = "text"
     """The form of the log: lines of text, or one JSON object a line."""
     access_log: bool = False
@@ -132,8 +146,9 @@ class ServiceSettings(BaseSettings):
     @classmethod
     def _without_retired(cls, given: dict[str, Any]) -> dict[str, Any]:
         variables = {name for name in cls.retired if f"WEIR_{cls.section}__{name}".upper() in os.environ}
-        for name in sorted(cls.retired & given.keys() | variables):
-            logger.warning("%s.%s has no effect any more: remove it", cls.section, name)
+        for name in sorted(cls.retired.keys() & given.keys() | variables):
+            now = cls.retired[name]
+            logger.warning("%s.%s has no effect any more: remove it; %s", cls.section, name, now)
         return {name: value for name, value in given.items() if name not in cls.retired}
 
     @model_validator(mode="after")
@@ -270,12 +285,12 @@ def _paths(kind: type[BaseModel]) -> Iterator[str]:
     """All fields of a section, those in groups of fields as GROUP.FIELD."""
     for name, field in kind.model_fields.items():
         yield name
-        for group in _models_in(field.annotation):
+        for group in models_in(field.annotation):
             yield from (f"{name}.{inner}" for inner in _paths(group))
 
 
-def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+def models_in(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for each in get_args(annotation):
-        yield from _models_in(each)
+        yield from models_in(each)

@@ -1,10 +1,11 @@
 """The settings of the model, its optimizer, its critic and DeepSpeed, as a part of section `trainer`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rollout_queue.settings import FOR_TESTS, TUNED
 from trainer_service.algorithms.critic import VALUE_CLIP
 
 LORA_LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-4, 1e-5
@@ -19,8 +20,11 @@ class OptimizerSettings(BaseModel):
     lr: float = Field(1e-6, ge=0)
     """The learning rate. The default is 1e-4 with `lora`, and 1e-5 for a critic."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the mean of gradients."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the mean of their squares."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decay of the weights."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate decreases after the warm-up: not at all, linearly, or by half a cosine."""
     warmup_steps: int = Field(5, ge=0)
@@ -30,6 +34,7 @@ class OptimizerSettings(BaseModel):
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """The minimum of the rate, as a factor of `lr`."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients with a larger norm are scaled down to it."""
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> "OptimizerSettings":
@@ -88,17 +93,19 @@ class ModelSettings(BaseModel):
     """A second model that learns the values of tokens, for the advantages `gae` and `turn_gae`."""
     optimizer: OptimizerSettings = OptimizerSettings()
     seed: int = 0
+    """The seed of new weights, such as those of adapters, and of shuffling."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The type of the forward and backward pass; the optimizer always keeps float32. auto: bfloat16 on GPUs
     that multiply it (since Ampere) and from stage 1 on, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model computes; auto: on a GPU if there is one."""
     zero_stage: int = Field(1, ge=0, le=3)
     """The data that ZeRO partitions over ranks. 0: nothing; 1: the optimizer's state; 2: also gradients; 3:
     also weights. With bfloat16, 1 is as 2."""
     sequence_parallel: int = Field(1, ge=1)
     """How many ranks compute each micro-batch together, each a slice of its tokens (DeepSpeed Ulysses), for
     rows that are too long for one device. Must divide the number of ranks and the model's heads."""
-    rank_timeout_s: float = Field(120.0, ge=1)
+    rank_timeout_s: Annotated[float, FOR_TESTS] = Field(120.0, ge=1)
     """If a rank is silent for so long, all ranks end, so that they can be restarted together."""
     memory: Literal["exclusive", "shared"] = "exclusive"
     """shared: between steps, weights and optimizer are in host memory, and the engines of `shared_with` have
@@ -121,7 +128,7 @@ class ModelSettings(BaseModel):
     LoRA there is no copy: the reference is the policy without its adapters."""
     checkpoint_hf: bool = False
     """Whether each checkpoint also holds its weights as a Hugging Face directory, `model/`."""
-    threads: int | None = Field(None, ge=1)
+    threads: Annotated[int | None, TUNED] = Field(None, ge=1)
     """The number of CPU threads of torch; None leaves the choice to torch."""
 
     @property

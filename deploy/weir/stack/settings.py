@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from urllib.parse import quote
 
 from pydantic import Field, ValidationError
@@ -18,9 +18,11 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from rollout_queue.config_file import MalformedSettings, file_document
 from rollout_queue.redis.settings import RedisSettings, without_password
 from rollout_queue.settings import (
+    FOR_TESTS,
     SECRETS,
     SHORT_NAMES,
     CommaSeparated,
+    Hidden,
     ServiceKey,
     ServiceSettings,
     secret,
@@ -40,6 +42,9 @@ OWNERS = {
 """For a field of the stack: the section and the field of the service that owns it."""
 
 
+OF_SERVICE = Hidden("the service's own section has it, and is where it is set")
+
+
 class StackSettings(ServiceSettings):
     """Section `stack` of weir.yaml."""
 
@@ -54,12 +59,13 @@ class StackSettings(ServiceSettings):
     models_dir: Path = Path("run/models")
     """The directory where the demo's models are cached."""
     redis_port: int = 6379
-    gateway_port: int = 8000
-    rollout_port: int = 8100
-    rollout_id: str = "rollout-0"
-    engine_port: int = 30000
-    trainer_port: int = 8200
-    rewards_port: int = 8300
+    """The port of Redis."""
+    gateway_port: Annotated[int, OF_SERVICE] = 8000
+    rollout_port: Annotated[int, OF_SERVICE] = 8100
+    rollout_id: Annotated[str, OF_SERVICE] = "rollout-0"
+    engine_port: Annotated[int, OF_SERVICE] = 30000
+    trainer_port: Annotated[int, OF_SERVICE] = 8200
+    rewards_port: Annotated[int, OF_SERVICE] = 8300
     engine_python: Path = Path(sys.prefix).with_name(".venv-engine") / "bin" / "python"
     """The Python interpreter of SGLang's own environment. SGLang needs other versions of packages than
     Weir."""
@@ -75,9 +81,9 @@ class StackSettings(ServiceSettings):
     """The password that Redis asks for. `weir up` makes it, and all keys above that nobody has set."""
     services: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Fields of the services' sections, by section; they win over weir.yaml and the environment."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: Annotated[float, FOR_TESTS] = 600.0
     """How long the services may take to become ready. The engine takes most of this time."""
-    stop_timeout_s: float = 60.0
+    stop_timeout_s: Annotated[float, FOR_TESTS] = 60.0
     """How long each service may take to stop before it is killed; longer than any service's own limit."""
     free_disk_bytes: int = 2 * 2**30
     """The free space that the disk of the run directory must have before anything starts."""

@@ -12,12 +12,14 @@ stored.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, field_validator
 from redis.connection import parse_url
 from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from rollout_queue.settings import FOR_TESTS
 
 Node = tuple[str, int]
 """Host and port."""
@@ -144,7 +146,7 @@ class WriterRedisSettings(RedisSettings):
     redis_wait_replicas: int = Field(0, ge=0, le=8)
     """How many replicas of Redis must have a record before anybody is told that it is stored: a turn, a
     reward, an API key, a version and its number, the plan of what is served."""
-    redis_wait_timeout_s: float = Field(1.0, gt=0, le=5)
+    redis_wait_timeout_s: Annotated[float, FOR_TESTS] = Field(1.0, gt=0, le=5)
     """How long the replicas may take. Then the client gets an error, and a turn is retracted."""
 
     @property

@@ -1,9 +1,9 @@
-"""The command line: an error is one sentence, and `weir config` prints all settings."""
+"""The command line: an error is one sentence, and `weir config` prints the settings."""
 
 import re
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,34 @@ def test_the_release_is_printed() -> None:
     told = weir("--version")
     assert told.status == 0
     assert re.fullmatch(r"weir \S+, schema \d+(, build \S+)?\n", told.out)
+
+
+def test_config_prints_at_most_250_settings_and_explains_each() -> None:
+    printed = [*yaml_leaves(yaml.safe_load(weir("config").out))]
+    explained = weir("config", "--explain").out.splitlines()
+    names = [line.partition("  (default: ")[0] for line in explained[::2]]
+    assert len(printed) <= 250
+    assert names == printed
+    assert not [name for name, sentence in zip(names, explained[1::2], strict=True) if not sentence.strip()]
+    assert "gateway.session_ttl_s  (default: 3600.0, seconds)" in explained
+
+
+def yaml_leaves(value: Any, place: str = "") -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for name, each in value.items():
+            yield from yaml_leaves(each, f"{place}.{name}".strip("."))
+    else:
+        yield place
+
+
+def test_a_hidden_setting_is_printed_once_somebody_has_set_it(tmp_path: Path) -> None:
+    assert "poll_every_s" not in weir("config").out
+    file = tmp_path / "weir.yaml"
+    file.write_text("gateway: {poll_every_s: 0.25, wrong_keys: {delay_s: 0.5}}\n")
+    shown = runner.invoke(app, ["config", "--config", str(file)], env={"WEIR_CONFIG": None})
+    document = yaml.safe_load(shown.stdout)
+    assert document["gateway"]["poll_every_s"] == 0.25
+    assert document["gateway"]["wrong_keys"]["delay_s"] == 0.5
 
 
 def test_what_config_writes_configures_the_same(tmp_path: Path) -> None:

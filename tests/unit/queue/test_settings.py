@@ -1,5 +1,6 @@
 """Settings of services: secrets in files, addresses of Redis, and what is refused in one sentence."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -135,7 +136,7 @@ class PumpSettings(ServiceSettings):
     """The settings of a service that is not there."""
 
     section: ClassVar[str] = "pump"
-    retired: ClassVar[frozenset[str]] = frozenset({"lever"})
+    retired: ClassVar[Mapping[str, str]] = {"lever": "strokes say how far it moves"}
 
     strokes: list[int] = []
 
@@ -177,12 +178,12 @@ def test_a_setting_of_a_former_version_is_told_and_does_nothing(
     (tmp_path / "weir.yaml").write_text("pump: {lever: long, strokes: [1]}")
     monkeypatch.setenv("WEIR_CONFIG", str(tmp_path / "weir.yaml"))
     assert PumpSettings() == PumpSettings(strokes=[1])
-    assert "pump.lever has no effect any more" in caplog.text
+    assert "pump.lever has no effect any more: remove it; strokes say how far it moves" in caplog.text
     caplog.clear()
     monkeypatch.delenv("WEIR_CONFIG")
     monkeypatch.setenv("WEIR_PUMP__LEVER", "long")
     assert PumpSettings(strokes=[1]).strokes == [1]
-    assert "pump.lever has no effect any more" in caplog.text
+    assert "pump.lever has no effect any more: remove it; strokes say how far it moves" in caplog.text
 
 
 def test_what_others_set_is_no_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,7 @@ from gateway.operators.lost_keys import LostKeys
 from gateway.operators.pipeline import PipelineMonitor
 from gateway.operators.warnings import WarningMonitor
 from gateway.policies.adapter_policies import AdapterPolicies
-from gateway.policies.canaries import Canaries
-from gateway.policies.canary_judge import CanaryJudge
+from gateway.policies.canaries import Canaries, CanaryJudge
 from gateway.policies.canary_watch import CanaryWatch
 from gateway.policies.policies import Policies
 from gateway.policies.push import PushBounds, PushDriver

@@ -1,17 +1,178 @@
-"""What operators do with canaries and pins: begin and end them, and read their numbers."""
+"""Canaries and pins: how a canary begins, what operators do with it, and how the gates end it.
 
-from collections.abc import Sequence
+weir:canary_log ─▶ evidence ◀─ sessions that have ended, with their rewards
+                      └─▶ gates ─▶ report ─▶ goes on, promoted, rolled back
+
+The gateway process that drives pushes judges. A process that takes over reads everything again.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from gateway.errors import ObjectNotFound, StateConflict
 from gateway.fleet.fleet import Fleet
-from gateway.policies.canary_plan import canary_begun, canary_servers
+from gateway.policies.canary_evidence import CanaryEvidence, outcome
 from gateway.policies.push import PushDriver
+from gateway.settings import CanarySettings
 from rollout_queue import clock
-from rollout_queue.contract.serving_plan import Canary, CanaryGates, Pin, ServingPlan, Sticky
-from rollout_queue.redis.plan_store import CanaryLog, PlanEvent, ServingRegister
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.contract.head import SessionHead
+from rollout_queue.contract.published_policy import PolicyRecord
+from rollout_queue.contract.serving_plan import (
+    Canary,
+    CanaryGates,
+    CanaryReport,
+    CanaryState,
+    Pin,
+    ServingPlan,
+    Sticky,
+)
+from rollout_queue.redis.plan_store import BEGINNING, CanaryLog, PlanEvent, ServingRegister
+from rollout_queue.redis.policy_register import PolicyRegister
+
+logger = logging.getLogger(__name__)
+
+LOOKED_AT_ONCE = 100
+"""How many sessions that have not ended are read in one step."""
+LoadHead = Callable[[str], Awaitable[SessionHead | None]]
+
+
+class CanaryJudge:
+    """`step` is called again and again, in the gateway process that drives pushes."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        fleet: Fleet,
+        load: LoadHead,
+        defaults: CanarySettings,
+        *,
+        automatic: bool,
+    ) -> None:
+        """`load` reads a session without its turns. With `automatic`, every version begins as a canary."""
+        self._serving = ServingRegister(redis, fleet.confirm, lambda: fleet.plan)
+        self._register = PolicyRegister(redis, fleet.confirm)
+        self._log = CanaryLog(redis)
+        self._fleet, self._load = fleet, load
+        self._defaults, self._automatic = defaults, automatic
+        self._canary_id = 0
+        self._evidence, self._cursor = CanaryEvidence(), BEGINNING
+        self._report = CanaryReport()
+
+    async def step(self) -> bool:
+        """Look at the canary, or begin the next one. Returns whether the plan has changed."""
+        try:
+            canary = self._fleet.plan.active_canary
+            if canary is None:
+                return self._automatic and await self._begin_next()
+            if canary.opened_at is None:
+                return await self._end_if_it_cannot_open(canary)
+            return await self._judge(canary, clock.now() - canary.opened_at)
+        except StorageUnavailable as error:
+            logger.warning("the canary waits for Redis: %s", error)
+            return False
+
+    async def _end_if_it_cannot_open(self, canary: Canary) -> bool:
+        """Roll back a canary whose servers take too long to load it, or are not in the fleet any more."""
+        deadline_s = canary.gates.deadline_s
+        if not self._fleet.servers.keys() & set(canary.servers):
+            reason = "its servers have left the fleet"
+        elif clock.now() - canary.started_at >= deadline_s:
+            reason = f"not loaded within {deadline_s:g} s"
+        else:
+            return False
+        await self._end(canary, "rolled_back", CanaryReport(reason=reason))
+        return True
+
+    async def _judge(self, canary: Canary, open_s: float) -> bool:
+        if canary.id != self._canary_id:
+            self._canary_id, self._cursor = canary.id, BEGINNING
+            self._evidence, self._report = CanaryEvidence(), CanaryReport()
+        records, self._cursor = await self._log.read(self._cursor)
+        for record in records:
+            if record.canary == canary.id:
+                self._evidence.add(record)
+        await self._look_at_sessions(canary.gates)
+        report = self._evidence.report(canary.gates)
+        if report != self._report:
+            await self._log.store_report(report)
+            self._report = report
+        if (ended := outcome(report, canary.gates, open_s)) is None:
+            return False
+        state, reason = ended
+        await self._end(canary, state, replace(report, reason=reason))
+        return True
+
+    async def _look_at_sessions(self, gates: CanaryGates) -> None:
+        for session_id in list(self._evidence.waiting)[:LOOKED_AT_ONCE]:
+            head = await self._load(session_id)
+            if head is None or _has_ended(head, gates):
+                size = head.spec.group_size if head is not None else None
+                self._evidence.session_ended(session_id, head.reward if head is not None else None, size)
+            else:  # the last one to be looked at again
+                self._evidence.waiting[session_id] = self._evidence.waiting.pop(session_id)
+
+    async def _end(self, canary: Canary, state: CanaryState, report: CanaryReport) -> None:
+        plan = await self._serving.change(
+            lambda plan: plan.canary_ended(canary.id, state, report, clock.now())
+        )
+        self._fleet.adopt(plan)
+        logger.info("the canary of version %d is %s: %s", canary.version, state, report.reason)
+        if state == "promoted" and not self._automatic:
+            await self._push_newest(canary.version)
+
+    async def _push_newest(self, promoted: int) -> None:
+        """Push a version that waited for the end of the canary. Read after that end, so none is missed."""
+        newest = newest_policy(await known_policies(self._register, self._serving))
+        if newest is not None and newest.version > promoted:
+            self._fleet.adopt(await self._serving.change(lambda plan: _pushed(plan, newest.version)))
+
+    async def _begin_next(self) -> bool:
+        """Begin the canary of the newest version that was never served or tried. A fleet that is too small to
+        be divided, or that serves nothing yet, gets the version by a push."""
+        plan = self._fleet.plan
+        if plan.hold is not None or plan.pushing:
+            return False
+        found = untried(await known_policies(self._register, self._serving), plan)
+        if found is None:
+            return False
+        servers = canary_servers(self._fleet, plan, self._defaults.share)
+        if servers and plan.serving is not None:
+            gates = self._defaults.gates()
+            after = await self._serving.change(
+                lambda plan: canary_begun(
+                    plan,
+                    found.version,
+                    servers,
+                    self._defaults.share,
+                    self._defaults.sticky,
+                    gates,
+                    automatic=True,
+                )
+            )
+        else:
+            why = "that needs two live servers and a served version"
+            logger.warning("version %d is pushed without a canary: %s", found.version, why)
+            after = await self._serving.change(lambda plan: _pushed(plan, found.version))
+        self._fleet.adopt(after)
+        return True
+
+
+def _pushed(plan: ServingPlan, version: int) -> ServingPlan:
+    """The version is pushed, unless the fleet is held or has a newer target."""
+    if plan.hold is not None or plan.active_canary is not None:
+        return plan
+    if plan.target is not None and plan.target >= version:
+        return plan
+    return plan.begun(version, clock.now(), force=False)
+
+
+def _has_ended(head: SessionHead, gates: CanaryGates) -> bool:
+    """Whether the gates have all that they need of a session."""
+    return head.state == "finished" or (head.outcome is not None and gates.max_reward_drop is None)
 
 
 class Canaries:
@@ -127,3 +288,77 @@ class Canaries:
         self._fleet.adopt(plan)
         self._driver.wake()
         return plan
+
+
+def canary_servers(fleet: Fleet, plan: ServingPlan, share: float) -> tuple[str, ...]:
+    """The servers that answer this share of the calls: at least one, and never all; none if the fleet cannot
+    be divided."""
+    pinned = {pin.server for pin in plan.pins}
+    live = sorted(each.id for each in fleet.rollout_servers if each.live and each.id not in pinned)
+    count = min(max(1, round(share * len(live))), len(live) - 1)
+    return tuple(live[: max(0, count)])
+
+
+def canary_begun(
+    plan: ServingPlan,
+    version: int,
+    servers: tuple[str, ...],
+    share: float,
+    sticky: Sticky,
+    gates: CanaryGates,
+    *,
+    automatic: bool = False,
+) -> ServingPlan:
+    """The plan with a new canary against the served version; the same plan while something else goes on."""
+    if plan.active_canary is not None or plan.pushing or plan.serving is None:
+        return plan
+    now = clock.now()
+    canary = Canary(
+        id=plan.next_id(now),
+        version=version,
+        baseline=plan.serving,
+        servers=servers,
+        share=share,
+        sticky=sticky,
+        gates=gates,
+        automatic=automatic,
+        started_at=now,
+    )
+    return replace(plan, canary=canary)
+
+
+def untried(records: Iterable[PolicyRecord], plan: ServingPlan) -> PolicyRecord | None:
+    """The newest version after the served one, unless it was pushed or tried before."""
+    newest = max(records, key=lambda record: record.version, default=None)
+    served = -1 if plan.serving is None else plan.serving
+    if newest is None or newest.version <= served or newest.state != "published":
+        return None
+    tried = {each.version for each in (plan.push, plan.canary) if each is not None}
+    return None if newest.version in tried else newest
+
+
+def newest_policy(records: Iterable[PolicyRecord]) -> PolicyRecord | None:
+    """The newest version that no canary has rolled back."""
+    sound = (record for record in records if record.state != "failed")
+    return max(sound, key=lambda record: record.version, default=None)
+
+
+async def known_policies(register: PolicyRegister, serving: ServingRegister) -> list[PolicyRecord]:
+    """Every registered version, ascending. One that was never served, or is newer than what the servers are
+    to serve, is `failed` if its last canary was rolled back."""
+    records = await register.records()
+    plan = await serving.read()
+    failed = _rolled_back(await serving.last_canaries())  # read last, so that no end is missed
+    target = -1 if plan.target is None else plan.target
+    return [_judged(records[version], failed, target) for version in sorted(records)]
+
+
+def _judged(record: PolicyRecord, failed: Collection[int], target: int) -> PolicyRecord:
+    judged = record.state == "published" or record.version > target
+    return replace(record, state="failed") if judged and record.version in failed else record
+
+
+def _rolled_back(canaries: Sequence[Canary]) -> set[int]:
+    """The versions whose last canary with a decision was rolled back. `canaries`: the newest first."""
+    ends = {each.version: each.state for each in reversed(canaries) if each.state != "superseded"}
+    return {version for version, state in ends.items() if state == "rolled_back"}

@@ -1,4 +1,4 @@
-"""What the calls of a canary have shown, by arm and group, and what the gates say about it: arithmetic only.
+"""What the calls of a canary have shown, by arm and group, and what the gates decide: arithmetic only.
 
 Groups are the unit of every interval, because the sessions of a group have one task. A mean over groups has
 the standard error of a ratio of sums (Cochran, Sampling Techniques, 3rd ed., section 2.11):
@@ -7,7 +7,7 @@ the standard error of a ratio of sums (Cochran, Sampling Techniques, 3rd ed., se
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from rollout_queue.contract.serving_plan import (
     CanaryRecord,
     CanaryReport,
     CanaryScore,
+    CanaryState,
     GateName,
     GateReading,
     ReadingState,
@@ -38,6 +39,15 @@ class Estimate(NamedTuple):
     error: float
     """Its standard error."""
     groups: int
+
+    def less(self, other: "Estimate") -> "Estimate":
+        """The difference of two independent means."""
+        error, groups = math.hypot(self.error, other.error), min(self.groups, other.groups)
+        return Estimate(self.mean - other.mean, error, groups)
+
+    def log(self) -> "Estimate":
+        """The logarithm of a positive mean, by the delta method."""
+        return Estimate(math.log(self.mean), self.error / self.mean, self.groups)
 
 
 @dataclass
@@ -131,11 +141,7 @@ class CanaryEvidence:
             estimate((group.reward, 1) for group in self.ended_groups(arm) if group.reward is not None)
             for arm in ARMS
         )
-        drop = Estimate(
-            served.mean - tried.mean,
-            math.hypot(tried.error, served.error),
-            min(tried.groups, served.groups),
-        )
+        drop = served.less(tried)
         low, high = _interval(drop)
         reading = _upper("reward", drop.mean, low, high, bound, drop.groups)
         # The bound is on a drop; the numbers are the change, which is easier to read.
@@ -145,11 +151,7 @@ class CanaryEvidence:
         tried, served = (
             estimate((group.failed, group.calls) for group in self.arms[arm].values()) for arm in ARMS
         )
-        increase = Estimate(
-            tried.mean - served.mean,
-            math.hypot(tried.error, served.error),
-            min(tried.groups, served.groups),
-        )
+        increase = tried.less(served)
         return _upper("errors", increase.mean, *_interval(increase), bound, increase.groups)
 
     def _length(self, bound: float) -> GateReading:
@@ -160,11 +162,7 @@ class CanaryEvidence:
         groups = min(tried.groups, served.groups)
         if not (groups and tried.mean > 0 and served.mean > 0):
             return _upper("length", 0.0, 0.0, 0.0, bound, 0)
-        change = Estimate(
-            math.log(tried.mean / served.mean),
-            math.hypot(tried.error / tried.mean, served.error / served.mean),
-            groups,
-        )
+        change = tried.log().less(served.log())
         low, high = _interval(change)
         # Longer and shorter count alike: the interval of |change|.
         least = max(0.0, low, -high)
@@ -239,4 +237,38 @@ def _shown(
         low=known[1],
         high=known[2],
         count=reading.count,
+    )
+
+
+def outcome(report: CanaryReport, gates: CanaryGates, open_s: float) -> tuple[CanaryState, str] | None:
+    """How the canary ends now, and why; None if it goes on. It is promoted if all gates hold, so
+    never while a number is missing."""
+    broken = [reading for reading in report.readings if reading.state == "broken"]
+    if broken:
+        return "rolled_back", f"{sentences(broken)} (after {report.groups} groups)"
+    counted = f"{report.groups} of {gates.min_groups} groups"
+    if report.groups >= gates.min_groups and all(each.state == "holds" for each in report.readings):
+        return "promoted", f"{counted}; {sentences(report.readings)}"
+    if open_s >= gates.deadline_s:
+        return (
+            "rolled_back",
+            f"not decided within {gates.deadline_s:g} s: {counted}; {sentences(report.readings)}",
+        )
+    return None
+
+
+def sentences(readings: Sequence[GateReading]) -> str:
+    """The readings in words."""
+    return "; ".join(map(_sentence, readings)) or "no gate is set"
+
+
+def _sentence(reading: GateReading) -> str:
+    if reading.value is None:
+        return f"{reading.gate} is {reading.state}"
+    interval = ""
+    if reading.low is not None and reading.high is not None:
+        interval = f" (from {reading.low:.4g} to {reading.high:.4g})"
+    return (
+        f"{reading.gate} {reading.state}: {reading.value:.4g}{interval}, bound {reading.bound:g}, "
+        f"{reading.count} groups"
     )

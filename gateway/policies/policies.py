@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from gateway.errors import ObjectNotFound, StateConflict
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import FleetServer
-from gateway.policies.canary_plan import known_policies, newest_policy
+from gateway.policies.canaries import known_policies, newest_policy
 from gateway.policies.push import PushDriver
 from rollout_queue import clock
 from rollout_queue.contract.published_policy import PolicyRecord

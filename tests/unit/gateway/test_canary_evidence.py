@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.policies.canary_evidence import CanaryEvidence, estimate, student
-from gateway.policies.canary_judge import outcome
+from gateway.policies.canary_evidence import CanaryEvidence, estimate, outcome, student
 from gateway.policies.canary_watch import k3
 from rollout_queue.contract.serving_plan import Arm, CanaryCall, CanaryGates, CanaryReport, CanaryScore
 from tests.support.tolerances import ulps

@@ -19,11 +19,11 @@ from bench.measuring import print_step, timed
 from bench.policies import rows_of
 from bench.rollouts import SyntheticRollout, read, small
 from bench.workloads import WORKLOADS, Workload
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.optimizer import schedule_of
 from trainer_service.model.packed_attention import packing_of
-from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.model.settings import OptimizerSettings
 from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import TrainerSettings

@@ -29,9 +29,9 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.stream_reader import RedisReader
 from trainer_service.groups.acknowledgement import AcknowledgedTurn, Acknowledgement
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.intake.acknowledger import Acknowledger
-from trainer_service.metrics import TrainerMetrics
+from trainer_service.intake import Acknowledger
 from trainer_service.shared_state import SharedState
+from trainer_service.trainer_metrics import TrainerMetrics
 from weir.stack.service_process import CONFIGURATION, executable
 
 TURNS_A_SESSION = 20

@@ -31,9 +31,9 @@ from rollout_server.weights.locations import WantedPolicy
 from tests.support.rollout_server.fakes import FakeEngine
 from tests.support.serving import serving
 from tests.support.trainer_service.receiving import receive
-from trainer_service.model.export import ExportTensor
+from trainer_service.model.exported_tensors import ExportTensor
+from trainer_service.model.host_copies import HostTensor, SnapshotMemory, WeightSnapshot
 from trainer_service.model.lora import AdapterSnapshot
-from trainer_service.model.snapshot import HostTensor, SnapshotMemory, WeightSnapshot
 from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.settings import CollectiveSettings
 from trainer_service.storage.policy_store import PolicyStore, WeightsWriter

@@ -36,12 +36,12 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.stream_reader import RedisReader
 from rollout_queue.redis.stream_writer import RedisWriter
 from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.entry_reader import READ_COUNT
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.intake.entry_reader import READ_COUNT
-from trainer_service.intake.intake import Intake
-from trainer_service.metrics import TrainerMetrics
+from trainer_service.intake import Intake
 from trainer_service.shared_state import SharedState
 from trainer_service.storage.run_state import RunState
+from trainer_service.trainer_metrics import TrainerMetrics
 from weir.stack.service_process import executable
 
 IN_FLIGHT = 64

@@ -36,10 +36,9 @@ from trainer_service.app import create_app
 from trainer_service.commands.serving import train_by_commands
 from trainer_service.curves import Curves, limits_of
 from trainer_service.heartbeat import Heartbeat, Stopped, keep_lease
-from trainer_service.intake.intake import Intake
-from trainer_service.metrics import TrainerMetrics
+from trainer_service.intake import Intake
 from trainer_service.model.checkpoint_layout import LayoutRefused, NotConverted
-from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.model.trained_models import Models
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import place_of
@@ -50,15 +49,16 @@ from trainer_service.shared_state import SharedState
 from trainer_service.sinks import chosen_sinks
 from trainer_service.sizing import find_gpu, resolved
 from trainer_service.step.device_memory import DeviceMemory, RolloutMemory
-from trainer_service.step.memory_limit import OutOfMemory, is_out_of_memory
 from trainer_service.step.rank_communication import joined, own_rank, own_ranks
 from trainer_service.step.ranks import DistributedPolicy, PolicyRank, follow
+from trainer_service.step.step_attempts import OutOfMemory, is_out_of_memory
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import CheckpointBroken, Checkpoints
 from trainer_service.storage.durable_files import lock_directory
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import OutOfMemoryMark
 from trainer_service.train import Trainer
+from trainer_service.trainer_metrics import TrainerMetrics
 
 logger = logging.getLogger("trainer_service")
 

@@ -33,9 +33,9 @@ from contextlib import suppress
 
 from rollout_queue.service_log import begin_log_ids
 from trainer_service.heartbeat import Stopped
-from trainer_service.metrics import TrainerMetrics
 from trainer_service.shared_state import SharedState
 from trainer_service.storage.checkpoint_cycle import CheckpointCycle
+from trainer_service.trainer_metrics import TrainerMetrics
 
 logger = logging.getLogger(__name__)
 

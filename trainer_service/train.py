@@ -18,14 +18,13 @@ from functools import partial
 from rollout_queue import clock
 from rollout_queue.service_log import log_ids
 from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.entry_reader import BLOCK_S
 from trainer_service.groups.reward_guard import Alarm
 from trainer_service.groups.screening import ScreenedGroup
 from trainer_service.groups.selection import Batch
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.intake.entry_reader import BLOCK_S
-from trainer_service.intake.intake import Intake
+from trainer_service.intake import Intake
 from trainer_service.loop import TrainingLoop
-from trainer_service.metrics import Stopwatch, TrainerMetrics
 from trainer_service.publishing.publisher import Publisher, VersionContent, VersionNumbers
 from trainer_service.publishing.recovery import Hold, Recoveries, check_restorable, choice_of, recovery_to
 from trainer_service.settings import TrainerSettings
@@ -37,8 +36,9 @@ from trainer_service.step.step_attempts import StepAttempts
 from trainer_service.step.teacher import TeacherClient
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.checkpoint_cycle import CheckpointCycle, Contents
-from trainer_service.storage.disk import DiskRetry
+from trainer_service.storage.durable_files import DiskRetry
 from trainer_service.storage.run_state import LedgerStep, RunState, VersionFile
+from trainer_service.trainer_metrics import Stopwatch, TrainerMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.images import ImageInputs
 from trainer_service.model.packed_attention import packing_of
-from trainer_service.rows.images import ImageRule, RowImage
+from trainer_service.rows.row_images import ImageRule, RowImage
 from trainer_service.rows.rows import Row, micro_batches
 
 CPU = torch.device("cpu")

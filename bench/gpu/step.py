@@ -14,7 +14,7 @@ from bench.gpu.checks import peak_bytes
 from bench.measuring import print_facts
 from bench.policies import rows_of
 from bench.rollouts import drawn, small, tokens
-from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.settings import TrainerSettings
 from trainer_service.sizing import find_gpu, fit, partition_of, resolved, shape_of
 from trainer_service.step.optimizer_step import OptimizerSteps

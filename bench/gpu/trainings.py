@@ -22,10 +22,10 @@ from bench.gpu.images import image_rows
 from bench.measuring import print_facts
 from bench.policies import rows_of
 from bench.rollouts import SyntheticRollout, drawn
-from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.settings import TrainerSettings
-from trainer_service.step.memory_limit import OutOfMemory
 from trainer_service.step.optimizer_step import OptimizerSteps
+from trainer_service.step.step_attempts import OutOfMemory
 from trainer_service.step.step_parts import StepRequest
 
 LR = 1e-3

@@ -15,9 +15,9 @@ from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Outcome, Reward, Span, Turn
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.intake.intake import Intake
-from trainer_service.metrics import TrainerMetrics
+from trainer_service.intake import Intake
 from trainer_service.shared_state import SharedState
+from trainer_service.trainer_metrics import TrainerMetrics
 
 POLL_S = 30.0
 """How long the trainer waits before it looks again for a full step."""

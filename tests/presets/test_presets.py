@@ -30,7 +30,7 @@ def settings_of(preset: str, run_dir: Path) -> StackSettings:
     return isolated_stack(run_dir, model, merged(services_of_demo(0), {"trainer": trainer}), engine_port)
 
 
-@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
+@pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_a_preset_trains_the_demo(preset: str, tmp_path: Path) -> None:
     settings = settings_of(preset, tmp_path)
     steps = tmp_path / "metrics.jsonl"

@@ -18,9 +18,9 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
-from trainer_service.algorithms.fields import Above0, Frozen, by_name
 from trainer_service.algorithms.returns import Gae, ReinforcePp, TokenAdvantage, whitened
 from trainer_service.algorithms.rollouts import Groups, RefusedRollout, Rollouts, ShapingSettings
+from trainer_service.algorithms.setting_choices import Above0, Frozen, by_name
 
 EPS = 1e-6
 """Added to a standard deviation before a division by it."""

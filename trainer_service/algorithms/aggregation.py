@@ -7,7 +7,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainer_service.algorithms.fields import Frozen
+from trainer_service.algorithms.setting_choices import Frozen
 
 
 class Aggregation(Frozen):

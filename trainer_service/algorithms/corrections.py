@@ -1,20 +1,25 @@
-"""Importance weights for tokens to which trainer and engine give different probabilities.
+"""Masks and corrections for tokens to which trainer and engine give different probabilities.
 
 rho = exp(log_rho) with log_rho = lp_prox - lp_roll, in nats: a token's log-probability before the step, minus
-that with which the engine sampled it. A weight multiplies the loss of its token.
+that with which the engine sampled it.
 
-Names in backticks with a dot, such as `is.tis_token_2`, are cases of `algorithms_golden.json` in the tests.
+A mask leaves tokens or whole rows out of the loss: [T] bool, True keeps a token. A mask of rows needs all
+tokens of a row. They are always in one micro-batch, so the result does not depend on how rows are packed. The
+bound of M2PO is computed over the whole step. A correction is a weight that multiplies the loss of its token.
+
+Names in backticks with a dot, such as `mask.geo_seq`, are cases of `algorithms_golden.json` in the tests.
 """
 
 from dataclasses import dataclass, replace
+from math import log
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
-from trainer_service.algorithms.fields import Above0, AtLeast0, Frozen, Within, by_name
-from trainer_service.algorithms.tokens import RowIndex, Tokens, bounded
+from trainer_service.algorithms.setting_choices import Above0, AtLeast0, Frozen, Within, by_name
+from trainer_service.algorithms.tokens import Anchor, RowIndex, Tokens, bernoulli_kl, bounded
 
 
 @dataclass(frozen=True)
@@ -115,3 +120,198 @@ Correction = Annotated[
     Field(discriminator="name"),
     BeforeValidator(by_name),
 ]
+
+
+class _OfRows(Within):
+    """Keeps or drops whole rows by ratios from `low` to `high`."""
+
+    of_rows: ClassVar[bool] = True
+    whole_step: ClassVar[bool] = False
+
+    def keeps(self, log_ratio: Tensor) -> Tensor:
+        ratio = bounded(log_ratio).exp()
+        return (ratio >= self.low) & (ratio <= self.high)
+
+
+class Geometric(_OfRows):
+    name: Literal["geometric"] = "geometric"
+    low: AtLeast0 = 0.99
+    high: Above0 = 1.01
+
+    def kept(self, tokens: Tokens, _m2_bound: float) -> Tensor:
+        """Keeps rows with low <= exp(mean of log_rho) <= high (`mask.geo_seq`)."""
+        rows = RowIndex.of(tokens.rows_T)
+        return rows.at_tokens(self.keeps(rows.mean(tokens.log_rho)))
+
+
+class Product(_OfRows):
+    name: Literal["product"] = "product"
+    low: AtLeast0 = 0.5
+    high: Above0 = 2.0
+
+    def kept(self, tokens: Tokens, _m2_bound: float) -> Tensor:
+        """Keeps rows with low <= product of rho <= high (`mask.product_seq`)."""
+        rows = RowIndex.of(tokens.rows_T)
+        return rows.at_tokens(self.keeps(rows.sum(tokens.log_rho)))
+
+
+class Outlier(_OfRows):
+    """Leaves out rows in which the ratio of any token is outside the bounds."""
+
+    name: Literal["outlier"] = "outlier"
+    low: AtLeast0 = 1e-4
+    high: Above0 = 100.0
+
+    def kept(self, tokens: Tokens, _m2_bound: float) -> Tensor:
+        """Keeps rows that have no rho outside [low, high] (`mask.outlier_token_seq`)."""
+        rows = RowIndex.of(tokens.rows_T)
+        return rows.at_tokens(~rows.any(~self.keeps(tokens.log_rho)))
+
+
+class Rejection(Frozen):
+    """The rejection masks of verl (`rs_*`). For k1, `low` and `high` bound the ratio of engine to trainer.
+    For k2 and k3, `upper` is the bound, in nats."""
+
+    whole_step: ClassVar[bool] = False
+
+    name: Literal["rejection"] = "rejection"
+    level: Literal["token", "seq_sum", "seq_mean", "seq_max"] = "token"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    low: Above0 | None = None
+    high: Above0 | None = None
+    upper: AtLeast0 | None = None
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> "Rejection":
+        if self.estimator == "k1":
+            if self.level == "seq_max":
+                raise ValueError(
+                    "rejection: k1 has a sign, so its maximum is no measure of distance; "
+                    "seq_max takes k2 or k3"
+                )
+            if self.low is None or self.high is None or self.upper is not None:
+                raise ValueError("rejection: k1 is bounded by low and high")
+            if not self.low <= 1 <= self.high:
+                raise ValueError(f"rejection: [{self.low:g}, {self.high:g}] leaves out equal policies")
+        elif self.upper is None or self.low is not None or self.high is not None:
+            raise ValueError(f"rejection: {self.estimator} is bounded by upper alone")
+        return self
+
+    @property
+    def of_rows(self) -> bool:
+        return self.level != "token"
+
+    def kept(self, tokens: Tokens, _m2_bound: float) -> Tensor:
+        """Keeps a token if its score is within the bounds: log low <= k1 <= log high, or k2 or k3 <= upper.
+        At the `seq_` levels, the sum, mean or maximum of a row's scores decides for the whole row. The scores
+        are k1 = -log_rho, k2 = log_rho² / 2 and k3 = rho - 1 - log_rho (verl's rollout rejection;
+        `mask.rs_token_k1`, `mask.rs_token_k2`, `mask.rs_token_k3`, `mask.rs_seq_mean_k1`,
+        `mask.rs_seq_mean_k3`, `mask.rs_seq_max_k2`)."""
+        score_T = self._scores(bounded(tokens.log_rho))
+        rows = RowIndex.of(tokens.rows_T)
+        measured = {"seq_sum": rows.sum, "seq_mean": rows.mean, "seq_max": rows.largest}
+        score = measured[self.level](score_T) if self.of_rows else score_T
+        if self.upper is not None:
+            kept = score <= self.upper
+        else:
+            assert self.low is not None and self.high is not None  # noqa: S101, PT018 - `_bounds_fit`
+            kept = (score >= log(self.low)) & (score <= log(self.high))
+        return rows.at_tokens(kept) if self.of_rows else kept
+
+    def _scores(self, log_rho_T: Tensor) -> Tensor:
+        match self.estimator:
+            case "k1":
+                return -log_rho_T
+            case "k2":
+                return log_rho_T**2 / 2
+            case "k3":
+                return log_rho_T.exp() - 1 - log_rho_T
+
+
+class M2po(Frozen):
+    """Leaves out the tokens with the largest squared log-ratios, until the mean of the rest is below `limit`
+    nats²."""
+
+    of_rows: ClassVar[bool] = False
+    whole_step: ClassVar[bool] = True
+
+    name: Literal["m2po"] = "m2po"
+    limit: Above0 = 0.04
+
+    def kept(self, tokens: Tokens, m2_bound: float) -> Tensor:
+        """Keeps tokens with log_rho² below the step's bound (`mask.m2po`)."""
+        kept_T: Tensor = tokens.log_rho.double() ** 2 < m2_bound
+        return kept_T
+
+    def bound(self, log_rho_T: Tensor) -> float:
+        """The smallest log_rho² that is masked, in nats². It is chosen so that the mean of all smaller values
+        is below `limit`; it is infinite if no token must be masked. `log_rho_T` has the tokens of the whole
+        step. If even the smallest value reaches `limit`, all tokens are masked (M2PO, arXiv:2510.01161)."""
+        squares_T = (log_rho_T.double() ** 2).sort().values
+        means_T = squares_T.cumsum(0) / torch.arange(1, len(squares_T) + 1, device=squares_T.device)
+        masked_T = squares_T[means_T >= self.limit]
+        return float(masked_T[0]) if len(masked_T) else torch.inf
+
+
+class Kpop(Frozen):
+    """Leaves out tokens whose Bernoulli KL between trainer and engine exceeds `upper` nats."""
+
+    of_rows: ClassVar[bool] = False
+    whole_step: ClassVar[bool] = False
+
+    name: Literal["kpop"] = "kpop"
+    upper: Above0
+
+    def kept(self, tokens: Tokens, _m2_bound: float) -> Tensor:
+        """Keeps tokens whose `larger_bernoulli_kl` is at most `upper` nats (`mask.kpop_binary_kl`)."""
+        kept_T: Tensor = larger_bernoulli_kl(tokens.lp_prox_T, tokens.lp_roll_T) <= self.upper
+        return kept_T
+
+
+def larger_bernoulli_kl(lp_prox_T: Tensor, lp_roll_T: Tensor) -> Tensor:
+    """[T] in nats: the larger one of KL(prox ‖ roll) and KL(roll ‖ prox)."""
+    return torch.maximum(bernoulli_kl(lp_prox_T, lp_roll_T), bernoulli_kl(lp_roll_T, lp_prox_T))
+
+
+class Opsm(Frozen):
+    """Leaves out tokens with a negative advantage in rows whose mean log-probability has fallen by more than
+    `delta` nats a token."""
+
+    of_rows: ClassVar[bool] = True
+    whole_step: ClassVar[bool] = False
+
+    name: Literal["opsm"] = "opsm"
+    delta: Above0
+    anchor: Anchor = "prox"
+
+    def kept(self, tokens: Tokens, _m2_bound: float) -> Tensor:
+        """Keeps all tokens except those with A < 0 in rows whose mean of lp_old - lp_new exceeds `delta` nats
+        (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, slime; `loss.ppo_opsm`)."""
+        rows = RowIndex.of(tokens.rows_T)
+        fallen_T = tokens.anchor(self.anchor) - tokens.lp_new_T.detach()
+        far_T = rows.at_tokens(rows.mean(fallen_T) > self.delta)
+        return ~(far_T & (tokens.advantages_T < 0))
+
+
+Mask = Annotated[
+    Geometric | Product | Outlier | Rejection | M2po | Kpop | Opsm,
+    Field(discriminator="name"),
+    BeforeValidator(by_name),
+]
+
+
+def kept_rows(tokens: Tokens, masks: tuple[Mask, ...]) -> Tensor:
+    """[T] bool: the tokens that all masks of rows keep."""
+    return _kept(tokens, [mask for mask in masks if mask.of_rows], torch.inf)
+
+
+def kept_tokens(tokens: Tokens, masks: tuple[Mask, ...], m2_bound: float) -> Tensor:
+    """[T] bool: the tokens that all masks of tokens keep. `m2_bound` is the step's bound for M2PO."""
+    return _kept(tokens, [mask for mask in masks if not mask.of_rows], m2_bound)
+
+
+def _kept(tokens: Tokens, masks: list[Mask], m2_bound: float) -> Tensor:
+    kept_T = torch.ones_like(tokens.rows_T, dtype=torch.bool)
+    for mask in masks:
+        kept_T = kept_T & mask.kept(tokens, m2_bound)
+    return kept_T

@@ -10,9 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer_service.algorithms.fields import Above0, AtLeast0
 from trainer_service.algorithms.kl import KLS
-from trainer_service.algorithms.losses import (
+from trainer_service.algorithms.setting_choices import Above0, AtLeast0
+from trainer_service.algorithms.tokens import MAX_LOGPROB, Anchor, Tokens, ratio, widened
+from trainer_service.algorithms.turn_losses import (
     KAPPA,
     ClippedRatio,
     PolicyLossFormula,
@@ -21,7 +22,6 @@ from trainer_service.algorithms.losses import (
     TokenLosses,
     TrustRegion,
 )
-from trainer_service.algorithms.tokens import MAX_LOGPROB, Anchor, Tokens, ratio, widened
 
 TopK = Annotated[int, Field(ge=1, le=128)]
 """How many tokens a teacher tells at each place. More would take much memory and time to read."""

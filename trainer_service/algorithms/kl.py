@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainer_service.algorithms.fields import Above0, AtLeast0, Frozen
+from trainer_service.algorithms.setting_choices import Above0, AtLeast0, Frozen
 from trainer_service.algorithms.tokens import Tokens, bounded, ratio
 
 LOW_VAR_BOUND = 10.0

@@ -19,11 +19,21 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from trainer_service.algorithms.aggregation import Aggregation, StepCounts, row_weights
-from trainer_service.algorithms.corrections import Correction, TisToken, TokenWeights
-from trainer_service.algorithms.fields import AtLeast0, Frozen, by_name
+from trainer_service.algorithms.corrections import (
+    Correction,
+    M2po,
+    Mask,
+    Outlier,
+    TisToken,
+    TokenWeights,
+    kept_rows,
+    kept_tokens,
+)
 from trainer_service.algorithms.imitation import CrossEntropy, ForwardKl, Kdrl, RefKl, ReverseKl
 from trainer_service.algorithms.kl import Kl
-from trainer_service.algorithms.losses import (
+from trainer_service.algorithms.setting_choices import AtLeast0, Frozen, by_name
+from trainer_service.algorithms.tokens import Tokens
+from trainer_service.algorithms.turn_losses import (
     Cispo,
     CovarianceCut,
     Dppo,
@@ -39,8 +49,6 @@ from trainer_service.algorithms.losses import (
     Sapo,
     StepStatistics,
 )
-from trainer_service.algorithms.masks import M2po, Mask, Outlier, kept_rows, kept_tokens
-from trainer_service.algorithms.tokens import Tokens
 
 Loss = Annotated[
     Ppo

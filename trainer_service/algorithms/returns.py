@@ -1,4 +1,5 @@
-"""The estimators with one advantage per token, from the rewards of this and later tokens of its row.
+"""The estimators with one advantage per token, from the rewards of this and later tokens of its row; and
+the loss of the critic, which learns to predict the returns.
 
     reward ─ at_ends ─▶ rewards_T ─ kl_in_reward? ─▶ ReinforcePp | Gae ─ estimate ─▶ Returns ─ whitened? ─▶ …
 
@@ -6,7 +7,8 @@ T counts the trained tokens of the whole step, row after row, in the order in wh
 of tools and users are left out, so discounts do not count them. All arithmetic is float64. Sums stay inside a
 row, so the result does not depend on how rows are packed.
 
-Names such as `reward.kl_in_reward_k1` are cases of `algorithms_golden.json` in the tests.
+Names such as `reward.kl_in_reward_k1` and `critic.value_clip` are cases of
+`algorithms_golden.json` in the tests.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer_service.algorithms.fields import Frozen
+from trainer_service.algorithms.setting_choices import Frozen
+from trainer_service.algorithms.tokens import widened
 
 WHITEN_EPS = 1e-8
 """Added to a variance before its square root is taken."""
@@ -182,3 +185,46 @@ def _given(needed: Tensor | None, what: str, name: str) -> Tensor:
     if needed is None:
         raise ValueError(f"{name} needs the {what}")
     return needed
+
+
+VALUE_CLIP = 0.2
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """The critic's loss of a micro-batch, and the loss of each of its T tokens."""
+
+    loss: Tensor
+    """The scalar to differentiate: this micro-batch's share of the step's loss."""
+    per_token_T: Tensor
+    clipped_T: Tensor
+    """bool: True where the clipped term is the larger one. Such a token has no gradient."""
+
+
+def value_loss(
+    values_T: Tensor,
+    old_values_T: Tensor,
+    returns_T: Tensor,
+    *,
+    tokens_in_step: int,
+    clip: float | None = VALUE_CLIP,
+) -> ValueLoss:
+    """The sum of ½ · max((V - R)², (V_clipped - R)²) over the micro-batch's tokens, divided by the number of
+    tokens in the whole step. V_clipped is V, clipped to V_old ± clip (PPO2 in OpenAI baselines, verl;
+    `critic.value_clip`).
+
+    The unit is the squared reward. `old_values_T` are the critic's values before the step, and `returns_T`
+    are `Returns.returns_T`; neither gets a gradient. Without a clip, V_clipped is V."""
+    values_T, old_values_T, returns_T = (widened(each) for each in (values_T, old_values_T, returns_T))
+    old_values_T, returns_T = old_values_T.detach(), returns_T.detach()
+    plain_T = (values_T - returns_T) ** 2
+    if clip is None:
+        bounded_T = plain_T
+    else:
+        bounded_T = (values_T.clamp(old_values_T - clip, old_values_T + clip) - returns_T) ** 2
+    per_token_T = 0.5 * torch.maximum(plain_T, bounded_T)
+    return ValueLoss(
+        loss=per_token_T.sum() / tokens_in_step,
+        per_token_T=per_token_T.detach(),
+        clipped_T=(bounded_T > plain_T).detach(),
+    )

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainer_service.algorithms.fields import Frozen
+from trainer_service.algorithms.setting_choices import Frozen
 
 ZERO_VARIANCE = 1e-6
 """A group whose rewards differ by at most this has no learning signal."""

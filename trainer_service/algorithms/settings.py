@@ -13,10 +13,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trainer_service.algorithms.advantages import Advantage, Drgrpo, contradiction
-from trainer_service.algorithms.losses import KlCov
 from trainer_service.algorithms.policy_loss import LossSettings
 from trainer_service.algorithms.returns import TokenAdvantage
 from trainer_service.algorithms.rollouts import ZERO_VARIANCE, ShapingSettings
+from trainer_service.algorithms.turn_losses import KlCov
 
 
 class CurriculumSettings(BaseModel):
@@ -41,8 +41,10 @@ def learnability(pass_rate: float) -> float:
     return 4 * pass_rate * (1 - pass_rate)
 
 
-PRESETS = Path(__file__).with_name("presets")
-"""One YAML file for each preset."""
+PRESETS: Mapping[str, dict[str, object]] = yaml.safe_load(
+    Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
+)
+"""The fields that each preset sets."""
 CPU_TOKENS = 1024
 """The tokens of a micro-batch on CPU, which does not get faster with more."""
 
@@ -285,9 +287,7 @@ def _merged(defaults: dict[str, object], given: dict[str, object]) -> dict[str, 
 
 
 def preset(name: str) -> dict[str, object]:
-    """The fields that a preset sets, as its YAML has them. Raises ValueError for an unknown preset."""
-    known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    if name not in known:
-        raise ValueError(f"unknown preset {name!r}; known are {', '.join(known)}")
-    fields: dict[str, object] = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
-    return fields
+    """The fields that a preset sets, as presets.yaml has them. Raises ValueError for an unknown preset."""
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; known are {', '.join(sorted(PRESETS))}")
+    return PRESETS[name]

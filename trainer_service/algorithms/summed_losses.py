@@ -3,7 +3,7 @@
 name, settings ─ chosen_loss ─▶ SummedLoss ─ losses(lp, inputs, rows) ─▶ one loss per target
 
 lp is log p of each target under the trained weights; q is `logprobs`, as sampled; r = exp(lp - q), which is
-not bounded here. The formulas are those of `losses.py`.
+not bounded here. The formulas are those of `turn_losses.py`.
 
 TurnLoss has the losses of the training by turns that a user's own loop may ask for by the same names. They
 are those whose plain sum over targets has a meaning, and which leave a target with advantage 0 alone: loops
@@ -19,7 +19,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from trainer_service.algorithms.losses import (
+from trainer_service.algorithms.tokens import RowIndex, Tokens
+from trainer_service.algorithms.turn_losses import (
     Dppo,
     Glm5,
     PolicyLossFormula,
@@ -30,7 +31,6 @@ from trainer_service.algorithms.losses import (
     optimistic,
     weighted_logprob,
 )
-from trainer_service.algorithms.tokens import RowIndex, Tokens
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, Any]

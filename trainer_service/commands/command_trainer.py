@@ -31,21 +31,20 @@ from rollout_queue.trainer_commands import (
     Save,
 )
 from trainer_service.commands.executor import CommandExecutor, StepMade
-from trainer_service.commands.live_model import place_in
-from trainer_service.commands.ranks import ModelRanks
+from trainer_service.commands.model_ranks import ModelRanks
 from trainer_service.commands.sampler_weights import DroppedWeights, SamplerWeights
-from trainer_service.commands.saved_models import Exports, ModelStates, SavedModels
+from trainer_service.commands.saved_models import Exports, ModelStates, SavedModels, place_in
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.loop import TrainingLoop
-from trainer_service.metrics import Stopwatch, TrainerMetrics
 from trainer_service.model.checkpoint_layout import BaseModel
 from trainer_service.settings import TrainerSettings
 from trainer_service.shared_state import NotRestorable, SharedState
 from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.checkpoint_cycle import CheckpointCycle, Contents
-from trainer_service.storage.disk import DiskRetry
+from trainer_service.storage.durable_files import DiskRetry
 from trainer_service.storage.run_state import LedgerStep, RunState
+from trainer_service.trainer_metrics import Stopwatch, TrainerMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from rollout_queue.trainer_commands import (
     WeightsLoaded,
 )
 from trainer_service.algorithms.summed_losses import LossRefused
-from trainer_service.commands.live_model import LiveModel, ModelProgress, ModelRecord
+from trainer_service.commands.model_ranks import ModelRanks
 from trainer_service.commands.passes import (
     CommandRefused,
     DatumLimits,
@@ -42,13 +42,12 @@ from trainer_service.commands.passes import (
     check_rates,
     checked_pass,
 )
-from trainer_service.commands.ranks import ModelRanks
 from trainer_service.commands.sampler_weights import NotPublished, SamplerWeights
-from trainer_service.commands.saved_models import Exports, SavedModels
+from trainer_service.commands.saved_models import Exports, LiveModel, ModelProgress, ModelRecord, SavedModels
 from trainer_service.model.checkpoint_layout import BaseModel, LayoutRefused, NotConverted
 from trainer_service.model.trained_models import ModelRefused
 from trainer_service.settings import TrainerSettings
-from trainer_service.storage.disk import DiskRetry
+from trainer_service.storage.durable_files import DiskRetry
 
 logger = logging.getLogger(__name__)
 

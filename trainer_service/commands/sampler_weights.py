@@ -16,13 +16,12 @@ from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.object_store import StoreUnavailable
 from rollout_queue.trainer_commands import WHOLE_MODEL, CommandReader, Dropped, Published
-from trainer_service.commands.live_model import place_in, safe_name
-from trainer_service.commands.ranks import ModelRanks
-from trainer_service.commands.saved_models import Exports, SavedModels
+from trainer_service.commands.model_ranks import ModelRanks
+from trainer_service.commands.saved_models import Exports, SavedModels, place_in, safe_name
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.publishing.gateway_client import GatewayUnavailable
 from trainer_service.publishing.places import PolicyPlace
-from trainer_service.storage.disk import DiskRetry
+from trainer_service.storage.durable_files import DiskRetry
 from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
 
 logger = logging.getLogger(__name__)

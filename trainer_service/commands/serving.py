@@ -8,10 +8,9 @@ from rollout_queue.contract.published_policy import ObjectPrefix
 from rollout_queue.contract.stream import StreamReader
 from rollout_queue.trainer_commands import CommandReader, Published
 from trainer_service.commands.command_trainer import CommandTrainer, UntrainedTurns
-from trainer_service.commands.ranks import ModelRanks
+from trainer_service.commands.model_ranks import ModelRanks
 from trainer_service.commands.sampler_weights import NotPublished, SamplerWeights, WrittenAdapter
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.trained_models import Models
 from trainer_service.publishing.gateway_client import (
     GatewayClient,
@@ -24,9 +23,10 @@ from trainer_service.publishing.publisher import Publisher, VersionNumbers
 from trainer_service.settings import TrainerSettings
 from trainer_service.shared_state import SharedState
 from trainer_service.storage.checkpoint import Checkpoints
-from trainer_service.storage.disk import DiskRetry
+from trainer_service.storage.durable_files import DiskRetry
 from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
 from trainer_service.storage.run_state import VersionFile
+from trainer_service.trainer_metrics import TrainerMetrics
 
 Answer = TypeVar("Answer")
 

@@ -11,7 +11,7 @@ from rollout_queue.contract.outcomes import LARGEST_REWARD, OPENED_UNTRAINED
 from rollout_queue.contract.records import Deletion, LateJoin, Outcome, Reward, Turn, Verdict
 from rollout_queue.contract.stream import Entry
 from trainer_service.groups.evaluation import Evaluation, evaluation_of
-from trainer_service.rows.images import ImageRule
+from trainer_service.rows.row_images import ImageRule
 from trainer_service.rows.rows import contradiction, exclusions, planned_rows
 
 

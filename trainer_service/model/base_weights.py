@@ -29,7 +29,7 @@ from rollout_queue.model_checks import (
 from rollout_queue.model_files import BrokenWeights, Located, ModelFiles, named, small_files
 from rollout_queue.protocol.message import ModelCheck
 from trainer_service.model.checkpoint_layout import BaseModel
-from trainer_service.model.export import ExportTensor, export_tensors, tied_names
+from trainer_service.model.exported_tensors import ExportTensor, export_tensors, tied_names
 from trainer_service.model.huggingface import (
     REFUSALS,
     SAFETENSORS_DTYPES,

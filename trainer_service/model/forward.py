@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model.images import ImageInputs
-from trainer_service.model.logprob_head import requesting_logprobs
+from trainer_service.model.logprob_head import entropies, requesting_logprobs, selected_logprobs
 from trainer_service.model.packed_attention import AttentionArguments, Packing, attention_arguments
 from trainer_service.model.parallel import SequenceRanks, Slice
 from trainer_service.model.routers import Routers

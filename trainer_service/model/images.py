@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from trainer_service.model.settings import ModelSettings
-from trainer_service.rows.images import ImageRule, RowImage, within
+from trainer_service.rows.row_images import ImageRule, RowImage, within
 from trainer_service.rows.rows import MicroBatch
 
 READ = frozenset({"qwen3_vl", "qwen3_vl_moe"})

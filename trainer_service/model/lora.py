@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from rollout_queue.contract.published_policy import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FileSpec
-from trainer_service.model.export import ExportTensor
+from trainer_service.model.exported_tensors import ExportTensor
+from trainer_service.model.host_copies import HostTensor, SnapshotMemory, write_file
 from trainer_service.model.logprob_head import LogprobHead
 from trainer_service.model.settings import LoraSettings
-from trainer_service.model.snapshot import HostTensor, SnapshotMemory, write_file
 
 ADAPTER = "default"
 """The name that PEFT gives to a single set of adapters."""

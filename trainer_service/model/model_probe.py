@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.logits import selected_logprobs
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import first_words
+from trainer_service.model.logprob_head import selected_logprobs
 from trainer_service.model.packed_attention import Packing
 from trainer_service.rows.packing import FEWEST_SHARED
 from trainer_service.rows.rows import Ints, MicroBatch, Row, micro_batches

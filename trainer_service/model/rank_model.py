@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer_service.model.base_weights import BaseWeights
-from trainer_service.model.file_copies import CopiedFiles, FileCopies
+from trainer_service.model.host_copies import CopiedFiles, FileCopies
 from trainer_service.model.optimizer import make_optimizer, schedule_of
 from trainer_service.model.packed_attention import Packing
 from trainer_service.model.parallel import Parallel, seed_everything

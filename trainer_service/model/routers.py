@@ -1,4 +1,5 @@
-"""The routers of a mixture of experts: replays the experts that an engine chose, and measures the routing.
+"""The routers of a mixture of experts: replays the experts that an engine chose, and computes the metrics of
+the load of experts from sums over the tokens of a step.
 
     MicroBatch ─ experts that the engine chose ─┐
     hidden states ─ router's logits ────────────┴─▶ chosen experts, weights from the router's own logits
@@ -17,11 +18,41 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trainer_service.algorithms.routing import LOAD, PROBABILITY
 from trainer_service.algorithms.sums import Sums
 from trainer_service.model.settings import ModelSettings
 from trainer_service.model.zero import gathered
 from trainer_service.rows.rows import MicroBatch
+
+LOAD, PROBABILITY = "router/load/", "router/probability/"
+"""How the vectors [E] of a layer are named: how often each of its experts was chosen, and the sum of each
+expert's probability over the tokens."""
+
+
+def router_metrics(step: Sums) -> dict[str, float]:
+    """The load of the experts of a mixture, by the metrics' names; empty for other models.
+
+    `router/aux_loss` is the auxiliary loss of Switch Transformers (2101.03961) as transformers computes it:
+    E times the scalar product of two vectors over the experts, the mean number of times that a token chose
+    an expert, and the mean probability. Both means are over the tokens of all layers. It is K, the number of
+    experts of a token, if either vector is uniform."""
+    loads = [vector for name, vector in step.vectors.items() if name.startswith(LOAD)]
+    if not loads:
+        return {}
+    probability_E = torch.stack([step.vectors[name] for name in step.vectors if name.startswith(PROBABILITY)])
+    return {
+        "router/load_max": max(float(each.max() / each.mean()) for each in loads),
+        "router/load_zero": sum(float((each == 0).double().mean()) for each in loads) / len(loads),
+        "router/aux_loss": float(len(loads[0]) * (mean_load(step) @ probability_E.sum(0))),
+    }
+
+
+def mean_load(step: Sums) -> Tensor:
+    """[E] float64: how often each expert was chosen, divided by the square of the number of tokens, each of
+    which counts once a layer. The auxiliary loss is E times the scalar product of this vector and the sum of
+    the experts' probabilities."""
+    loads = torch.stack([vector for name, vector in step.vectors.items() if name.startswith(LOAD)])
+    return loads.sum(0) / step.counts["router/entropy"] ** 2
+
 
 ROUTER = re.compile(r"Top[kK]Router$")
 """How transformers names the classes of routers that take the experts with the highest scores."""

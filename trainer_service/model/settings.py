@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_queue.settings import FOR_TESTS, TUNED
-from trainer_service.algorithms.critic import VALUE_CLIP
+from trainer_service.algorithms.returns import VALUE_CLIP
 
 LORA_LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-4, 1e-5
 """An adapter needs a rate some hundred times that of all weights for the same change of the policy."""

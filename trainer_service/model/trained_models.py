@@ -15,13 +15,13 @@ import torch
 from rollout_queue.trainer_commands import LoraSpec, OptimStep
 from trainer_service.model.checkpoint_layout import Layout, LoraLayout
 from trainer_service.model.forward import TokenScores, scores
+from trainer_service.model.host_copies import SnapshotMemory, WeightSnapshot
 from trainer_service.model.huggingface import enable_activation_checkpointing, load_base
 from trainer_service.model.logprob_head import LogprobHead
 from trainer_service.model.lora import Adapters, AdapterSnapshot
 from trainer_service.model.optimizer import set_rates
 from trainer_service.model.rank_model import RankBase, TrainedEngine
 from trainer_service.model.settings import LoraSettings, ModelSettings
-from trainer_service.model.snapshot import SnapshotMemory, WeightSnapshot
 from trainer_service.model.zero import uses_cuda
 from trainer_service.rows.rows import MicroBatch
 

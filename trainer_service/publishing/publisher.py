@@ -28,8 +28,7 @@ from rollout_queue.protocol.gateway_messages import PushResult
 from rollout_queue.tracing import in_span
 from trainer_service.groups.reward_guard import Alarm
 from trainer_service.heartbeat import Heartbeat, Stopped
-from trainer_service.metrics import TrainerMetrics
-from trainer_service.model.snapshot import HostTensor
+from trainer_service.model.host_copies import HostTensor
 from trainer_service.publishing.gateway_client import (
     GatewayClient,
     GatewayUnavailable,
@@ -38,9 +37,10 @@ from trainer_service.publishing.gateway_client import (
 )
 from trainer_service.publishing.places import PolicyPlace
 from trainer_service.publishing.tensor_sender import TensorSender
-from trainer_service.storage.disk import DiskRetry, DiskTrouble
+from trainer_service.storage.durable_files import DiskRetry, DiskTrouble
 from trainer_service.storage.policy_store import PolicyStore, WeightsWriter, manifest_sha256
 from trainer_service.storage.run_state import VersionFile
+from trainer_service.trainer_metrics import TrainerMetrics
 
 logger = logging.getLogger(__name__)
 

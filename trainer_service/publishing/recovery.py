@@ -20,12 +20,12 @@ from rollout_queue import clock
 from trainer_service.groups.group_rewards import GroupRewards, VersionScore, VersionScores
 from trainer_service.groups.guards import Guards, Recovery, RecoveryState
 from trainer_service.groups.reward_guard import Alarm
-from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.settings import TrainerSettings
 from trainer_service.shared_state import NotRestorable, SharedState
-from trainer_service.storage.disk import DiskRetry
+from trainer_service.storage.durable_files import DiskRetry
 from trainer_service.storage.run_state import HoldFile, HoldNote, RunState
+from trainer_service.trainer_metrics import TrainerMetrics
 
 logger = logging.getLogger(__name__)
 

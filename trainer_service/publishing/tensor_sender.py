@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rollout_queue import clock
 from rollout_queue.protocol.rollout_server_messages import FINGERPRINT_VALUES, JoinBody, Joining, SentTensor
-from trainer_service.model.snapshot import HostTensor
+from trainer_service.model.host_copies import HostTensor
 from trainer_service.publishing.process_group import Broadcaster, joined_group, listening_store
 from trainer_service.settings import CollectiveSettings
 

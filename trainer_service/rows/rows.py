@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from rollout_queue.contract.outcomes import exclusion, orphans_of
 from rollout_queue.contract.records import Turn, Verdict, temperature_of_logprobs
-from trainer_service.rows.images import ImageRule, RowImage, in_pack, row_images, within
 from trainer_service.rows.packing import Pack, layout_of, packs_of
+from trainer_service.rows.row_images import ImageRule, RowImage, in_pack, row_images, within
 
 
 @dataclass(frozen=True)

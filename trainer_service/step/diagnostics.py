@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.critic import ValueLoss
 from trainer_service.algorithms.policy_loss import PolicyLoss
-from trainer_service.algorithms.routing import router_metrics
+from trainer_service.algorithms.returns import ValueLoss
 from trainer_service.algorithms.sums import Sums
 from trainer_service.algorithms.tokens import RowIndex, Tokens, bounded
+from trainer_service.model.routers import router_metrics
 
 
 class Staleness(NamedTuple):

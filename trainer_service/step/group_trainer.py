@@ -25,14 +25,13 @@ from trainer_service.groups.screening import (
     without_sessions,
 )
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.rows.images import ShownRows
 from trainer_service.rows.packing import packs_of
+from trainer_service.rows.row_images import ShownRows
 from trainer_service.rows.rows import Row
 from trainer_service.settings import RecordedTokens
-from trainer_service.step.memory_limit import OutOfMemory, first_too_long
 from trainer_service.step.quarantine import non_finite_groups
 from trainer_service.step.ranks import DistributedPolicy
-from trainer_service.step.step_attempts import StepAttempts
+from trainer_service.step.step_attempts import OutOfMemory, StepAttempts, first_too_long
 from trainer_service.step.step_parts import StepRequest
 from trainer_service.step.teacher import TeacherClient, TeacherUnavailable
 from trainer_service.storage.run_state import RunState

@@ -15,9 +15,9 @@ from typing import Protocol
 from torch import Tensor
 
 from trainer_service.algorithms.aggregation import divisor
-from trainer_service.algorithms.critic import value_loss
 from trainer_service.algorithms.imitation import top_k_kl
 from trainer_service.algorithms.policy_loss import policy_loss
+from trainer_service.algorithms.returns import value_loss
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums
 from trainer_service.algorithms.tokens import Tokens, loglinear
@@ -30,8 +30,8 @@ from trainer_service.step.diagnostics import (
     diagnostics,
     token_sums,
 )
-from trainer_service.step.memory_limit import OutOfMemory, is_out_of_memory
 from trainer_service.step.pre_pass import PrePass, PrePassCritic
+from trainer_service.step.step_attempts import OutOfMemory, is_out_of_memory
 from trainer_service.step.step_parts import (
     LearnedTokens,
     SharingPolicy,

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_service.algorithms.losses import StepStatistics
 from trainer_service.algorithms.policy_loss import step_statistics
 from trainer_service.algorithms.returns import (
     TokenAdvantage,
@@ -23,11 +22,11 @@ from trainer_service.algorithms.returns import (
     kl_in_reward,
     turn_discount,
 )
-from trainer_service.algorithms.routing import mean_load
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums
 from trainer_service.algorithms.tokens import Tokens
-from trainer_service.model.routers import Routers
+from trainer_service.algorithms.turn_losses import StepStatistics
+from trainer_service.model.routers import Routers, mean_load
 from trainer_service.rows.rows import Ints, MicroBatch
 
 Value = TypeVar("Value")

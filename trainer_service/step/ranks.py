@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
 from trainer_service.model.checkpoint_layout import Layout, converted
-from trainer_service.model.file_copies import StateCopy
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
+from trainer_service.model.host_copies import StateCopy, WeightSnapshot
 from trainer_service.model.lora import AdapterSnapshot
-from trainer_service.model.policy import DeepSpeedPolicy
-from trainer_service.model.snapshot import WeightSnapshot
 from trainer_service.step.optimizer_step import OptimizerSteps
 from trainer_service.step.quarantine import has_finite_gradient
-from trainer_service.step.rank_communication import CommandChannel, RankThreads, RankWatch
-from trainer_service.step.rank_writers import (
+from trainer_service.step.rank_communication import (
+    CommandChannel,
     CopyWriter,
+    RankThreads,
+    RankWatch,
     ShareWriter,
     ShareWriters,
     SpreadCopy,

@@ -1,4 +1,4 @@
-"""Finds groups that end the trainer's process, for instance because a row does not fit into the memory.
+"""Finds groups that end the trainer's process, and rows that are too long for the memory.
 
 Groups are noted before they are computed. A process that finds the note of an earlier one knows that the
 earlier one ended meanwhile, and how many times that has happened with each group.
@@ -9,12 +9,18 @@ twice, alone    the group is not trained
 
 If a rank says at its end that an allocation failed, micro-batches are halved after the first end. A single
 rank need not end: it tries what fits.
+
+a pass ─ OutOfMemory ─┬─ it had several rows ─▶ smaller micro-batches
+                      └─ it had one row ─ first_too_long ─▶ a bound of the length of rows
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
 
 from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.contract.records import Verdict
@@ -24,6 +30,46 @@ from trainer_service.heartbeat import Stopped
 from trainer_service.storage.run_state import AttemptFile, AttemptNote, OutOfMemoryMark
 
 logger = logging.getLogger(__name__)
+
+
+class Sized(Protocol):
+    """Something with a length in tokens."""
+
+    def __len__(self) -> int: ...
+
+
+Measured = TypeVar("Measured", bound=Sized)
+FAILED_ALLOCATIONS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""What torch's messages contain if an allocation has failed on CPU, in the CUDA runtime or in cuBLAS."""
+
+
+class OutOfMemory(Exception):
+    """A pass did not fit into the memory. The weights are unchanged, and no gradient is accumulated."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation has failed. Only torch's own allocator for CUDA has an exception for that."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in FAILED_ALLOCATIONS)
+
+
+def first_too_long(rows: Sequence[Measured], fits: Callable[[Measured], bool]) -> Measured | None:
+    """The shortest of these rows that does not fit, by bisection. None if the longest one fits."""
+    rows = sorted(rows, key=len)
+    if fits(rows[-1]):
+        return None
+    low, high = 0, len(rows) - 1  # those before `low` fit; the one at `high` does not
+    while low < high:
+        middle = (low + high) // 2
+        if fits(rows[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return rows[high]
+
 
 MOST_ENDS = 2
 """How many times a group may be there when the process ends, together with others and then alone."""

@@ -23,8 +23,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from trainer_service.model.checkpoint_layout import Layout, LayoutRefused, remove_converted
-from trainer_service.storage.disk import written
-from trainer_service.storage.durable_files import sync_directory, sync_tree, write_atomically
+from trainer_service.storage.durable_files import sync_directory, sync_tree, write_atomically, written
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from rollout_queue import clock
 from trainer_service.groups.evaluation import EvaluationState
 from trainer_service.heartbeat import REPORT_EVERY_S, Heartbeat
-from trainer_service.metrics import Stopwatch
 from trainer_service.settings import TrainerSettings
 from trainer_service.storage.checkpoint import Checkpoints, ShardedWeights, Wanted
-from trainer_service.storage.disk import DiskRetry
+from trainer_service.storage.durable_files import DiskRetry
 from trainer_service.storage.run_state import LedgerStep, RunState
+from trainer_service.trainer_metrics import Stopwatch
 
 CHEAP = 0.05
 """The share of the time since the last checkpoint that one may take before `checkpoint_every_minutes` have

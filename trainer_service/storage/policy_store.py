@@ -35,8 +35,7 @@ from rollout_queue.contract.published_policy import (
 )
 from rollout_queue.model_files import ITEM_BYTES
 from trainer_service.model.huggingface import copy_small_files
-from trainer_service.storage.disk import written
-from trainer_service.storage.durable_files import sync_directory, sync_tree
+from trainer_service.storage.durable_files import sync_directory, sync_tree, written
 
 LEVEL = 1
 """zstandard's level: changes are mostly zeros, and higher levels gain little."""

@@ -23,8 +23,7 @@ from trainer_service.groups.reward_guard import Alarm
 from trainer_service.groups.task_rates import TaskRate
 from trainer_service.model.checkpoint_layout import Layout
 from trainer_service.rows.rows import Row
-from trainer_service.storage.disk import written
-from trainer_service.storage.durable_files import sync_directory, write_atomically
+from trainer_service.storage.durable_files import sync_directory, write_atomically, written
 
 
 class LedgerStep(msgspec.Struct, frozen=True):

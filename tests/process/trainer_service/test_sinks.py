@@ -17,9 +17,9 @@ from tests.support.serving import free_port
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.metric_files import curve, lines
 from trainer_service import sinks
-from trainer_service.metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings, WandbSettings
 from trainer_service.sinks import TensorBoard, WeightsAndBiases, chosen_sinks
+from trainer_service.trainer_metrics import TrainerMetrics
 
 Values = Mapping[str, float]
 

@@ -20,12 +20,12 @@ from tests.support.serving import serving
 from tests.support.trainer_service.publications import InlineExecutor, OneTensor
 from tests.support.waiting import wait_until
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import DiskPlace
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.trainer_metrics import TrainerMetrics
 
 
 @pytest.fixture(scope="module")

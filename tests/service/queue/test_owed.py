@@ -17,9 +17,9 @@ from tests.support.queue.ends import NOTHING
 from tests.support.redis_clients import redis_at
 from trainer_service.groups.acknowledgement import AcknowledgedTurn, Acknowledgement
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.intake.acknowledger import Acknowledger
-from trainer_service.metrics import TrainerMetrics
+from trainer_service.intake import Acknowledger
 from trainer_service.shared_state import SharedState
+from trainer_service.trainer_metrics import TrainerMetrics
 
 TURNS = 3000
 MOST_ARGUMENTS = 6 * 250 + 350

@@ -53,10 +53,9 @@ from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
 from tests.support.queue.records import turn as made_turn
 from tests.support.redis_clients import redis_at
 from tests.support.redis_faults import break_script
+from trainer_service import intake
 from trainer_service.groups.acknowledgement import Acknowledgement
-from trainer_service.intake import intake
-from trainer_service.intake.acknowledger import Acknowledger
-from trainer_service.intake.intake import Intake
+from trainer_service.intake import Acknowledger, Intake
 from trainer_service.storage import checkpoint, durable_files, run_state
 from trainer_service.storage.run_state import LedgerStep, RunState
 

@@ -27,9 +27,14 @@ from tests.support.trainer_service.head_gradients import gradients
 from tests.support.trainer_service.model_families import Family, made
 from tests.support.trainer_service.peft_models import peft_model
 from tests.support.trainer_service.same_training import Weights, assert_moved_alike
-from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model import logprob_head
-from trainer_service.model.logprob_head import LogitTransform, LowRank, sampled_logprobs
+from trainer_service.model.logprob_head import (
+    LogitTransform,
+    LowRank,
+    entropies,
+    sampled_logprobs,
+    selected_logprobs,
+)
 from trainer_service.storage.durable_files import write_file_list
 
 pytestmark = pytest.mark.numeric

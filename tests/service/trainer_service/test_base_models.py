@@ -373,7 +373,7 @@ def test_a_model_that_could_not_be_pushed_is_refused_in_one_sentence_before_it_i
 ) -> None:
     changes, why, both = FAULTS[fault]
     model = made(model_path, tmp_path, *changes)
-    monkeypatch.setattr("trainer_service.model.policy.load_base", None)
+    monkeypatch.setattr("trainer_service.model.deepspeed_policy.load_base", None)
     with pytest.raises(SystemExit) as ended:
         make_harness(model_path=model)
     assert str(ended.value).startswith(f"trainer.model_path: {model} cannot be trained: ")

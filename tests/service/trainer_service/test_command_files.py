@@ -38,7 +38,7 @@ from tests.support.trainer_service.command_harness import (
 from tests.support.trainer_service.command_log import Killed, MemoryCommandLog
 from tests.support.trainer_service.harness import MakeHarness
 from tests.support.trainer_service.peft_models import peft_model
-from trainer_service.commands.live_model import RECORD
+from trainer_service.commands.saved_models import RECORD
 from trainer_service.model.checkpoint_layout import LayoutRefused
 from trainer_service.storage.checkpoint import INITIAL, STATE
 

@@ -40,18 +40,18 @@ from tests.support.trainer_service.command_log import Killed, MemoryCommandLog
 from tests.support.trainer_service.harness import FakeGateway
 from tests.support.trainer_service.publications import InlineExecutor
 from trainer_service.commands.command_trainer import MOST_ENDS
-from trainer_service.commands.live_model import SAFE_NAME, safe_name
 from trainer_service.commands.sampler_weights import NotPublished, WrittenAdapter
+from trainer_service.commands.saved_models import SAFE_NAME, safe_name
 from trainer_service.commands.serving import GatewayPublications
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.metrics import TrainerMetrics
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import DiskPlace
 from trainer_service.publishing.publisher import Publisher, VersionNumbers
 from trainer_service.shared_state import SharedState
-from trainer_service.storage.disk import DiskRetry
+from trainer_service.storage.durable_files import DiskRetry
 from trainer_service.storage.policy_store import PolicyStore, manifest_sha256
 from trainer_service.storage.run_state import VersionFile
+from trainer_service.trainer_metrics import TrainerMetrics
 
 
 def failed(result: Result, category: str = "user") -> str:

@@ -20,13 +20,11 @@ from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from trainer_service.model.checkpoint_layout import Layout
-from trainer_service.model.file_copies import StateCopy
+from trainer_service.model.host_copies import StateCopy, WeightSnapshot
 from trainer_service.model.huggingface import WEIGHTS
-from trainer_service.model.snapshot import WeightSnapshot
 from trainer_service.shared_state import Phase
 from trainer_service.storage.checkpoint import INITIAL, CheckpointBroken, Checkpoints
-from trainer_service.storage.disk import DiskTrouble
-from trainer_service.storage.durable_files import write_atomically
+from trainer_service.storage.durable_files import DiskTrouble, write_atomically
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 Write = Callable[..., Any]

@@ -118,7 +118,7 @@ def test_a_straggler_is_late_over_a_restart_too(make_harness: MakeHarness, befor
 def test_a_deadline_does_not_apply_before_the_whole_stream_is_read(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.intake.entry_reader.READ_COUNT", 3)
+    monkeypatch.setattr("trainer_service.entry_reader.READ_COUNT", 3)
     harness = with_deadline(make_harness)
     harness.agents.group("g", [1.0, 0.0, 1.0])
     assert not harness.trainer.run_once()

@@ -338,7 +338,7 @@ def test_the_rewards_of_a_group_without_its_stragglers_are_checked_once_despite_
     for number, reward in enumerate((1.0, 0.5)):
         harness.agents.episode(f"a-{number}", reward, group_id="a", size=4)
     for number, count in enumerate((1000, 1, 1000, 1, 1000)):
-        monkeypatch.setattr("trainer_service.intake.entry_reader.READ_COUNT", count)
+        monkeypatch.setattr("trainer_service.entry_reader.READ_COUNT", count)
         harness.agents.open(f"other-{number}")
         harness.agents.call(turn(f"other-{number}", f"other-{number}-t"))
         harness.trainer.run_once()

@@ -27,13 +27,13 @@ from tests.support.long_cases import cases, in_turn
 from tests.support.trainer_service.harness import Agents, Harness, MakeHarness, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
 from trainer_service.algorithms.settings import AlgorithmSettings
+from trainer_service.entry_reader import BLOCK_S
 from trainer_service.groups.assemble import Group
 from trainer_service.groups.screening import ScreenedGroup, screen
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.intake.entry_reader import BLOCK_S
-from trainer_service.intake.intake import Intake
-from trainer_service.metrics import TrainerMetrics
+from trainer_service.intake import Intake
 from trainer_service.shared_state import SharedState
+from trainer_service.trainer_metrics import TrainerMetrics
 
 
 def test_a_huge_reward_or_a_strange_token_ends_its_session_and_not_the_trainer(
@@ -61,7 +61,7 @@ def test_a_huge_reward_or_a_strange_token_ends_its_session_and_not_the_trainer(
 
 
 def test_a_backlog_does_not_split_a_group(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_service.intake.entry_reader.READ_COUNT", 3)
+    monkeypatch.setattr("trainer_service.entry_reader.READ_COUNT", 3)
     harness = make_harness(algorithm={"group_wait_s": 1.0}).start()
     harness.agents.episode("a", 1.0, group_id="g", size=2)
     harness.agents.episode("b", 0.0, group_id="g", size=2, output_ids=[12, 1])
@@ -93,7 +93,7 @@ def test_after_an_outage_a_step_screens_only_the_groups_that_it_may_take(
 def test_many_groups_are_acknowledged_in_several_transactions(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.intake.acknowledger.SESSIONS_AT_ONCE", 4)
+    monkeypatch.setattr("trainer_service.intake.SESSIONS_AT_ONCE", 4)
     harness = make_harness().start()
     acknowledged, acknowledge = list[int](), harness.stream.acknowledge
 

@@ -28,9 +28,9 @@ from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearne
 from tests.support.trainer_service.same_training import (
     differs_by,
 )
-from trainer_service.model import policy
+from trainer_service.model import deepspeed_policy, rank_model
 from trainer_service.model.base_weights import BaseWeights
-from trainer_service.model.export import check_tensor_names, stochastically_rounded
+from trainer_service.model.exported_tensors import check_tensor_names, stochastically_rounded
 from trainer_service.model.huggingface import load_model
 from trainer_service.model.lora import Adapters
 from trainer_service.model.settings import LoraSettings
@@ -69,7 +69,8 @@ def test_only_adapters_learn_and_the_merged_model_agrees_with_the_policy(
     make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_head: bool, stage: int
 ) -> None:
     """Also that of the output head, if it is named; the reference stays the base model."""
-    monkeypatch.setattr(policy, "deepspeed_config", without_small_weights)
+    for module in (deepspeed_policy, rank_model):
+        monkeypatch.setattr(module, "deepspeed_config", without_small_weights)
     made(Family("Llama", {"tie_word_embeddings": False}), tmp_path / "base")
     lora = LORA | ({"target_modules": ["q_proj", "lm_head"]} if of_head else {})
     learner = make_learner(model_path=tmp_path / "base", zero_stage=stage, lora=lora, checkpoint_hf=True)

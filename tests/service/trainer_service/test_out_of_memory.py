@@ -15,10 +15,10 @@ from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from trainer_service.__main__ import marked_if_out_of_memory
 from trainer_service.heartbeat import Stopped
-from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.rows.rows import MicroBatch
 from trainer_service.sizing import BUCKET
-from trainer_service.step.memory_limit import OutOfMemory, first_too_long
+from trainer_service.step.step_attempts import OutOfMemory, first_too_long
 from trainer_service.storage.run_state import AttemptFile, OutOfMemoryMark
 
 FITS = 40

@@ -22,7 +22,7 @@ from tests.support.trainer_service.metric_files import lines
 from tests.support.trainer_service.same_training import differs_by
 from tests.support.waiting import PATIENCE_S
 from trainer_service.heartbeat import Stopped
-from trainer_service.model.snapshot import WeightSnapshot
+from trainer_service.model.host_copies import WeightSnapshot
 from trainer_service.publishing import publisher
 from trainer_service.publishing.gateway_client import GatewayClient, GatewayUnavailable
 

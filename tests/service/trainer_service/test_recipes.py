@@ -24,9 +24,9 @@ from tests.support.trainer_service.same_training import (
     assert_moved_alike,
     same_metrics,
 )
-from trainer_service.algorithms.losses import Ppo, Sapo
 from trainer_service.algorithms.policy_loss import policy_loss
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
+from trainer_service.algorithms.turn_losses import Ppo, Sapo
 from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import TrainerSettings
 
@@ -63,7 +63,7 @@ GENTLE = {"lr": 1e-3, "warmup_steps": 0}
 """A small learning rate. A policy that moves far from the invented logprobs would alarm the guards."""
 ROUNDED = ulps(4, of=2.0)
 """The rounding of whitened float32 advantages of four tokens, none larger than 2."""
-PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+PRESET_NAMES = sorted(PRESETS)
 MOVING = {"estimator": "k2", "coefficient": 0.1, "reference_every_steps": 2}
 
 

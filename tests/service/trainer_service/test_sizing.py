@@ -14,12 +14,12 @@ from tests.support.trainer_service.base_models import WEIGHTS
 from tests.support.trainer_service.model_families import Family, made
 from tests.support.trainer_service.random_rows import row_of
 from trainer_service.__main__ import main
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import enable_activation_checkpointing
 from trainer_service.model.logprob_head import set_head
 from trainer_service.model.optimizer import make_optimizer
 from trainer_service.model.packed_attention import Packing, set_attention
-from trainer_service.model.policy import DeepSpeedPolicy
 from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import TrainerSettings
 from trainer_service.sizing import (

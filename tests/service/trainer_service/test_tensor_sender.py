@@ -30,7 +30,7 @@ from tests.support.trainer_service.receiving import join, receive, receive_bucke
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import DISCONNECT_POLL_S, create_app
-from trainer_service.model.snapshot import HostTensor, WeightSnapshot
+from trainer_service.model.host_copies import HostTensor, WeightSnapshot
 from trainer_service.publishing.process_group import Broadcaster, joined_group
 from trainer_service.publishing.tensor_sender import NotSent, TensorSender, fingerprint, is_finite
 from trainer_service.settings import CollectiveSettings

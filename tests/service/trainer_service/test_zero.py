@@ -20,7 +20,7 @@ from tests.support.trainer_service.same_training import (
     differs_by,
     same_metrics,
 )
-from trainer_service.model import policy
+from trainer_service.model import deepspeed_policy, rank_model
 from trainer_service.model.checkpoint_layout import LayoutRefused
 from trainer_service.model.optimizer import schedule_of
 from trainer_service.model.settings import OptimizerSettings
@@ -70,7 +70,8 @@ def test_every_stage_learns_what_stage_one_learns(
     """And with settings that save memory, or as configured for CUDA, what it learns without."""
     one = make_learner(zero_stage=stage, optimizer=WELL_CONDITIONED)
     if way == CUDA:
-        monkeypatch.setattr(policy, "deepspeed_config", deepspeed_config_on_cuda)
+        for module in (deepspeed_policy, rank_model):
+            monkeypatch.setattr(module, "deepspeed_config", deepspeed_config_on_cuda)
     saving = {way: True} if way not in ("", CUDA) else {}
     two = make_learner(zero_stage=other, optimizer=WELL_CONDITIONED, **saving)
     for seed in range(3):

@@ -15,7 +15,7 @@ import psutil
 from tests.support.clients.stack import CLIENT_KEY, ENVIRONMENTS, HERMETIC, ROOT, inherited, told
 from tests.support.system.real_system import stack_settings
 from tests.support.waiting import wait_until
-from trainer_service.commands.live_model import safe_name
+from trainer_service.commands.saved_models import safe_name
 from weir.stack.services import services_of
 from weir.stack.stack import Stack
 

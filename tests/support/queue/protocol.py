@@ -31,8 +31,7 @@ from tests.support.trainer_service.harness import FakeGateway
 from tests.support.trainer_service.publications import InlineExecutor, LateExecutor, OneTensor
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.intake.intake import Intake
-from trainer_service.metrics import TrainerMetrics
+from trainer_service.intake import Intake
 from trainer_service.model.checkpoint_layout import Layout
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import DiskPlace
@@ -44,6 +43,7 @@ from trainer_service.storage.checkpoint import CURRENT, Checkpoints, Unwritten
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 from trainer_service.train import Trainer
+from trainer_service.trainer_metrics import TrainerMetrics
 
 SHARD = "weights.json"
 CUTS = (

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.aggregation import StepCounts
-from trainer_service.algorithms.losses import StepStatistics
 from trainer_service.algorithms.policy_loss import LossSettings, PolicyLoss, policy_loss
 from trainer_service.algorithms.tokens import Tokens
+from trainer_service.algorithms.turn_losses import StepStatistics
 
 GOLDEN = json.loads((Path(__file__).with_name("algorithms_golden.json")).read_text(encoding="utf-8"))
 CASES: dict[str, dict[str, Any]] = {case["id"]: case for case in GOLDEN["cases"]}

@@ -27,17 +27,17 @@ from tests.support.trainer_service.publications import InlineExecutor
 from tests.support.trainer_service.random_rows import VOCABULARY
 from tests.support.trainer_service.same_training import Weights
 from trainer_service.commands.command_trainer import CommandTrainer
-from trainer_service.commands.ranks import ModelRanks
+from trainer_service.commands.model_ranks import ModelRanks
 from trainer_service.commands.sampler_weights import SamplerWeights, WrittenAdapter
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.metrics import TrainerMetrics
 from trainer_service.model.trained_models import Models
 from trainer_service.publishing.places import DiskPlace, PolicyPlace
 from trainer_service.settings import TrainerSettings
 from trainer_service.shared_state import SharedState
 from trainer_service.storage.checkpoint import Checkpoints
-from trainer_service.storage.disk import DiskRetry
+from trainer_service.storage.durable_files import DiskRetry
 from trainer_service.storage.policy_store import PolicyStore
+from trainer_service.trainer_metrics import TrainerMetrics
 
 MakeCommandHarness = Callable[..., "CommandHarness"]
 BASE = "base"

@@ -26,7 +26,7 @@ from tests.support.trainer_service.random_rows import VOCABULARY, MakeLearner, O
 from tests.support.trainer_service.rank_pair import RankPair, rank_pair
 from tests.support.trainer_service.same_training import Weights
 from trainer_service.model import checkpoint_layout
-from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.settings import TrainerSettings
 from trainer_service.sinks import Sink
 from trainer_service.step.ranks import DistributedPolicy

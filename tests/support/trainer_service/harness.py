@@ -21,9 +21,8 @@ from rollout_queue.memory import MemoryStream
 from tests.support.trainer_service.publications import InlineExecutor
 from trainer_service.app import create_app
 from trainer_service.heartbeat import Heartbeat
-from trainer_service.intake.intake import Intake
-from trainer_service.metrics import TrainerMetrics
-from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.intake import Intake
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.publishing.gateway_client import GatewayClient
 from trainer_service.publishing.places import place_of
 from trainer_service.publishing.publisher import Publisher
@@ -38,6 +37,7 @@ from trainer_service.storage.checkpoint import Checkpoints
 from trainer_service.storage.policy_store import PolicyStore
 from trainer_service.storage.run_state import LedgerStep
 from trainer_service.train import Trainer
+from trainer_service.trainer_metrics import TrainerMetrics
 
 
 @dataclass

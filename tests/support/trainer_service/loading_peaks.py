@@ -21,7 +21,7 @@ import deepspeed
 import torch
 
 from tests.support.trainer_service.random_rows import random_rows
-from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.rows.rows import micro_batches
 from trainer_service.settings import TrainerSettings
 from trainer_service.step.rank_communication import own_rank

@@ -10,8 +10,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rollout_queue.contract.published_policy import FileSpec, TensorSpec, sha256_of
+from trainer_service.model.host_copies import HostTensor
 from trainer_service.model.huggingface import WEIGHTS
-from trainer_service.model.snapshot import HostTensor
 
 
 class InlineExecutor(Executor):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rollout_queue.contract.published_policy import FileSpec
 from tests.support.trainer_service.rank_tasks import FULL, SLOW, WRITING, Task
-from trainer_service.model.policy import DeepSpeedPolicy
-from trainer_service.model.snapshot import WeightSnapshot
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
+from trainer_service.model.host_copies import WeightSnapshot
 from trainer_service.step.ranks import DistributedPolicy
-from trainer_service.storage.disk import DiskTrouble
+from trainer_service.storage.durable_files import DiskTrouble
 from trainer_service.storage.policy_store import PolicyStore
 
 LOOKS_EVERY_S = 0.02

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_service.model.policy import DeepSpeedPolicy
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.rows.rows import Row, TopTokens
 from trainer_service.settings import TrainerSettings
 from trainer_service.step.ranks import DistributedPolicy

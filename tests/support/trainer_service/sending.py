@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollout_queue.http.callers import Keyring
 from trainer_service.app import create_app
-from trainer_service.model.snapshot import HostTensor
+from trainer_service.model.host_copies import HostTensor
 from trainer_service.publishing.process_group import Broadcaster, joined_group
 from trainer_service.publishing.tensor_sender import TensorSender
 from trainer_service.settings import CollectiveSettings

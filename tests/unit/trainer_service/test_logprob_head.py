@@ -18,7 +18,6 @@ from tests.support.trainer_service.device import DEVICE
 from tests.support.trainer_service.head_gradients import gradients
 from tests.support.trainer_service.model_families import FAMILIES, Family, made
 from tests.support.trainer_service.random_rows import row_of
-from trainer_service.algorithms.logits import entropies, selected_logprobs
 from trainer_service.model import logprob_head
 from trainer_service.model.forward import scores
 from trainer_service.model.huggingface import load_model
@@ -26,8 +25,10 @@ from trainer_service.model.logprob_head import (
     BYTES_OF_A_LOGIT,
     LogitTransform,
     LogprobHead,
+    entropies,
     logits_at_once,
     sampled_logprobs,
+    selected_logprobs,
 )
 from trainer_service.model.packed_attention import packing_of
 from trainer_service.rows.rows import micro_batches

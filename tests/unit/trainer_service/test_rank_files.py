@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_service.model.file_copies import FileCopies
-from trainer_service.model.snapshot import shares_of
+from trainer_service.model.host_copies import FileCopies, shares_of
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ from tests.support.trainer_service.worked_example import (
 )
 from trainer_service.algorithms.advantages import Advantage
 from trainer_service.algorithms.aggregation import Aggregation
-from trainer_service.algorithms.corrections import Correction
+from trainer_service.algorithms.corrections import Correction, Mask
 from trainer_service.algorithms.kl import KLS
-from trainer_service.algorithms.masks import Mask
 from trainer_service.algorithms.policy_loss import Loss, LossSettings
 from trainer_service.algorithms.returns import TokenAdvantage
 from trainer_service.algorithms.rollouts import ShapingSettings
@@ -243,7 +242,7 @@ def told(of: str) -> set[str]:
     [
         ("setting", set(AlgorithmSettings.model_fields)),
         ("shaping", set(ShapingSettings.model_fields)),
-        ("preset", {path.stem for path in PRESETS.glob("*.yaml")}),
+        ("preset", set(PRESETS)),
         ("kl", set(KLS)),
         ("aggregation", set(get_args(Aggregation.model_fields["mode"].annotation))),
         ("stale", set(get_args(AlgorithmSettings.model_fields["stale"].annotation))),

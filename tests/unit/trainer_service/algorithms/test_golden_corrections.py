@@ -19,18 +19,21 @@ from tests.support.trainer_service.canonical import (
     expected,
     given,
 )
-from trainer_service.algorithms.corrections import Icepop, TisSequence, TisToken, TokenWeights
-from trainer_service.algorithms.logits import selected_logprobs
-from trainer_service.algorithms.masks import (
+from trainer_service.algorithms.corrections import (
     Geometric,
+    Icepop,
     Kpop,
     M2po,
     Outlier,
     Product,
     Rejection,
+    TisSequence,
+    TisToken,
+    TokenWeights,
     larger_bernoulli_kl,
 )
 from trainer_service.algorithms.tokens import RowIndex, interpolation_weight, loglinear
+from trainer_service.model.logprob_head import selected_logprobs
 from trainer_service.step.diagnostics import mismatch, mismatch_sums
 
 pytestmark = pytest.mark.numeric

@@ -24,9 +24,9 @@ from tests.support.trainer_service.canonical import (
 )
 from trainer_service.algorithms.imitation import teacher_advantage
 from trainer_service.algorithms.kl import KLS
-from trainer_service.algorithms.losses import CovarianceCut, KlCov, StepStatistics
 from trainer_service.algorithms.policy_loss import LossSettings, PolicyLoss
 from trainer_service.algorithms.tokens import RowIndex, Tokens
+from trainer_service.algorithms.turn_losses import CovarianceCut, KlCov, StepStatistics
 
 pytestmark = pytest.mark.numeric
 

@@ -18,8 +18,7 @@ from tests.support.trainer_service.canonical import CASES, INPUTS, MASK, ROWS_T,
 from tests.support.trainer_service.harness import turn
 from tests.support.trainer_service.made_rows import rows_of
 from trainer_service.algorithms.advantages import Advantage, Rae
-from trainer_service.algorithms.critic import value_loss
-from trainer_service.algorithms.returns import Returns, TokenRewards, kl_in_reward, turn_discount
+from trainer_service.algorithms.returns import Returns, TokenRewards, kl_in_reward, turn_discount, value_loss
 from trainer_service.algorithms.rollouts import (
     LengthPenalty,
     Overlong,

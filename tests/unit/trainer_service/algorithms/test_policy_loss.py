@@ -22,15 +22,14 @@ from tests.support.trainer_service.steps import LOSSES as EVERY_LOSS
 from tests.support.trainer_service.steps import named
 from trainer_service.algorithms.advantages import Advantage, RolloutAdvantage
 from trainer_service.algorithms.aggregation import StepCounts
-from trainer_service.algorithms.corrections import Correction
+from trainer_service.algorithms.corrections import Correction, Mask
 from trainer_service.algorithms.kl import KLS, Kl
-from trainer_service.algorithms.logits import entropies, selected_logprobs
-from trainer_service.algorithms.losses import Gspo, PolicyLossFormula, StepStatistics
-from trainer_service.algorithms.masks import Mask
 from trainer_service.algorithms.policy_loss import Loss, LossSettings, policy_loss, step_statistics
 from trainer_service.algorithms.returns import TokenAdvantage
 from trainer_service.algorithms.settings import PRESETS, AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens, interpolation_weight
+from trainer_service.algorithms.turn_losses import Gspo, PolicyLossFormula, StepStatistics
+from trainer_service.model.logprob_head import entropies, selected_logprobs
 
 pytestmark = pytest.mark.numeric
 
@@ -224,7 +223,7 @@ def test_a_weight_and_a_mask_carry_no_gradient() -> None:
     assert close(gradient_T, -rho_T / 2)
 
 
-@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
+@pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_preset_learns(preset: str) -> None:
     """The policy has not moved and the engine agrees with it, so that no preset clips or drops a token."""
     way, tokens = AlgorithmSettings(preset=preset), canonical_tokens()

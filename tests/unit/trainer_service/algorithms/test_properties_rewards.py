@@ -15,8 +15,14 @@ from tests.support.hypothesis_profiles import examples
 from tests.support.tolerances import FLOAT64, ulps
 from tests.support.trainer_service.choices import choices
 from trainer_service.algorithms.advantages import Advantage, Rae, RolloutAdvantage
-from trainer_service.algorithms.critic import value_loss
-from trainer_service.algorithms.returns import WHITEN_EPS, TokenRewards, at_ends, kl_in_reward, whitened
+from trainer_service.algorithms.returns import (
+    WHITEN_EPS,
+    TokenRewards,
+    at_ends,
+    kl_in_reward,
+    value_loss,
+    whitened,
+)
 from trainer_service.algorithms.rollouts import RefusedRollout, Rollout, Rollouts, groups_without_signal
 
 pytestmark = pytest.mark.numeric

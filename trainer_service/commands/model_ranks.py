@@ -11,9 +11,9 @@ from typing import Literal
 from rollout_queue.trainer_commands import LoraSpec, OptimStep
 from trainer_service.commands.passes import PassValues, PassWork, run_pass
 from trainer_service.model.checkpoint_layout import Layout, converted
-from trainer_service.model.file_copies import StateCopy
+from trainer_service.model.host_copies import StateCopy
 from trainer_service.model.trained_models import Models, PublishedWeights
-from trainer_service.step.rank_writers import SpreadCopy
+from trainer_service.step.rank_communication import SpreadCopy
 from trainer_service.step.ranks import RankCall, Ranks
 
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer_service.algorithms.fields import Above0, AtLeast0, Frozen, Within
+from trainer_service.algorithms.setting_choices import Above0, AtLeast0, Frozen, Within
 from trainer_service.algorithms.tokens import Anchor, RowIndex, Tokens, bernoulli_kl, bounded, ratio
 
 KAPPA = 1e-3

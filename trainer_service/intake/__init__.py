@@ -1,1 +1,0 @@
-"""Reads entries from the stream, and acknowledges them."""

@@ -57,14 +57,15 @@ class Exchange:
         else:
             digest = await worked(request.caller.payer, body, request_digest, prefix, body)
         key = CallKey(request.caller, request.session_id, tuple(map(request.headers.get, HEADERS)), digest)
-        if (call := self.calls.join(key, attempt)) is not None:
-            request.release()
-        elif self.calls.may_join(attempt) and await self.joins.answered(key, attempt, reply):
-            return
-        else:
-            request.held = request.held.moved()
-            work = partial(self._answer, request)
-            call = self.calls.begin(key, attempt, self.figures, request.client, work)
+        if self.calls.may_join(attempt):
+            if (joined := self.calls.join(key, attempt)) is not None:
+                request.release()
+                await joined.follow(reply)
+                return
+            if await self.joins.answered(key, attempt, reply):
+                return
+        request.held = request.held.moved()
+        call = self.calls.begin(key, attempt, self.figures, request.client, partial(self._answer, request))
         await call.follow(reply)
 
     async def _answer(self, request: AgentRequest, call: InFlightCall) -> None:

@@ -101,14 +101,10 @@ class BodyBudget:
     _held: int = 0
     _held_by: dict[Hashable, int] = field(default_factory=dict)
 
-    @property
-    def _kept_free(self) -> int:
-        return self.in_all // KEPT_FREE
-
-    @property
-    def most_of_one(self) -> int:
+    def __post_init__(self) -> None:
+        self._kept_free = self.in_all // KEPT_FREE
+        self.most_of_one = min(self.in_all - self._kept_free, self.per_key)
         """How many bytes one call may have, if no other call has any."""
-        return min(self.in_all - self._kept_free, self.per_key)
 
     def hold(self, caller: Caller) -> "HeldBody":
         """A body of the caller; its bytes count until the end of a `with` block, or until `release`."""
@@ -154,9 +150,9 @@ class HeldBody:
 
     def close(self) -> None:
         """Count no byte any longer."""
-        self.release()
-        self._remove(self.kept)
-        self.kept = 0
+        if size := self.size + self.kept:
+            self.size = self.kept = 0
+            self.budget.remove(self.payer, size)
 
     def grow(self, size: int) -> None:
         """Count more bytes. Raises ApiError 413 for a body that is too large, LimitReached."""
@@ -172,7 +168,8 @@ class HeldBody:
 
     def become(self, size: int) -> None:
         """Count so many bytes, which the body has become, in place of those that were counted for it."""
-        self._remove(self.size - size)
+        if self.size != size:
+            self.budget.remove(self.payer, self.size - size)
         self.size = size
 
     def keep(self, size: int) -> None:
@@ -182,8 +179,9 @@ class HeldBody:
 
     def release(self) -> None:
         """Count the bytes no longer, except those that are kept."""
-        self._remove(self.size)
-        self.size = 0
+        if self.size:
+            self.budget.remove(self.payer, self.size)
+            self.size = 0
 
     def moved(self) -> "HeldBody":
         """The bytes, for work that goes on when the `with` block has ended."""
@@ -195,10 +193,6 @@ class HeldBody:
         if whole > most:  # it would not fit when all other calls are done, either
             raise ApiError(413, f"the body and its images have {whole} bytes or more, of {most} allowed")
         self.budget.add(self.payer, size)
-
-    def _remove(self, size: int) -> None:
-        if size:
-            self.budget.remove(self.payer, size)
 
 
 class AgentRequest(msgspec.Struct):

@@ -28,6 +28,7 @@ from gateway.generations.digests import NO_TOOLS, Digest, chain
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.image_pads import images_of, placed
 from gateway.language.parsed_answer import ParsedAnswer
+from gateway.language.partial_parse import fast_parser
 from gateway.language.render import ChatRenderer
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.packed_tokens import TokenIds, pack
@@ -275,7 +276,12 @@ def _thoughtful(
     asked = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=-1)
     answers = [message for message in messages[asked + 1 :] if message["role"] == "assistant"]
     turns = head.lineage_of(last)[-len(answers) :]
-    if any(renderer.thinks_in(turn.context_ids, turn.output_ids, tools) for turn in reversed(turns)):
+    plain = fast_parser(renderer).read  # spares most turns the library's parser, which takes far longer
+    if any(
+        plain(turn.output_ids, turn.context_ids) is None
+        and renderer.thinks_in(turn.context_ids, turn.output_ids, tools)
+        for turn in reversed(turns)
+    ):
         return True
     other = answers[: -len(turns)]
     return any(answer.get("reasoning_content") or answer.get("reasoning") for answer in other)

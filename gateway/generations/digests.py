@@ -46,7 +46,7 @@ class Digest(bytes):
 def canonical(message: Message) -> bytes:
     """Encode what the model reads of a message. Fields that it does not read change nothing."""
     role, content = message["role"], message.get("content")
-    text = text_of(content)
+    text = content if isinstance(content, str) else text_of(content)
     if isinstance(content, list) and has_image(content):
         return _JSON.encode([ROLES.get(role, role), text, _shown(content)])
     if role == "assistant":

@@ -19,7 +19,7 @@ from gateway.generations.digests import extend
 from gateway.generations.generation import Generation
 from gateway.language.deltas import before_stop, rest_of
 from gateway.language.parsed_answer import ParsedAnswer
-from gateway.language.partial_parse import FastParser
+from gateway.language.partial_parse import fast_parser
 from gateway.language.render import ChatRenderer
 from gateway.language.tokenizer import BareTokenizer, text_and_ends
 from gateway.policies.canary_watch import CanaryWatch
@@ -120,7 +120,6 @@ class Recorder:
     ) -> None:
         self._settings = settings
         self._renderer = renderer
-        self._fast_parser = FastParser(renderer)
         self._writer = writer
         self._metrics = metrics
         self._canary = canary
@@ -235,7 +234,7 @@ class Recorder:
         if begun := generation.prompt.begun:
             ids, prompt_ids = [*prompt_ids[-begun:], *ids], TokenIds(prompt_ids[:-begun])
         renderer = self._renderer.variant(call.thinking)
-        if (plain := self._fast_parser.read(ids, prompt_ids)) is not None:
+        if (plain := fast_parser(self._renderer).read(ids, prompt_ids)) is not None:
             return plain
         answer = renderer.parse(ids, call.tools, generation.turn_id, prompt_ids=prompt_ids)
         if answer.reasoning:

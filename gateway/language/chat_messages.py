@@ -29,6 +29,8 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 
 ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
+RESULTS = ("tool", "function")
+"""Roles of messages that bring the result of a call."""
 ID_LENGTH = 9
 NONE = ("", "null", "[]")
 """What clients and models write for the arguments of a call that has none."""
@@ -54,6 +56,8 @@ def in_call_order(messages: Sequence[Message]) -> list[Message]:
     call's result as another's. Results of unknown calls come last.
     """
     ordered, start = list(messages), 0
+    if all(message.get("role") not in RESULTS for message in ordered):
+        return ordered
     while start < len(ordered):
         end = start + 1
         if not _is_result(ordered[start]):
@@ -69,7 +73,7 @@ def in_call_order(messages: Sequence[Message]) -> list[Message]:
 
 
 def _is_result(message: Message) -> bool:
-    return message.get("role") in ("tool", "function")
+    return message.get("role") in RESULTS
 
 
 def _position(result: Message, calls: Sequence[Any]) -> int:

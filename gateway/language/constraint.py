@@ -97,6 +97,7 @@ class Constraint:
         return {"constraint": self.kind, **without} if self.kind else {}
 
 
+UNCONSTRAINED = Constraint()
 Constrain = Callable[[ChatRenderer], Constraint]
 """Makes the constraint of a call for a template with these options."""
 
@@ -119,6 +120,8 @@ def constraint_of(
     Raises InvalidRequest for a request that contradicts itself, that no engine can enforce, or that the
     model's family (its chat template) does not support.
     """
+    if not tools and response_format is None and tool_choice in (None, "auto"):
+        return UNCONSTRAINED
     choice = read_choice(tool_choice)
     callable_tools = _callable(tools or (), choice)
     form = response_format
@@ -133,14 +136,14 @@ def constraint_of(
     elif not kind and single and callable_tools:
         kind = "parallel_tool_calls"
     if not kind or (kind == "parallel_tool_calls" and renderer.family.syntax not in SYNTAX_OF_FAMILY):
-        return Constraint()  # one call at a time is best effort: no error where no grammar is known
+        return UNCONSTRAINED  # one call at a time is best effort: no error where no grammar is known
     param = kind if content is None else format_param
     syntax, vocab_size = _syntax_of(renderer, param), renderer.config.vocab_size
     for tool in callable_tools:
         check_tool(tool["function"])
     if kind == "parallel_tool_calls":
         if not syntax.parallel or renderer.family.text_calls:
-            return Constraint()
+            return UNCONSTRAINED
         return Constraint(kind, *fitted_tag(syntax.at_most_one(renderer, callable_tools), param, vocab_size))
     single = single or choice.single
     if kind == "tool_choice" and choice.some:
@@ -157,6 +160,8 @@ def shown_tools(
     renderer: ChatRenderer, tools: list[Tool] | None, tool_choice: str | Mapping[str, Any] | None
 ) -> list[Tool] | None:
     """The tools that are in the prompt: all, though only some may be called, if a grammar can say which."""
+    if not tools:
+        return tools
     choice = read_choice(tool_choice)
     if choice.mode == "none":
         return None
@@ -179,7 +184,7 @@ def constrainer(
 def constraint_of_text(form: AnswerForm, param: str, vocab_size: int) -> Constraint:
     """The constraint of an answer without a chat template: all of its text."""
     if form.content is None:
-        return Constraint()
+        return UNCONSTRAINED
     return Constraint(form.kind, *fitted_tag(form.content, param, vocab_size))
 
 

@@ -365,3 +365,9 @@ class FastParser:
             if len(self._content_first) < MAX_KNOWN_ENDS:
                 self._content_first[end] = known
         return known
+
+
+@lru_cache(maxsize=32)
+def fast_parser(renderer: ChatRenderer) -> FastParser:
+    """The parser of plain answers of this template."""
+    return FastParser(renderer)

@@ -71,7 +71,8 @@ class TokenBudget:
 
     def spend(self, tokens: int) -> None:
         """Count tokens of the prompt. Raises as `check`."""
-        self.check(tokens)
+        if self.spent + tokens > self.limit:
+            self.check(tokens)
         self.spent += tokens
 
 

@@ -25,7 +25,7 @@ from trainer_service.groups.selection import Batch
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake import Intake
 from trainer_service.loop import TrainingLoop
-from trainer_service.publishing.publisher import Publisher, VersionContent, VersionNumbers
+from trainer_service.publishing.publisher import Publisher, Snapshot, VersionNumbers
 from trainer_service.publishing.recovery import Hold, Recoveries, check_restorable, choice_of, recovery_to
 from trainer_service.settings import TrainerSettings
 from trainer_service.shared_state import Phase, SharedState
@@ -67,6 +67,20 @@ def report_step(
         values.get("mismatch/abs_logp", math.nan),
         values["grad_norm"],
     )
+
+
+class VersionContent:
+    """With `adapters`, only adapters are published until every rollout server refuses them."""
+
+    def __init__(self, policy: DistributedPolicy, publisher: Publisher, *, adapters: bool) -> None:
+        self._policy, self._publisher, self._adapters = policy, publisher, adapters
+
+    def snapshot(self) -> Snapshot:
+        """Copy it into host memory."""
+        if self._adapters and self._publisher.refused is not None:
+            self._adapters = False
+            logger.warning("every server refuses adapters: from now on, whole weights travel")
+        return self._policy.adapter_snapshot() if self._adapters else self._policy.snapshot()
 
 
 class Trainer(TrainingLoop):

@@ -1,4 +1,4 @@
-"""Carries out commands, one after the other, and tells what has come of each.
+"""Carries out commands, one after the other, and returns the result of each.
 
 LoggedCommand ─ check ─▶ refused, with nothing changed
                   └────▶ carried out on all ranks ─▶ Result

@@ -217,7 +217,7 @@ class NamedFiles:
         return self.place(logged, name).exists()
 
     def write_files(self, logged: LoggedCommand, name: str, write: Callable[[Path], object]) -> None:
-        """Have `write` write the files, durably and all or none. Raises DiskTrouble, and leaves no files
+        """Have `write` write the files, durably and all or none. Raises DiskRefused, and leaves no files
         then."""
         final = self.place(logged, name)
         aside = final.with_name(f"{final.name}{ASIDE}")
@@ -302,7 +302,7 @@ class SavedModels(NamedFiles):
         return RecordedCopy(self._ranks.copy_states({record.model_id: "."}), {".": record})
 
     def write(self, logged: LoggedCommand, command: SaveWeights, copy: RecordedCopy) -> None:
-        """Write a durable checkpoint. Raises DiskTrouble, and leaves no files then."""
+        """Write a durable checkpoint. Raises DiskRefused, and leaves no files then."""
 
         def write(directory: Path) -> None:
             copy.write(directory)

@@ -37,7 +37,7 @@ from trainer_service.publishing.gateway_client import (
 )
 from trainer_service.publishing.places import PolicyPlace
 from trainer_service.publishing.tensor_sender import TensorSender
-from trainer_service.storage.durable_files import DiskRetry, DiskTrouble
+from trainer_service.storage.durable_files import DiskRefused, DiskRetry
 from trainer_service.storage.policy_store import PolicyStore, WeightsWriter, manifest_sha256
 from trainer_service.storage.run_state import VersionFile
 from trainer_service.trainer_metrics import TrainerMetrics
@@ -241,7 +241,7 @@ class Publisher:
         self._pushes.follow()
         path = self._retry(
             lambda: self._write(version, step, snapshot.write),
-            DiskTrouble,
+            DiskRefused,
             f"room on the disk for version {version}",
         )
         self._retry(
@@ -329,7 +329,7 @@ class Publisher:
         self._heartbeat.confirm()
         try:
             return self._store.write(version, step, write)
-        except DiskTrouble:
+        except DiskRefused:
             self._metrics.disk_refused("publish")
             raise
 
@@ -372,27 +372,6 @@ class Publisher:
                 return push.result()
 
         return self._heartbeat.retry(pushed, GatewayUnavailable, "publishing")
-
-
-class SnapshotSource(Protocol):
-    """Copies its present weights into host memory."""
-
-    def snapshot(self) -> Snapshot: ...
-    def adapter_snapshot(self) -> Snapshot: ...
-
-
-class VersionContent:
-    """With `adapters`, only adapters are published until every rollout server refuses them."""
-
-    def __init__(self, policy: SnapshotSource, publisher: Publisher, *, adapters: bool) -> None:
-        self._policy, self._publisher, self._adapters = policy, publisher, adapters
-
-    def snapshot(self) -> Snapshot:
-        """Copy it into host memory."""
-        if self._adapters and self._publisher.refused is not None:
-            self._adapters = False
-            logger.warning("every server refuses adapters: from now on, whole weights travel")
-        return self._policy.adapter_snapshot() if self._adapters else self._policy.snapshot()
 
 
 class VersionNumbers:

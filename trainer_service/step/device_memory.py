@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from types import TracebackType
-from typing import Protocol
 
 import httpx
 
@@ -21,6 +20,7 @@ from rollout_queue.protocol.gateway_messages import ServerStatus
 from rollout_queue.protocol.message import MalformedMessage, ServiceMessage, error_message
 from rollout_queue.protocol.rollout_server_messages import MemoryReleased, ReleaseBody, ResumeBody
 from trainer_service.heartbeat import Heartbeat, Stopped
+from trainer_service.step.ranks import DistributedPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +36,6 @@ ATTEMPTS = 3
 
 class MemoryUnavailable(Exception):
     """A rollout server does not give its engine's memory, or does not answer. It may do so later."""
-
-
-class MovableStates(Protocol):
-    """What can move between the device and host memory."""
-
-    def reload_states(self) -> None: ...
-
-    def offload_states(self) -> None: ...
 
 
 class RolloutMemory:
@@ -125,16 +117,16 @@ class DeviceMemory:
         self._submit(lambda server: _keep(server, over))
 
     @contextmanager
-    def held(self, states: MovableStates) -> Iterator[None]:
-        """Have the memory, and `states` in it, while the block runs. If the block raises, the states stay on
-        the device until the process ends, and the engines take their memory back LEASE_S later."""
+    def held(self, policy: DistributedPolicy) -> Iterator[None]:
+        """Have the memory, and the policy in it, while the block runs. If the block raises, the policy stays
+        on the device until the process ends, and the engines take their memory back LEASE_S later."""
         if not self.shared:
             yield
             return
         self.take()
-        states.reload_states()
+        policy.reload_states()
         yield
-        states.offload_states()
+        policy.offload_states()
         self._end()
         self._submit(_resume)
 

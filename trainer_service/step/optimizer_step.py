@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -30,11 +29,10 @@ from trainer_service.step.diagnostics import (
     diagnostics,
     token_sums,
 )
-from trainer_service.step.pre_pass import PrePass, PrePassCritic
+from trainer_service.step.pre_pass import PrePass, TrainablePolicy
 from trainer_service.step.step_attempts import OutOfMemory, is_out_of_memory
 from trainer_service.step.step_parts import (
     LearnedTokens,
-    SharingPolicy,
     StepPart,
     StepRequest,
     TurnRecord,
@@ -44,32 +42,6 @@ from trainer_service.step.step_parts import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class TrainableCritic(PrePassCritic, Protocol):
-    """What a step needs of a critic."""
-
-    def backward(self, loss: Tensor) -> None: ...
-
-    def step(self) -> float: ...
-
-
-class TrainablePolicy(SharingPolicy, Protocol):
-    """What a step needs of one rank's policy."""
-
-    @property
-    def critic(self) -> TrainableCritic: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    def scores(self, batch: MicroBatch) -> TokenScores: ...
-
-    def backward(self, loss: Tensor) -> None: ...
-
-    def step(self, scale: float = 1.0) -> float: ...
-
-    def discard_gradients(self) -> None: ...
 
 
 class OptimizerSteps:

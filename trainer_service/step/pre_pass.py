@@ -26,27 +26,48 @@ from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.algorithms.turn_losses import StepStatistics
+from trainer_service.model.forward import TokenScores
 from trainer_service.model.routers import Routers, mean_load
 from trainer_service.rows.rows import Ints, MicroBatch
 
 Value = TypeVar("Value")
 
 
-class PrePassCritic(Protocol):
-    """What a pre-pass needs of a critic."""
+class TrainableCritic(Protocol):
+    """What a step needs of a critic."""
 
     def values(self, batch: MicroBatch) -> Tensor: ...
 
+    def backward(self, loss: Tensor) -> None: ...
 
-class PrePassPolicy(Protocol):
-    """What a pre-pass needs of one rank's policy."""
+    def step(self) -> float: ...
+
+
+class TrainablePolicy(Protocol):
+    """What a step needs of one rank's policy, which may be one without a model."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def shares_prefixes(self) -> bool: ...
+
+    def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]: ...
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]: ...
+
+    def scores(self, batch: MicroBatch) -> TokenScores: ...
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def step(self, scale: float = 1.0) -> float: ...
+
+    def discard_gradients(self) -> None: ...
 
     def reference(self, batch: MicroBatch) -> Tensor: ...
 
     @property
-    def critic(self) -> "PrePassCritic": ...
+    def critic(self) -> TrainableCritic: ...
 
     @property
     def routers(self) -> Routers | None: ...
@@ -95,7 +116,9 @@ class _PassedBatch(NamedTuple):
 
 
 @torch.no_grad()
-def pre_pass(policy: PrePassPolicy, batch: MicroBatch, version: int, algorithm: AlgorithmSettings) -> PrePass:
+def pre_pass(
+    policy: TrainablePolicy, batch: MicroBatch, version: int, algorithm: AlgorithmSettings
+) -> PrePass:
     """Make the forward passes over one micro-batch that the algorithm needs, if any. `version` is the version
     of the present weights."""
     lp_prox_T = policy.logprobs(batch)[0] if algorithm.needs_pre_pass else None
@@ -111,7 +134,7 @@ def pre_pass(policy: PrePassPolicy, batch: MicroBatch, version: int, algorithm: 
 
 @torch.no_grad()
 def step_context(
-    policy: PrePassPolicy,
+    policy: TrainablePolicy,
     share: Sequence[tuple[MicroBatch, bool]],
     pre_passes: Sequence[PrePass],
     algorithm: AlgorithmSettings,
@@ -144,7 +167,7 @@ def step_context(
 
 
 def expert_load(
-    policy: PrePassPolicy, share: Sequence[tuple[MicroBatch, bool]], pre_passes: Sequence[PrePass]
+    policy: TrainablePolicy, share: Sequence[tuple[MicroBatch, bool]], pre_passes: Sequence[PrePass]
 ) -> Tensor:
     """[E]: the `mean_load` of these micro-batches of all ranks. Every rank must call this function."""
     measured = zip(share, pre_passes, strict=True)

@@ -6,7 +6,7 @@ batch ─ not finite ─┬─ half ─ finite
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,22 +15,11 @@ from trainer_service.algorithms.aggregation import StepCounts
 from trainer_service.algorithms.policy_loss import policy_loss, step_statistics
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.tokens import Tokens
+from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.rows.rows import MicroBatch, micro_batches
 from trainer_service.step.step_parts import StepRequest, counts_of
 
 Group = TypeVar("Group")
-
-
-class GradientProbe(Protocol):
-    """What the search needs of one rank's policy. Every rank makes the same calls. The calls do not change
-    the policy."""
-
-    @property
-    def shares_prefixes(self) -> bool: ...
-
-    def gradient_norm(self, batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]) -> float: ...
-
-    def tensor(self, values: Any) -> Tensor: ...
 
 
 def non_finite_groups(groups: Sequence[Group], is_finite: Callable[[Sequence[Group]], bool]) -> list[Group]:
@@ -49,8 +38,9 @@ def non_finite_groups(groups: Sequence[Group], is_finite: Callable[[Sequence[Gro
     return found or list(groups)
 
 
-def has_finite_gradient(policy: GradientProbe, request: StepRequest) -> bool:
-    """Whether the gradient of this step's loss is finite. All ranks must call it, and get the same result."""
+def has_finite_gradient(policy: DeepSpeedPolicy, request: StepRequest) -> bool:
+    """Whether the gradient of this step's loss is finite. All ranks must call it, and get the same result. It
+    changes nothing."""
     norm, counts, algorithm = 0.0, counts_of(request.rows), request.algorithm
     for batch in micro_batches(request.rows, algorithm.micro_batch_tokens, policy.shares_prefixes):
         norm += policy.gradient_norm(batch, _loss(policy, batch, counts, algorithm))
@@ -61,7 +51,7 @@ def has_finite_gradient(policy: GradientProbe, request: StepRequest) -> bool:
 
 
 def _loss(
-    policy: GradientProbe, batch: MicroBatch, counts: StepCounts, algorithm: AlgorithmSettings
+    policy: DeepSpeedPolicy, batch: MicroBatch, counts: StepCounts, algorithm: AlgorithmSettings
 ) -> Callable[[Tensor], Tensor]:
     """The loss of a micro-batch, as a function of its log-probabilities [T].
 

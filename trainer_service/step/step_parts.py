@@ -9,7 +9,7 @@ A part has the groups that arrived together. With `mini_batches`, it has one min
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from trainer_service.rows.rows import Ints, MicroBatch, Row, micro_batches
 from trainer_service.settings import RecordedTokens
 from trainer_service.step.pre_pass import (
     PrePass,
-    PrePassPolicy,
     StepContext,
+    TrainablePolicy,
     expert_load,
     pre_pass,
     step_context,
@@ -126,15 +126,6 @@ def packed_rows(
     return [replace(batch, rows_T=at[batch.rows_T]) for batch in packed]
 
 
-class SharingPolicy(PrePassPolicy, Protocol):
-    """What the parts of a step need of one rank's policy."""
-
-    @property
-    def shares_prefixes(self) -> bool: ...
-
-    def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]: ...
-
-
 @dataclass
 class StepPart:
     """Some rows of a step, and this rank's share of their micro-batches."""
@@ -166,7 +157,7 @@ class StepPart:
         ]
 
 
-def step_parts(policy: SharingPolicy, request: StepRequest, rows_before: int = 0) -> list[StepPart]:
+def step_parts(policy: TrainablePolicy, request: StepRequest, rows_before: int = 0) -> list[StepPart]:
     """The rows of the request as one part, or as one for each mini-batch. Makes the passes that precede the
     first update. The step has `rows_before` rows before these. Every rank must call this function."""
     rows, algorithm = request.rows, request.algorithm

@@ -138,7 +138,7 @@ class Checkpoints:
         """Write a durable checkpoint; returns its tag. Then remove old checkpoints. `confirm` is called
         when the shards are written, and may raise.
 
-        Another thread may call it, and again after DiskTrouble. Raises DiskTrouble if the disk refuses.
+        Another thread may call it, and again after DiskRefused. Raises DiskRefused if the disk refuses.
         CURRENT is unchanged then, and the attempt leaves no files.
         """
         tag = unwritten.tag

@@ -107,36 +107,36 @@ def verify_file_list(directory: Path) -> None:
             raise Damaged(f"{spec.name} has another content than was written")
 
 
-TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-TOLD_ERRNO = re.compile(r"\(os error (\d+)\)")
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+ERRNO_IN_MESSAGE = re.compile(r"\(os error (\d+)\)")
 TORCH_WRITER = re.compile(r"inline_container|PytorchStreamWriter|iostream error|write\(\): fd \d+ failed")
 """Messages of the RuntimeError that `torch.save` raises after a short write."""
 
 
-class DiskTrouble(Exception):
+class DiskRefused(Exception):
     """The disk refused a write, and the attempt left no files. The write can be repeated later."""
 
 
 @contextmanager
 def written(what: str, undo: Callable[[], None]) -> Iterator[None]:
-    """If the disk refuses a write inside the block, calls `undo` and raises DiskTrouble. Every other error
+    """If the disk refuses a write inside the block, calls `undo` and raises DiskRefused. Every other error
     passes unchanged."""
     try:
         yield
     except Exception as error:
-        reason = trouble(error)
+        reason = disk_error(error)
         if reason is None:
             raise
         undo()
-        raise DiskTrouble(f"{what} could not be written: {reason}") from error
+        raise DiskRefused(f"{what} could not be written: {reason}") from error
 
 
-def trouble(error: BaseException | None) -> str | None:
+def disk_error(error: BaseException | None) -> str | None:
     """What is wrong with the disk, in words; None if the error has another cause."""
     short_write = None
     while error is not None:
-        number = error.errno if isinstance(error, OSError) else _told_errno(error)
-        if number in TROUBLE:
+        number = error.errno if isinstance(error, OSError) else _errno_in_message(error)
+        if number in DISK_ERRNOS:
             return os.strerror(number)
         if isinstance(error, RuntimeError) and TORCH_WRITER.search(str(error)):
             short_write = f"a short write ({error})"
@@ -144,9 +144,9 @@ def trouble(error: BaseException | None) -> str | None:
     return short_write
 
 
-def _told_errno(error: BaseException) -> int | None:
-    told = TOLD_ERRNO.search(str(error))
-    return int(told[1]) if told else None
+def _errno_in_message(error: BaseException) -> int | None:
+    found = ERRNO_IN_MESSAGE.search(str(error))
+    return int(found[1]) if found else None
 
 
 Written = TypeVar("Written")
@@ -169,19 +169,19 @@ class DiskRetry:
     def until_written(self, what: str, write: Callable[[], Written]) -> Written:
         """Repeat `write` until the disk accepts it; returns its result. While the trainer waits, its status
         names `what`. Raises Stopped when told to stop."""
-        return self._heartbeat.retry(self._counted(write), DiskTrouble, self._phase, _room_for(what))
+        return self._heartbeat.retry(self._counted(write), DiskRefused, self._phase, _room_for(what))
 
     def until_written_behind(
         self, what: str, write: Callable[[], Written], note: Callable[[str], None]
     ) -> Written:
         """As `until_written`, in another thread: `note` is called with what it waits for."""
-        return self._heartbeat.retry_quietly(self._counted(write), DiskTrouble, _room_for(what), note)
+        return self._heartbeat.retry_quietly(self._counted(write), DiskRefused, _room_for(what), note)
 
     def _counted(self, write: Callable[[], Written]) -> Callable[[], Written]:
         def counted() -> Written:
             try:
                 return write()
-            except DiskTrouble:
+            except DiskRefused:
                 self._metrics.disk_refused(self._counted_as)
                 raise
 

@@ -185,7 +185,7 @@ class PolicyStore:
     def write(self, version: int, step: int, write_weights: WeightsWriter) -> Path:
         """Write a version. If it exists already, it is kept: a crashed process wrote the same weights.
 
-        Raises DiskTrouble if the disk refuses; no file of the version is left then.
+        Raises DiskRefused if the disk refuses; no file of the version is left then.
         """
         final = self.path_of(version)
         if (final / STABLE).exists():

@@ -105,7 +105,7 @@ class VersionFile:
 
     def reserve(self, above: int) -> int:
         """A version number greater than `above` that was never given out. After a crash, repeated steps make
-        other weights than the lost ones, so they must not get the same numbers. Raises DiskTrouble."""
+        other weights than the lost ones, so they must not get the same numbers. Raises DiskRefused."""
         given = int(self._path.read_bytes()) if self._path.exists() else 0
         number = max(above, given) + 1
         with written(f"version number {number}", lambda: None):
@@ -138,7 +138,7 @@ class HoldFile:
             return HoldNote(Alarm("", content.decode()), version=-1)
 
     def write(self, note: HoldNote) -> None:
-        """Raises DiskTrouble."""
+        """Raises DiskRefused."""
         with written("the reason of a pause", lambda: None):
             write_atomically(self._path, msgspec.json.encode(note))
 

@@ -24,7 +24,7 @@ from trainer_service.model.host_copies import StateCopy, WeightSnapshot
 from trainer_service.model.huggingface import WEIGHTS
 from trainer_service.shared_state import Phase
 from trainer_service.storage.checkpoint import INITIAL, CheckpointBroken, Checkpoints
-from trainer_service.storage.durable_files import DiskTrouble, write_atomically
+from trainer_service.storage.durable_files import DiskRefused, write_atomically
 from trainer_service.storage.run_state import LedgerStep, RunState
 
 Write = Callable[..., Any]
@@ -305,7 +305,7 @@ def test_a_checkpoint_that_fails_at_any_write_leaves_the_one_before(
 
     with monkeypatch.context() as patch:
         patch.setattr(f"trainer_service.storage.checkpoint.{at}", refused)  # the first fsync is the ledger's
-        with pytest.raises(DiskTrouble, match="No space left"):
+        with pytest.raises(DiskRefused, match="No space left"):
             saved_checkpoint(checkpoints, Shards(), RunState(step=2, version=2), [row(2)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [first, "CURRENT", "ledger.jsonl"]
     assert len((tmp_path / "ledger.jsonl").read_bytes().splitlines()) == 1

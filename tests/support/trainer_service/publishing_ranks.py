@@ -12,7 +12,7 @@ from tests.support.trainer_service.rank_tasks import FULL, SLOW, WRITING, Task
 from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
 from trainer_service.model.host_copies import WeightSnapshot
 from trainer_service.step.ranks import DistributedPolicy
-from trainer_service.storage.durable_files import DiskTrouble
+from trainer_service.storage.durable_files import DiskRefused
 from trainer_service.storage.policy_store import PolicyStore
 
 LOOKS_EVERY_S = 0.02
@@ -52,7 +52,7 @@ class Publications:
             try:
                 store.write(version, version, snapshot.write)
                 return
-            except DiskTrouble:
+            except DiskRefused:
                 self.refusals += 1
                 (self._task.run / FULL).unlink(missing_ok=True)
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from gateway.callers.api_keys import configured_keys
-from gateway.callers.backpressure import NO_EVICTION
 from gateway.cancellation import cancel_and_wait
 from gateway.fleet.silence import WATCH_EVERY_S
 from gateway.generations.conversation import clear_prompt_cache
@@ -16,6 +15,7 @@ from gateway.parts import GatewayParts
 from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.protocol.conditions import NO_EVICTION
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rollout_queue.contract.records import ReasoningEffort, SamplingMode, inexact
 from rollout_queue.contract.serving_plan import CanaryGates, Sticky
 from rollout_queue.http.bounded_protocol import ConnectionBounds
+from rollout_queue.protocol.conditions import NOTHING_TRAINED_S, TRAINER_SILENT_S
 from rollout_queue.redis.session_heads import CACHE_BYTES
 from rollout_queue.redis.settings import WriterRedisSettings
 from rollout_queue.settings import BOUND, FOR_TESTS, TUNED, CommaSeparated, ServiceKey, ServiceSettings
@@ -69,9 +70,9 @@ class WarningSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    trainer_silent_s: float = Field(30.0, gt=0)
+    trainer_silent_s: float = Field(TRAINER_SILENT_S, gt=0)
     """Warn when the trainer has sent no status for this long."""
-    nothing_trained_s: float = Field(1800.0, gt=0)
+    nothing_trained_s: float = Field(NOTHING_TRAINED_S, gt=0)
     """Warn when sessions ended, but none was trained for this long."""
     recent_sessions: Annotated[int, TUNED] = Field(200, ge=1)
     """`untrained_share` and `expired_share` are shares of this many sessions, those that ended last. They

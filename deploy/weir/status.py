@@ -7,6 +7,7 @@ import msgspec
 from rich.text import Text
 
 from rollout_queue import clock
+from rollout_queue.protocol.conditions import TRAINER_SILENT_S
 from rollout_queue.protocol.gateway_messages import SystemStatus
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.redis.settings import RedisSettings, without_password
@@ -20,9 +21,6 @@ from weir.stack.service_process import (
 )
 from weir.stack.stack_state import ProcessState, StackState
 from weir.words import counted
-
-TRAINER_SILENT_S = 60.0
-"""A trainer that has not reported for this time counts as down."""
 
 
 @dataclass(frozen=True)

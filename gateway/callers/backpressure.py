@@ -17,6 +17,15 @@ from redis.asyncio import Redis
 from gateway.callers.caller_limits import DEFAULT_RETRY_S, StepTrend, limit_reached, retry_after_s
 from gateway.errors import LimitReached
 from rollout_queue import clock
+from rollout_queue.protocol.conditions import (
+    LESS_IN_REDIS,
+    NO_EVICTION,
+    TRAINER_SILENT_S,
+    ConditionFacts,
+    RedisUse,
+    redis_full,
+    redis_unbounded,
+)
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
@@ -32,9 +41,6 @@ TRAINER_FIELDS = (
     "state",
     "refuses_training",
 )
-
-SILENT_S = 60.0
-"""A trainer that has not reported for so long reads nothing any more, whatever its last state was."""
 
 
 class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,10 +67,7 @@ class TrainerBacklog(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def paused(self) -> bool:
         """Whether it is alive and paused: then it reads on, and makes no step."""
-        return self.state == "paused" and clock.now() - self.last_seen <= SILENT_S
-
-
-NO_EVICTION = "noeviction"
+        return self.state == "paused" and clock.now() - self.last_seen <= TRAINER_SILENT_S
 
 
 class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,17 +93,22 @@ class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerBacklog | None = None
     """None until a trainer has reported."""
 
-
-UNBOUNDED = (
-    "Redis has no maxmemory: it may use all memory of its machine, and gateway.limits.queue_memory has no "
-    "effect. Start it by queue/start-redis.sh, or set maxmemory"
-)
+    @property
+    def redis(self) -> RedisUse:
+        """What operators are told of Redis' memory by."""
+        return RedisUse(
+            used_bytes=self.used_bytes,
+            max_bytes=self.max_bytes,
+            full=self.full,
+            evicted=self.evicted,
+            eviction=self.eviction,
+        )
 
 
 def memory_bound(pressure: Backpressure) -> str:
     """How much memory Redis may use, as a sentence."""
-    if not pressure.max_bytes:
-        return UNBOUNDED
+    if unbounded := redis_unbounded(_facts(pressure)):
+        return unbounded
     return f"Redis uses {pressure.used_bytes / 2**20:.0f} of {pressure.max_bytes / 2**20:.0f} MiB (maxmemory)"
 
 
@@ -140,13 +148,12 @@ def _full(memory: Mapping[str, Any]) -> bool:
 
 def full_redis(pressure: Backpressure) -> str | None:
     """That Redis was full at the last poll, as a sentence; None if it was not."""
-    if not pressure.full:
-        return None
-    return (
-        f"Redis is full: it uses {pressure.used_bytes / pressure.max_bytes:.0%} of its maxmemory, and "
-        "refuses every write, so no call can be recorded. Raise maxmemory, lower gateway.retention_s, or let "
-        "the trainer train what waits"
-    )
+    full = redis_full(_facts(pressure))
+    return f"{full}: {LESS_IN_REDIS}" if full else None
+
+
+def _facts(pressure: Backpressure) -> ConditionFacts:
+    return ConditionFacts(now=clock.now(), redis=pressure.redis)
 
 
 def _backlog(report: list[bytes | None]) -> TrainerBacklog | None:

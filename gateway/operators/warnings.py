@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from gateway.callers.backpressure import NO_EVICTION, UNBOUNDED, Backpressure, full_redis
+from gateway.callers.backpressure import Backpressure
 from gateway.policies.push import NOT_LOADED
 from gateway.settings import LimitSettings, WarningSettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.serving_plan import Push, ServerPush, ServingPlan
-from rollout_queue.protocol.trainer_messages import ROOM_ON_DISK, TrainerReport
+from rollout_queue.protocol.conditions import ENDINGS, INTENDED, ConditionFacts, problems_in
+from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 
@@ -41,20 +42,8 @@ def duration(seconds: float) -> str:
 
 logger = logging.getLogger(__name__)
 
-INTENDED = ("not_for_training", "deleted")
-"""Endings that are no reason for a warning."""
-REASONS = {
-    "stale": "they were sampled by versions too far behind the trainer's",
-    "skipped_for_newer": "more sessions ended than the trainer can train, and newer ones were trained",
-    "too_long": "they have more tokens than algorithm.max_row_tokens, or than the trainer's memory holds",
-    "zero_advantage": "all rewards of their groups are equal, or their groups have one member",
-    "truncated": "they were cut off, and algorithm.shaping.truncated is mask",
-    "failed": "their clients finished them with this status",
-    "abandoned": "their clients finished them with this status",
-    "expired": "nobody finished and rewarded them in time",
-    "invalid": "their records cannot be trained; GET /sessions?verdict=invalid says why",
-    "group_incomplete": "their groups were trained without them",
-}
+SAID_EARLIER = ("redis_nearly_full",)
+"""Conditions that a warning about the queue says earlier, with what follows for new sessions."""
 
 Counts = Counter[str]
 
@@ -122,27 +111,22 @@ class WarningMonitor:
 
         `dead` is the number of dead letters, `last_error` the error of the last one.
         """
-        yield from self._trainer_warnings(trainer)
+        facts = ConditionFacts(
+            now=clock.now(),
+            trainer=trainer,
+            trainer_silent_s=self._settings.trainer_silent_s,
+            dead_letters=dead,
+            dead_letter_error=last_error,
+            redis=pressure.redis,
+        )
+        for problem in problems_in(facts):
+            if problem.check not in SAID_EARLIER:
+                yield problem.advised if problem.check.startswith("redis_") else problem.sentence
+        yield from _set_back(trainer, why=True)
         if self._history:
             yield from self._stall_warnings(self._history[-1])
             yield from self._ending_warnings(_between(self._history[0], self._history[-1]))
         yield from self._queue_warnings(pressure)
-        if dead:
-            yield (
-                f"the trainer could not read {counted(dead, 'record')}, now in {key_names.DEAD_LETTERS}; "
-                f"the last error: {last_error}"
-            )
-
-    def _trainer_warnings(self, trainer: TrainerReport) -> Iterator[str]:
-        if trainer.last_seen is None:
-            yield "no trainer has reported yet"
-        elif (silent_s := clock.now() - trainer.last_seen) > self._settings.trainer_silent_s:
-            yield f"the trainer has been silent for {silent_s:.0f} s"
-        elif trainer.state == "paused":
-            yield f"the trainer is paused and waits for {trainer.waiting_for}"
-        if ROOM_ON_DISK in (trainer.waiting_for or "") and trainer.state != "paused":
-            yield f"the trainer waits for {trainer.waiting_for}"
-        yield from _set_back(trainer, why=True)
 
     def _stall_warnings(self, now: CountsAt) -> Iterator[str]:
         quiet_s, ended = clock.now() - self._stalled.at, _between(self._stalled, now)
@@ -162,14 +146,14 @@ class WarningMonitor:
         if untrained.total() >= settings.untrained_share * total:
             yield (
                 f"of the last {counted(total, 'session')} to end, {untrained.total()} were not trained, "
-                f"{number} of them {code}: {REASONS.get(code, 'see GET /sessions?verdict=' + code)}"
+                f"{number} of them {code}: {ENDINGS.get(code, 'see GET /sessions?verdict=' + code)}"
             )
             if code == "expired":
                 return
         if ends["expired"] >= settings.expired_share * total:
             yield (
                 f"of the last {counted(total, 'session')} to end, {ends['expired']} expired: "
-                f"{REASONS['expired']}"
+                f"{ENDINGS['expired']}"
             )
 
     def _queue_warnings(self, pressure: Backpressure) -> Iterator[str]:
@@ -179,32 +163,13 @@ class WarningMonitor:
                 f"{counted(pressure.entries, 'record is', 'records are')} in the stream; from "
                 f"{limits.queue_entries} on (gateway.limits.queue_entries) new sessions are refused"
             )
-        yield from _eviction(pressure)
-        if not pressure.max_bytes:
-            yield UNBOUNDED
-        elif full := full_redis(pressure):
-            yield full
-        elif limits.queue_memory is not None:
+        if pressure.max_bytes and not pressure.full and limits.queue_memory is not None:
             used = pressure.used_bytes / pressure.max_bytes
             if used >= share * limits.queue_memory:
                 yield (
                     f"Redis has used {used:.0%} of its maxmemory; from {limits.queue_memory:.0%} on "
                     "(gateway.limits.queue_memory) new sessions are refused"
                 )
-
-
-def _eviction(pressure: Backpressure) -> Iterator[str]:
-    """What Redis has removed for want of memory, or would remove."""
-    if pressure.evicted:
-        yield (
-            f"Redis has evicted {counted(pressure.evicted, 'key')} since it started: set its "
-            "maxmemory-policy to noeviction, and run `weir audit`, which names what is lost"
-        )
-    elif pressure.eviction != NO_EVICTION:
-        yield (
-            f"Redis will evict sessions when it is full: its maxmemory-policy is {pressure.eviction}; set it "
-            "to noeviction, so that it refuses new sessions instead"
-        )
 
 
 def _set_back(trainer: TrainerReport, *, why: bool) -> Iterator[str]:

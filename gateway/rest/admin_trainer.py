@@ -21,6 +21,7 @@ from rollout_queue import clock
 from rollout_queue.http.callers import bearer
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.json_routes import JsonRoute
+from rollout_queue.protocol.conditions import ConditionFacts, trainer_missing, trainer_silent
 from rollout_queue.protocol.gateway_messages import LARGEST
 from rollout_queue.protocol.trainer_messages import (
     MOST_BUCKETS,
@@ -133,13 +134,14 @@ def _headers(gateway: GatewayParts) -> dict[str, str]:
 
 async def _trainer_url(gateway: GatewayParts) -> str:
     report = TrainerReport.of(await stored(gateway.redis.hgetall(key_names.TRAINER)))
-    if report.last_seen is None:
-        raise _unavailable("no trainer has reported yet")
+    silent_s = gateway.settings.warnings.trainer_silent_s
+    facts = ConditionFacts(now=clock.now(), trainer=report, trainer_silent_s=silent_s)
+    if missing := trainer_missing(facts):
+        raise _unavailable(missing)
     if report.url is None:
         raise _unavailable("the trainer has not reported its URL: it is older than this gateway")
-    silent_s = clock.now() - report.last_seen
-    if silent_s > gateway.settings.warnings.trainer_silent_s:
-        raise _unavailable(f"the trainer has been silent for {silent_s:.0f} s")
+    if silent := trainer_silent(facts):
+        raise _unavailable(silent)
     return report.url
 
 

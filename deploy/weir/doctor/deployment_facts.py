@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
 from rollout_queue.contract.published_policy import Manifest
+from rollout_queue.protocol.conditions import Problem, Severity
 from rollout_queue.protocol.gateway_messages import ServerStatus, SystemStatus
 from rollout_queue.protocol.trainer_messages import TrainerReport
 
@@ -147,20 +146,6 @@ class DeploymentFacts:
     def setting(self, section: str, name: str) -> Any:
         """A setting of a service; None if it is not known here."""
         return self.settings.get(section, {}).get(name)
-
-
-Severity = Literal["error", "warning"]
-"""error: something does not work, or a promise does not hold. warning: an operator should know of it."""
-
-
-class Problem(msgspec.Struct, frozen=True):
-    """What one check found."""
-
-    check: str
-    """The name of the check, such as `redis_syncs_late`."""
-    severity: Severity
-    sentence: str
-    advice: str
 
 
 Found = Iterator[tuple[Severity, str, str]]

@@ -14,11 +14,12 @@ from rich.table import Table
 
 from rollout_queue import clock
 from rollout_queue.model_checks import TENSORS, TOKENIZER
+from rollout_queue.protocol.conditions import CONDITIONS, ConditionFacts, Problem, problems_in
 from rollout_queue.protocol.message import TITLE, MalformedMessage, ModelCheck
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from weir.doctor import redis_health, service_checks, this_machine
 from weir.doctor.asking import gather
-from weir.doctor.deployment_facts import Check, DeploymentFacts, Found, Problem, problems_of
+from weir.doctor.deployment_facts import Check, DeploymentFacts, Found, problems_of
 from weir.doctor.targets import Targets
 from weir.words import counted
 
@@ -128,14 +129,26 @@ def examine(targets: Targets) -> Examination:
     return examined(facts, clock.monotonic() - began_at)
 
 
+def _condition_facts(facts: DeploymentFacts) -> ConditionFacts:
+    """If the gateway answers, it says as warnings what is wrong with the trainer and its records."""
+    alone = facts.system is None and facts.redis.silent is None
+    return ConditionFacts(
+        now=facts.now,
+        trainer=facts.redis.trainer if alone else None,
+        dead_letters=facts.redis.dead_letters if alone else 0,
+        redis=redis_health.redis_use(facts),
+    )
+
+
 def examined(facts: DeploymentFacts, seconds: float = 0.0) -> Examination:
     """What the checks find in the facts."""
     problems = [problem for check in CHECKS for problem in problems_of(check, facts)]
+    problems += problems_in(_condition_facts(facts))
     problems.sort(key=lambda problem: problem.severity != "error")
     return Examination(
         ok=not problems,
         problems=problems,
-        checks=len(CHECKS),
+        checks=len(CHECKS) + len(CONDITIONS),
         seconds=round(seconds, 2),
         gateway=facts.gateway.url,
         redis=facts.redis.address,

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 from rollout_queue import clock
 from rollout_queue.contract.published_policy import PolicyRecord
 from rollout_queue.http.callers import LOOPBACK
+from rollout_queue.protocol.conditions import NO_EVICTION, RedisUse
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import refusal
@@ -21,7 +22,7 @@ from rollout_queue.redis.redis_client import open_async_redis
 from weir.audit.audit_sources import Sources
 from weir.doctor.deployment_facts import DeploymentFacts, Found, RedisFacts
 from weir.stack.settings import redis_access
-from weir.words import duration, size
+from weir.words import duration
 
 
 async def read_redis(url: str, timeout_s: float) -> RedisFacts:
@@ -92,7 +93,6 @@ def _newest(packed: list[bytes]) -> float | None:
     return None
 
 
-NEARLY_FULL = 0.85
 SLOW_REWRITE_S = 600
 OLDEST = (6, 2)
 MENDED = {
@@ -140,25 +140,6 @@ def redis_syncs_late(facts: DeploymentFacts) -> Found:
         )
 
 
-def redis_evicts(facts: DeploymentFacts) -> Found:
-    policy = _config(facts, "maxmemory-policy", "noeviction")
-    if policy != "noeviction":
-        yield (
-            "error",
-            f"a full Redis evicts sessions by itself: its maxmemory-policy is {policy}",
-            "set maxmemory-policy noeviction; then a full Redis refuses new sessions instead",
-        )
-
-
-def redis_has_evicted(facts: DeploymentFacts) -> Found:
-    if evicted := int(facts.redis.info.get("evicted_keys", 0)):
-        yield (
-            "error",
-            f"Redis has evicted {evicted} keys since it started",
-            "set maxmemory-policy noeviction, and run `weir audit`, which says what is lost",
-        )
-
-
 def redis_lost_keys(facts: DeploymentFacts) -> Found:
     """The gateway tells the same as warnings, if it answers."""
     for said in facts.redis.losses if facts.system is None else ():
@@ -166,32 +147,6 @@ def redis_lost_keys(facts: DeploymentFacts) -> Found:
             "warning",
             said,
             "docs/redis.md says what the loss of each key does; `weir audit` names what is lost",
-        )
-
-
-def redis_unbounded(facts: DeploymentFacts) -> Found:
-    if facts.redis.info and not int(facts.redis.info.get("maxmemory", 0)):
-        yield (
-            "warning",
-            "Redis has no maxmemory, so it grows until the system kills it",
-            "set maxmemory to about two thirds of what Redis may use, or start it with queue/start-redis.sh",
-        )
-
-
-def redis_nearly_full(facts: DeploymentFacts) -> Found:
-    used, most = (int(facts.redis.info.get(name, 0)) for name in ("used_memory", "maxmemory"))
-    beside = int(facts.redis.info.get("mem_not_counted_for_evict", 0))
-    if most and used - beside >= most:
-        yield (
-            "error",
-            f"Redis is full ({size(used)} of {size(most)}) and refuses every write, so every call fails",
-            "raise maxmemory, lower gateway.retention_s, or let the trainer train what waits",
-        )
-    elif most and used >= NEARLY_FULL * most:
-        yield (
-            "warning",
-            f"Redis uses {used / most:.0%} of its maxmemory ({size(used)} of {size(most)})",
-            "lower gateway.retention_s, raise maxmemory, or let the trainer train what waits",
         )
 
 
@@ -281,6 +236,20 @@ def redis_hides_configuration(facts: DeploymentFacts) -> Found:
         )
 
 
+def redis_use(facts: DeploymentFacts) -> RedisUse | None:
+    """What Redis says of its memory; None if it said nothing."""
+    info = facts.redis.info
+    if not info:
+        return None
+    used, most = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+    eviction = _config(facts, "maxmemory-policy", NO_EVICTION)
+    # What replicas and the append-only file wait for does not count.
+    beside = int(info.get("mem_not_counted_for_evict", 0))
+    full = bool(most) and used - beside >= most and eviction == NO_EVICTION
+    evicted = int(info.get("evicted_keys", 0))
+    return RedisUse(used_bytes=used, max_bytes=most, full=full, evicted=evicted, eviction=eviction)
+
+
 def _config(facts: DeploymentFacts, name: str, default: str) -> str:
     """A setting of Redis, which some are without CONFIG GET, too; `default`, with which no check finds
     anything, if it is not known."""
@@ -295,11 +264,7 @@ CHECKS = (
     redis_refuses,
     redis_loses_data,
     redis_syncs_late,
-    redis_evicts,
-    redis_has_evicted,
     redis_lost_keys,
-    redis_unbounded,
-    redis_nearly_full,
     redis_cannot_write,
     redis_rewrites_slowly,
     redis_starts,

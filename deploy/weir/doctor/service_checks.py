@@ -11,10 +11,10 @@ import msgspec
 
 from rollout_queue.foreign_json import read_json
 from rollout_queue.http.callers import LOOPBACK
+from rollout_queue.protocol.conditions import INTENDED
 from rollout_queue.protocol.gateway_messages import NO_SIGN_OF_LIFE
 from weir.doctor.deployment_facts import MOST_APART_S, Check, DeploymentFacts, Found, ServiceFacts
 from weir.stack.service_process import RewardStatus
-from weir.status import TRAINER_SILENT_S
 from weir.words import counted, duration
 
 SECTIONS = ("gateway", "rollout_server", "trainer")
@@ -291,36 +291,6 @@ NO_VERDICT_S = 3600.0
 NOTHING_NEW_S = 6 * 3600.0
 UNTRAINED_SHARE = 0.5
 ENOUGH_SESSIONS = 50
-INTENDED = frozenset({"trained", "not_for_training", "deleted"})
-"""Endings that are no reason for a warning."""
-
-
-def trainer_silent(facts: DeploymentFacts) -> Found:
-    """Told by Redis. If the gateway answers, it tells the same as a warning."""
-    report, known = facts.redis.trainer, facts.redis.silent is None
-    if not known or facts.system is not None:
-        return
-    if report.last_seen is None:
-        yield (
-            "warning",
-            "no trainer has ever reported to this Redis",
-            "start the trainer, or check its redis_url",
-        )
-    elif (silent_s := facts.now - report.last_seen) > TRAINER_SILENT_S:
-        yield (
-            "error",
-            f"the trainer has not reported for {duration(silent_s)}; it said last: {report.waiting_for}",
-            "start it again: it continues from its checkpoint",
-        )
-
-
-def trainer_paused(facts: DeploymentFacts) -> Found:
-    if facts.system is None and facts.redis.trainer.state == "paused":
-        yield (
-            "warning",
-            f"the trainer is paused and waits for {facts.redis.trainer.waiting_for}",
-            "POST /admin/trainer/resume, once you know why",
-        )
 
 
 def trainers_differ(facts: DeploymentFacts) -> Found:
@@ -366,7 +336,7 @@ def mostly_untrained(facts: DeploymentFacts) -> Found:
         for name, number in facts.redis.verdicts.items()
         if name.startswith("session:")
     }
-    untrained = {code: number for code, number in ends.items() if code not in INTENDED}
+    untrained = {code: number for code, number in ends.items() if code not in {*INTENDED, "trained"}}
     total = sum(untrained.values()) + ends.get("trained", 0)
     if total < ENOUGH_SESSIONS or sum(untrained.values()) < UNTRAINED_SHARE * total:
         return
@@ -377,16 +347,6 @@ def mostly_untrained(facts: DeploymentFacts) -> Found:
         f"them {code}",
         f"GET /sessions?verdict={code} shows them; docs/sessions.md explains each verdict",
     )
-
-
-def dead_letters(facts: DeploymentFacts) -> Found:
-    """The gateway tells the same, with the error, if it answers."""
-    if facts.system is None and facts.redis.dead_letters:
-        yield (
-            "warning",
-            f"the trainer could not read {counted(facts.redis.dead_letters, 'record')}: see weir:dead",
-            "a newer release may read more: finish the upgrade, then run `weir audit`",
-        )
 
 
 CHECKS: tuple[Check, ...] = (
@@ -410,11 +370,8 @@ CHECKS: tuple[Check, ...] = (
     push_failed,
     push_slow,
     fleet_held,
-    trainer_silent,
-    trainer_paused,
     trainers_differ,
     no_verdict_for_long,
     no_version_for_long,
     mostly_untrained,
-    dead_letters,
 )

@@ -28,8 +28,8 @@ MODELS = ("gateway", "rollout_server", "trainer")
 LOG_TAIL_BYTES = 256 * 1024
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^[A-Za-z_.]*(Error|Exception): ")
 READY_LINE = re.compile(
-    r"probes: ready again|: Application startup complete|trainer_service: listens on|: engine serves version"
-    r"|ready to roll!$|Ready to accept connections"
+    r"probe(s|_routes): ready again|: Application startup complete|trainer_service: listens on"
+    r"|: engine serves version|ready to roll!$|Ready to accept connections"
 )
 """What a service, its engine or Redis writes once it can work: what was wrong before is over."""
 WRITTEN_AT = re.compile(r"^\W?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")

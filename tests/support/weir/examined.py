@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from gateway.app import create_app as create_gateway
 from gateway.settings import GatewaySettings
 from rollout_queue.http.callers import Keyring
+from rollout_queue.protocol.conditions import Problem
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from tests.support.gateway.fake_rollout_server import FakeRolloutServer
@@ -22,7 +23,6 @@ from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import create_app as create_trainer
 from trainer_service.shared_state import SharedState
 from trainer_service.storage.policy_store import PolicyStore
-from weir.doctor.deployment_facts import Problem
 from weir.doctor.doctor import examine
 from weir.doctor.targets import Targets
 

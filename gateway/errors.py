@@ -84,7 +84,7 @@ class EngineFault(GatewayError):
     """An engine failed while it made an answer. The request is not the cause; another engine may continue.
 
     refused   no process listens at the engine's address
-    lost      the connection ended before any answer: it was stale, or the engine has just died
+    lost      the connection ended before any answer: it was idle for too long, or the engine has just died
     broken    the connection ended in the middle of the answer
     stalled   the engine sent nothing for too long
     aborted   the engine aborted the answer

@@ -197,7 +197,7 @@ class SimulatedTraffic:
     async def call(self, prefix: str, prompt: int, last: str = "", version: int = 0) -> Answered:
         """One call; `last` is the engine of the turn before, and `version` that turn's. Raises NoServer."""
         loop, draw, avoid = asyncio.get_running_loop(), self.draw, ""
-        fleet, wanted = draw.choice(self.fleets), WantedServer(prefix, prefix=last, prefix_version=version)
+        fleet, wanted = draw.choice(self.fleets), WantedServer(prefix, cached_at=last, cached_version=version)
         output = min(self.traffic.most_output, 1 + int(draw.expovariate(1 / self.traffic.output)))
         began = loop.time()
         for attempt in range(ATTEMPTS):

@@ -10,7 +10,13 @@ from msgspec import UNSET, structs
 
 from gateway.errors import EngineFault
 from gateway.fleet.event_stream import OutputChunk
-from gateway.fleet.generate_request import Adapter, GenerateBody, SampleRequest, SamplingParameters, Wish
+from gateway.fleet.generate_request import (
+    Adapter,
+    AllowedVersions,
+    GenerateBody,
+    SampleRequest,
+    SamplingParameters,
+)
 from rollout_queue.contract.records import Span
 
 
@@ -138,9 +144,9 @@ class PartialAnswer:
         return len(self.ids) - self._start
 
     @property
-    def wish(self) -> Wish:
+    def allowed(self) -> AllowedVersions:
         """Which policy versions may answer."""
-        return self._wanted.wish
+        return self._wanted.allowed
 
     @property
     def has_stops(self) -> bool:
@@ -178,7 +184,7 @@ class PartialAnswer:
         if chunk.finish is not None:
             versions = (span.version for span in chunk.versions)
             self._check_last(chunk)
-        only = self._wanted.wish.version
+        only = self._wanted.allowed.version
         if only is not None and any(version != only for version in versions):
             raise EngineFault("nonsense", f"the engine does not serve version {only}")
 

@@ -1,10 +1,10 @@
 """The calls that wait for a server, because none can take them or each is at its limit of calls.
 
-Client keys take turns, whatever their calls wish: a key with many calls holds no other key's call up. The
-calls of one key with the same wish go in the order of their arrival. A server that has room again is given to
-the first that it can take: calls that were moved away from it let others pass. So a server is looked for
-once, however many calls wait. A call of a session whose last wait ended without a server has its former place
-among its key's calls.
+Client keys take turns, whatever versions their calls allow: a key with many calls holds no other key's call
+up. The calls of one key that allow the same versions go in the order of their arrival. A server that has room
+again is given to the first that it can take: calls that were moved away from it let others pass. So a server
+is looked for once, however many calls wait. A call of a session whose last wait ended without a server has
+its former place among its key's calls.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gateway.fleet.fleet_server import FleetServer
-from gateway.fleet.generate_request import Wish
+from gateway.fleet.generate_request import AllowedVersions
 from gateway.fleet.placement import WantedServer
 from rollout_queue import clock
 
@@ -36,21 +36,21 @@ class CallQueue:
 
     def __init__(self, place: Callable[[WantedServer], FleetServer | None]) -> None:
         self._place = place
-        self._lines: dict[str, dict[Wish, deque[_Waiting]]] = {}
-        """By owner, the next one first, and by wish."""
+        self._lines: dict[str, dict[AllowedVersions, deque[_Waiting]]] = {}
+        """By owner, the next one first, and by the versions that calls allow."""
         self._last_owner = ""
         """Whose call got the last server."""
-        self._wishes: Counter[Wish] = Counter()
-        """How many calls wait with each wish."""
+        self._waiting_for: Counter[AllowedVersions] = Counter()
+        """How many calls wait, by the versions that they allow."""
         self._kept = KeptPlaces()
         self._fruitless_at = -math.inf
 
     def __len__(self) -> int:
-        return self._wishes.total()
+        return self._waiting_for.total()
 
-    def waits_for(self, wish: Wish) -> bool:
-        """Whether calls with the same wish wait."""
-        return wish in self._wishes
+    def waits_for(self, allowed: AllowedVersions) -> bool:
+        """Whether calls wait that allow the same versions."""
+        return allowed in self._waiting_for
 
     @property
     def kept_places(self) -> int:
@@ -64,7 +64,7 @@ class CallQueue:
         loop = asyncio.get_running_loop()
         waiting = _Waiting(wanted, self._kept.take(wanted.session_id), loop.create_future())
         self._join(waiting)
-        if self._wishes[wanted.wish] > 1 and clock.monotonic() - self._fruitless_at >= AGAIN_S:
+        if self._waiting_for[wanted.allowed] > 1 and clock.monotonic() - self._fruitless_at >= AGAIN_S:
             self.serve()  # a server may have become able without a sign, as when its breaker's time is over
         try:
             async with clock.timeout(timeout_s):
@@ -81,7 +81,7 @@ class CallQueue:
 
     def serve(self) -> None:
         """Give servers to as many calls as possible."""
-        hopeless: set[Wish] = set()
+        hopeless: set[AllowedVersions] = set()
         while (found := self._next(hopeless)) is not None:
             self._give(*found)
         if self._lines:
@@ -112,21 +112,21 @@ class CallQueue:
                 return min(able, key=lambda waiting: waiting.since)
         return None
 
-    def _in_turn(self) -> Iterable[dict[Wish, deque[_Waiting]]]:
+    def _in_turn(self) -> Iterable[dict[AllowedVersions, deque[_Waiting]]]:
         """The lines of each owner, the next one first. Who came last, or had the last turn, is at the end."""
         if self._last_owner in self._lines:
             self._lines[self._last_owner] = self._lines.pop(self._last_owner)
         return self._lines.values()
 
-    def _next(self, hopeless: set[Wish]) -> tuple[_Waiting, FleetServer] | None:
-        """The next call that a server can take. Adds the wishes for which there is none to `hopeless`."""
+    def _next(self, hopeless: set[AllowedVersions]) -> tuple[_Waiting, FleetServer] | None:
+        """The next call that a server can take. Adds the versions for which there is none to `hopeless`."""
         for lines in self._in_turn():
-            for wish, line in lines.items():
-                if wish in hopeless:
+            for allowed, line in lines.items():
+                if allowed in hopeless:
                     continue
                 if (server := self._place(line[0].wanted)) is not None:
                     return line[0], server
-                hopeless.add(wish)
+                hopeless.add(allowed)
         return None
 
     def _give(self, waiting: _Waiting, server: FleetServer) -> bool:
@@ -141,12 +141,12 @@ class CallQueue:
 
     def _join(self, waiting: _Waiting) -> None:
         wanted = waiting.wanted
-        line = self._lines.setdefault(wanted.owner, {}).setdefault(wanted.wish, deque())
+        line = self._lines.setdefault(wanted.owner, {}).setdefault(wanted.allowed, deque())
         place = len(line)
         while place and line[place - 1].since > waiting.since:
             place -= 1
         line.insert(place, waiting)
-        self._wishes[wanted.wish] += 1
+        self._waiting_for[wanted.allowed] += 1
 
     def _give_up(self, waiting: _Waiting) -> None:
         """The call waits no more: its time is over, or its caller has left."""
@@ -160,16 +160,16 @@ class CallQueue:
         if waiting.gone:
             return
         waiting.gone = True
-        owner, wish = waiting.wanted.owner, waiting.wanted.wish
+        owner, allowed = waiting.wanted.owner, waiting.wanted.allowed
         lines = self._lines[owner]
-        lines[wish].remove(waiting)
-        if not lines[wish]:
-            del lines[wish]
+        lines[allowed].remove(waiting)
+        if not lines[allowed]:
+            del lines[allowed]
         if not lines:
             del self._lines[owner]
-        self._wishes[wish] -= 1
-        if not self._wishes[wish]:
-            del self._wishes[wish]
+        self._waiting_for[allowed] -= 1
+        if not self._waiting_for[allowed]:
+            del self._waiting_for[allowed]
 
 
 COMES_AGAIN_WITHIN_S = 30.0

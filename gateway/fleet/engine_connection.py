@@ -302,7 +302,7 @@ def _tls() -> ssl.SSLContext:
 
 
 @lru_cache(maxsize=1024)
-def _prefix(url: str, path: str) -> bytes:
+def _request_line(url: str, path: str) -> bytes:
     address = urlsplit(url)
     return (
         f"POST {address.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {address.netloc.rpartition('@')[2]}\r\n"
@@ -312,7 +312,7 @@ def _prefix(url: str, path: str) -> bytes:
 
 def _head(url: str, path: str, length: int, more: bytes, trace: str | None) -> bytes:
     more += b"" if trace is None else b"traceparent: %b\r\n" % trace.encode()
-    return b"%b%d\r\n%b\r\n" % (_prefix(url, path), length, more)
+    return b"%b%d\r\n%b\r\n" % (_request_line(url, path), length, more)
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -118,8 +118,8 @@ class Sampler:
         case = self.fleet.suspects.case_of(digest)
         retries, avoid, wait_s = RetryState(), "", self.engine_wait_s
         while not answer.finished:
-            prefix = (wanted.prefix, wanted.prefix_version)
-            asked = WantedServer(wanted.session_id, wanted.wish, avoid, *prefix, wanted.owner)
+            cached = (wanted.cached_at, wanted.cached_version)
+            asked = WantedServer(wanted.session_id, wanted.allowed, avoid, *cached, wanted.owner)
             server = await self.acquire(asked, wait_s, case, retries)
             try:
                 await self._attempt(answer, server, retries, case, on_chunk, on_engine)
@@ -129,15 +129,15 @@ class Sampler:
                 on_engine(False)
                 dead, tokens = await self.died(fault, server), answer.by_engine
                 # The first lost connection may be one from the pool that the engine had closed already.
-                stale = fault.reason == "lost" and not (dead or retries.faults)
-                self._note_fault(fault, answer, server, stale)
+                closed_in_pool = fault.reason == "lost" and not (dead or retries.faults)
+                self._note_fault(fault, answer, server, closed_in_pool)
                 if (last := answer.keep_delivered()) is not None:
                     await on_chunk(last)
                     return
                 if dead:
                     await case.died(tokens)
                 await self._back_off(fault, answer, server, retries)
-                avoid, wait_s = "" if stale else server.id, retries.left_s()
+                avoid, wait_s = "" if closed_in_pool else server.id, retries.left_s()
             finally:
                 if case.trial is not None:
                     await case.end()
@@ -183,8 +183,8 @@ class Sampler:
         on_engine: OnEngine,
     ) -> None:
         """Let one engine continue the answer. Raises EngineFault if it fails before the answer's end."""
-        wish, url = answer.wish, server.registration.engine_url
-        adapter = server.adapter_of(wish.version, wish.adapter)
+        allowed, url = answer.allowed, server.registration.engine_url
+        adapter = server.adapter_of(allowed.version, allowed.adapter)
         request = answer.next_request(server.has_tokenizer, adapter)
         trial, wait = server.enter(), EngineWait(answer)
         server.begin_wait(wait)
@@ -233,12 +233,12 @@ class Sampler:
             await self._abort(url, request.rid)
 
     def _note_fault(
-        self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, stale: bool
+        self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, closed_in_pool: bool
     ) -> None:
         """Abort the request if the engine may still work on it, and count the fault against the server."""
         if fault.reason in ("stalled", "nonsense"):
             self._begin_abort(server.registration.engine_url, answer.rid)  # not awaited: it may hang, too
-        if fault.reason not in HARMLESS and not stale:
+        if fault.reason not in HARMLESS and not closed_in_pool:
             server.breaker.failed(unreachable=fault.reason == "refused")
             self.metrics.breakers.labels(server.id).set(server.breaker.state != "closed")
 

@@ -1,4 +1,4 @@
-"""The fleet: all servers that sample answers, the version that each serves, and the choice of one for a call.
+"""The fleet: which servers there are, what each says of itself, and which versions may answer calls.
 
 registration of a rollout server ──▶ Redis ◀── every gateway reads it
 poll: GET /status of each server ──▶ its state and version; the answers of a dead server move
@@ -25,7 +25,7 @@ from gateway.errors import NoServer, StateConflict
 from gateway.fleet.call_queue import CallQueue
 from gateway.fleet.engine_client import EngineClient
 from gateway.fleet.fleet_server import FleetServer, Life, Registration, next_limit
-from gateway.fleet.generate_request import ANY, Wish
+from gateway.fleet.generate_request import ANY, AllowedVersions
 from gateway.fleet.placement import Rotation, WantedServer
 from gateway.fleet.registrations import (
     KnownRegistrations,
@@ -225,13 +225,15 @@ class Fleet:
 
     # The choice of a server
 
-    def can_replace(self, server: FleetServer, wish: Wish, lives: Callable[[FleetServer], bool]) -> bool:
+    def can_replace(
+        self, server: FleetServer, allowed: AllowedVersions, lives: Callable[[FleetServer], bool]
+    ) -> bool:
         """Whether another server, for which `lives` is true, can take over a call now."""
-        return any(other.able and lives(other) for other in self.rotation.replacements(wish, server))
+        return any(other.able and lives(other) for other in self.rotation.replacements(allowed, server))
 
-    def choose(self, session_id: str, wish: Wish = ANY, avoid: str = "") -> FleetServer | None:
+    def choose(self, session_id: str, allowed: AllowedVersions = ANY, avoid: str = "") -> FleetServer | None:
         """The server that takes a call now, if any; the server `avoid` only if there is no other."""
-        return self.rotation.choose(WantedServer(session_id, wish, avoid))
+        return self.rotation.choose(WantedServer(session_id, allowed, avoid))
 
     def has(self, version: int) -> bool:
         """Whether any server can answer with the version, in rotation or not, or comes back with it."""
@@ -240,26 +242,26 @@ class Fleet:
 
     async def acquire(self, wanted: WantedServer, wait_s: float) -> FleetServer:
         """The server for a call, which enters it at once, or NoServer after `wait_s` seconds."""
-        if not self.queue.waits_for(wanted.wish) and (server := self.rotation.place(wanted)) is not None:
+        if not self.queue.waits_for(wanted.allowed) and (server := self.rotation.place(wanted)) is not None:
             return server
         try:
             return await self.queue.wait(wanted, wait_s)
         except TimeoutError:
-            raise NoServer(self.why_no_server(wanted.wish)) from None
+            raise NoServer(self.why_no_server(wanted.allowed)) from None
 
     def fault(self) -> str | None:
         """Why no server can take calls; None if one can, also if it is full for a moment."""
         serves = any(server.takes_calls for server in self.rotation.candidates(ANY, ""))
         return None if serves else self.why_no_server()
 
-    def why_no_server(self, wish: Wish = ANY) -> str:
+    def why_no_server(self, allowed: AllowedVersions = ANY) -> str:
         """Why no server can take a call now."""
         if not self.servers:
             return "no rollout server has registered"
-        if full := [server for server in self.rotation.candidates(wish, "") if server.takes_calls]:
+        if full := [server for server in self.rotation.candidates(allowed, "") if server.takes_calls]:
             loads = _first(f"{s.id} has {s.load} of {s.limit} calls" for s in full)
             return f"all engines are full: {loads}; {len(self.queue)} wait"
-        version = self.serving if wish.version is None else wish.version
+        version = self.serving if allowed.version is None else allowed.version
         return f"no engine can serve version {version}: {_first(map(str, self.servers.values()))}"
 
     def figures(self) -> FleetFigures:

@@ -23,7 +23,7 @@ import msgspec
 
 from gateway.errors import EngineFault
 from gateway.fleet.answer import PartialAnswer
-from gateway.fleet.generate_request import Adapter, Wish
+from gateway.fleet.generate_request import Adapter, AllowedVersions
 from gateway.settings import ConcurrencySettings
 from rollout_queue import clock
 from rollout_queue.protocol.gateway_messages import NO_SIGN_OF_LIFE, ServerShape
@@ -152,9 +152,9 @@ class EngineWait:
         self._fault: EngineFault | None = None
 
     @property
-    def wish(self) -> Wish:
+    def allowed(self) -> AllowedVersions:
         """Which policy versions may continue the answer."""
-        return self._answer.wish
+        return self._answer.allowed
 
     @property
     def movable(self) -> bool:

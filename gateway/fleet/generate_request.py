@@ -16,7 +16,7 @@ class Adapter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wish:
+class AllowedVersions:
     """Which versions may answer a call."""
 
     version: int | None = None
@@ -27,7 +27,7 @@ class Wish:
     """If set, this one as long as a server can answer with it, and else any that the fleet admits."""
 
 
-ANY = Wish()
+ANY = AllowedVersions()
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,16 +98,16 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
     rid: str
     session_id: str
-    wish: Wish
+    allowed: AllowedVersions
     input_ids: list[int]
     parameters: SamplingParameters
     top_logprobs: int = 0
     experts_from: int | None = None
     """The position of the first token whose experts are requested; None requests none."""
     cache_salt: str | None = None
-    prefix: str = ""
+    cached_at: str = ""
     """The id of the server that sampled the turn which this one continues; it may have the prefix cached."""
-    prefix_version: int | None = None
+    cached_version: int | None = None
     """The version with which that server ended that turn."""
     images: list[PromptImage] = []
     """The images of the prompt in their order; `input_ids` has one pad for each."""

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from gateway.counters import FleetFigures
 from gateway.fleet.fleet_server import FleetServer
-from gateway.fleet.generate_request import ANY, Wish
+from gateway.fleet.generate_request import ANY, AllowedVersions
 from rollout_queue import clock
 from rollout_queue.contract.serving_plan import ServingPlan
 
@@ -44,12 +44,12 @@ class WantedServer(NamedTuple):
     """What a call asks of a server."""
 
     session_id: str
-    wish: Wish = ANY
+    allowed: AllowedVersions = ANY
     avoid: str = ""
     """The id of a server that takes the call only if no other can now."""
-    prefix: str = ""
+    cached_at: str = ""
     """The id of the server that sampled the turn which the call continues."""
-    prefix_version: int | None = None
+    cached_version: int | None = None
     """The version with which it ended that turn."""
     owner: str = ""
     """The client key for which the call counts."""
@@ -57,8 +57,8 @@ class WantedServer(NamedTuple):
     def cached_by(self, server: FleetServer) -> bool:
         """Whether the server may have the prefix in its cache: a load empties it, and an adapter's prefixes
         belong to its version."""
-        serves = server.version if self.wish.version is None else self.wish.version
-        return server.id == self.prefix and self.prefix_version in (None, serves)
+        serves = server.version if self.allowed.version is None else self.allowed.version
+        return server.id == self.cached_at and self.cached_version in (None, serves)
 
 
 class Rotation:
@@ -79,14 +79,14 @@ class Rotation:
         self._pinned = frozenset(pin.server for pin in plan.pins)
 
     def admits(self, server: FleetServer) -> bool:
-        """Whether its version may answer calls that wish no version."""
+        """Whether its version may answer calls that allow any."""
         # Policies are not pushed to bare engines, so their version does not matter.
         admitted = not self._admitted or server.version in self._admitted or server.ahead
         return server.registration.url is None or (admitted and server.id not in self._pinned)
 
     def choose(self, wanted: WantedServer) -> FleetServer | None:
         """The server that takes a call now, if any."""
-        found = self._prefix_server(wanted) or self._own_server(wanted)
+        found = self._caching_server(wanted) or self._own_server(wanted)
         if found is None and wanted.avoid:  # no other has room
             found = self._own_server(wanted._replace(avoid=""))
         return found
@@ -100,7 +100,7 @@ class Rotation:
 
     def takes(self, server: FleetServer, wanted: WantedServer) -> bool:
         """Whether a server can take a call now, without looking at others."""
-        return self._takes(server, wanted.wish) and server.id != wanted.avoid
+        return self._takes(server, wanted.allowed) and server.id != wanted.avoid
 
     def figures(self, waiting: int) -> FleetFigures:
         """What is measured of the servers, as they reported it last; `waiting` calls wait for one."""
@@ -117,8 +117,8 @@ class Rotation:
             limit=sum(limits) if limits else None,
         )
 
-    def _prefix_server(self, wanted: WantedServer) -> FleetServer | None:
-        server = self.servers.get(wanted.prefix)
+    def _caching_server(self, wanted: WantedServer) -> FleetServer | None:
+        server = self.servers.get(wanted.cached_at)
         if server is None or not (wanted.cached_by(server) and self.takes(server, wanted)):
             return None
         return None if self._is_too_busy(server) else server
@@ -126,7 +126,7 @@ class Rotation:
     def _own_server(self, wanted: WantedServer) -> FleetServer | None:
         if len(self.servers) <= SHORTLIST:
             return choose_server(
-                self._with_room(self.candidates(wanted.wish, wanted.avoid)), wanted.session_id
+                self._with_room(self.candidates(wanted.allowed, wanted.avoid)), wanted.session_id
             )
         self.ring.follow(self.servers.keys())
         mean = self._mean_load()
@@ -141,25 +141,25 @@ class Rotation:
             seen |= {server.id: server for server in able}
         if not seen:
             seen = {
-                server.id: server for server in self._with_room(self.candidates(wanted.wish, wanted.avoid))
+                server.id: server for server in self._with_room(self.candidates(wanted.allowed, wanted.avoid))
             }
         return choose_server(list(seen.values()), wanted.session_id)
 
-    def _takes(self, server: FleetServer, wish: Wish) -> bool:
-        if wish.version is not None:
-            serves = server.can_answer(wish.version, wish.adapter)
+    def _takes(self, server: FleetServer, allowed: AllowedVersions) -> bool:
+        if allowed.version is not None:
+            serves = server.can_answer(allowed.version, allowed.adapter)
         else:
-            serves = server.version == wish.prefers if wish.prefers is not None else self.admits(server)
+            serves = server.version == allowed.prefers if allowed.prefers is not None else self.admits(server)
         return serves and server.takes_calls and server.has_room
 
     def _reason(self, wanted: WantedServer, chosen: FleetServer) -> Placement:
         if wanted.avoid:
             return "failover"
-        if not wanted.prefix:
+        if not wanted.cached_at:
             return "first"
         if wanted.cached_by(chosen):
             return "prefix"
-        if (server := self.servers.get(wanted.prefix)) is None:
+        if (server := self.servers.get(wanted.cached_at)) is None:
             return "gone"
         if not wanted.cached_by(server):
             return "flushed"
@@ -189,20 +189,20 @@ class Rotation:
 
     # All servers
 
-    def replacements(self, wish: Wish, server: FleetServer) -> list[FleetServer]:
+    def replacements(self, allowed: AllowedVersions, server: FleetServer) -> list[FleetServer]:
         """The servers from which one for a call would be chosen if `server` were gone."""
         others = {name: each for name, each in self.servers.items() if each is not server}
-        return self.candidates(wish, server.id, others)
+        return self.candidates(allowed, server.id, others)
 
     def candidates(
-        self, wish: Wish, avoid: str, among: Mapping[str, FleetServer] | None = None
+        self, allowed: AllowedVersions, avoid: str, among: Mapping[str, FleetServer] | None = None
     ) -> list[FleetServer]:
         """The servers from which the one for a call is chosen; those of a canary only if no other can."""
         servers = self.servers if among is None else among
-        if (version := wish.version) is not None:
-            return self._able(servers, lambda server: server.can_answer(version, wish.adapter), avoid)
-        preferred = [s for s in servers.values() if s.version == wish.prefers and s.takes_calls]
-        found = [server for server in preferred if server.id != avoid] if wish.prefers is not None else []
+        if (version := allowed.version) is not None:
+            return self._able(servers, lambda server: server.can_answer(version, allowed.adapter), avoid)
+        preferred = [s for s in servers.values() if s.version == allowed.prefers and s.takes_calls]
+        found = [server for server in preferred if server.id != avoid] if allowed.prefers is not None else []
         if found := found or self._able(servers, self.admits, avoid):
             return found
         canary = self.plan.active_canary

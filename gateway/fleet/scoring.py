@@ -15,7 +15,7 @@ from gateway.errors import EngineFault, RequestRefused
 from gateway.fleet.event_stream import LOWEST_LOGPROB, engine_error
 from gateway.fleet.failover import HARMLESS, NO_ADAPTER, RetryState, Sampler
 from gateway.fleet.fleet_server import FleetServer
-from gateway.fleet.generate_request import GenerateBody, SamplingParameters, Wish
+from gateway.fleet.generate_request import AllowedVersions, GenerateBody, SamplingParameters
 from gateway.fleet.placement import WantedServer
 from gateway.fleet.suspects import request_digest
 from rollout_queue import clock
@@ -71,7 +71,13 @@ class PromptScorer:
         self._sampler = sampler
 
     async def score(
-        self, rid: str, session_id: str, owner: str, wish: Wish, ids: Sequence[int], query: PromptQuery
+        self,
+        rid: str,
+        session_id: str,
+        owner: str,
+        allowed: AllowedVersions,
+        ids: Sequence[int],
+        query: PromptQuery,
     ) -> PromptScores:
         """The scores of the prompt `ids`.
 
@@ -90,10 +96,10 @@ class PromptScorer:
             token_ids_logprob=list(query.candidates) or UNSET,
         )
         while True:
-            asked = WantedServer(session_id, wish, avoid, owner=owner)
+            asked = WantedServer(session_id, allowed, avoid, owner=owner)
             server = await sampler.acquire(asked, sampler.engine_wait_s, case, retries)
             try:
-                scores = await self._attempt(server, body, wish)
+                scores = await self._attempt(server, body, allowed)
                 if case.needed:
                     await case.progressed(case.needed)
                 return scores
@@ -109,8 +115,10 @@ class PromptScorer:
             finally:
                 await case.end()
 
-    async def _attempt(self, server: FleetServer, body: GenerateBody, wish: Wish) -> PromptScores:
-        adapter, url = server.adapter_of(wish.version, wish.adapter), server.registration.engine_url
+    async def _attempt(
+        self, server: FleetServer, body: GenerateBody, allowed: AllowedVersions
+    ) -> PromptScores:
+        adapter, url = server.adapter_of(allowed.version, allowed.adapter), server.registration.engine_url
         if adapter is not None:
             body = msgspec.structs.replace(body, lora_path=adapter.name)
         trial = server.enter()

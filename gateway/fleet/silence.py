@@ -129,7 +129,7 @@ class SilenceWatch:
         moved = [
             wait
             for wait in server.waits
-            if given_up or (wait.movable and self._fleet.can_replace(server, wait.wish, lives))
+            if given_up or (wait.movable and self._fleet.can_replace(server, wait.allowed, lives))
         ]
         if moved and sign.life not in server.silent:
             server.silent.add(sign.life)

@@ -17,7 +17,7 @@ from gateway.counters import CallFigures
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.fleet.event_stream import OutputChunk
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.generate_request import Wish
+from gateway.fleet.generate_request import AllowedVersions
 from gateway.generations.conversation import Prompt
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.constraint import Constrain
@@ -230,9 +230,13 @@ class Generation(msgspec.Struct):
         return len(self.ids) - bool(self.ids and self.ids[-1] == self.end_id)
 
     @property
-    def wish(self) -> Wish:
+    def allowed(self) -> AllowedVersions:
         """Which versions may answer."""
-        return Wish(self.pinned.version, self.pinned.adapter) if self.trial is None else self.trial.wish
+        return (
+            AllowedVersions(self.pinned.version, self.pinned.adapter)
+            if self.trial is None
+            else self.trial.allowed
+        )
 
     def note_engine(self, works: bool) -> None:
         """An engine accepted the request, or failed."""

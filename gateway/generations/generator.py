@@ -351,7 +351,7 @@ class Generator:
             rid=generation.turn_id,
             session_id=generation.head.spec.session_id,
             owner=generation.head.spec.owner,
-            wish=generation.wish,
+            allowed=generation.allowed,
             input_ids=collapsed(prompt.prompt_ids.tolist(), prompt.images),
             prompt_tokens=len(prompt.prompt_ids) if prompt.images else None,
             images=[PromptImage(call.images[image.sha256]) for image in prompt.images],
@@ -360,8 +360,8 @@ class Generator:
             top_logprobs=call.top_logprobs,
             experts_from=min(experts_from, default=None) if self._router_replay else None,
             cache_salt=call.cache_salt,
-            prefix=prompt.parent.engine or "" if prompt.parent else "",
-            prefix_version=prompt.parent.versions[-1].version
+            cached_at=prompt.parent.engine or "" if prompt.parent else "",
+            cached_version=prompt.parent.versions[-1].version
             if prompt.parent and prompt.parent.versions
             else None,
         )

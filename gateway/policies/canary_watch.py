@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import FleetServer
-from gateway.fleet.generate_request import Wish
+from gateway.fleet.generate_request import AllowedVersions
 from gateway.fleet.placement import choose_server
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
@@ -69,8 +69,8 @@ class Trial:
     session: str
 
     @property
-    def wish(self) -> Wish:
-        return Wish(prefers=self.canary.version if self.arm == "canary" else None)
+    def allowed(self) -> AllowedVersions:
+        return AllowedVersions(prefers=self.canary.version if self.arm == "canary" else None)
 
     def call(self, versions: Sequence[Span], tokens: int) -> CanaryCall:
         """The record of a call. It has failed if versions of the other arm had to answer it."""

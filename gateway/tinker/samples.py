@@ -202,7 +202,7 @@ class SampleMaker:
         ids: Sequence[int] = wanted.call.prompt_ids or ()
         rid = f"scores.{generation.turn_id}"
         owner = generation.head.spec.owner
-        return await self._scorer.score(rid, wanted.session_id, owner, generation.wish, ids, query)
+        return await self._scorer.score(rid, wanted.session_id, owner, generation.allowed, ids, query)
 
     async def _finish(self, generations: Sequence[Generation]) -> None:
         """End the session of the sample: nothing more comes."""

@@ -19,7 +19,7 @@ from gateway.fleet.event_stream import OutputChunk
 from gateway.fleet.failover import Sampler
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import FleetServer
-from gateway.fleet.generate_request import ANY, SampleRequest, SamplingParameters, Wish
+from gateway.fleet.generate_request import ANY, AllowedVersions, SampleRequest, SamplingParameters
 from gateway.prometheus import Metrics
 from rollout_queue import clock
 from rollout_queue.contract.records import Span
@@ -491,11 +491,11 @@ async def test_a_pinned_answer_goes_on_only_with_its_version(scene: Scene) -> No
     first.version, second.version = "12", "13"
     await scene.read_versions()
     first.interruptions.append(Interruption(5, "reset"))
-    last = await scene.hear(structs.replace(scene.ask(), wish=Wish(12)))
+    last = await scene.hear(structs.replace(scene.ask(), allowed=AllowedVersions(12)))
     assert last.versions == (Span(12, 0, 13),)
     assert second.requests == []
     scene.only(second)
-    assert (await scene.refused(structs.replace(scene.ask(), wish=Wish(12)))).status == 503
+    assert (await scene.refused(structs.replace(scene.ask(), allowed=AllowedVersions(12)))).status == 503
 
 
 async def test_tokens_of_another_version_are_no_part_of_a_pinned_answer(scene: Scene) -> None:
@@ -503,7 +503,7 @@ async def test_tokens_of_another_version_are_no_part_of_a_pinned_answer(scene: S
     first.version = scene.second.version = "12"
     await scene.read_versions()
     first.version = "13"  # the fleet has not read this version yet
-    last = await scene.hear(structs.replace(scene.ask(), wish=Wish(12)))
+    last = await scene.hear(structs.replace(scene.ask(), allowed=AllowedVersions(12)))
     assert last.versions == (Span(12, 0, 13),)
     assert len(first.requests) == 1
 

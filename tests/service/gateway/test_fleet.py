@@ -21,7 +21,7 @@ from gateway.errors import NoServer
 from gateway.fleet.engine_client import EngineClient
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import LONGEST_S, Breaker, EngineLoad, FleetServer, Registration, next_limit
-from gateway.fleet.generate_request import Wish
+from gateway.fleet.generate_request import AllowedVersions
 from gateway.fleet.placement import WantedServer, choose_server
 from gateway.policies.push import PushBounds, PushDriver
 from gateway.settings import ConcurrencySettings
@@ -130,7 +130,7 @@ async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
 
 
 def chosen(fleet: Fleet, version: int | None = None, avoid: str = "") -> set[str]:
-    servers = (fleet.choose(f"s{n}", Wish(version), avoid) for n in range(32))
+    servers = (fleet.choose(f"s{n}", AllowedVersions(version), avoid) for n in range(32))
     return {server.id for server in servers if server is not None}
 
 

@@ -65,7 +65,7 @@ async def gateway(renderer: ChatRenderer, tmp_path: Path) -> Gateway:
 
 async def test_a_call_that_names_a_version_has_no_part_in_the_canary(gateway: Gateway) -> None:
     named, other = await gateway.begin(0), await gateway.begin()
-    assert (named.trial, named.wish.version) == (None, 0)
+    assert (named.trial, named.allowed.version) == (None, 0)
     assert other.trial is not None
     assert other.trial.canary == CANARY
 

@@ -16,7 +16,7 @@ from gateway.fleet.call_queue import CallQueue
 from gateway.fleet.engine_client import EngineClient
 from gateway.fleet.fleet import DESCRIBED, Fleet
 from gateway.fleet.fleet_server import FleetServer, Registration
-from gateway.fleet.generate_request import ANY, Wish
+from gateway.fleet.generate_request import ANY, AllowedVersions
 from gateway.fleet.placement import SHORTLIST, Ring, Rotation, WantedServer
 from gateway.fleet.server_status import STATUS_PER_S, StatusSchedule, distinct
 from rollout_queue.contract.serving_plan import plan_of
@@ -48,7 +48,7 @@ def test_a_conversation_stays_on_the_server_of_its_prefix_until_it_is_too_busy(c
     rotation = rotation_of(count)
     home = chosen(rotation, WantedServer("s"))
     other = next(name for name in rotation.servers if name != home)
-    wanted = WantedServer("s", prefix=other, prefix_version=1)
+    wanted = WantedServer("s", cached_at=other, cached_version=1)
     assert chosen(rotation, wanted) == other
     rotation.servers[other].in_flight = 100
     assert chosen(rotation, wanted) != other
@@ -63,11 +63,11 @@ def test_a_conversation_goes_home_when_its_prefix_is_nowhere_any_more(count: int
     rotation = rotation_of(count)
     home = chosen(rotation, WantedServer("s"))
     other = next(name for name in rotation.servers if name != home)
-    assert chosen(rotation, WantedServer("s", prefix=other, prefix_version=0)) == home
-    assert chosen(rotation, WantedServer("s", prefix="left", prefix_version=1)) == home
+    assert chosen(rotation, WantedServer("s", cached_at=other, cached_version=0)) == home
+    assert chosen(rotation, WantedServer("s", cached_at="left", cached_version=1)) == home
     assert chosen(rotation, WantedServer("s", avoid=home)) != home
     rotation.servers[other].limit = 0
-    assert chosen(rotation, WantedServer("s", prefix=other, prefix_version=1)) == home
+    assert chosen(rotation, WantedServer("s", cached_at=other, cached_version=1)) == home
     assert rotation.placed == {"first": 1, "flushed": 1, "gone": 1, "failover": 1, "full": 1}
 
 
@@ -76,9 +76,11 @@ def test_an_adapters_prefix_belongs_to_its_version() -> None:
     server = rotation.servers["r1"]
     for each in rotation.servers.values():
         each.adapters = {("a", 4): "a-4", ("a", 5): "a-5"}
-    assert WantedServer("s", Wish(5, "a"), prefix="r1", prefix_version=5).cached_by(server)
-    assert not WantedServer("s", Wish(5, "a"), prefix="r1", prefix_version=4).cached_by(server)
-    assert chosen(rotation, WantedServer("s", Wish(5, "a"), prefix="r1", prefix_version=5)) == "r1"
+    assert WantedServer("s", AllowedVersions(5, "a"), cached_at="r1", cached_version=5).cached_by(server)
+    assert not WantedServer("s", AllowedVersions(5, "a"), cached_at="r1", cached_version=4).cached_by(server)
+    assert (
+        chosen(rotation, WantedServer("s", AllowedVersions(5, "a"), cached_at="r1", cached_version=5)) == "r1"
+    )
 
 
 def test_sessions_spread_over_a_large_fleet_and_few_move_when_a_server_leaves() -> None:
@@ -107,7 +109,7 @@ def test_a_choice_looks_at_few_servers_however_many_there_are(monkeypatch: pytes
     chosen(rotation, WantedServer("s"))
     assert len(looked) == SHORTLIST
     looked.clear()
-    chosen(rotation, WantedServer("s", prefix="r5"))
+    chosen(rotation, WantedServer("s", cached_at="r5"))
     assert set(looked) == {"r5"}
 
 
@@ -233,12 +235,12 @@ async def test_a_call_that_comes_again_has_its_former_place(turned: TurnedClock,
     assert line.order == [*back, "later-0", "later-1", "later-2", *rest]
 
 
-@pytest.mark.parametrize("wish", [ANY, Wish(1)], ids=["one wish", "wishes differ"])
-async def test_owners_take_turns_whatever_their_calls_wish(wish: Wish) -> None:
+@pytest.mark.parametrize("allowed", [ANY, AllowedVersions(1)], ids=["the same versions", "other versions"])
+async def test_owners_take_turns_whatever_their_calls_wish(allowed: AllowedVersions) -> None:
     line = Line()
     trial = line.server.enter()
     calls = [await line.arrive(f"a{number}", owner="a") for number in range(80)]
-    calls += [await line.arrive(f"b{number}", owner="b", wish=wish) for number in range(3)]
+    calls += [await line.arrive(f"b{number}", owner="b", allowed=allowed) for number in range(3)]
     calls.append(await line.arrive("c0", owner="c"))
     line.server.leave(trial)
     await asyncio.gather(*calls)
@@ -272,8 +274,8 @@ async def test_every_call_that_waits_gets_one_place_in_its_owners_turn(
     trial = line.server.enter()
     calls: dict[str, asyncio.Task[None]] = {}
     for number, (owner, prefers, _) in enumerate(arrivals):
-        wish = Wish(1) if prefers else ANY
-        calls[f"{owner}{number}"] = await line.arrive(f"{owner}{number}", owner=owner, wish=wish)
+        allowed = AllowedVersions(1) if prefers else ANY
+        calls[f"{owner}{number}"] = await line.arrive(f"{owner}{number}", owner=owner, allowed=allowed)
     left = {name for name, (_, _, leaves) in zip(calls, arrivals, strict=True) if leaves}
     for name in left:
         calls[name].cancel()
@@ -290,7 +292,7 @@ MOVES = st.lists(
     st.tuples(
         st.sampled_from(["call", "frees", "polls"]),
         st.sampled_from(["r0", "r1", "r2", ""]),
-        st.sampled_from([ANY, Wish(1), Wish(prefers=1)]),
+        st.sampled_from([ANY, AllowedVersions(1), AllowedVersions(prefers=1)]),
         st.sampled_from("ab"),
     ),
     max_size=25,
@@ -300,7 +302,7 @@ MOVES = st.lists(
 @settings(max_examples=examples(200), deadline=None)
 @given(MOVES)
 async def test_no_server_has_room_while_a_call_waits_that_it_may_take(
-    moves: list[tuple[str, str, Wish, str]],
+    moves: list[tuple[str, str, AllowedVersions, str]],
 ) -> None:
     """Calls that were moved away from a server wait among others: they hold nobody up, and go back to that
     server while no other has room."""
@@ -316,9 +318,9 @@ async def test_no_server_has_room_while_a_call_waits_that_it_may_take(
         server = await fleet.acquire(wanted, 600.0)
         trials[server.id].append(server.enter())
 
-    for number, (move, server_id, wish, owner) in enumerate(moves):
+    for number, (move, server_id, allowed, owner) in enumerate(moves):
         if move == "call":
-            wanted = WantedServer(f"s{number}", wish, server_id, owner=owner)
+            wanted = WantedServer(f"s{number}", allowed, server_id, owner=owner)
             waiting.append(asyncio.create_task(call(wanted)))
         elif move == "polls":
             fleet.queue.serve()
@@ -436,8 +438,10 @@ def test_engines_that_are_full_are_no_fault_and_are_called_full() -> None:
     assert fleet.fault() is None
     full = f"{first.id} has 32 of 32 calls, {second.id} has 32 of 32 calls"
     assert fleet.why_no_server() == f"all engines are full: {full}; 0 wait"
-    assert fleet.why_no_server(Wish(3)).startswith("all engines are full")
-    assert fleet.why_no_server(Wish(2)).startswith(f"no engine can serve version 2: {first.id} is ready at")
+    assert fleet.why_no_server(AllowedVersions(3)).startswith("all engines are full")
+    assert fleet.why_no_server(AllowedVersions(2)).startswith(
+        f"no engine can serve version 2: {first.id} is ready at"
+    )
     second.state = "dead"
     assert fleet.why_no_server() == f"all engines are full: {first.id} has 32 of 32 calls; 0 wait"
     first.state = "loading"

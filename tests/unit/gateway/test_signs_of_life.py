@@ -10,7 +10,7 @@ import pytest
 from gateway.errors import EngineFault
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import EngineWait, FleetServer, Registration
-from gateway.fleet.generate_request import Wish
+from gateway.fleet.generate_request import AllowedVersions
 from gateway.fleet.server_status import read_status
 from gateway.fleet.silence import SILENCE_S, WATCH_EVERY_S, SilenceWatch
 from gateway.prometheus import Metrics
@@ -68,7 +68,7 @@ async def test_an_answer_without_bytes_stays_as_long_as_its_engine_responds_to_p
 class Answer:
     """An answer that any engine can continue."""
 
-    wish: Wish
+    allowed: AllowedVersions
     resumable: bool = True
 
 
@@ -86,7 +86,7 @@ async def test_a_hung_server_is_left_after_the_usual_silence_also_while_a_canary
         fleet.servers[name] = FleetServer(registration, state="ready", version=version)
     watch = SilenceWatch(fleet, cast(Any, Engine(late_one=hangs)), Metrics(), 10 * SILENCE_S, 20 * SILENCE_S)
     hung, other = fleet.servers[hangs], fleet.servers[{"r0": "r1", "r1": "r0"}[hangs]]
-    wait = EngineWait(cast(Any, Answer(Wish(prefers=2 if arm == "canary" else None))))
+    wait = EngineWait(cast(Any, Answer(AllowedVersions(prefers=2 if arm == "canary" else None))))
     hung.begin_wait(wait)
     for _ in range(round(2 * SILENCE_S / WATCH_EVERY_S)):
         stopped.turn(WATCH_EVERY_S)
@@ -96,5 +96,5 @@ async def test_a_hung_server_is_left_after_the_usual_silence_also_while_a_canary
     await watch.close()
     with pytest.raises(EngineFault), wait:
         pass  # it raises here if the answer moves
-    assert fleet.choose("s", wait.wish, avoid=hangs) is other
+    assert fleet.choose("s", wait.allowed, avoid=hangs) is other
     assert "silent" in str(hung)

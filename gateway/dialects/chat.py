@@ -68,7 +68,7 @@ from gateway.language.deltas import Delta
 from gateway.language.families import Family
 from gateway.language.parsed_answer import ToolCall
 from gateway.language.render import ChatRenderer
-from gateway.language.thinking import SWITCHES, ThinkingWish, effort_of
+from gateway.language.thinking import SWITCHES, ThinkingChoice, effort_of
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.json_routes import worked
 
@@ -218,7 +218,7 @@ def check_function(function: Tool, where: str) -> None:
     check_fields(function, FUNCTION, where)
 
 
-def thinking_of(request: ChatRequest) -> tuple[ThinkingWish, str]:
+def thinking_of(request: ChatRequest) -> tuple[ThinkingChoice, str]:
     """What the request asks of the model's thinking, and the field that asks. Raises InvalidRequest."""
     kwargs, param = request.chat_template_kwargs, "chat_template_kwargs"
     if kwargs is None:
@@ -227,16 +227,16 @@ def thinking_of(request: ChatRequest) -> tuple[ThinkingWish, str]:
         if name not in (*SWITCHES, "reasoning_effort") and value is not None:
             raise _invalid(f"{param}.{name}", "this gateway hands no other options to the chat template")
     effort = request.reasoning_effort or kwargs.get("reasoning_effort")
-    wish = effort_of(effort, f"{param}.reasoning_effort")
+    chosen = effort_of(effort, f"{param}.reasoning_effort")
     for name in SWITCHES:
         switch = kwargs.get(name)
         if not isinstance(switch, bool | None):
             raise InvalidRequest(f"{param}.{name}: neither true nor false", param=f"{param}.{name}")
-        if switch is not None and wish.on not in (None, switch):
+        if switch is not None and chosen.on not in (None, switch):
             raise InvalidRequest(f"{param}.{name}: contradicts the effort {effort}", param=f"{param}.{name}")
         if switch is not None:
-            wish = ThinkingWish(switch, wish.effort)
-    return wish, param
+            chosen = ThinkingChoice(switch, chosen.effort)
+    return chosen, param
 
 
 def _modern(message: Message) -> Message:

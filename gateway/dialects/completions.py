@@ -226,7 +226,7 @@ class CompletionsEvents:
         text, choice = "".join([delta.content for delta in deltas]), self._choices[index]
         logprobs = None
         if self._responder.request.logprobs is not None:
-            logprobs = self._logprobs(index, *choice.told(len(text), tokens))
+            logprobs = self._logprobs(index, *choice.sendable(len(text), tokens))
         if not (text or logprobs):
             return b""
         return self._chunk(CompletionChoice(index=index, text=text, logprobs=logprobs))
@@ -262,27 +262,27 @@ class CompletionsEvents:
 
 
 class _StreamedTokens:
-    """The tokens of one choice. Their logprobs are told with their text: it is held back where it may be the
+    """The tokens of one choice. Their logprobs are sent with their text: it is held back where it may be the
     beginning of a stop string, and then their offsets may be behind the end of the text."""
 
     def __init__(self, renderer: ChatRenderer, generation: Generation) -> None:
         self._begins = TextOffsets(renderer, generation, 0)
         self._offsets: list[int] = []
-        self._told = 0
+        self._covered = 0
         self._sent = 0
         """Characters of text."""
 
-    def told(self, characters: int, tokens: range) -> tuple[range, list[int]]:
+    def sendable(self, characters: int, tokens: range) -> tuple[range, list[int]]:
         """With so many more characters, and these tokens: the tokens whose text was sent, or comes next."""
         self._sent += characters
         self._offsets += self._begins.of(tokens)
         return self._until(bisect_right(self._offsets, self._sent))
 
     def rest(self, characters: int) -> tuple[range, list[int]]:
-        """The tokens that were not told, if the text has so many characters."""
+        """The tokens that were not sent, if the text has so many characters."""
         self._offsets = [min(offset, characters) for offset in self._offsets]
         return self._until(len(self._offsets))
 
     def _until(self, end: int) -> tuple[range, list[int]]:
-        start, self._told = self._told, max(self._told, end)
-        return range(start, self._told), self._offsets[start : self._told]
+        start, self._covered = self._covered, max(self._covered, end)
+        return range(start, self._covered), self._offsets[start : self._covered]

@@ -68,13 +68,13 @@ def note_unknown(path: str) -> None:
 def ignored_header(paths: tuple[str, ...]) -> dict[str, str]:
     """The header that names ignored fields. All but letters, digits and `[]._-~` is percent-encoded UTF-8, so
     a header can hold it, and a comma only separates. Paths that do not fit are left out."""
-    told = ""
+    named = ""
     for path in paths:
-        more = (", " if told else "") + quote(path, safe="[]", errors="replace")
-        if len(told) + len(more) > MOST_HEADER_CHARS:
+        more = (", " if named else "") + quote(path, safe="[]", errors="replace")
+        if len(named) + len(more) > MOST_HEADER_CHARS:
             break
-        told += more
-    return {"x-weir-ignored-fields": told} if paths else {}
+        named += more
+    return {"x-weir-ignored-fields": named} if paths else {}
 
 
 MAX_METADATA_BYTES = 16 * 2**10

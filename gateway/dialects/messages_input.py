@@ -31,7 +31,7 @@ from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest, Sign
 from gateway.dialects.wire import JsonObject
 from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message, Tool, arguments_text
-from gateway.language.thinking import ThinkingWish, effort_of
+from gateway.language.thinking import ThinkingChoice, effort_of
 
 IN_ANSWER = frozenset({"text", "thinking", "redacted_thinking", "tool_use"})
 IN_QUESTION = frozenset({"text", "tool_result", "document"})
@@ -56,15 +56,15 @@ def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
     return form, param
 
 
-def thinking_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
+def thinking_of(request: MessagesRequest) -> tuple[ThinkingChoice, str]:
     """What the request asks of the model's thinking, and the field that asks. Raises InvalidRequest.
 
     `adaptive` leaves thinking to the model.
     """
-    wish, param = _effort_of(request)
+    chosen, param = _effort_of(request)
     given = request.thinking
     if given is None:
-        return wish, param
+        return chosen, param
     check_fields(given, THINKING, "thinking")
     kind, budget = given.get("type"), given.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
@@ -74,10 +74,10 @@ def thinking_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
     if budget is not None or kind == "enabled":
         _check_budget(budget, request)
     if kind == "adaptive":
-        return wish, param
+        return chosen, param
     if kind == "disabled":
-        return ThinkingWish(False, wish.effort), "thinking"
-    return ThinkingWish(True, wish.effort, budget), "thinking"
+        return ThinkingChoice(False, chosen.effort), "thinking"
+    return ThinkingChoice(True, chosen.effort, budget), "thinking"
 
 
 def _check_budget(budget: Any, request: MessagesRequest) -> None:
@@ -90,7 +90,7 @@ def _check_budget(budget: Any, request: MessagesRequest) -> None:
         raise _invalid(param, f"less than max_tokens, which is {most}")
 
 
-def _effort_of(request: MessagesRequest) -> tuple[ThinkingWish, str]:
+def _effort_of(request: MessagesRequest) -> tuple[ThinkingChoice, str]:
     """The effort of the call, and the field that names it. A message may change it for the calls that have it
     in their history; the last such message counts."""
     effort, param = None, "output_config.effort"

@@ -44,7 +44,7 @@ from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order
 from gateway.language.constraint import constrainer, shown_tools
 from gateway.language.render import ChatRenderer
-from gateway.language.thinking import ThinkingWish, effort_of
+from gateway.language.thinking import ThinkingChoice, effort_of
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.json_routes import worked
 
@@ -161,7 +161,7 @@ def check(request: ResponsesRequest) -> None:
         raise InvalidRequest("input: give text, or at least one item", param="input")
 
 
-def thinking_of(request: ResponsesRequest) -> ThinkingWish:
+def thinking_of(request: ResponsesRequest) -> ThinkingChoice:
     """What the request asks of the model's thinking. Raises InvalidRequest."""
     reasoning = request.reasoning or {}
     check_fields(reasoning, REASONING, "reasoning")

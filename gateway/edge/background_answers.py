@@ -24,7 +24,7 @@ RENEW_EVERY_S = 1.0
 """How often a task renews its record. A renewal shows whether any gateway has cancelled or deleted it."""
 
 
-LAST_WORDS_S = 5.0
+STORE_FAILURE_S = 5.0
 """How long an answer that was ended may take to be stored as failed."""
 
 
@@ -78,7 +78,7 @@ class BackgroundAnswers:
             await clock.wait_tasks(self._tasks, patience_s)
         self.end_all()
         if self._tasks:
-            await clock.wait_tasks(self._tasks, LAST_WORDS_S)
+            await clock.wait_tasks(self._tasks, STORE_FAILURE_S)
         await cancel_and_wait(list(self._tasks))
 
     def _leave(self, owner: str) -> None:

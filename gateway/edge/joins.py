@@ -132,5 +132,5 @@ class JoinableCalls:
 
 def _error_response(error: AnswerableError) -> Response:
     found = api_error(error)
-    told = JoinedError(found.status, found.message, found.type, found.param, found.code, found.headers)
-    return Response(msgspec.json.encode(told), found.status, {ERROR_HEADER: "1"})
+    joined = JoinedError(found.status, found.message, found.type, found.param, found.code, found.headers)
+    return Response(msgspec.json.encode(joined), found.status, {ERROR_HEADER: "1"})

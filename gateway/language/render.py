@@ -33,7 +33,7 @@ from gateway.language.parsed_answer import (
     extension,
 )
 from gateway.language.template_probe import Stability, kept_by, read_calls
-from gateway.language.thinking import Options, ThinkingWish, options_of
+from gateway.language.thinking import Options, ThinkingChoice, options_of
 from gateway.language.tokenizer import at_most, text_chars, too_long
 from rollout_queue import clock
 from rollout_queue.contract.packed_tokens import TokenIds
@@ -96,12 +96,12 @@ class ChatRenderer:
             self.tokenizer.named(pads).cut,
         )
 
-    def thinking(self, wish: ThinkingWish, param: str) -> tuple["ChatRenderer", Options]:
-        """The renderer that fulfils the wish of the field `param`, and the options of its template.
+    def thinking(self, chosen: ThinkingChoice, param: str) -> tuple["ChatRenderer", Options]:
+        """The renderer that fulfils the choice of the field `param`, and the options of its template.
 
-        Raises InvalidRequest for a wish that the model cannot fulfil.
+        Raises InvalidRequest for a choice that the model cannot fulfil.
         """
-        options = options_of(self.family, self._configuration, wish, param)
+        options = options_of(self.family, self._configuration, chosen, param)
         return self.variant(options), options
 
     def retention(self, thinking: Thinking) -> Options:

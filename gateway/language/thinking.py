@@ -1,6 +1,6 @@
 """Finds the options of a chat template that turn a call's thinking on or off, or set its effort.
 
-reasoning_effort, thinking, … ──dialect──▶ ThinkingWish ──options_of──▶ {"enable_thinking": False}
+reasoning_effort, thinking, … ──dialect──▶ ThinkingChoice ──options_of──▶ {"enable_thinking": False}
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ Options = tuple[tuple[str, bool | str | None], ...]
 """Options of a template, sorted by name."""
 
 
-class ThinkingWish(msgspec.Struct, frozen=True):
+class ThinkingChoice(msgspec.Struct, frozen=True):
     """What a call asks of the model's thinking, in any dialect."""
 
     on: bool | None = None
@@ -39,25 +39,25 @@ class ThinkingWish(msgspec.Struct, frozen=True):
         return {name: value for name, value in named.items() if value is not None}
 
 
-def effort_of(effort: Any, param: str) -> ThinkingWish:
-    """The wish of a field that names an effort. Raises InvalidRequest for an unknown effort."""
+def effort_of(effort: Any, param: str) -> ThinkingChoice:
+    """The choice of a field that names an effort. Raises InvalidRequest for an unknown effort."""
     if effort is None:
-        return ThinkingWish()
+        return ThinkingChoice()
     if effort == "none":
-        return ThinkingWish(on=False, effort="none")
+        return ThinkingChoice(on=False, effort="none")
     if effort not in EFFORTS:
         raise InvalidRequest(f"{param}: one of none, {', '.join(EFFORTS)}", param=param)
-    return ThinkingWish(on=True, effort=str(effort))
+    return ThinkingChoice(on=True, effort=str(effort))
 
 
-def options_of(family: Family, configuration: Any, wish: ThinkingWish, param: str) -> Options:
-    """The options of the family's template that fulfil the wish.
+def options_of(family: Family, configuration: Any, chosen: ThinkingChoice, param: str) -> Options:
+    """The options of the family's template that fulfil the choice.
 
     An effort without a level of its own gets the nearest level; without levels it only turns thinking on. A
     model that never thinks has one level, none. It serves any effort, and any budget: that is an upper limit.
     Raises InvalidRequest for a switch that the model does not have, such as thinking of a model without it.
     """
-    if wish.on is None:
+    if chosen.on is None:
         return ()
     levels = _levels(family.name, configuration)
     never = family.name in NEVER_THINK or not family.thinks
@@ -66,18 +66,18 @@ def options_of(family: Family, configuration: Any, wish: ThinkingWish, param: st
         switch = family.switch
     options: dict[str, bool | str] = {}
     if switch is not None:
-        options[switch] = wish.on
+        options[switch] = chosen.on
     elif never:
-        if wish.on and wish.effort is None and wish.budget is None:
+        if chosen.on and chosen.effort is None and chosen.budget is None:
             raise InvalidRequest(f"{param}: this model does not think", param=param)
         return ()
-    elif not wish.on and (off := next((level for level in levels if level in ("no_think", "none")), None)):
+    elif not chosen.on and (off := next((level for level in levels if level in ("no_think", "none")), None)):
         return (("reasoning_effort", off),)
-    elif not wish.on:
+    elif not chosen.on:
         raise InvalidRequest(f"{param}: the thinking of this model cannot be turned off", param=param)
     graded = [level for level in levels if level in EFFORTS]
-    if wish.on and graded and (wish.effort or "no_think" in levels):
-        options["reasoning_effort"] = _nearest(wish.effort or "high", graded)
+    if chosen.on and graded and (chosen.effort or "no_think" in levels):
+        options["reasoning_effort"] = _nearest(chosen.effort or "high", graded)
     return tuple(sorted(options.items()))
 
 

@@ -196,7 +196,7 @@ def _place(cursor: str | None) -> LineagePlace | None:
         version, session_id, turn_id = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
         return LineagePlace(int(version), str(session_id), str(turn_id))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise InvalidRequest(f"{cursor[:300]!r} is no cursor of this list", param="cursor") from error
+        raise InvalidRequest(f"{cursor[:300]!r} is not a cursor of this list", param="cursor") from error
 
 
 Verdicts = Callable[[Sequence[SessionHead]], Awaitable[Sequence[Verdict]]]

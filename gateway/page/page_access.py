@@ -65,8 +65,8 @@ def set_cookie(scope: Scope, token: str, longest_s: float) -> str:
 def _is_secure(scope: Scope) -> bool:
     """Whether the browser used https. A proxy says so by `x-forwarded-proto`, which no other site can have a
     browser send."""
-    told = dict(scope["headers"]).get(b"x-forwarded-proto", b"").decode("latin-1").strip().lower()
-    return bool((told if told in ("http", "https") else scope["scheme"]) == "https")
+    scheme = dict(scope["headers"]).get(b"x-forwarded-proto", b"").decode("latin-1").strip().lower()
+    return bool((scheme if scheme in ("http", "https") else scope["scheme"]) == "https")
 
 
 def _cookies(scope: Scope) -> list[tuple[str, str]]:

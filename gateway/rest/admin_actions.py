@@ -82,7 +82,7 @@ async def list_actions(
     """The last actions, newest first. `before` continues a list: it is the id of the oldest action so far."""
     parts = [int(part) for part in (before or "").split("-") if part]
     if any(part >= MOST for part in parts):
-        raise InvalidRequest(f"before: {before!r} is no id of an action", param="before")
+        raise InvalidRequest(f"before: {before!r} is not the id of an action", param="before")
     if before is not None and not any(parts):
         return ActionPage(data=[])  # nothing is older
     found = await parts_of(request).actions.newest(limit, before)

@@ -164,7 +164,7 @@ async def _position(gateway: GatewayParts, cursor: str | None) -> tuple[ListPosi
     session_id, slash, turn_id = cursor.partition("/")
     position = await position_of(gateway.redis, session_id) if slash else None
     if position is None:
-        message = f"{cursor[:300]!r} is no cursor of this export, or its session has been removed"
+        message = f"{cursor[:300]!r} is not a cursor of this export, or its session has been removed"
         raise InvalidRequest(message, param="cursor")
     return position, turn_id
 

@@ -205,5 +205,5 @@ def _position(cursor: str | None, scope: ListScope) -> ListPosition:
     except ValueError:  # not base64, not UTF-8, or no number
         slash, position = "", scope.start
     if not (slash and math.isfinite(position.created_at)):
-        raise InvalidRequest(f"{cursor[:300]!r} is no cursor of this list", param="cursor")
+        raise InvalidRequest(f"{cursor[:300]!r} is not a cursor of this list", param="cursor")
     return position

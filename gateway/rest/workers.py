@@ -52,7 +52,7 @@ def private_app(gateway: GatewayParts, joinable: JoinableCalls) -> Starlette:
         return Response(placement_of(gateway).model_dump_json())
 
     async def changed(_: Request) -> Response:
-        """Read keys that an operator has changed at another worker, before the operator hears of it.
+        """Read keys that an operator has changed at another worker, before the operator gets the reply.
 
         The next poll reads the fleet: rollout servers register often, and asking them all takes time.
         """

@@ -160,11 +160,11 @@ async def result_of(door: TinkerDoor, promise: PromiseId) -> Answer | Gone | Non
 
 
 async def _try_again(door: TinkerDoor, promise: PromiseId) -> dict[str, str]:
-    told = _active(promise)
+    pending = _active(promise)
     if await door.log.is_full():
-        told["queue_state"] = "paused_capacity"
-        told["queue_state_reason"] = "the command log is full until the trainer has written a checkpoint"
-    return told
+        pending["queue_state"] = "paused_capacity"
+        pending["queue_state_reason"] = "the command log is full until the trainer has written a checkpoint"
+    return pending
 
 
 def _active(promise: PromiseId) -> dict[str, str]:

@@ -41,18 +41,18 @@ class Announcements:
 
     def announce(self, request: str) -> None:
         """Wake those who wait for this request."""
-        for hear in tuple(self._waiting.get(request, ())):
-            hear()
+        for notify in tuple(self._waiting.get(request, ())):
+            notify()
 
     @contextmanager
-    def heard(self, request: str, hear: Callable[[], None]) -> Iterator[None]:
-        """Inside the block, `hear` is called at each announcement of this request."""
-        self._waiting.setdefault(request, set()).add(hear)
+    def listening(self, request: str, notify: Callable[[], None]) -> Iterator[None]:
+        """Inside the block, `notify` is called at each announcement of this request."""
+        self._waiting.setdefault(request, set()).add(notify)
         try:
             yield
         finally:
             waiting = self._waiting[request]
-            waiting.discard(hear)
+            waiting.discard(notify)
             if not waiting:
                 del self._waiting[request]
 
@@ -73,7 +73,7 @@ class Announcements:
     async def wait(self, request: str, read: Callable[[], Awaitable[T | None]], within_s: float) -> T | None:
         """What `read` returns as soon as that is not None. None if it still is after `within_s`."""
         event = asyncio.Event()
-        with self.heard(request, event.set):
+        with self.listening(request, event.set):
             until = clock.monotonic() + within_s
             while (found := await read()) is None and (left := until - clock.monotonic()) > 0:
                 with suppress(TimeoutError):

@@ -129,11 +129,11 @@ class SampleMaker:
             del self._owners[owner]
 
     async def _make(self, wanted: WantedSample, caller: Caller) -> None:
-        making, told = asyncio.create_task(self._made(wanted, caller)), asyncio.Event()
+        making, announced = asyncio.create_task(self._made(wanted, caller)), asyncio.Event()
         try:
-            with self.announcements.heard(str(wanted.promise), told.set):
+            with self.announcements.listening(str(wanted.promise), announced.set):
                 while not making.done():
-                    await _first_of(making, told)
+                    await _first_of(making, announced)
                     if not making.done() and not await self._renew(wanted.promise):
                         await cancel_and_wait([making])
                         return
@@ -148,8 +148,8 @@ class SampleMaker:
         try:
             return await self._sample_when_possible(wanted, caller)
         except ANSWERABLE as error:
-            told = api_error(error)
-            return {"error": told.message, "category": "user" if told.status < 500 else "server"}
+            refusal = api_error(error)
+            return {"error": refusal.message, "category": "user" if refusal.status < 500 else "server"}
         except Exception:  # outermost frame of the task: a bug
             logger.exception("the sample %s failed", wanted.promise)
             return {"error": "internal error; the gateway's log has it", "category": "server"}
@@ -233,14 +233,14 @@ class SampleMaker:
             logger.warning("the promise of sample %s stays until it expires: %s", promise, error)
 
 
-async def _first_of(making: asyncio.Task[Any], told: asyncio.Event) -> None:
-    """Wait until the sample is made, or something is told of its promise, or it is time to renew it."""
-    hearing = asyncio.create_task(told.wait())
+async def _first_of(making: asyncio.Task[Any], announced: asyncio.Event) -> None:
+    """Wait until the sample is made, something is announced about its promise, or it is time to renew it."""
+    hearing = asyncio.create_task(announced.wait())
     try:
         await clock.wait_tasks([making, hearing], RENEW_EVERY_S, asyncio.FIRST_COMPLETED)
     finally:
         await cancel_and_wait([hearing])
-    told.clear()
+    announced.clear()
 
 
 HEAVY_TOKENS = 8192

@@ -82,12 +82,12 @@ class ClientSessionExport:
         reached, following = int(done if done is not None else -1), int(following)
         for first in range(max(0, following - REMEMBERED), following + MOST_EARLY + 1, AT_ONCE):
             numbers = range(first, first + AT_ONCE)
-            told: Any = await stored(
+            found: Any = await stored(
                 self._redis.hmget(
                     key_names.model(model_id), [f"k:{number}" for number in numbers]
                 )  # bounded: AT_ONCE
             )
-            known = ((number, each.decode()) for number, each in zip(numbers, told, strict=True) if each)
+            known = ((number, each.decode()) for number, each in zip(numbers, found, strict=True) if each)
             yield [_command(model_id, number, each, reached, following) for number, each in known]
         yield [_weights(each) for each in await self._weights.all_kept(model_id)]
 
@@ -99,8 +99,8 @@ class ClientSessionExport:
             yield [each.decode() for each in found]
 
 
-def _command(model_id: str, number: int, told: str, reached: int, following: int) -> Line:
-    kind, at_ms = told.split()
+def _command(model_id: str, number: int, note: str, reached: int, following: int) -> Line:
+    kind, at_ms = note.split()
     state = "done" if number <= reached else "waits" if number < following else "waits for earlier ones"
     at = int(at_ms) / 1000
     return {

@@ -109,9 +109,9 @@ class TinkerStore:
             for each in session_ids:
                 pipeline.hmget(key_names.client_session(each), "record", "finished")
                 pipeline.zscore(key_names.CLIENT_SESSIONS_ENDED, each)
-            told = await stored(pipeline.execute())
+            replies = await stored(pipeline.execute())
         found = []
-        for (record, finished), ended in zip(told[::2], told[1::2], strict=True):
+        for (record, finished), ended in zip(replies[::2], replies[1::2], strict=True):
             session = _read(record, ClientSession)
             if session is not None and _may_use(session, caller):
                 how = None if finished is None else msgspec.json.decode(finished, type=dict[str, Any])

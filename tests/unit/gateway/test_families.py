@@ -15,7 +15,7 @@ from gateway.language import render
 from gateway.language.chat_messages import Message
 from gateway.language.families import FAMILIES, Thinking, family_of
 from gateway.language.render import ChatRenderer
-from gateway.language.thinking import ThinkingWish, effort_of
+from gateway.language.thinking import ThinkingChoice, effort_of
 from gateway.operators.prompt_reader import PromptReader
 from rollout_queue.contract.packed_tokens import TokenIds
 from tests.support.gateway.families_agent import (
@@ -277,10 +277,10 @@ def test_a_model_that_nobody_knows_ends_the_start_with_the_names(tmp_path: Path)
 
 def test_a_model_that_never_thinks_serves_any_effort_and_refuses_the_switch(renderer: RendererOf) -> None:
     llama = renderer("llama-3")
-    for wish in (effort_of("low", "effort"), ThinkingWish(on=True, budget=1024), ThinkingWish(on=False)):
+    for wish in (effort_of("low", "effort"), ThinkingChoice(on=True, budget=1024), ThinkingChoice(on=False)):
         assert llama.thinking(wish, "thinking") == (llama, ()), wish
     with pytest.raises(InvalidRequest, match="this model does not think"):
-        llama.thinking(ThinkingWish(on=True), "chat_template_kwargs.enable_thinking")
+        llama.thinking(ThinkingChoice(on=True), "chat_template_kwargs.enable_thinking")
 
 
 # What the files say of the model

@@ -41,13 +41,13 @@ from gateway.page.page_parts import opened_page
 from gateway.parts import GatewayParts, opened
 from gateway.periodic_tasks import background_tasks, reload_on_hangup
 from gateway.prometheus import Metrics
-from gateway.rest import agents, deployment, listing, rewards, sessions
+from gateway.rest import agent_routes, deployment, listing, rewards, sessions
 from gateway.rest.admin_actions import LogAdminActions
 from gateway.rest.bodies import JsonBodies
 from gateway.rest.openapi import BODIES, openapi_document
 from gateway.rest.workers import metrics_text, private_app
 from gateway.settings import GatewaySettings
-from gateway.tinker import routes as tinker
+from gateway.tinker import tinker_routes
 from gateway.tinker.door import opened_door
 from rollout_queue.http.api_page import api_page
 from rollout_queue.http.callers import public_hosts
@@ -99,7 +99,7 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     app.add_middleware(JsonBodies, bodies=bodies)
     app.add_middleware(PageAccess)
     app.add_middleware(RequestIds)
-    for routes in (agents, sessions, listing, rewards, deployment, tinker, page):
+    for routes in (agent_routes, sessions, listing, rewards, deployment, tinker_routes, page):
         # The routes as they are: `include_router` would make each one anew, at the first request, in 0.1 s.
         app.router.routes.extend(routes.router.routes)
     app.include_router(

@@ -163,8 +163,8 @@ class InFlightCall:
         return self._stream.recorded
 
     def answer_with(self, body: bytes, headers: Headers) -> None:
-        """Answer with one body."""
-        self._body = body, headers
+        """Answer with one body, and the caller's limits as they are before its tokens are spent."""
+        self._body, self.more_headers = (body, {**headers, **self.more_headers()}), dict
 
     async def appended(self) -> None:
         """There is more to write. Waits for the client if one alone follows, and is behind."""

@@ -28,10 +28,9 @@ from gateway.callers.identity import Caller
 from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNotFound
 from gateway.parts import parts_of
 from gateway.prometheus import Metrics
-from gateway.tinker.bodies import CopyWeightsBody, Number, TtlBody
 from gateway.tinker.door import TinkerDoor, door_of, now
 from gateway.tinker.futures import result_of
-from gateway.tinker.models import check_trainer
+from gateway.tinker.model_commands import check_trainer
 from gateway.tinker.paths import (
     PATH,
     ClientModel,
@@ -41,6 +40,7 @@ from gateway.tinker.paths import (
     model_of,
     weights_path,
 )
+from gateway.tinker.sdk_bodies import CopyWeightsBody, Number, TtlBody
 from gateway.tinker.weights import KeptWeights
 from rollout_queue import clock
 from rollout_queue.http.errors import ApiError

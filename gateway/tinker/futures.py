@@ -14,10 +14,10 @@ from gateway.edge.request import JSON
 from gateway.errors import InvalidRequest
 from gateway.rest.bodies import PROTOBUF
 from gateway.tinker import messages_pb2 as wire
-from gateway.tinker.bodies import CancelBody, FutureBody
 from gateway.tinker.door import TinkerDoor, door_of
 from gateway.tinker.paths import PromiseId, WeightsPath, promise_id, sampler_of, session_of
 from gateway.tinker.promises import MADE
+from gateway.tinker.sdk_bodies import CancelBody, FutureBody
 from rollout_queue.contract.packed_tokens import pack
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.json_routes import JsonRoute

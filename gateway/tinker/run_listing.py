@@ -13,9 +13,9 @@ from fastapi.responses import JSONResponse
 
 from gateway.callers.identity import Caller
 from gateway.errors import InvalidRequest
-from gateway.tinker.bodies import ClientFinishedQuery, SessionSearchBody
 from gateway.tinker.door import TinkerDoor, door_of
 from gateway.tinker.paths import ClientModel
+from gateway.tinker.sdk_bodies import ClientFinishedQuery, SessionSearchBody
 from gateway.tinker.store import FoundSession, SessionPlace
 from gateway.tinker.weights import KeptWeights
 from rollout_queue.http.json_routes import JsonRoute

@@ -14,11 +14,11 @@ from gateway.dialects.token_ids import TokenParameters, token_call
 from gateway.errors import InvalidRequest, ObjectNotFound
 from gateway.generations.generation import Call, Pinned
 from gateway.rest.bodies import PromptRoute, RestBody
-from gateway.tinker.bodies import Number, SamplingSessionBody, TinkerBody
 from gateway.tinker.datums import TargetsBody, WantedScores, prompt_targets
 from gateway.tinker.door import TinkerDoor, door_of, now
 from gateway.tinker.paths import PromiseId, SamplingTarget, sampler_of, weights_path
 from gateway.tinker.samples import MOST_ATTEMPTS, WantedSample, turn_of
+from gateway.tinker.sdk_bodies import Number, SamplingSessionBody, TinkerBody
 from rollout_queue.contract.published_policy import PublishedAdapter
 from rollout_queue.trainer_commands import Published
 

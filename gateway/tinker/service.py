@@ -18,9 +18,14 @@ from gateway.callers.identity import user_named
 from gateway.edge.reply import one_line
 from gateway.errors import InvalidRequest
 from gateway.rest.shapes import DeletedClientSession
-from gateway.tinker.bodies import ClientConfigBody, ClientFinishBody, TinkerHeartbeatBody, TinkerSessionBody
 from gateway.tinker.door import door_of, now
 from gateway.tinker.paths import ClientModel, ClientSession
+from gateway.tinker.sdk_bodies import (
+    ClientConfigBody,
+    ClientFinishBody,
+    TinkerHeartbeatBody,
+    TinkerSessionBody,
+)
 from gateway.tinker.weights import KeptWeights, KeptWeightsStore
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.ids import new_id

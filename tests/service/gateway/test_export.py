@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 import pytest
 from pyarrow.parquet import ParquetFile
 
-from gateway.operators import archive
 from rollout_queue.contract.codec import encode
 from rollout_queue.contract.export_rows import Episode
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
@@ -212,7 +211,7 @@ PAGE, HELD = 10, 12
 @pytest.fixture
 def much(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> RunningGateway:
     """A gateway with thirty pages to export, each of them of nearly a megabyte."""
-    monkeypatch.setattr(archive, "PAGE", PAGE)
+    monkeypatch.setattr("gateway.rest.export.PAGE", PAGE)
     fill(gateway, 30 * PAGE, 5, 2000)
     return gateway
 
@@ -226,7 +225,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         read.append(len(sizes))
         return batches(sizes, most)
 
-    monkeypatch.setattr(archive, "batches", noted)
+    monkeypatch.setattr("gateway.rest.export.batches", noted)
     return read
 
 

@@ -13,15 +13,15 @@ from pydantic import BaseModel, FiniteFloat
 from fine_tuning.app import create_app as fine_tuning_app
 from fine_tuning.settings import FineTuningSettings
 from gateway.page import routes
-from gateway.rest import agents, deployment, listing, rewards, sessions
-from gateway.tinker import routes as tinker
+from gateway.rest import agent_routes, deployment, listing, rewards, sessions
+from gateway.tinker import tinker_routes
 from reward_service.app import create_app as reward_app
 from reward_service.settings import RewardSettings
 from rollout_queue.http.errors import install_error_handlers
 from rollout_queue.http.json_routes import JsonRoute
 
 MANY = JsonRoute.most_values
-MODULES = (agents, sessions, listing, rewards, deployment, tinker, routes)
+MODULES = (agent_routes, sessions, listing, rewards, deployment, tinker_routes, routes)
 
 
 class Body(BaseModel):

@@ -1,5 +1,6 @@
 """All routes of the Tinker API, below `/api/v1`, and `DELETE /admin/users/{user}/data`, which deletes all
-data of a user, of this API as well. Later calls for this user are refused."""
+data of a user, of this API as well. Later calls for this user are refused.
+"""
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -8,12 +9,12 @@ from fastapi.responses import JSONResponse, Response
 from gateway.parts import parts_of
 from gateway.rest.access import admins_only
 from gateway.rest.shapes import DeletedUserShape
-from gateway.tinker import checkpoints, futures, models, run_listing, samplers, service
+from gateway.tinker import checkpoints, futures, model_commands, run_listing, samplers, service
 from gateway.tinker.door import TinkerDoor
 from rollout_queue.protocol.message import Id
 
 api = APIRouter(prefix="/api/v1")
-for routes in (service, models, samplers, futures, run_listing, checkpoints):
+for routes in (service, model_commands, samplers, futures, run_listing, checkpoints):
     api.include_router(routes.router)
 router = APIRouter()
 

@@ -20,17 +20,6 @@ from gateway.callers.identity import Caller
 from gateway.edge.request import HEAVY_BYTES
 from gateway.errors import GatewayError, InvalidRequest, ObjectNotFound
 from gateway.rest.bodies import PROTOBUF
-from gateway.tinker.bodies import (
-    CreateModelBody,
-    LoadWeightsBody,
-    LoraBody,
-    ModelBody,
-    OptimStepBody,
-    SaveExternalBody,
-    SaveForSamplerBody,
-    SaveWeightsBody,
-    WeightsInfoBody,
-)
 from gateway.tinker.datums import ReadPass
 from gateway.tinker.door import TinkerDoor, door_of, now
 from gateway.tinker.paths import (
@@ -44,6 +33,17 @@ from gateway.tinker.paths import (
     model_of,
     sampler_of,
     weights_path,
+)
+from gateway.tinker.sdk_bodies import (
+    CreateModelBody,
+    LoadWeightsBody,
+    LoraBody,
+    ModelBody,
+    OptimStepBody,
+    SaveExternalBody,
+    SaveForSamplerBody,
+    SaveWeightsBody,
+    WeightsInfoBody,
 )
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.foreign_json import read_json

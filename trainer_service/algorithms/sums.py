@@ -50,29 +50,26 @@ class Sums:
         """Of all values of the parts. Deviations are joined as by Chan et al. 1979, "Updating formulae and a
         pairwise algorithm for computing sample variances"."""
         some = list(parts)
-
-        def of(name: str) -> list[Sums]:
-            return [part for part in some if name in part.totals]
-
-        totals = {name: sum(each.totals[name] for each in of(name)) for name in _names(some, "totals")}
-        counts = {name: sum(each.counts[name] for each in of(name)) for name in totals}
-        deviations = {
-            name: sum(
-                each.deviations[name]
-                + each.counts[name] * (each.mean(name) - totals[name] / counts[name]) ** 2
-                for each in of(name)
-            )
-            for name in _names(some, "deviations")
-        }
-        largest = {
-            name: max(part.largest[name] for part in some if name in part.largest)
-            for name in _names(some, "largest")
-        }
-        vectors = {
-            name: torch.stack([part.vectors[name] for part in some if name in part.vectors]).sum(0)
-            for name in _names(some, "vectors")
-        }
-        return cls(totals, counts, largest, deviations, vectors)
+        totals: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        largest: dict[str, float] = {}
+        deviations: dict[str, float] = {}
+        vectors: dict[str, list[Tensor]] = {}
+        for part in some:
+            for name, total in part.totals.items():
+                totals[name] = totals.get(name, 0) + total
+                counts[name] = counts.get(name, 0) + part.counts[name]
+            for name, value in part.largest.items():
+                largest[name] = max(largest.get(name, value), value)
+            for name, vector in part.vectors.items():
+                vectors.setdefault(name, []).append(vector)
+        for part in some:
+            for name, deviation in part.deviations.items():
+                distance = part.mean(name) - totals[name] / counts[name]
+                deviation += part.counts[name] * distance**2
+                deviations[name] = deviations.get(name, 0) + deviation
+        summed = {name: torch.stack(each).sum(0) for name, each in vectors.items()}
+        return cls(totals, counts, largest, deviations, summed)
 
     def mean(self, name: str) -> float:
         return self.totals[name] / self.counts[name]
@@ -89,7 +86,3 @@ def _deviation(values: Tensor) -> Tensor:
 def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     """One transfer from the device for all."""
     return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True)) if scalars else {}
-
-
-def _names(parts: Iterable[Sums], field: str) -> list[str]:
-    return list({name: None for part in parts for name in getattr(part, field)})

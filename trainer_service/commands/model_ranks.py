@@ -6,7 +6,7 @@ executor ─▶ ModelRanks ─ call ─▶ every rank's Models
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rollout_queue.trainer_commands import LoraSpec, OptimStep
 from trainer_service.commands.passes import PassValues, PassWork, run_pass
@@ -82,9 +82,7 @@ class CopyCall(RankCall[Models, StateCopy]):
     places: Mapping[str, str]
     """By model id."""
 
-    @property
-    def kept(self) -> Literal["states"]:
-        return "states"
+    kept: ClassVar[Literal["states"]] = "states"
 
     def on(self, part: Models) -> StateCopy:
         return StateCopy({place: part[model_id].copy_states() for model_id, place in self.places.items()})

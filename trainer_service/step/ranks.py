@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 from trainer_service.model.checkpoint_layout import Layout, converted
 from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
@@ -48,10 +48,8 @@ Answer = TypeVar("Answer", covariant=True)
 class RankCall(Generic[Part, Answer]):
     """A call that every rank makes on its own part. Each rank has its own answer."""
 
-    @property
-    def kept(self) -> Literal["states", "weights"] | None:
-        """What threads of all ranks write later, of the answers. Rank 0 goes on when all ranks have them."""
-        return None
+    kept: ClassVar[Literal["states", "weights"] | None] = None
+    """What threads of all ranks write later, of the answers. Rank 0 goes on when all ranks have them."""
 
     def on(self, part: Part) -> Answer:
         raise NotImplementedError
@@ -181,9 +179,7 @@ class DiscardGradients(RankCall[PolicyRank, None]):
 class CopyStates(RankCall[PolicyRank, StateCopy]):
     """Copy this rank's states into host memory."""
 
-    @property
-    def kept(self) -> Literal["states"]:
-        return "states"
+    kept = "states"
 
     def on(self, part: PolicyRank) -> StateCopy:
         return part.policy.copy_states()
@@ -202,18 +198,20 @@ class Load(RankCall[PolicyRank, None]):
         part.policy.load(self.directory, self.tag, self.universal, self.rate_scale)
 
 
-@dataclass(frozen=True)
 class TakeSnapshot(RankCall[PolicyRank, WeightSnapshot]):
-    """Gather the weights, for rank 0 to copy them, or for every rank to copy its share (`spread`)."""
-
-    spread: bool
-
-    @property
-    def kept(self) -> Literal["weights"] | None:
-        return "weights" if self.spread else None
+    """Gather the weights, for rank 0 to copy them."""
 
     def on(self, part: PolicyRank) -> WeightSnapshot:
-        return part.policy.snapshot(self.spread)
+        return part.policy.snapshot()
+
+
+class TakeShares(RankCall[PolicyRank, WeightSnapshot]):
+    """Gather the weights, for every rank to copy its share."""
+
+    kept = "weights"
+
+    def on(self, part: PolicyRank) -> WeightSnapshot:
+        return part.policy.snapshot(spread=True)
 
 
 class TakeAdapterSnapshot(RankCall[PolicyRank, AdapterSnapshot]):
@@ -314,9 +312,9 @@ class DistributedPolicy(Ranks[PolicyRank]):
             self.call(Load(directory, universal_tag, universal=True, rate_scale=rate_scale))
 
     def snapshot(self) -> WeightSnapshot:
-        own = self.call(TakeSnapshot(self._spread))
         if not self._spread:
-            return own
+            return self.call(TakeSnapshot())
+        own = self.call(TakeShares())
         return SpreadSnapshot(own.tensors, own.shares, own.rank, writers=self._writers)
 
     def adapter_snapshot(self) -> AdapterSnapshot:

@@ -200,8 +200,7 @@ def pause_after(attempt: int, wished_s: float = 0.0) -> float:
     do not come back at once. Without a wish, it is doubled each time, and a random half of it is taken."""
     if wished_s:
         return wished_s * random.uniform(1.0, 1.25)
-    longest_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempt, 10))
-    return longest_s * random.uniform(0.5, 1.0)
+    return clock.backoff_s(attempt, FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
 
 def _wished_s(reply: aiohttp.ClientResponse) -> float:

@@ -11,6 +11,7 @@ no `timeout` and no `deadline`. What has arrived is read before either is over.
 """
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
@@ -200,6 +201,12 @@ async def wait_tasks(
     with suppress(TimeoutError):
         async with timeout(seconds):
             await asyncio.wait(tasks, return_when=return_when)
+
+
+def backoff_s(attempt: int, first_s: float, longest_s: float) -> float:
+    """The seconds before the next attempt, after `attempt` others: doubled each time, up to `longest_s`. It
+    is shortened at random by up to a half, so that many that fail at once do not come back at once."""
+    return min(first_s * 2.0 ** min(attempt, 60), longest_s) * random.uniform(0.5, 1.0)
 
 
 def pause(seconds: float) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from reward_service.dispatch.attempts_memory import DeadLetter, DispatchMemory
 from reward_service.dispatch.gateway import GatewayAway, GatewayFailure, SessionGateway
-from reward_service.dispatch.handlers import NotReady, RuleHandler, pause_s
+from reward_service.dispatch.handlers import NotReady, RuleHandler
 from reward_service.dispatch.reward_rules import DispatchSettings, EnvRule, GraderRule
 from reward_service.dispatch.waiting_sessions import AttemptFailed, WaitingSession
 from reward_service.judging import JUDGE_PREFIX
@@ -153,5 +153,6 @@ class Dispatcher:
             self._metrics.session(rule.name, "dead_letter")
             logger.warning("%s is a dead letter of rule %s: %s", unit, rule.name, error)
             return
-        self.memory.failed(unit, pause_s(rule.backoff_s, attempts - 1, self._settings.backoff_limit_s))
+        limit_s = self._settings.backoff_limit_s
+        self.memory.failed(unit, clock.backoff_s(attempts - 1, rule.backoff_s, limit_s))
         logger.info("attempt %d on %s failed, rule %s: %s", attempts, unit, rule.name, error)

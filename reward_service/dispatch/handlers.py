@@ -5,7 +5,6 @@ A group is graded when none of its sessions is open, or shortly before the first
 """
 
 import logging
-import random
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -57,11 +56,6 @@ POSTS = 12
 """How often a reward is posted while the gateway cannot take it; with pauses of up to a minute."""
 
 
-def pause_s(first_s: float, failures: int, limit_s: float) -> float:
-    """A pause that doubles with each failure, up to a limit, and is shortened at random by up to a half."""
-    return min(first_s * 2.0 ** min(failures, 60), limit_s) * random.uniform(0.5, 1.0)
-
-
 class RewardPoster:
     """Posts the rewards of all rules."""
 
@@ -76,7 +70,7 @@ class RewardPoster:
                 return await self._gateway.reward(session_id, reward.value, key, source, reward.turn_id)
             except GatewayAway as error:
                 logger.warning("the reward of session %s waits: %s", session_id, error)
-            await clock.sleep(pause_s(FIRST_PAUSE_S, post, self._limit_s))
+            await clock.sleep(clock.backoff_s(post, FIRST_PAUSE_S, self._limit_s))
         return await self._gateway.reward(session_id, reward.value, key, source, reward.turn_id)
 
 

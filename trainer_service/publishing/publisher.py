@@ -61,7 +61,7 @@ class PushFollower:
         """How many pushes have failed since a server took one, and how the last of them did."""
 
     @property
-    def trouble(self) -> str | None:
+    def failures(self) -> str | None:
         """Why the fleet serves older weights than the trainer's; None if the last push did not fail."""
         if not self._failures:
             return None
@@ -295,8 +295,8 @@ class Publisher:
     def explained(self, alarm: Alarm) -> Alarm:
         """The alarm, with pushes that failed as its cause: engines that go on with older weights differ from
         the trainer."""
-        trouble = self._pushes.trouble
-        return alarm if trouble is None else replace(alarm, reason=f"{trouble}; {alarm.reason}")
+        failures = self._pushes.failures
+        return alarm if failures is None else replace(alarm, reason=f"{failures}; {alarm.reason}")
 
     def versions(self) -> list[int]:
         """The versions that can be served again, ascending."""

@@ -313,7 +313,7 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
     null: sessions are never removed."""
     engine_timeout_s: float = 600.0
     """How long an engine that responds to probes may pause in the middle of an answer. One that does not
-    respond is given up after 3 s if another engine can continue (`engines/silence.py`)."""
+    respond is given up after 3 s if another engine can continue (`fleet/silence.py`)."""
     scheduler_silence_s: Annotated[float, FOR_TESTS] = Field(30.0, gt=0)
     """How long an engine's scheduler may neither send a token nor respond. Then its answers move to an engine
     whose scheduler responds. Set it to more than the longest forward pass takes."""

@@ -62,7 +62,7 @@ def rows_elsewhere(gateway_url: str, redis: RedisSettings, admin_key: str | None
         rows.append(ServiceStatus(server.id, None, server.state, server.url or server.engine_url, detail))
     trainer = report.trainer
     reported_at = trainer.last_seen or 0.0
-    alive = clock.now() - reported_at < TRAINER_SILENT_S
+    alive = clock.now() - reported_at <= TRAINER_SILENT_S
     rows.append(
         ServiceStatus(
             "trainer_service",

@@ -221,7 +221,7 @@ CLAUDE_CODE = re.compile(r"user_.*_session_([0-9a-f-]{36})")
 
 
 def user_named(name: Any) -> str | None:
-    """The name if it has the form of an id (`protocol.ids`); else None."""
+    """The name if it has the form of an id (`protocol.message.ID`); else None."""
     return name if isinstance(name, str) and ID.fullmatch(name) else None
 
 

@@ -2,7 +2,7 @@
 
 A field is accepted if the gateway serves it, or if it changes no token (`prompt_cache_key`). A field that
 would change the prompt, the sampling or the answer, and is not served, is accepted only with a value that
-asks for nothing. Any other field is unknown (`unknown.py`).
+asks for nothing. Any other field is unknown (`body_decoding.py`).
 
 What becomes of a field that the gateway does not know: the call is served and names it, or is refused.
 

@@ -1,12 +1,9 @@
-"""Writes the reply to one client: one whole body, or a stream of server-sent events.
+"""Writes the reply to one client: one whole body, or a stream of server-sent events, and their headers.
 
-A heartbeat here is an event that clients ignore: it keeps proxies from closing a silent stream.
+`Reply.write` sends events of the answer to the client; what it calls is the `send` of ASGI.
 
-Keeps JSON on one line for clients that split texts as Python does, such as those that use httpx.
-
-The headers of a reply, and the text of the tokens that a stream sends.
-
-Writes the parts of a reply that are long, without keeping other calls waiting.
+A heartbeat here is an event that clients ignore: it keeps proxies from closing a silent stream. JSON is kept
+on one line for clients that split texts as Python does, such as those that use httpx.
 """
 
 import asyncio

@@ -15,7 +15,7 @@ NAME = re.compile(r"[\w.:/-]{1,128}")
 """The names of functions that a grammar can have."""
 MAX_BYTES = 64 * 1024
 """An engine compiles a schema of this size in three seconds at most, without what
-`grammars/cost.py` counts."""
+`grammar_cost.py` counts."""
 MAX_DEPTH = 64
 """Levels of the schema's own JSON. xgrammar compiles 60 nested objects quickly, but 480 in forty seconds."""
 MAX_PARTS = 1000

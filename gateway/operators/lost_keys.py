@@ -5,7 +5,7 @@ every poll: which keys exist? ─▶ weir:lasting names one that does not ─▶
 
 Weir never removes these keys, and `weir:lasting` has the names of those that a gateway has seen. Others are
 written again where they are read: API keys (`callers/api_keys.py`), registrations, drained servers and the
-serving plan (`engines/fleet.py`). The trainer notices what it has lost of the stream and of its lease.
+serving plan (`fleet/fleet.py`). The trainer notices what it has lost of the stream and of its lease.
 Whoever empties Redis on purpose while gateways run keeps `weir:secret`: then nothing is written again.
 """
 

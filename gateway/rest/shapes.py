@@ -153,7 +153,7 @@ class TurnShape(TurnExtras):
 
 
 class Drift(TypedDict):
-    """The number of turns by their relation to earlier turns (`turns/drift.py`), and of forks by reason."""
+    """The number of turns by their relation to earlier turns (`drift_of`), and of forks by reason."""
 
     extends: int
     rerendered: int

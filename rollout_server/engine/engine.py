@@ -1,4 +1,4 @@
-"""Keeps one SGLang engine running: starts it, watches it, and starts it again when it dies.
+"""Keeps one SGLang engine running, also after it dies, and proves its weights.
 
 choose policy ─▶ start ─▶ ready? ─▶ prove ─▶ serve … dies ─▶ kill its process group, wait ─┐
       └────────────────────────────────────────────────────────────────────────────────────┘

@@ -240,7 +240,7 @@ class EngineProcess:
 
 
 def _new_log(path: Path) -> BinaryIO:
-    """Open a new log, to append (`engine_log.py`). The former log is kept beside it, because it tells why the
+    """Open a new log, to append. The former log is kept beside it, because it tells why the
     former engine died."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():

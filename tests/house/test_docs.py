@@ -6,12 +6,14 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from pydantic.fields import FieldInfo
 
 from gateway.settings import GatewaySettings, LimitSettings, SamplingSettings, WarningSettings
 from rollout_queue.redis.settings import WriterRedisSettings
 from rollout_queue.settings import SECRETS, SHORT_NAMES, ServiceSettings
 from rollout_server.settings import RolloutServerSettings
+from tests.support.packages import PACKAGES, sources
 from trainer_service.settings import TrainerSettings
 from weir.stack.settings import StackSettings
 
@@ -24,12 +26,14 @@ ROOMS = (
     "rollout_server",
     "trainer_service",
     "reward_service",
+    "environments",
+    "fine_tuning",
     "queue/rollout_queue",
     "deploy/weir",
 )
 
 
-def test_the_map_names_every_file_with_its_first_line() -> None:
+def test_the_map_names_every_file_with_its_first_sentence() -> None:
     printed = subprocess.run(
         [sys.executable, "docs/map.py"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -122,3 +126,20 @@ def test_the_ten_lines_of_the_readme_are_the_example() -> None:
     example = (ROOT / "examples/ten_lines.py").read_text(encoding="utf-8")
     code = example.split('"""\n\n', 1)[1]
     assert f"```python\n{code}```" in readme
+
+
+NAMED_FILE = re.compile(r"`([\w./]+\.py)`")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_file_that_the_code_names_exists(package: str) -> None:
+    """In a docstring or a comment: by its name, or by the end of its path."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    known = {f"/{path}" for path in listed.stdout.split()}
+    missing = [
+        (name, named)
+        for name, path in sources(package)
+        for named in NAMED_FILE.findall(path.read_text(encoding="utf-8"))
+        if not any(each.endswith(f"/{named}") for each in known)
+    ]
+    assert not missing

@@ -1,4 +1,4 @@
-"""Decides which members of a complete group are trained, why the others are not, and computes advantages.
+"""Decides which members of a complete group are trained, and why others are not, such as too old ones.
 
 Group ─ screen ─▶ ScreenedGroup: plans of rows, and a verdict for every member that is not trained
 one group:      Member ─ rollout_of ─▶ Rollout ─ compare ─▶ Comparison

@@ -1,4 +1,5 @@
-"""The errors of the queue. A *forgotten* session was removed some time after its verdict (`retention`).
+"""The errors of the queue. A *forgotten* session was removed some time after its verdict
+(`session_retention.py`).
 
 QueueError
 ├─ InvalidRecord          a record that contradicts itself, when it is made or decoded

@@ -56,7 +56,7 @@ class FileSpec(msgspec.Struct, frozen=True):
 
 
 class DeltaFile(msgspec.Struct, frozen=True):
-    """A file of changes (`delta.py`), from which a server makes the file `target` of the version."""
+    """A file of changes, from which a server makes the file `target` of the version."""
 
     name: str
     size: int

@@ -1,5 +1,7 @@
 """Conditions of training and Redis that operators are told of, each here once, with its bound and sentence.
 
+The gateway's `warnings.trainer_silent_s` may set another bound for its warnings.
+
 ConditionFacts ─▶ CONDITIONS ─▶ Problem: check, severity, sentence, advice
                       ├─▶ `warnings` of `GET /admin/status`, and with them the page
                       ├─▶ `weir doctor`; `weir status` has the bounds

@@ -13,7 +13,7 @@ PREFIX = "weir"
 
 
 class Key(str):
-    """The name of a key, or the beginning of one. For a deployment with another prefix, `client/prefixes.py`
+    """The name of a key, or the beginning of one. For a deployment with another prefix, `redis_client.py`
     replaces PREFIX in arguments of this type, and in no others, when a command is packed."""
 
     __slots__ = ()

@@ -1,4 +1,5 @@
-"""The Lua functions and the check of the fence that several scripts share.
+"""The Lua functions that several scripts share: which session may expire, what settles one, and which images
+and responses go with their last session; and the check of the fence.
 
 A full Redis refuses the first write of a script and no later one, so no script is left half done.
 """

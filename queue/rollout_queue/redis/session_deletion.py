@@ -1,7 +1,7 @@
 """StreamDeleter on Redis: deletes sessions, and all data of a user, permanently.
 
-1. One script replaces the session's head, response texts and continuations by a tombstone, and appends a
-   Deletion to the stream.
+1. One script replaces the session's head, response texts, continuations and the images that no other session
+   shows by a tombstone, and appends a Deletion to the stream.
 2. The session's entries are removed from the stream, by the ids that the head has of them, and from the dead
    letters, page by page. Any gateway may finish this: without the head, it looks at the whole stream.
 """

@@ -12,8 +12,8 @@ weir:sessions  ◀── the sessions of weir:settled and weir:deadlines
 weir:deadlines ◀── the sessions of weir:sessions that may expire: not those with a verdict, or with an
                    outcome and a reward, which expiry has taken from the list
 
-`retention` adds missing sessions to `weir:settled`. A list that is lost is there again with the next session,
-so its length does not tell.
+`session_retention.py` adds missing sessions to `weir:settled`. A list that is lost is there again with the
+next session, so its length does not tell.
 """
 
 import logging

@@ -1,4 +1,5 @@
-"""Appends a turn, a reward or an outcome to the stream and to its session, and retracts a turn.
+"""The scripts that append a turn, a reward or an outcome to the stream and to its session, and retract a
+turn; `stream_writer.py` runs them.
 
 A caller that has received no answer may repeat any of the scripts. A turn whose append Redis did not answer
 is retracted, because its client got an error:

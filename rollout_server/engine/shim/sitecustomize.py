@@ -9,7 +9,7 @@ them for LoRA adapters on every device, and a CPU torch refuses them. With ENGIN
 host memory is registered with CUDA in name only: SGLang registers its record of routed experts.
 
 In SGLang's LoRA backend for CPU, each row of the output head gets the adapter of its own call. A prefill
-computes the head for a few tokens of each call only, and SGLang 0.5.23 (`lora/backend/torch_backend.py`)
+computes the head for a few tokens of each call only, and SGLang 0.5.23 (SGLang's LoRA backend for torch)
 counts all of them here, so that calls get each other's adapters.
 
 SGLang imports the module of Qwen's image processor only if some operators of Qwen3.5 are in

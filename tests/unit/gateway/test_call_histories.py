@@ -264,5 +264,9 @@ async def test_a_client_that_takes_nothing_holds_the_sampling_back(monkeypatch: 
         await history.take("join", 0)
         assert len(history.tokens[0].ids) == 11
         assert history.clients[1].words.endswith(b"0:10 ")
+        await history.take("fill", 1)
+        for _ in range(10):
+            await history.take("append", 0)
+        assert len(history.tokens[0].ids) == 21, "of two clients none is waited for"
         await history.finish()
-        assert history.clients[0].words.count(b"0:") == 12
+        assert history.clients[0].words.count(b"0:") == 22

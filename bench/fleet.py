@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.simulated_fleet import push
 from bench.simulated_fleet.calls import (
+    EVENTS,
     LeastLoadedRotation,
     MeasuredRotation,
     RandomRotation,
@@ -25,7 +26,6 @@ from bench.simulated_fleet.calls import (
     simulated_calls,
 )
 from bench.simulated_fleet.engines import EngineModel
-from bench.simulated_fleet.events import EVENTS
 from bench.simulated_fleet.redis_operations import redis_costs
 from gateway.settings import ConcurrencySettings
 

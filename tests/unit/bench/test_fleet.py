@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bench.simulated_fleet.calls import (
+    EVENTS,
     LeastLoadedRotation,
     MeasuredRotation,
     RandomRotation,
@@ -14,7 +15,6 @@ from bench.simulated_fleet.calls import (
     simulated_calls,
 )
 from bench.simulated_fleet.engines import EngineCall, EngineModel, SimulatedEngine
-from bench.simulated_fleet.events import EVENTS
 from bench.simulated_fleet.virtual_time import virtual_clocks
 from gateway.settings import ConcurrencySettings
 

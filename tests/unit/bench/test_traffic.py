@@ -4,9 +4,20 @@ from statistics import fmean
 
 import pytest
 
-from bench.traffic.__main__ import main
-from bench.traffic.day import CHOICES, MAX_STALENESS, Day, Outcomes, jain
-from bench.traffic.demand import GROUP_SIZE, GROUPS_PER_STEP, HOUR_S, STEP_S, Demand, demands
+from bench.traffic import (
+    CHOICES,
+    GROUP_SIZE,
+    GROUPS_PER_STEP,
+    HOUR_S,
+    MAX_STALENESS,
+    STEP_S,
+    Day,
+    Demand,
+    Outcomes,
+    demands,
+    jain,
+    main,
+)
 
 HOURS = 2.0
 STEPS = HOURS * HOUR_S / STEP_S

@@ -1,23 +1,115 @@
-"""A day on a virtual clock: the gateway's admission and the trainer's intake, without a model."""
+"""What happens to a day's sessions at 0.5, 1, 2 and 4 times the trainer's capacity, by the setting for it.
 
+python -m bench.traffic [--loads 0.5 1 2 4] [--hours 24] [--swing 0.8] [--seed 0]
+
+demand ─ admission (the gateway's arithmetic) ─▶ sessions ─▶ Intake (the trainer's code) ─▶ steps, verdicts
+
+The clock is virtual, and a step is a wait of 8 minutes: there is no model, no Redis and no engine. Demand
+swings over the day, `--swing` above and below its mean. Tasks differ in popularity (as 1, 1/2, 1/3, …) and in
+the length of their sessions (1.6 to 32 minutes in the median, log-normal). A session samples by the version
+that is served when it begins, and later by the one that is served when it ends. A group that admission
+refuses does not come again."""
+
+import argparse
 import heapq
+import math
+import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 
 from prometheus_client import CollectorRegistry
 
-from bench.traffic.demand import GROUP_SIZE, GROUPS_PER_STEP, HOUR_S, STEP_S, Demand, demands
-from bench.traffic.virtual_stream import VirtualStream
 from gateway.callers.backpressure import StalenessBudget, TrainerBacklog
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.published_policy import TrainedStep
-from rollout_queue.contract.records import Outcome, Reward, Span, Turn
+from rollout_queue.contract.records import Outcome, Record, Reward, Span, Turn
+from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake import Intake
 from trainer_service.shared_state import SharedState
 from trainer_service.trainer_metrics import TrainerMetrics
+
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
+STEP_S = 480.0
+GROUPS_PER_STEP, GROUP_SIZE = 8, 2
+TASKS = 20
+SHORTEST_S, LONGEST_S, SPREAD = 96.0, 1920.0, 0.5
+"""Median lengths of the sessions of the shortest and of the longest task; standard deviation of the log."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A group that somebody wants to sample."""
+
+    number: int
+    task: int
+    at_s: float
+    lengths_s: tuple[float, ...]
+    """How long each of its sessions takes."""
+
+
+def demands(load: float, hours: float, swing: float, seed: int) -> Iterator[Demand]:
+    """Groups at `load` times the capacity in the mean, in the order in which they come."""
+    draw = random.Random(seed)
+    lengths = [SHORTEST_S * (LONGEST_S / SHORTEST_S) ** (task / (TASKS - 1)) for task in range(TASKS)]
+    draw.shuffle(lengths)
+    popularity = [1 / (1 + task) for task in range(TASKS)]
+    most = load * GROUPS_PER_STEP / STEP_S * (1 + swing)
+    at_s, number = 0.0, 0
+    while (at_s := at_s + draw.expovariate(most)) < hours * HOUR_S:
+        if draw.random() * (1 + swing) > 1 + swing * math.sin(2 * math.pi * at_s / DAY_S):
+            continue  # thins the arrivals to the rate at this time of the day
+        (task,) = draw.choices(range(TASKS), popularity)
+        taken = tuple(draw.lognormvariate(math.log(lengths[task]), SPREAD) for _ in range(GROUP_SIZE))
+        yield Demand(number, task, at_s, taken)
+        number += 1
+
+
+@dataclass
+class VirtualStream:
+    """The stream without Redis: it keeps what was not read, and the verdicts by session."""
+
+    entries: list[Entry] = field(default_factory=list)
+    codes: dict[str, str] = field(default_factory=dict)
+    written: int = 0
+
+    def append(self, record: Record) -> None:
+        self.written += 1
+        self.entries.append(Entry(str(self.written), record))
+
+    def confirm(self) -> None:
+        pass
+
+    def reclaim(self) -> Iterable[Entry]:
+        return []
+
+    def read(self, count: int, block_s: float) -> Sequence[Entry]:
+        taken, self.entries = self.entries[:count], self.entries[count:]
+        return taken
+
+    def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
+        assert not self.codes.keys() & verdicts.sessions.keys(), "a session has one verdict"  # noqa: S101
+        self.codes |= {session_id: verdict.code for session_id, verdict in verdicts.sessions.items()}
+
+    def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
+        return {}
+
+    def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
+        return {}
+
+    def image_bytes(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        return {}
+
+    def reserve(self, version: int, location: str) -> int:
+        return version
+
+    def report(self, state: Mapping[str, str | int | float]) -> None:
+        pass
+
 
 POLL_S = 30.0
 """How long the trainer waits before it looks again for a full step."""
@@ -187,3 +279,31 @@ class Day:
             fairness=jain([trained[task] / (GROUP_SIZE * number) for task, number in demand.items()]),
             most_waiting=self._most_waiting,
         )
+
+
+HEAD = (
+    *("load", "setting", "trained", "refused", "lost", "staleness: mean", "p95", "fairness"),
+    "most that waited",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--hours", type=float, default=24.0)
+    parser.add_argument("--swing", type=float, default=0.8)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args(arguments)
+    for cells in (HEAD, ("---",) * len(HEAD)):
+        print(f"| {' | '.join(cells)} |")
+    for load in asked.loads:
+        for choice in CHOICES:
+            found = Day(choice).run(load, asked.hours, asked.swing, asked.seed)
+            shares = (f"{share:.0%}" for share in (found.trained, found.refused, found.lost))
+            ages = (f"{fmean(found.staleness):.1f}", str(found.p95), f"{found.fairness:.2f}")
+            cells = (f"{load:g}", choice.name, *shares, *ages, str(found.most_waiting))
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""A simulated day of more sessions than the trainer trains."""

@@ -174,7 +174,7 @@ class PushDriver:
         """The last note of each server that is not in Redis yet."""
         self._writing = asyncio.Lock()
         self._records: dict[int, PolicyRecord | None] = {}
-        """The policies that the last step wanted."""
+        """The policies that the last step wanted, as far as they are known."""
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -256,7 +256,9 @@ class PushDriver:
                 continue
             fleets = PushOrder.of(plan, record)
             orders.append((server, PushOrder(record, own.id, force=True, own=True) if own else fleets))
-        self._records = found
+        # One that is not registered at this moment is still known; so is one that no server waits for now.
+        known = self._records | {version: record for version, record in found.items() if record is not None}
+        self._records = {each: known.get(each) for each in (*found, *(known.keys() & plan.needed))}
         # After a failed push, servers stay with the former version; what they did in the push stays noted.
         pushed = None if plan.push is None else plan.push.version
         self._noted = frozenset(order.key for _, order in orders if order.own or order.version == pushed)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
@@ -67,7 +68,6 @@ class Server:
     state: str = "ready"
     drained: bool = False
     mode: str = "well"
-    prepared: int | None = None
 
     @property
     def url(self) -> str:
@@ -93,8 +93,8 @@ class Requests:
     term: int = 0
     """How often driving has moved to another gateway."""
     loading: Counter[str] = field(default_factory=Counter)
-    prepared: dict[str, tuple[str, int, int, int]] = field(default_factory=dict)
-    """By server, the last order that it has prepared."""
+    prepared: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By server, the push and the driver's number of what it has prepared last. Its process may end then."""
 
     async def post(
         self, url: str, message: ServiceMessage, timeout_s: float, headers: Mapping[str, str] | None = None
@@ -106,7 +106,7 @@ class Requests:
             self.world.wrong.append(f"{key} has refused this order")
         if not message.prepare:
             self.loading[server.id] += 1
-            if key != self.prepared.get(server.id):
+            if key[2:] != self.prepared.get(server.id):
                 self.world.wrong.append(f"{key} has not prepared version {message.version}")
             if self.loading.total() > MOST_LOADING:
                 self.world.wrong.append(f"{self.loading} load at once")
@@ -131,7 +131,7 @@ class Requests:
             self.world.refused.add(key)
             return 422, json.dumps({"error": {"message": "a tensor is missing"}}).encode()
         if asked.prepare:
-            server.prepared, self.prepared[server.id] = asked.version, key
+            self.prepared[server.id] = key[2:]
             return 200, json.dumps(
                 {"ok": True, "version": server.version, "prepared": asked.version}
             ).encode()
@@ -243,7 +243,7 @@ class History:
     def start(self, server: Server) -> None:
         """Its process starts again, with the version of the base model."""
         server.process += 1
-        server.state, server.version, server.push, server.prepared = "ready", 0, 0, None
+        server.state, server.version, server.push = "ready", 0, 0
 
     async def publish(self) -> None:
         version = (await self.register.look()).next_free
@@ -339,3 +339,28 @@ def test_a_push_ends_once_and_every_server_serves_its_version_whatever_happens(
     turned = TurnedClock()
     with clock.using(turned):
         asyncio.run(history(own_backends.redis_url, events, turned))
+
+
+async def test_a_version_that_redis_has_lost_is_registered_again_even_if_the_plan_changes_meanwhile(
+    own_backends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_backends.clear(None)
+    world = World([Server("r0")])
+    gateways = [Gateway.of(world, own_backends.redis_url)]
+    history, again, tries = History(gateways, world, TurnedClock()), PolicyRegister.register_again, [0]
+    await write_registration(
+        gateways[0].redis, Registration(id="r0", url="http://r0", engine_url="http://r0")
+    )
+    await history.begin()
+    await history.publish()
+    await gateways[0].step(3)
+
+    async def late(register: PolicyRegister, record: PolicyRecord, plan: bytes) -> bool:
+        tries[0] += 1
+        return tries[0] > 1 and await again(register, record, plan)
+
+    monkeypatch.setattr(PolicyRegister, "register_again", late)
+    await gateways[0].redis.hdel(key_names.POLICIES, "1")
+    await gateways[0].step(3)
+    assert await history.register.record(1) is not None
+    await gateways[0].close()

@@ -17,7 +17,7 @@ from bench.processes import free_port, running
 from bench.turns import EXPIRES_AT, specs, turns
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis.settings import Replication
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from weir.stack.service_process import executable
 
 CASES = (("everysec", 0), ("always", 0), ("always", 1))
@@ -31,7 +31,7 @@ async def appended(url: str, given: list[Turn], agents: int, replicas: int) -> l
     while not await _answers(redis):  # noqa: ASYNC110 - another process has to come up
         await asyncio.sleep(0.02)
     await redis.flushall()
-    writer = RedisWriter(redis, replication=Replication(replicas, 5.0))
+    writer = StreamWriter(redis, replication=Replication(replicas, 5.0))
     while not await _connected(redis, replicas):  # noqa: ASYNC110 - another process has to connect
         await asyncio.sleep(0.1)
     waiting, took = list(reversed(given)), list[float]()

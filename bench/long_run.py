@@ -1,6 +1,6 @@
 """A run of as many sessions as a test of size needs, in Redis.
 
-templates ── RedisWriter ──▶ Redis ── a script copies them under other ids ──▶ a run of N sessions
+templates ── StreamWriter ──▶ Redis ── a script copies them under other ids ──▶ a run of N sessions
 
 The copies are what the writer would have stored: their ids have the same length, and each stands wherever the
 template's stood. So 100,000 sessions take a minute to make. The stream is emptied, as a trainer leaves it.
@@ -18,7 +18,7 @@ from rollout_queue.contract.codec import encode
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
 from rollout_queue.redis import key_names
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.redis_process import RedisProcess
 
 TURNS, GROUP = 10, 8
@@ -96,7 +96,7 @@ def version_of(number: int) -> int:
 
 async def write_templates(redis: AsyncRedis, began: float) -> None:
     """The sessions of one group of each task, through the real writer."""
-    writer = RedisWriter(redis)
+    writer = StreamWriter(redis)
     for number in range(TASKS * GROUP):
         spec = spec_of(number, began)
         await writer.open_session(spec)

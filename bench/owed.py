@@ -26,7 +26,7 @@ from rollout_queue.contract.records import Verdict
 from rollout_queue.redis import key_names
 from rollout_queue.redis.consumer_scripts import ACKNOWLEDGE, FREE
 from rollout_queue.redis.lease import Lease
-from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_reader import StreamReader
 from trainer_service.groups.acknowledgement import AcknowledgedTurn, Acknowledgement
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake import Acknowledger
@@ -159,7 +159,7 @@ def trainer(url: str, checkpoint: Path, pid: int) -> None:
     lease = Lease(redis, 30.0)
     redis.delete(key_names.LEASE)
     lease.claim()
-    stream = RedisReader(redis, lease.token, lease.renew)
+    stream = StreamReader(redis, lease.token, lease.renew)
     heartbeat, metrics = Heartbeat(stream, SharedState(), 0.1), TrainerMetrics(CollectorRegistry())
     owed = msgspec.msgpack.decode(checkpoint.read_bytes(), type=Acknowledgement)
     pending: Any = redis.xpending_range(key_names.STREAM, key_names.GROUP, "-", "+", 1)

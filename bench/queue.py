@@ -2,7 +2,7 @@
 
 python -m bench.queue [--turns N] [--pending N] [--sessions N] [--repetitions N]
 
-turns ── RedisWriter, 64 in flight ──▶ Redis ──▶ RedisReader ──▶ Intake
+turns ── StreamWriter, 64 in flight ──▶ Redis ──▶ StreamReader ──▶ Intake
       └─ redis-py, the same bytes ───▶       └─▶ redis-py
 
 CPU is the CPU time of this process, as the scheduler counts it. Only one end of the queue works at a time.
@@ -33,8 +33,8 @@ from rollout_queue.contract.records import SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import key_names
 from rollout_queue.redis.lease import Lease
-from rollout_queue.redis.stream_reader import RedisReader
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_reader import StreamReader
+from rollout_queue.redis.stream_writer import StreamWriter
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.entry_reader import READ_COUNT
 from trainer_service.heartbeat import Heartbeat
@@ -82,12 +82,12 @@ class MeasuredRedis:
     def median(self, name: str) -> Cost:
         return Cost(*map(statistics.median, zip(*self.costs[name], strict=True)))
 
-    def reader(self) -> RedisReader:
+    def reader(self) -> StreamReader:
         """The reader of a new trainer. The lease of the previous one is deleted."""
         self.redis.delete(key_names.LEASE)
         lease = Lease(self.redis, 3600.0)
         lease.claim()
-        return RedisReader(self.redis, lease.token)
+        return StreamReader(self.redis, lease.token)
 
     def used(self) -> int:
         """Bytes of the data in Redis, without the buffers of connections and of the append-only file."""
@@ -133,7 +133,7 @@ def loop_of(server: MeasuredRedis) -> Iterator[tuple[asyncio.Runner, AsyncRedis]
 def append_ours(server: MeasuredRedis, given: list[Turn], name: str) -> None:
     """Record turns with the gateway's writer, while it has the heads of their sessions in its cache."""
     with loop_of(server) as (runner, redis):
-        writer = RedisWriter(redis)
+        writer = StreamWriter(redis)
         runner.run(in_flight(specs(given), writer.open_session))
         runner.run(in_flight(specs(given), lambda spec: writer.load_for_call(spec.session_id)))
         with server.measured(name, len(given)):
@@ -187,12 +187,12 @@ def ends(server: MeasuredRedis, count: int, repetitions: int) -> None:
         server.redis.flushall()
         append_raw(server, given, f"redis-py: the same, {IN_FLIGHT} turns in one MULTI", IN_FLIGHT)
         server.redis.flushall()
-        append_ours(server, given, "`RedisWriter.append_turn`")
+        append_ours(server, given, "`StreamWriter.append_turn`")
         with server.measured("of it `encode`", count):
             for turn in given:
                 encode(turn)
         read_raw(server, count, "redis-py: XREADGROUP, the bytes alone")
-        read_ours(server, count, "`RedisReader.read`, decoded and checked")
+        read_ours(server, count, "`StreamReader.read`, decoded and checked")
         with server.measured("of it `decode`", count):
             for each in packed:
                 decode(each)
@@ -245,7 +245,7 @@ def memory(server: MeasuredRedis, sessions: int) -> None:
         started = now
 
     with loop_of(server) as (runner, redis):
-        writer = RedisWriter(redis)
+        writer = StreamWriter(redis)
         runner.run(in_flight(made, writer.open_session))
         say("a session, opened in its group", sessions)
         runner.run(in_flight(given, lambda turn: writer.append_turn(turn, EXPIRES_AT, OWNER)))

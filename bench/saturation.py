@@ -34,7 +34,7 @@ from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpe
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.serving import serving
 from tests.support.trainer_service.harness import FakeGateway
 from weir.stack.service_process import executable
@@ -52,7 +52,7 @@ PHASES = ("train", "read", "publish", "checkpoint", "acknowledge")
 async def play(url: str, rows: int) -> None:
     """Write groups of sessions, sampled by the trainer's version, until this process is stopped."""
     redis = AsyncRedis.from_url(url)
-    writer, rng, number = RedisWriter(redis), random.Random(0), 0
+    writer, rng, number = StreamWriter(redis), random.Random(0), 0
     while True:
         report = TrainerReport.of(await stored(redis.hgetall(key_names.TRAINER)))
         if (report.rollouts_waiting or 0) >= AHEAD * rows:
@@ -64,7 +64,7 @@ async def play(url: str, rows: int) -> None:
         await asyncio.sleep(0.5)  # until the trainer has read them, its report does not count them
 
 
-async def play_group(writer: RedisWriter, rng: random.Random, group_id: str, version: int) -> None:
+async def play_group(writer: StreamWriter, rng: random.Random, group_id: str, version: int) -> None:
     prompt = rng.choices(range(VOCABULARY), k=PROMPT)
     for member in range(GROUP):
         session_id, at = f"{group_id}-{member}", time.time()

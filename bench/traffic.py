@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 
@@ -26,6 +27,7 @@ from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Outcome, Record, Reward, Span, Turn
 from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
+from rollout_queue.redis.stream_reader import StreamReader
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.intake import Intake
@@ -171,9 +173,10 @@ class Day:
         step = {"min_live_rows": rows, "max_rows": rows, "max_staleness": MAX_STALENESS}
         self._algorithm = AlgorithmSettings.model_validate({**step, "group_wait_s": 1e12, **choice.algorithm})
         self._stream = VirtualStream()
-        heartbeat = Heartbeat(self._stream, SharedState(), 1.0)
+        reader = cast(StreamReader, self._stream)
+        heartbeat = Heartbeat(reader, SharedState(), 1.0)
         metrics = TrainerMetrics(CollectorRegistry())
-        self._intake = Intake(self._stream, self._algorithm, 64, heartbeat, metrics)
+        self._intake = Intake(reader, self._algorithm, 64, heartbeat, metrics)
         self._versions = choice.staleness_versions
         self._now_s, self._version = 0.0, 0
         self._running: list[tuple[float, int, int, int]] = []

@@ -43,13 +43,12 @@ from gateway.sessions.session_service import SessionService
 from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.contract.stream import StreamDeleter, StreamWriter
 from rollout_queue.http.callers import bearer
 from rollout_queue.redis import key_names
 from rollout_queue.redis.redis_client import open_async_redis
 from rollout_queue.redis.schema_version import SchemaTooNew, claim_schema_async
-from rollout_queue.redis.session_deletion import RedisDeleter
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.session_deletion import StreamDeleter
+from rollout_queue.redis.stream_writer import StreamWriter
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     redis = open_async_redis(settings, timeout_s=10)
     await _claim_schema(redis)
     cached = settings.session_cache_bytes
-    writer = RedisWriter(redis, head_cache_bytes=cached, replication=settings.replication)
+    writer = StreamWriter(redis, head_cache_bytes=cached, replication=settings.replication)
     engine = EngineClient(settings.engine_timeout_s, bearer(settings.engine_key))
     key_store = KeyStore(redis, writer.confirmed)
     api_keys = ApiKeys(configured_keys(settings), key_store)
@@ -154,7 +153,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         images=ImageReader(renderer.vision, settings.images, renderer.context_length, writer.images),
         redis=redis,
         writer=writer,
-        deleter=RedisDeleter(redis),
+        deleter=StreamDeleter(redis),
         engine=engine,
         fleet=fleet,
         silence=SilenceWatch(fleet, engine, metrics, settings.scheduler_silence_s, settings.engine_wait_s),
@@ -181,7 +180,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
     )
 
 
-def _caches(writer: RedisWriter, renderer: ChatRenderer) -> Mapping[str, Callable[[], CacheLookups]]:
+def _caches(writer: StreamWriter, renderer: ChatRenderer) -> Mapping[str, Callable[[], CacheLookups]]:
     return {
         "heads": lambda: CacheLookups(*writer.head_lookups),
         "phrases": renderer.tokenizer.phrases.lookups,

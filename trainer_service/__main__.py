@@ -29,7 +29,7 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.redis_client import open_redis
 from rollout_queue.redis.schema_version import SchemaTooNew, claim_schema
 from rollout_queue.redis.settings import RedisSettings, read_address
-from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_reader import StreamReader
 from rollout_queue.service_log import AccessLog
 from rollout_queue.starting import begin, begin_tracing
 from trainer_service.app import create_app
@@ -155,7 +155,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
 def train_by_turns(
     settings: TrainerSettings,
     sender: TensorSender | None,
-    stream: RedisReader,
+    stream: StreamReader,
     gateway: GatewayClient,
     store: PolicyStore,
     checkpoints: Checkpoints,
@@ -272,13 +272,13 @@ def connect(settings: RedisSettings, timeout_s: float = REDIS_TIMEOUT_S) -> Redi
 
 def _open_stream(
     redis: Redis, lease: Lease, shared_state: SharedState, settings: TrainerSettings
-) -> RedisReader | None:
+) -> StreamReader | None:
     """Wait until Redis answers, and return the reader; None if the trainer is told to stop first. Raises
     SchemaTooNew if newer releases have used this Redis."""
     while not shared_state.stopping:
         try:
             claim_schema(redis)
-            return RedisReader(redis, lease.token, lease.renew, settings.replication)
+            return StreamReader(redis, lease.token, lease.renew, settings.replication)
         except StorageUnavailable as error:
             logger.warning("%s; trying again in %g s", error, settings.retry_s)
             shared_state.sleep(settings.retry_s)

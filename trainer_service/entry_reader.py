@@ -14,7 +14,8 @@ from typing import NamedTuple
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.export_rows import CLOSING
-from rollout_queue.contract.stream import Entry, GroupMembers, StreamReader
+from rollout_queue.contract.stream import Entry, GroupMembers
+from rollout_queue.redis.stream_reader import StreamReader
 from trainer_service.groups.assemble import Assembler
 from trainer_service.heartbeat import Heartbeat
 

@@ -17,10 +17,10 @@ from typing import TypeVar
 
 from rollout_queue import clock
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
-from rollout_queue.contract.stream import StreamReader
 from rollout_queue.protocol.trainer_messages import MOST_RECOVERIES
 from rollout_queue.redis import key_names
 from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.stream_reader import StreamReader
 from trainer_service.groups.guards import RecoveryState
 from trainer_service.groups.task_rates import TaskRate
 from trainer_service.shared_state import Backlog, Phase, SharedState

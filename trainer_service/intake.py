@@ -16,7 +16,8 @@ from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Verdict
-from rollout_queue.contract.stream import NO_TOKENS, StreamReader
+from rollout_queue.contract.stream import NO_TOKENS
+from rollout_queue.redis.stream_reader import StreamReader
 from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.entry_reader import BLOCK_S, EntryReader
 from trainer_service.groups.acknowledgement import Acknowledgement, acknowledgement_of

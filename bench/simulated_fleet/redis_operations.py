@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from bench.queue import own_redis
 from bench.turns import EXPIRES_AT, OWNER, ending, specs, turns
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 
 TURNS = 2000
 """Of all sessions."""
@@ -39,7 +39,7 @@ async def cost_of_turns(gateways: int) -> RedisCost:
     """Each call of a session arrives at any of the gateways."""
     with own_redis() as server:
         clients = [Redis.from_url(server.url) for _ in range(gateways)]
-        writers = [RedisWriter(client) for client in clients]
+        writers = [StreamWriter(client) for client in clients]
         observer = server.redis
         for writer in writers:  # loads the scripts
             await writer.load_for_call("none")

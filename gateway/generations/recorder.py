@@ -29,7 +29,7 @@ from rollout_queue import clock
 from rollout_queue.contract.errors import InvalidRecord, QueueError, SessionClosed
 from rollout_queue.contract.packed_tokens import TokenIds
 from rollout_queue.contract.records import Finish, Turn
-from rollout_queue.contract.stream import StreamWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from rollout_queue.service_log import of_turn
 from rollout_queue.tracing import Attributes, span
 

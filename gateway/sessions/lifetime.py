@@ -23,10 +23,10 @@ from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import SessionClosed
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.session_retention import Forgotten, RedisForgetter
+from rollout_queue.redis.stream_writer import StreamWriter
 
 MARGIN_S = 5.0
 """A session with calls in flight is extended this long before it expires. Some polls may be late."""

@@ -25,8 +25,8 @@ from gateway.sessions.session_service import SessionService
 from rollout_queue import clock
 from rollout_queue.contract.errors import UserDeleted
 from rollout_queue.contract.head import SessionHead
-from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.protocol.message import ID
+from rollout_queue.redis.stream_writer import StreamWriter
 
 NAME_HEADERS = (
     "x-session-id",

@@ -25,8 +25,8 @@ from rollout_queue.contract.errors import (
 from rollout_queue.contract.head import ListScope, SessionHead
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.records import SamplingPolicy, SessionSpec, Verdict
-from rollout_queue.contract.stream import StreamWriter
 from rollout_queue.protocol.message import ID
+from rollout_queue.redis.stream_writer import StreamWriter
 
 Load = Callable[[str], Awaitable[SessionHead | None]]
 """Reads what is stored of the session with this stored id."""

@@ -16,10 +16,10 @@ from redis.asyncio import Redis
 from gateway.tinker.paths import UNREADABLE, ClientModel, ClientSession
 from gateway.tinker.weights import KeptWeightsStore
 from rollout_queue import clock
-from rollout_queue.contract.stream import StreamDeleter
 from rollout_queue.redis import client_session_scripts, key_names
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.command_log import CommandSubmissions
+from rollout_queue.redis.session_deletion import StreamDeleter
 
 logger = logging.getLogger(__name__)
 

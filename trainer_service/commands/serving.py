@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rollout_queue.contract.published_policy import ObjectPrefix
-from rollout_queue.contract.stream import StreamReader
+from rollout_queue.redis.stream_reader import StreamReader
 from rollout_queue.trainer_commands import CommandReader, Published
 from trainer_service.commands.command_trainer import CommandTrainer, UntrainedTurns
 from trainer_service.commands.model_ranks import ModelRanks

@@ -22,9 +22,9 @@ from typing import Protocol, TypeVar
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.published_policy import FileSpec
-from rollout_queue.contract.stream import StreamReader
 from rollout_queue.http.object_store import StoreUnavailable
 from rollout_queue.protocol.gateway_messages import PushResult
+from rollout_queue.redis.stream_reader import StreamReader
 from rollout_queue.tracing import in_span
 from trainer_service.groups.reward_guard import Alarm
 from trainer_service.heartbeat import Heartbeat, Stopped

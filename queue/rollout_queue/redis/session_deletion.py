@@ -1,4 +1,4 @@
-"""StreamDeleter on Redis: deletes sessions, and all data of a user, permanently.
+"""Deletes sessions, and all data of a user, permanently.
 
 1. One script replaces the session's head, response texts, continuations and the images that no other session
    shows by a tombstone, and appends a Deletion to the stream.
@@ -124,8 +124,9 @@ class ReplacedSession(NamedTuple):
     """The ids of its entries in the stream; None if its head did not have them all, as of an older build."""
 
 
-class RedisDeleter:
-    """StreamDeleter on Redis. `redis` returns bytes (decode_responses off)."""
+class StreamDeleter:
+    """Every method may raise StorageUnavailable, and may be repeated then. `redis` returns bytes
+    (decode_responses off)."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -133,6 +134,10 @@ class RedisDeleter:
         self._remove_page = redis.register_script(REMOVE_ENTRIES)
 
     async def delete_session(self, session_id: str) -> Tombstone | None:
+        """Remove everything that is stored of the session, and append a Deletion for the trainer.
+
+        Returns the tombstone. None if no such session exists, or another call has just deleted it.
+        """
         deleted = await self._replace_by_tombstone(session_id)
         if deleted is None:
             return None
@@ -141,6 +146,7 @@ class RedisDeleter:
 
     async def delete_user(self, user: str) -> DeletionTotals:
         # From here on no data is accepted for this name, so the sessions found next are all there are.
+        """Delete the user's sessions, and refuse new data for that name from now on."""
         await stored(self._redis.sadd(key_names.DELETED_USERS, user_digest(user)))
         sessions, totals = key_names.user_sessions(user), DeletionTotals()
         names: Collection[bytes]
@@ -154,6 +160,7 @@ class RedisDeleter:
         return totals
 
     async def finish(self, now: float) -> int:
+        """Finish deletions that another process left unfinished. Returns the number of sessions."""
         overdue: list[bytes] = await stored(
             self._redis.zrange(
                 key_names.DELETING, "-inf", now - OVERDUE_S, byscore=True, offset=0, num=SESSIONS_AT_ONCE

@@ -1,4 +1,4 @@
-"""StreamReader on Redis: the trainer's end of the stream, a consumer group with one fixed consumer.
+"""The trainer's end of the stream, a consumer group with one fixed consumer.
 
 Every read of entries and every write first compares the fence: the token of the process that claimed the
 trainer's lease last. So a trainer that lost its lease receives no entry and changes nothing.
@@ -155,9 +155,14 @@ PAGE = 200
 NO_VERDICTS = Verdicts(sessions={}, turns={})
 
 
-class RedisReader:
-    """StreamReader on Redis. `redis` returns bytes (decode_responses off), `token` is of a claimed Lease, and
-    `renew` renews it."""
+class StreamReader:
+    """A trainer first claims the lease, which admits one trainer at a time. `redis` returns bytes
+    (decode_responses off), `token` is of the claimed Lease, and `renew` renews it.
+
+    Every method raises StorageUnavailable when Redis does not answer. Every method but `verdict_codes`,
+    `group_members` and `image_bytes` raises LeaseLost, and changes nothing, when another trainer has claimed
+    the lease since.
+    """
 
     def __init__(
         self, redis: Redis, token: str, renew: Renew = lambda: None, replication: Replication = NO_REPLICAS
@@ -191,9 +196,12 @@ class RedisReader:
         self._make_group()
 
     def confirm(self) -> None:
+        """Check that no other trainer has claimed the lease, before an action that cannot be undone."""
         self._fenced(self._confirm, [], [])
 
     def reclaim(self) -> Iterator[Entry]:
+        """Every entry that was delivered and not acknowledged, oldest first. The trainer calls this when it
+        starts, and after Redis was unavailable."""
         cursor, self._interrupted = b"0-0", False
         self._compare(self._fenced(self._delivered_last, [key_names.STREAM], [key_names.GROUP]))
         while raw := self._page(PAGE, cursor):
@@ -204,6 +212,7 @@ class RedisReader:
             yield from self._decoded(_drained(raw))
 
     def read(self, count: int, block_s: float) -> Sequence[Entry]:
+        """Up to `count` entries that were never delivered. Waits at most `block_s` seconds for the first."""
         if self._interrupted:
             raise StorageUnavailable("Redis was unavailable: pending entries have to be reclaimed first")
         entries = self._new(count)
@@ -212,12 +221,24 @@ class RedisReader:
         return entries
 
     def acknowledge(self, entry_ids: Sequence[str], verdicts: Verdicts) -> None:
+        """Write the verdicts, acknowledge the entries, and free their memory, in as many transactions as its
+        size needs.
+
+        If it ends between two of them, entries are left, and everything before is written: verdicts of turns
+        first, then the steps and all verdicts of sessions, then entries. What a step used of a turn's tokens
+        is stored with the turn's verdict. Up to 512 sessions get their verdicts in one transaction. A
+        deleted session gets nothing. Repeating an acknowledgement changes and counts nothing.
+        """
         for page in pages(entry_ids, verdicts):
             self._send(page)
             if page.entry_ids or not entry_ids:
                 self._free_entries(page.entry_ids)
 
     def verdict_codes(self, session_ids: Collection[str]) -> Mapping[str, str]:
+        """The verdict code of each session that has a verdict.
+
+        For a deleted session it is the code that the session had, or `deleted`.
+        """
         codes: dict[str, str] = {}
         for page in pages_of(session_ids, PAGE):
             with self._noticed(), self._redis.pipeline(transaction=False) as pipeline:
@@ -233,6 +254,7 @@ class RedisReader:
         return codes
 
     def group_members(self, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
+        """The members of each of these groups; of a group of no fixed size, perhaps none."""
         groups: dict[str, GroupMembers] = {}
         for page in pages_of(group_ids, PAGE):
             with self._noticed(), self._redis.pipeline(transaction=False) as pipeline:
@@ -252,6 +274,7 @@ class RedisReader:
         return frozenset(name.decode() for name in found)
 
     def image_bytes(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        """The stored images among these, by hash."""
         found: dict[str, bytes] = {}
         for sha256 in hashes:  # one by one: an image may have megabytes
             with self._noticed():
@@ -261,9 +284,15 @@ class RedisReader:
         return found
 
     def reserve(self, version: int, location: str) -> int:
+        """Reserve a version number for the weights that will lie at `location`.
+
+        No other weights are published under it. Returns the highest number that was published or reserved
+        before; `version` is reserved only if it is higher.
+        """
         return int(self._fenced(self._reserve, *reserve_arguments(version, location)))
 
     def report(self, state: Mapping[str, str | int | float]) -> None:
+        """Store the trainer's status for the gateways."""
         fields: list[str | int | float] = [part for field in state.items() for part in field]
         self._fenced(self._report, [key_names.TRAINER], fields)
 

@@ -1,4 +1,4 @@
-"""StreamWriter on Redis: the gateways' end of the stream. Each append is one script, so it is atomic."""
+"""The gateways' end of the stream. Each append is one script, so it is atomic."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -68,9 +68,9 @@ NOT_YET = (b"retried", b"late")
 was out of date."""
 
 
-class RedisWriter:
-    """StreamWriter on Redis. `redis` returns bytes (decode_responses off). The commands of agents' calls go
-    over a connection of their own."""
+class StreamWriter:
+    """Every method raises StorageUnavailable when it could not store or read. `redis` returns bytes
+    (decode_responses off). The commands of agents' calls go over a connection of their own."""
 
     def __init__(
         self,
@@ -103,6 +103,10 @@ class RedisWriter:
         self._heartbeat = redis.register_script(session_scripts.HEARTBEAT)
 
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
+        """Create the session, or find the one with that id. Returns it, and whether it was created.
+
+        Raises Conflict when its group has another size or owner, or is full; SessionDeleted; UserDeleted.
+        """
         reply = await stored(self._connection.confirmed(self._open, *open_arguments(spec)))
         with reading(spec.session_id):
             return opened(spec, reply)
@@ -110,9 +114,21 @@ class RedisWriter:
     async def describe_session(
         self, spec: SessionSpec, now: float, *, counts: bool = False
     ) -> SessionSpec | None:
+        """Give the implicit session with this id the spec `spec`, unless it was described or has ended.
+
+        Its time to live begins again at `now`, but it does not expire earlier than before. The trainer learns
+        of its group at once (`LateJoin`). With `counts`, it counts as a session for training from now on
+        (`keys.UNTRAINED`); with `spec.train` false, it no longer does. Returns the spec that is stored now;
+        None if there is no such session.
+        Raises Conflict when its group has another size or owner, or is full; UserDeleted.
+        """
         return await self._descriptions.describe(spec, now, counts=counts)
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
+        """Create a group with all of its sessions, or nothing.
+
+        Raises Conflict when the group exists; UserDeleted.
+        """
         match await self.confirmed(self._open_group, *group_arguments(specs)):
             case b"exists":
                 raise Conflict(f"group {specs[0].shown_group} exists already")
@@ -135,9 +151,11 @@ class RedisWriter:
         return self._session_heads.hits, self._session_heads.misses
 
     async def ping(self) -> None:
+        """Wait for a sign that the queue works."""
         await stored(self._connection.command("PING"))
 
     async def load(self, session_id: str, *, turns: bool = True) -> SessionHead | None:
+        """The session. With `turns` false it is read without turns, and `turns` is empty."""
         key = key_names.session(session_id)
         if turns:
             fields = await stored(self._redis.hgetall(key))  # bounded: one session
@@ -147,10 +165,13 @@ class RedisWriter:
             return read_head(fields)
 
     async def spec_of(self, session_id: str) -> bytes | None:
+        """The stored bytes of the session's spec, which this build may be unable to decode."""
         spec: bytes | None = await stored(self._redis.hget(key_names.session(session_id), "spec"))
         return spec
 
     async def load_for_call(self, session_id: str) -> SessionHead | None:
+        """The same as `load`, but from memory if this process has seen every record of the session. The
+        verdicts may then be out of date."""
         known = await self._session_heads.load(session_id)
         return None if known is None else known.head
 
@@ -161,6 +182,12 @@ class RedisWriter:
         wanted: Callable[[SessionSpec], bool] = lambda _: True,
         scope: ListScope = ALL_SESSIONS,
     ) -> Sequence[ListedSession]:
+        """Up to `count` sessions after a position, in the order of `scope`. Deleted sessions keep their
+        position.
+
+        A session whose spec `wanted` refuses is not read, and is None in the list. The scope may leave out
+        sessions of other groups and users, and need not.
+        """
         positions = await positions_in(self._redis, after, count, scope)
         names = [each.session_id for each in positions]
         heads, gone = await wanted_heads(self._redis, names, wanted, turns=scope.turns)
@@ -169,6 +196,7 @@ class RedisWriter:
         return [ListedSession(position, found.get(position.session_id)) for position in positions]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
+        """The tombstone of the session; None if it was not deleted."""
         return (await tombstones_of(self._redis, [session_id])).get(session_id)
 
     async def user_deleted(self, user: str) -> bool:
@@ -176,6 +204,7 @@ class RedisWriter:
         return bool(await stored(self._connection.command("SISMEMBER", key_names.DELETED_USERS, digest)))
 
     async def forget_deleted(self) -> None:
+        """Drop from memory the sessions that any gateway has deleted since the last call."""
         deleted: int = await stored(self._redis.hlen(key_names.DELETED))
         if deleted == self._deleted:
             return
@@ -191,6 +220,17 @@ class RedisWriter:
         opening: SessionSpec | None = None,
         images: Mapping[str, bytes] = NO_IMAGES,
     ) -> Turn:
+        """Store the turn in stream and head, once. If its session does not exist, `opening` creates it.
+
+        `images` has the bytes of the turn's images, by hash. They are stored with it, once for all sessions,
+        and kept until the last session that shows them is deleted or forgotten.
+
+        Later calls of `owner` find the session (`find_continuations`) by the turn's reply digest; if the turn
+        called tools, also by its id; if it has no parent, also by its request digest.
+        Returns the turn as stored, with its relation to other attempts at the same call (`attempts`).
+        Raises SessionClosed when the session has ended; SessionDeleted, UserDeleted. When this raises
+        StorageUnavailable, the turn is not trained, even if Redis has stored it (`retract_failed`).
+        """
         recorded, seen, late = turn, None, 0
         if turn.last_attempt and turn.request_digest:
             recorded, seen = await self._related(turn)
@@ -216,6 +256,7 @@ class RedisWriter:
         return known.head.by_id.get(turn.turn_id) or related(turn, known.head.turns), known.fields
 
     async def images(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        """The stored images among these, by hash."""
         images: dict[str, bytes] = {}
         for sha256 in sorted(hashes):  # one by one: an image may have megabytes
             if (png := await stored(self._redis.get(key_names.image(sha256)))) is not None:
@@ -253,10 +294,14 @@ class RedisWriter:
         return await stored(self._connection.confirmed(script, named, arguments))
 
     async def retract_failed(self) -> None:
+        """Retract the turns that Redis may have stored although it did not answer their append; and if it was
+        away, note which of the last records it has lost."""
         await self._retractions.settle_all()
         await self._last.check()
 
     async def find_continuations(self, owner: str, digests: Sequence[str]) -> Sequence[str | None]:
+        """The session of `owner` for each reply digest, request digest or turn id; None if there is
+        none."""
         if not digests:
             return []
         names = [key_names.continuation(owner, digest) for digest in digests]
@@ -265,6 +310,11 @@ class RedisWriter:
         return [None if name is None else name.decode() for name in found]
 
     async def append_reward(self, reward: Reward) -> Reward:
+        """Store the reward. Returns the reward that is stored under its key. The returned reward is `late` if
+        the session had a verdict already.
+
+        Raises SessionUnknown, SessionDeleted.
+        """
         late = msgspec.structs.replace(reward, late=True)
         reply = await self.confirmed(
             self._append_reward,
@@ -280,6 +330,11 @@ class RedisWriter:
     async def append_outcome(
         self, outcome: Outcome, reward: Reward | None, verdict: Verdict | None
     ) -> Outcome:
+        """Close the session. Store a last `reward` too, unless its key exists, and the `verdict` if one is
+        given. The outcome gets the group and the task that the session has by then (`describe_session`).
+
+        Returns the stored outcome, which may be an earlier one. Raises SessionUnknown, SessionDeleted.
+        """
         await self._retractions.settle(outcome.session_id)
         while True:
             reply = await self.confirmed(self._append_outcome, *outcome_arguments(outcome, reward, verdict))
@@ -294,14 +349,23 @@ class RedisWriter:
             return cast(Outcome, decode(reply))
 
     async def expire(self, now: float, limit: int) -> int:
+        """Close sessions whose deadline has passed and that have no outcome or no reward. Returns how
+        many."""
         return await self._expiry.expire(now, limit)
 
     async def group_progress(self, group_id: str) -> GroupProgress:
+        """How far the sessions of the group have come, and the size of the group."""
         size = await stored(self._redis.hget(key_names.group(group_id), "size"))
         found = await progress_of(self._redis, await members_of(self._redis, group_id))
         return group_progress(int(size or 0) or None, (each.stage for each in found))
 
     async def heartbeat(self, session_id: str, now: float, at_least_s: float = 0.0) -> float:
+        """Note that the agent of an open session is alive: the session expires as if a call had ended at
+        `now`, and stays open for at least `at_least_s`, even if its time to live is shorter.
+
+        Returns when it expires, seconds since the epoch. Raises SessionClosed when the session has ended or
+        has expired.
+        """
         key = key_names.session(session_id)
         if (raw := await stored(self._redis.hget(key, "spec"))) is None:
             raise SessionClosed(f"session {session_id} is unknown")

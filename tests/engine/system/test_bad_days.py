@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn
 from rollout_queue.redis import key_names
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.gateway.calls import RETRY, Call
 from tests.support.gateway.conversation import answered, path_of, say, trainable
 from tests.support.gateway.fake_engine import FakeEngine
@@ -438,7 +438,7 @@ def test_a_trainers_clock_that_jumps_ends_its_patience_early_or_late_and_nothing
 async def an_hour_of_traffic(redis_url: str, groups: int) -> None:
     """Writes groups of two sessions, as gateways do; one member earns 1 and the other 0."""
     connection = async_redis_at(redis_url)
-    writer, now = RedisWriter(connection), time.time()
+    writer, now = StreamWriter(connection), time.time()
 
     async def episode(group: int, member: int) -> None:
         session_id, group_id = f"s{group}-{member}", f"g{group}"

@@ -34,14 +34,14 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from rollout_queue.contract.records import Outcome, SessionSpec, Span, Turn
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.weir.small_trainer import SmallTrainer
 
 url, directory, prefix, steps = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 
 async def answer():
     async with AsyncRedis.from_url(url) as redis:
-        writer = RedisWriter(redis)
+        writer = StreamWriter(redis)
         for number in range(10):
             name = f"{prefix}{number}"
             await writer.open_session(SessionSpec(session_id=name, created_at=100.0))

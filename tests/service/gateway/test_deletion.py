@@ -15,7 +15,7 @@ from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.packed_tokens import TokenIds
 from rollout_queue.contract.records import Deletion, Reward
 from rollout_queue.redis import key_names
-from rollout_queue.redis.session_deletion import RedisDeleter
+from rollout_queue.redis.session_deletion import StreamDeleter
 from tests.support.gateway.calls import Call
 from tests.support.gateway.deletion import delete, holding, is_gone, path_of
 from tests.support.gateway.gated_engine import asked, let_on
@@ -201,7 +201,7 @@ def test_a_response_leaves_no_words_in_a_session_that_was_deleted_as_they_came(
     async def too_late(store: ResponseStore, *given: Any) -> None:
         session_id = given[2].head.spec.session_id
         async with async_redis_at(backends.redis_url) as redis:
-            assert await RedisDeleter(redis).delete_session(session_id) is not None
+            assert await StreamDeleter(redis).delete_session(session_id) is not None
         await keep(store, *given)
 
     monkeypatch.setattr(ResponseStore, "keep", too_late)

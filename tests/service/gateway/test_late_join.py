@@ -12,12 +12,12 @@ import pytest
 from gateway.sessions.lifetime import CallsInFlight
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import SessionSpec
-from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import key_names
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.gated_engine import asked, let_on
 from tests.support.gateway.polls import polled
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.waiting import wait_until
 from trainer_service.groups.assemble import Assembler, Group, Rules
 

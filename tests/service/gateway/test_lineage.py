@@ -13,13 +13,13 @@ from rollout_queue.contract.published_policy import PolicyRecord, TrainedStep
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import key_names
-from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_reader import StreamReader
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, RunningGateway
 
 
 @pytest.fixture
-def trainer(gateway: RunningGateway) -> RedisReader:
+def trainer(gateway: RunningGateway) -> StreamReader:
     return claimed_reader(gateway.redis)
 
 
@@ -29,7 +29,7 @@ def tokens(count: int, advantage: float, ratios: Sequence[float] | None = None) 
 
 
 def step(
-    trainer: RedisReader,
+    trainer: StreamReader,
     number: int,
     advantages: dict[str, float],
     *,
@@ -80,7 +80,7 @@ def admin(gateway: RunningGateway, path: str) -> Any:
 
 
 def test_a_trained_turn_shows_what_its_step_used_of_each_token(
-    gateway: RunningGateway, trainer: RedisReader
+    gateway: RunningGateway, trainer: StreamReader
 ) -> None:
     good, bad = group(gateway, "g", [1.0, 0.0])
     (before,) = gateway.turns({"session_id": good})
@@ -99,7 +99,7 @@ def test_a_trained_turn_shows_what_its_step_used_of_each_token(
     assert "training" not in plain["turns"][0]
 
 
-def test_numbers_that_cannot_be_read_hide_no_session(gateway: RunningGateway, trainer: RedisReader) -> None:
+def test_numbers_that_cannot_be_read_hide_no_session(gateway: RunningGateway, trainer: StreamReader) -> None:
     """A newer build may have written them, or a build before this one has written none."""
     good, bad = group(gateway, "g", [1.0, 0.0])
     step(trainer, 7, {good: 0.5, bad: -0.5})
@@ -117,7 +117,7 @@ def test_numbers_that_cannot_be_read_hide_no_session(gateway: RunningGateway, tr
 
 
 def test_a_version_leads_back_to_the_turns_that_taught_it(
-    gateway: RunningGateway, trainer: RedisReader
+    gateway: RunningGateway, trainer: StreamReader
 ) -> None:
     """Version 3 was published after steps 2 and 3; the trainer is away."""
     for number, turns in ((1, 1), (2, 2), (3, 1)):
@@ -144,7 +144,7 @@ def test_a_version_leads_back_to_the_turns_that_taught_it(
     assert turn["turn_id"] in {each["turn_id"] for each in found["data"]}
 
 
-def test_pages_of_a_lineage_have_each_turn_once(gateway: RunningGateway, trainer: RedisReader) -> None:
+def test_pages_of_a_lineage_have_each_turn_once(gateway: RunningGateway, trainer: StreamReader) -> None:
     for number in (1, 2):
         good, bad = group(gateway, f"g{number}", [1.0, 0.0], turns=1 + number % 2)
         step(trainer, number, {good: 0.5, bad: -0.5})
@@ -162,7 +162,7 @@ def test_pages_of_a_lineage_have_each_turn_once(gateway: RunningGateway, trainer
         assert found == whole, limit
 
 
-def test_deleted_sessions_leave_the_lineage(gateway: RunningGateway, trainer: RedisReader) -> None:
+def test_deleted_sessions_leave_the_lineage(gateway: RunningGateway, trainer: StreamReader) -> None:
     good, bad = group(gateway, "g", [1.0, 0.0])
     step(trainer, 1, {good: 0.5, bad: -0.5})
     published(gateway, 1)
@@ -191,7 +191,7 @@ WRONG = [
 ]
 
 
-def test_wrong_questions_are_refused(gateway: RunningGateway, trainer: RedisReader) -> None:
+def test_wrong_questions_are_refused(gateway: RunningGateway, trainer: StreamReader) -> None:
     published(gateway, 1)
     without_steps = {"version": 1, "steps": [], "data": [], "next_cursor": None}
     assert admin(gateway, "/admin/policies/1/lineage") == without_steps
@@ -203,7 +203,7 @@ def test_wrong_questions_are_refused(gateway: RunningGateway, trainer: RedisRead
 
 
 def test_a_group_shows_how_its_rewards_became_advantages(
-    gateway: RunningGateway, trainer: RedisReader
+    gateway: RunningGateway, trainer: StreamReader
 ) -> None:
     gateway.session(group_id="h")
     open_ = admin(gateway, "/admin/groups/h")

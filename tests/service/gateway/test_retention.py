@@ -10,7 +10,7 @@ from rollout_queue.clock import Clock
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import key_names
-from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_reader import StreamReader
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.deletion import path_of
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, OTHER_KEY, Backends, RunningGateway
@@ -31,12 +31,12 @@ def ended(gateway: RunningGateway, **terms: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def trainer(backends: Backends) -> RedisReader:
+def trainer(backends: Backends) -> StreamReader:
     backends.clear(None)
     return claimed_reader(backends.redis)
 
 
-def learn(trainer: RedisReader) -> None:
+def learn(trainer: StreamReader) -> None:
     """The trainer reads all entries and acknowledges them with the verdict `trained`."""
     entries = trainer.read(1000, 0.01)
     records = [entry.record for entry in entries]
@@ -81,7 +81,7 @@ def roomy(backends: Backends) -> Any:
 
 
 def test_what_is_settled_for_long_enough_is_as_if_it_had_never_been(
-    backends: Backends, trainer: RedisReader, caplog: pytest.LogCaptureFixture
+    backends: Backends, trainer: StreamReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     with backends.gateway(retention_s=0.01) as gateway, caplog.at_level(logging.INFO, "gateway"):
         session, going = ended(gateway, user="ann"), gateway.session()
@@ -115,7 +115,7 @@ def test_what_is_settled_for_long_enough_is_as_if_it_had_never_been(
     assert "forgot 1 settled sessions, 0 of them early because Redis fills up: 1 trained" in caplog.messages
 
 
-def test_an_id_that_is_forgotten_is_not_given_again(backends: Backends, trainer: RedisReader) -> None:
+def test_an_id_that_is_forgotten_is_not_given_again(backends: Backends, trainer: StreamReader) -> None:
     """The trainer still knows the id, and would not train a new session with it."""
     with backends.gateway(retention_s=0.01) as gateway:
         session = ended(gateway, group_id="g", group_size=1)
@@ -139,7 +139,7 @@ def test_an_id_that_is_forgotten_is_not_given_again(backends: Backends, trainer:
 
 
 def test_nothing_is_forgotten_before_the_trainer_is_done_with_it(
-    backends: Backends, trainer: RedisReader
+    backends: Backends, trainer: StreamReader
 ) -> None:
     with backends.gateway(retention_s=0.01) as gateway:
         session = gateway.session()
@@ -154,7 +154,7 @@ def test_nothing_is_forgotten_before_the_trainer_is_done_with_it(
         wait_until(lambda: gateway.get(path_of(session)).status_code == 404)
 
 
-def test_two_gateways_count_what_they_forget_once(backends: Backends, trainer: RedisReader) -> None:
+def test_two_gateways_count_what_they_forget_once(backends: Backends, trainer: StreamReader) -> None:
     with backends.gateway(retention_s=None) as gateway:
         sessions = [ended(gateway) for _ in range(8)]
         learn(trainer)
@@ -173,7 +173,7 @@ def test_two_gateways_count_what_they_forget_once(backends: Backends, trainer: R
 
 
 def test_heads_alone_never_keep_newcomers_out(
-    backends: Backends, trainer: RedisReader, roomy: None, monkeypatch: pytest.MonkeyPatch
+    backends: Backends, trainer: StreamReader, roomy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway forgets the oldest sessions, no more than needed, and keeps those settled just now."""
     monkeypatch.setattr("gateway.sessions.lifetime.BATCH", 5)
@@ -228,7 +228,7 @@ def _turned_away(gateway: RunningGateway) -> bool:
 
 
 def test_a_list_is_read_to_its_end_while_sessions_are_forgotten(
-    backends: Backends, trainer: RedisReader
+    backends: Backends, trainer: StreamReader
 ) -> None:
     """Each remaining session is listed once, even if the last listed session is gone."""
     with backends.gateway(retention_s=None) as gateway:

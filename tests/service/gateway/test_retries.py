@@ -20,7 +20,7 @@ import pytest
 
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.gateway.calls import RETRY, Call, codes
 from tests.support.gateway.gated_engine import ANSWER, asked, let_on
 from tests.support.gateway.polls import polled
@@ -334,10 +334,10 @@ def test_choices_of_a_call_that_was_recorded_in_part_are_samples_or_replaced(
     retried: bool,
 ) -> None:
     """A gateway that dies between two choices, or whose Redis is full then, leaves such a call behind."""
-    append, begun = RedisWriter.append_turn, count()
+    append, begun = StreamWriter.append_turn, count()
     recorded: list[Turn] = []
 
-    async def two_of_three(writer: RedisWriter, turn: Turn, *more: Any) -> Turn:
+    async def two_of_three(writer: StreamWriter, turn: Turn, *more: Any) -> Turn:
         if next(begun) == 2:
             while len(recorded) < 2:  # noqa: ASYNC110 - the awaited tasks run in the same loop
                 await asyncio.sleep(0.005)  # until the other two choices are recorded
@@ -345,7 +345,7 @@ def test_choices_of_a_call_that_was_recorded_in_part_are_samples_or_replaced(
         recorded.append(await append(writer, turn, *more))
         return recorded[-1]
 
-    monkeypatch.setattr(RedisWriter, "append_turn", two_of_three)
+    monkeypatch.setattr(StreamWriter, "append_turn", two_of_three)
     session = gateway.session()
     assert gateway.chat(session=session, n=3).status_code == 503
     heard = {turn.turn_id for turn in recorded}

@@ -15,7 +15,7 @@ from gateway.tinker.weights import KeptWeightsStore
 from rollout_queue.redis import key_names
 from rollout_queue.redis.client_session_scripts import CLOSE_SESSION, FORGET_MODEL
 from rollout_queue.redis.command_log import CommandSubmissions
-from rollout_queue.redis.session_deletion import SESSIONS_AT_ONCE, RedisDeleter
+from rollout_queue.redis.session_deletion import SESSIONS_AT_ONCE, StreamDeleter
 from rollout_queue.trainer_commands import WHOLE_MODEL
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
 from tests.support.gateway.scripted_trainer import ScriptedTrainer
@@ -119,7 +119,7 @@ async def removing(
     async with WatchedRedis(host=to["host"], port=to["port"], db=to.get("db", 0)) as redis:
         redis.script, redis.after = script, after
         log = CommandSubmissions(redis, lambda: 0)
-        await work(ClientRecordRemoval(redis, log, KeptWeightsStore(redis, log), RedisDeleter(redis)))
+        await work(ClientRecordRemoval(redis, log, KeptWeightsStore(redis, log), StreamDeleter(redis)))
 
 
 def test_a_deleted_session_leaves_nothing(loop: SamplingLoop, trainer: ScriptedTrainer) -> None:

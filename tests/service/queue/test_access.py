@@ -18,8 +18,8 @@ from rollout_queue.redis import key_names
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.redis_client import open_async_redis, open_redis
 from rollout_queue.redis.settings import RedisSettings, read_address, without_password
-from rollout_queue.redis.stream_reader import RedisReader
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_reader import StreamReader
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.queue.certificates import Authority
 from tests.support.queue.programs import KINDS, UNPACKED, program_of
 from tests.support.queue.records import outcome, spec, turn
@@ -42,7 +42,7 @@ def guarded(tmp_path: Path) -> Iterator[RedisServer]:
 async def recorded(settings: RedisSettings, session_id: str = "s") -> None:
     """Write a session as a gateway does."""
     redis = open_async_redis(settings, timeout_s=PATIENCE_S)
-    writer = RedisWriter(redis)
+    writer = StreamWriter(redis)
     try:
         await writer.open_session(spec(session_id))
         await writer.append_turn(turn(f"{session_id}-t", session_id), expires_at=1e12)
@@ -57,7 +57,7 @@ def delivered(settings: RedisSettings) -> list[str]:
     with closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis:
         lease = Lease(redis, 10)
         assert lease.claim() is None
-        reader = RedisReader(redis, lease.token)
+        reader = StreamReader(redis, lease.token)
         entries = [*reader.reclaim(), *reader.read(100, 0.01)]
         reader.acknowledge([entry.entry_id for entry in entries], Verdicts({}, {}))
         lease.release()
@@ -81,7 +81,7 @@ def test_a_password_file_is_read_whenever_a_connection_is_opened(
 
     async def gateway() -> None:
         redis = open_async_redis(settings, timeout_s=PATIENCE_S)
-        writer = RedisWriter(redis)
+        writer = StreamWriter(redis)
         await writer.open_session(spec("one"))
         assert not caplog.records, "no library warns of how the file is read"
         guarded.client.config_set("requirepass", "another")

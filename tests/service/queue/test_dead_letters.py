@@ -14,7 +14,7 @@ from rollout_queue.contract.errors import UnknownSchema
 from rollout_queue.contract.records import Verdict
 from rollout_queue.redis import key_names
 from rollout_queue.redis.record_restore import MOVE, requeue
-from tests.support.queue.ends import RedisEnds
+from tests.support.queue.ends import Ends
 from tests.support.queue.records import turn
 from tests.support.redis_clients import redis_at
 from weir.__main__ import app
@@ -30,7 +30,7 @@ def other(redis_url: str) -> Iterator[Redis]:
         yield client
 
 
-def set_aside(stream: RedisEnds) -> list[bytes]:
+def set_aside(stream: Ends) -> list[bytes]:
     """A trainer that is too old reads everything. Returns the records, in their order."""
 
     def too_old(_: bytes) -> Any:
@@ -46,7 +46,7 @@ def set_aside(stream: RedisEnds) -> list[bytes]:
 
 
 async def test_what_can_be_read_goes_back_in_its_order_and_once_however_often_a_run_is_killed(
-    stream: RedisEnds, other: Redis, monkeypatch: pytest.MonkeyPatch
+    stream: Ends, other: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("s1", "s2", "s3"):
         await stream.episode(name, turns=2)
@@ -78,7 +78,7 @@ async def test_what_can_be_read_goes_back_in_its_order_and_once_however_often_a_
 
 
 async def test_what_cannot_be_trained_any_more_stays_until_it_is_discarded(
-    stream: RedisEnds, other: Redis
+    stream: Ends, other: Redis
 ) -> None:
     """A session that its client has ended as failed still counts in its group, so its records go back."""
     for name in ("waits", "decided", "failed", "gone"):
@@ -113,7 +113,7 @@ def _verdicts(**codes: Any) -> Any:
 
 
 async def test_a_session_that_is_deleted_meanwhile_does_not_come_back(
-    stream: RedisEnds, other: Redis, monkeypatch: pytest.MonkeyPatch
+    stream: Ends, other: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stream.episode("s1")
     set_aside(stream)
@@ -127,7 +127,7 @@ async def test_a_session_that_is_deleted_meanwhile_does_not_come_back(
     assert len(stream.records()) == 1, "the deletion alone"
 
 
-async def test_the_command_says_what_it_did_and_what_stays(stream: RedisEnds, redis_url: str) -> None:
+async def test_the_command_says_what_it_did_and_what_stays(stream: Ends, redis_url: str) -> None:
     await stream.episode("s1")
     set_aside(stream)
     stream.redis.xadd(key_names.DEAD_LETTERS, {b"r": b"\x07later"})

@@ -12,10 +12,10 @@ from rollout_queue.contract.head import LIST_START, DeletionTotals, Tombstone
 from rollout_queue.contract.records import Deletion, Record, Verdict
 from rollout_queue.contract.stream import GroupMembers, Verdicts
 from rollout_queue.redis import key_names, session_deletion
-from rollout_queue.redis.session_deletion import OVERDUE_S, PAGE, RedisDeleter
+from rollout_queue.redis.session_deletion import OVERDUE_S, PAGE, StreamDeleter
 from rollout_queue.redis.session_heads import HeadCache, read_head
-from rollout_queue.redis.stream_writer import RedisWriter
-from tests.support.queue.ends import Ends, RedisEnds
+from rollout_queue.redis.stream_writer import StreamWriter
+from tests.support.queue.ends import Ends
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at
 from tests.support.redis_faults import break_script
@@ -44,7 +44,7 @@ async def test_a_deleted_session_leaves_a_tombstone_and_tells_the_trainer(ends: 
     assert ends.read() == [deletion(tombstone, group_id="g", group_size=2)]
 
 
-async def test_a_deletion_costs_no_more_in_a_long_stream(stream: RedisEnds) -> None:
+async def test_a_deletion_costs_no_more_in_a_long_stream(stream: Ends) -> None:
     """Entries are found by their ids. Those of a session of an older build, which notes none, are sought."""
     writer, redis = stream.writer, stream.redis
     for name in ("s1", "old"):
@@ -190,7 +190,7 @@ LONG = "x" * 200
 
 
 @pytest.mark.parametrize("gone", ["a", "ab", LONG, LONG[:32], LONG[:31]])
-async def test_only_the_records_of_the_session_leave_the_stream(stream: RedisEnds, gone: str) -> None:
+async def test_only_the_records_of_the_session_leave_the_stream(stream: Ends, gone: str) -> None:
     names = ["a", "ab", "b", "session_id", LONG, LONG[:32], LONG[:31]]
     kept: list[bytes] = []
     for name in names:
@@ -207,7 +207,7 @@ async def test_only_the_records_of_the_session_leave_the_stream(stream: RedisEnd
     assert stream.records()[-2:] == [encode(deletion(tombstone)), encode(deletion(other))]
 
 
-async def test_unreadable_bytes_are_deleted_if_they_contain_the_session_id(stream: RedisEnds) -> None:
+async def test_unreadable_bytes_are_deleted_if_they_contain_the_session_id(stream: Ends) -> None:
     newer, own = b"\x09", encode(turn(session_id="s1"))[1:]
     letters = [newer + own, b"\x01" + own[:60], newer + encode(turn(session_id="s11"))[1:], b"\x01nonsense"]
     letters.append(newer + b"tokens of somebody else, among them \xa2s1")
@@ -223,15 +223,15 @@ async def test_unreadable_bytes_are_deleted_if_they_contain_the_session_id(strea
     assert stream.records() == [*letters[2:], encode(deletion(tombstone))]
 
 
-async def test_a_session_that_this_build_cannot_read_is_deleted_all_the_same(stream: RedisEnds) -> None:
+async def test_a_session_that_this_build_cannot_read_is_deleted_all_the_same(stream: Ends) -> None:
     await stream.writer.open_session(spec("s1"))
     stream.redis.hset(key_names.session("s1"), "t:newer", b"\x09" + encode(turn())[1:])
     await stream.deleted("s1")
     assert not stream.redis.exists(key_names.session("s1"))
 
 
-async def test_what_a_dead_gateway_left_is_finished_by_another(stream: RedisEnds) -> None:
-    heir = RedisDeleter(stream.client)
+async def test_what_a_dead_gateway_left_is_finished_by_another(stream: Ends) -> None:
+    heir = StreamDeleter(stream.client)
     await stream.writer.open_session(spec())
     await stream.writer.append_turn(turn(), 200.0)
     with pytest.MonkeyPatch.context() as patch:
@@ -245,7 +245,7 @@ async def test_what_a_dead_gateway_left_is_finished_by_another(stream: RedisEnds
     assert await heir.finish(time.time() + OVERDUE_S + 1) == 0
 
 
-async def test_a_full_redis_can_be_relieved(stream: RedisEnds) -> None:
+async def test_a_full_redis_can_be_relieved(stream: Ends) -> None:
     """The deleted session holds no place and no deadline."""
     await stream.writer.open_session(spec(owner="me", user="ann"))
     await stream.writer.append_turn(turn(), 200.0)
@@ -263,10 +263,10 @@ async def test_a_full_redis_can_be_relieved(stream: RedisEnds) -> None:
 
 
 async def test_turns_that_come_while_their_session_is_deleted_are_refused_or_deleted(
-    stream: RedisEnds, redis_url: str
+    stream: Ends, redis_url: str
 ) -> None:
     connections = [async_redis_at(redis_url) for _ in range(4)]
-    writers = [RedisWriter(each) for each in connections]
+    writers = [StreamWriter(each) for each in connections]
     for round_ in range(20):
         name = f"s{round_}"
         await writers[0].open_session(spec(name))
@@ -290,7 +290,7 @@ async def test_turns_that_come_while_their_session_is_deleted_are_refused_or_del
 
 
 async def test_a_turn_that_came_while_its_session_was_read_is_deleted_too(
-    stream: RedisEnds, monkeypatch: pytest.MonkeyPatch
+    stream: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[int] = []
 
@@ -309,9 +309,7 @@ async def test_a_turn_that_came_while_its_session_was_read_is_deleted_too(
     assert await stream.writer.find_continuations("me", ["d"]) == [None]
 
 
-async def test_heads_that_gateways_remember_are_let_go(
-    stream: RedisEnds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_heads_that_gateways_remember_are_let_go(stream: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[HeadCache] = []
 
     def cache(limit: int) -> HeadCache:
@@ -319,7 +317,7 @@ async def test_heads_that_gateways_remember_are_let_go(
         return caches[-1]
 
     monkeypatch.setattr("rollout_queue.redis.stream_writer.HeadCache", cache)
-    writers = [RedisWriter(stream.client) for _ in range(2)]
+    writers = [StreamWriter(stream.client) for _ in range(2)]
     for name in ("s1", "s2"):
         await writers[0].open_session(spec(name))
     for writer in writers:

@@ -19,8 +19,8 @@ from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import key_names
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.losses import losses_in
-from rollout_queue.redis.stream_reader import RedisReader
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_reader import StreamReader
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.queue.load import NOBODY
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at, redis_at
@@ -64,7 +64,7 @@ class Heard(NamedTuple):
 async def talk(redis: RedisProcess, sessions: int) -> list[Heard]:
     """Write sessions one after another, as a gateway does; return the answers that its clients would get."""
     connection = async_redis_at(redis.url)
-    writer, heard = RedisWriter(connection), list[Heard]()
+    writer, heard = StreamWriter(connection), list[Heard]()
 
     def told(session_id: str, **what: Any) -> None:
         heard.append(Heard(ClientAnswer(session_id, **what), redis.written))
@@ -161,7 +161,7 @@ def test_after_a_power_cut_both_ends_go_on_by_themselves(redis: RedisProcess, tm
 
     async def gateway() -> None:
         client = async_redis_at(redis.url)
-        writer = RedisWriter(client)
+        writer = StreamWriter(client)
         await writer.open_session(spec("s"))
         await writer.append_turn(long_turn("s", 0), expires_at=1e12)
         assert reader.read(10, 0.1)
@@ -186,7 +186,7 @@ def test_after_a_power_cut_both_ends_go_on_by_themselves(redis: RedisProcess, tm
     with redis_at(redis.url) as client:
         lease = Lease(client, 1000.0)
         assert lease.claim() is None
-        reader = RedisReader(client, lease.token)
+        reader = StreamReader(client, lease.token)
         asyncio.run(gateway())
         told = [entry.record for entry in reader.read(10, 0.1)]
     assert [getattr(record, "turn_id", None) for record in told if isinstance(record, Turn)] == ["s-t2"]
@@ -201,7 +201,7 @@ def test_a_trainer_that_has_read_more_than_redis_knows_says_so(redis: RedisProce
     client = redis.client
     lease = Lease(client, 1000.0)
     lease.claim()
-    reader = RedisReader(client, lease.token)
+    reader = StreamReader(client, lease.token)
     asyncio.run(talk(redis, 1))
     assert reader.read(1000, 0.1)
     before = redis.written
@@ -221,7 +221,7 @@ def test_a_trainer_that_has_read_more_than_redis_knows_says_so(redis: RedisProce
 async def fill(url: str) -> int:
     """Append turns until Redis refuses one; return how many it has stored."""
     connection = async_redis_at(url)
-    writer, taken = RedisWriter(connection), 0
+    writer, taken = StreamWriter(connection), 0
     await writer.open_session(spec("s"))
     try:
         while True:
@@ -247,7 +247,7 @@ def test_a_trainer_frees_a_redis_that_is_full(redis: RedisProcess, trainer_was_t
     if trainer_was_there:
         first = Lease(client, 1000.0)
         first.claim()
-        RedisReader(client, first.token)
+        StreamReader(client, first.token)
         first.release()
     limit(client, 3_000_000)
     taken = asyncio.run(fill(redis.url))
@@ -255,7 +255,7 @@ def test_a_trainer_frees_a_redis_that_is_full(redis: RedisProcess, trainer_was_t
     client.config_set("maxmemory", 1)  # now not even the smallest write fits
     lease = Lease(client, 1000.0)
     assert lease.claim() is None
-    reader = RedisReader(client, lease.token)
+    reader = StreamReader(client, lease.token)
     entries = reader.read(1000, 0.1)
     assert len(entries) == taken
     # The trainer reads the pending entries again, as after a crash.

@@ -13,7 +13,7 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Sampling, Span, Turn
 from rollout_queue.redis.session_heads import PIECE_BYTES, HeadCache
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.queue.records import reward, spec, turn
 from tests.support.redis_clients import async_redis_at, redis_at
 
@@ -40,7 +40,7 @@ def long_turn(number: int, session_id: str = "s1", **fields: Any) -> Turn:
 class Writers:
     """Two gateways' writers, and how many bytes Redis sends."""
 
-    def __init__(self, one: RedisWriter, other: RedisWriter, redis: Redis) -> None:
+    def __init__(self, one: StreamWriter, other: StreamWriter, redis: Redis) -> None:
         self.one, self.other, self.redis = one, other, redis
 
     async def bytes_of(self, read: Callable[[], Awaitable[object]]) -> int:
@@ -58,7 +58,7 @@ class Writers:
 async def writers(redis_url: str) -> AsyncIterator[Writers]:
     redis, sync = async_redis_at(redis_url), redis_at(redis_url)
     sync.flushdb()
-    one, other = (RedisWriter(redis) for _ in range(2))
+    one, other = (StreamWriter(redis) for _ in range(2))
     yield Writers(one, other, sync)
     await one.close()
     await other.close()

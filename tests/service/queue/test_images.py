@@ -13,7 +13,7 @@ from rollout_queue.contract.records import Turn, TurnImage, Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import key_names
 from rollout_queue.redis.record_restore import restore
-from tests.support.queue.ends import Ends, RedisEnds
+from tests.support.queue.ends import Ends
 from tests.support.queue.records import outcome, reward, spec, turn
 
 ONE, TWO = "1" * 64, "2" * 64
@@ -98,10 +98,10 @@ async def test_the_bytes_stay_as_long_as_a_session_shows_them(ends: Ends) -> Non
     with pytest.raises(SessionDeleted):
         await write(ends, "a", ONE)
     assert await ends.writer.images([ONE]) == {}, "a turn that is refused stores none"
-    assert ends.redis is None or ends.redis.keys("weir:image*") == []
+    assert ends.redis.keys("weir:image*") == []
 
 
-async def test_the_bytes_go_with_the_last_session_that_is_forgotten(stream: RedisEnds) -> None:
+async def test_the_bytes_go_with_the_last_session_that_is_forgotten(stream: Ends) -> None:
     for session_id in ("a", "b"):
         await write(stream, session_id, ONE)
         await stream.writer.append_outcome(outcome(session_id), reward("finish", session_id), None)
@@ -116,7 +116,7 @@ async def test_the_bytes_go_with_the_last_session_that_is_forgotten(stream: Redi
         assert await stream.writer.images([ONE]) == left
 
 
-async def test_the_bytes_go_with_a_session_whose_turns_cannot_be_read(stream: RedisEnds) -> None:
+async def test_the_bytes_go_with_a_session_whose_turns_cannot_be_read(stream: Ends) -> None:
     for session_id in ("a", "b"):
         await write(stream, session_id, ONE, *([TWO] if session_id == "a" else []))
     field, newer = "t:a-t", b"\xff"
@@ -128,7 +128,7 @@ async def test_the_bytes_go_with_a_session_whose_turns_cannot_be_read(stream: Re
     assert stream.redis.keys("weir:image*") == []
 
 
-async def test_the_bytes_stay_as_long_as_an_imported_session_shows_them(stream: RedisEnds) -> None:
+async def test_the_bytes_stay_as_long_as_an_imported_session_shows_them(stream: Ends) -> None:
     await write(stream, "a", ONE)
     imported = Episode(spec=spec("b", group_id="g"), turns=(showing("b-t", "b", ONE, TWO),))
     assert restore(stream.redis, imported) == "restored"

@@ -7,10 +7,9 @@ import pytest
 
 from rollout_queue.contract.errors import Conflict, StorageUnavailable
 from rollout_queue.contract.records import LateJoin, SessionSpec
-from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import key_names, session_deletion, session_scripts, turn_store
-from rollout_queue.redis.stream_writer import RedisWriter
-from tests.support.queue.ends import Ends, RedisEnds
+from rollout_queue.redis.stream_writer import StreamWriter
+from tests.support.queue.ends import Ends
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at
 from tests.support.redis_faults import before_script, break_script
@@ -117,7 +116,7 @@ async def test_a_shorter_time_to_live_ends_no_session_under_a_call(ends: Ends) -
 
 async def test_another_gateway_sees_the_group_at_its_next_call(ends: Ends, redis_url: str) -> None:
     async with async_redis_at(redis_url) as redis:
-        other = ends.writer if isinstance(ends.writer, MemoryStream) else RedisWriter(redis)
+        other = StreamWriter(redis)
         await called(ends)
         for writer in (ends.writer, other):
             assert await writer.load_for_call("s1") == await writer.load("s1")
@@ -129,11 +128,11 @@ async def test_another_gateway_sees_the_group_at_its_next_call(ends: Ends, redis
         await other.close()
 
 
-def describing(stream: RedisEnds, asked: SessionSpec) -> Callable[[], Awaitable[object]]:
+def describing(stream: Ends, asked: SessionSpec) -> Callable[[], Awaitable[object]]:
     return lambda: stream.writer.describe_session(asked, 110.0)
 
 
-async def described_late(stream: RedisEnds, happens: Callable[[], Awaitable[object]]) -> SessionSpec | None:
+async def described_late(stream: Ends, happens: Callable[[], Awaitable[object]]) -> SessionSpec | None:
     """Describe a session. `happens` comes before the script, after the session was looked at."""
     await stream.writer.open_session(spec(implicit=True))
     with pytest.MonkeyPatch.context() as patch:
@@ -141,20 +140,20 @@ async def described_late(stream: RedisEnds, happens: Callable[[], Awaitable[obje
         return await stream.writer.describe_session(spec(**GROUP), 110.0)
 
 
-async def test_of_two_descriptions_at_once_one_is_stored(stream: RedisEnds) -> None:
+async def test_of_two_descriptions_at_once_one_is_stored(stream: Ends) -> None:
     first = spec(group_id="first")
     assert await described_late(stream, describing(stream, first)) == first
     assert (await stream.writer.group_progress("g")).size == 0
 
 
-async def test_a_turn_that_comes_between_stays(stream: RedisEnds) -> None:
+async def test_a_turn_that_comes_between_stays(stream: Ends) -> None:
     stored = await described_late(stream, lambda: stream.writer.append_turn(turn(), 3701.0))
     assert stored == spec(**GROUP)
     head = await stream.called()
     assert (head.spec, head.turns) == (spec(**GROUP), (turn(),))
 
 
-async def test_an_end_or_a_deletion_that_comes_between_wins(stream: RedisEnds) -> None:
+async def test_an_end_or_a_deletion_that_comes_between_wins(stream: Ends) -> None:
     ended = await described_late(stream, lambda: stream.writer.append_outcome(outcome(), None, None))
     assert ended == spec(implicit=True)
     assert not stream.redis.exists(key_names.group("g"), key_names.group_members("g"))
@@ -163,7 +162,7 @@ async def test_an_end_or_a_deletion_that_comes_between_wins(stream: RedisEnds) -
     assert not stream.redis.exists(key_names.group("g"), key_names.group_members("g"))
 
 
-async def test_a_description_that_comes_before_an_end_is_in_it(stream: RedisEnds) -> None:
+async def test_a_description_that_comes_before_an_end_is_in_it(stream: Ends) -> None:
     await stream.writer.open_session(spec(implicit=True))
     with pytest.MonkeyPatch.context() as patch:
         described = describing(stream, spec(**GROUP))
@@ -172,7 +171,7 @@ async def test_a_description_that_comes_before_an_end_is_in_it(stream: RedisEnds
 
 
 async def test_the_trainer_hears_the_group_of_a_session_that_was_deleted_meanwhile(
-    stream: RedisEnds,
+    stream: Ends,
 ) -> None:
     await called(stream)
     with pytest.MonkeyPatch.context() as patch:
@@ -184,7 +183,7 @@ async def test_the_trainer_hears_the_group_of_a_session_that_was_deleted_meanwhi
     assert b"group_id\xa1g" in record
 
 
-async def test_a_gateway_that_dies_before_the_script_has_changed_nothing(stream: RedisEnds) -> None:
+async def test_a_gateway_that_dies_before_the_script_has_changed_nothing(stream: Ends) -> None:
     await stream.writer.open_session(spec(implicit=True))
     with pytest.MonkeyPatch.context() as patch:
         break_script(patch, stream.client, session_scripts.DESCRIBE)
@@ -198,7 +197,7 @@ async def test_a_gateway_that_dies_before_the_script_has_changed_nothing(stream:
     assert stream.redis.smembers(key_names.user_sessions("ann")) == {b"s1"}
 
 
-async def test_a_full_redis_describes_a_session_whole_or_not_at_all(stream: RedisEnds) -> None:
+async def test_a_full_redis_describes_a_session_whole_or_not_at_all(stream: Ends) -> None:
     await stream.writer.open_session(spec(implicit=True))
     before = stream.redis.hgetall(key_names.session("s1"))
     stream.redis.config_set("maxmemory", 1)
@@ -209,7 +208,7 @@ async def test_a_full_redis_describes_a_session_whole_or_not_at_all(stream: Redi
     assert not stream.records()
 
 
-async def test_what_is_trained_counts_and_nothing_else(stream: RedisEnds) -> None:
+async def test_what_is_trained_counts_and_nothing_else(stream: Ends) -> None:
     for name in ("counted", "evaluation", "uncounted"):
         await stream.writer.open_session(spec(name, implicit=True))
     stream.redis.zadd(key_names.UNTRAINED, {"evaluation": 100.0})

@@ -18,7 +18,7 @@ from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import consumer_scripts, key_names
 from rollout_queue.redis.lease import Holder, Lease
 from rollout_queue.redis.settings import Replication
-from rollout_queue.redis.stream_reader import PAGE, RedisReader
+from rollout_queue.redis.stream_reader import PAGE, StreamReader
 from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import NOTHING, TRAINED
 from tests.support.redis_clients import redis_at
@@ -45,7 +45,7 @@ def ended(session_id: str) -> Outcome:
     return Outcome(session_id=session_id, status="completed", created_at=1.0)
 
 
-def names(reader: RedisReader, count: int = 1000) -> list[str]:
+def names(reader: StreamReader, count: int = 1000) -> list[str]:
     return [entry.record.session_id for entry in reader.read(count, 0.01)]
 
 
@@ -63,9 +63,9 @@ def test_a_number_is_reserved_once_a_replica_has_it(redis: Redis, tmp_path: Path
     """Otherwise a failover would give it to other weights."""
     lease, replication = claimed(redis), Replication(1, 0.1)
     with pytest.raises(StorageUnavailable, match="0 of 1 replicas"):
-        RedisReader(redis, lease.token, replication=replication).reserve(1, "file:///1")
+        StreamReader(redis, lease.token, replication=replication).reserve(1, "file:///1")
     with closing(RedisProcess(tmp_path / "master").start()) as master:
-        reader = RedisReader(master.client, claimed(master.client).token, replication=Replication(1, 5.0))
+        reader = StreamReader(master.client, claimed(master.client).token, replication=Replication(1, 5.0))
         with closing(RedisProcess(tmp_path / "replica").start()) as replica:
             replica.client.replicaof("127.0.0.1", str(master.port))
             wait_until(lambda: replica.client.info("replication")["master_link_status"] == "up")
@@ -100,7 +100,7 @@ def test_a_lease_that_is_not_renewed_runs_out(redis: Redis) -> None:
 
 def test_a_holder_who_slept_takes_its_lease_again_if_nobody_else_did(redis: Redis) -> None:
     lease = claimed(redis)
-    reader = RedisReader(redis, lease.token)
+    reader = StreamReader(redis, lease.token)
     redis.delete(key_names.LEASE)
     append(redis, "a")
     assert names(reader) == ["a"]
@@ -144,11 +144,11 @@ def test_a_lease_that_nobody_can_read_keeps_others_off_until_it_runs_out(redis: 
 
 
 @pytest.fixture
-def late(redis: Redis) -> RedisReader:
+def late(redis: Redis) -> StreamReader:
     """The reader of a trainer that has read "a", and slept while another trainer claimed the lease."""
     redis.hset(key_names.session("a"), "spec", b"")
     first = claimed(redis)
-    reader = RedisReader(redis, first.token)
+    reader = StreamReader(redis, first.token)
     append(redis, "a")
     assert names(reader) == ["a"]
     redis.delete(key_names.LEASE)
@@ -157,7 +157,7 @@ def late(redis: Redis) -> RedisReader:
     return reader
 
 
-def test_a_former_holder_reads_nothing(late: RedisReader, redis: Redis) -> None:
+def test_a_former_holder_reads_nothing(late: StreamReader, redis: Redis) -> None:
     with pytest.raises(LeaseLost, match="another trainer"):
         late.read(10, 0.01)
     with pytest.raises(LeaseLost):
@@ -165,7 +165,7 @@ def test_a_former_holder_reads_nothing(late: RedisReader, redis: Redis) -> None:
     assert owed(redis) == 1
 
 
-def test_a_former_holder_acknowledges_and_writes_nothing(late: RedisReader, redis: Redis) -> None:
+def test_a_former_holder_acknowledges_and_writes_nothing(late: StreamReader, redis: Redis) -> None:
     pending: Any = redis.xpending(key_names.STREAM, key_names.GROUP)
     read = [pending["min"].decode()]
     writes: list[Callable[[], object]] = [
@@ -184,7 +184,7 @@ def test_a_former_holder_acknowledges_and_writes_nothing(late: RedisReader, redi
 
 
 def test_a_trainer_that_was_stopped_while_it_waited_for_news_takes_none(redis: Redis) -> None:
-    reader = RedisReader(redis, claimed(redis).token)
+    reader = StreamReader(redis, claimed(redis).token)
 
     def news(*_: object, **__: object) -> bool:
         redis.delete(key_names.LEASE)
@@ -203,7 +203,7 @@ def test_a_trainer_that_was_stopped_while_it_waited_for_news_takes_none(redis: R
 def test_a_claim_between_the_look_at_the_fence_and_the_read_is_seen(
     redis: Redis, taken_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = RedisReader(redis, claimed(redis).token)
+    reader = StreamReader(redis, claimed(redis).token)
     append(redis, "a")
     connect, answers = redis.connection_pool.get_connection, list[Any]()
 
@@ -260,7 +260,7 @@ def test_a_lost_fence_is_written_again_by_the_trainer_whose_lease_had_not_run_ou
     redis: Redis, turned: TurnedClock, ran_out: bool
 ) -> None:
     lease = claimed(redis, 30.0)
-    reader = RedisReader(redis, lease.token)
+    reader = StreamReader(redis, lease.token)
     append(redis, "a")
     redis.delete(key_names.FENCE, key_names.LEASE)
     with pytest.raises(StorageUnavailable, match="weir:trainer_fence"):
@@ -338,18 +338,18 @@ def test_an_entry_that_is_none_of_ours_is_set_aside_whole(redis: Redis) -> None:
 
 
 @pytest.fixture
-def unread(redis: Redis) -> tuple[Lease, RedisReader, str]:
+def unread(redis: Redis) -> tuple[Lease, StreamReader, str]:
     """A trainer with its reader, and two entries that were delivered to it: a sound one, and one of a newer
     build, whose id is given."""
     lease = claimed(redis)
-    reader = RedisReader(redis, lease.token)
+    reader = StreamReader(redis, lease.token)
     append(redis, "sound")
     newer: Any = redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: b"\x02newer"})
     redis.xreadgroup(key_names.GROUP, key_names.CONSUMER, {key_names.STREAM: ">"})
     return lease, reader, newer
 
 
-def test_an_unreadable_entry_is_set_aside_once(redis: Redis, unread: tuple[Lease, RedisReader, str]) -> None:
+def test_an_unreadable_entry_is_set_aside_once(redis: Redis, unread: tuple[Lease, StreamReader, str]) -> None:
     """Also one that was delivered before, and if the answer to the first attempt was lost."""
     _, reader, _ = unread
     twice = [reader.reclaim(), reader.reclaim()]
@@ -361,7 +361,7 @@ def test_an_unreadable_entry_is_set_aside_once(redis: Redis, unread: tuple[Lease
 
 
 def test_an_unreadable_entry_that_was_deleted_meanwhile_is_not_set_aside(
-    redis: Redis, unread: tuple[Lease, RedisReader, str]
+    redis: Redis, unread: tuple[Lease, StreamReader, str]
 ) -> None:
     _, reader, newer = unread
     entries = reader.reclaim()
@@ -371,7 +371,7 @@ def test_an_unreadable_entry_that_was_deleted_meanwhile_is_not_set_aside(
     assert not letters(redis)
 
 
-def test_a_former_holder_sets_nothing_aside(redis: Redis, unread: tuple[Lease, RedisReader, str]) -> None:
+def test_a_former_holder_sets_nothing_aside(redis: Redis, unread: tuple[Lease, StreamReader, str]) -> None:
     entries = unread[1].reclaim()
     next(entries)
     redis.delete(key_names.LEASE)

@@ -18,7 +18,7 @@ from rollout_queue.contract.head import (
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import SessionSpec, Span, Turn
 from rollout_queue.redis import key_names, session_lists
-from tests.support.queue.ends import Ends, RedisEnds
+from tests.support.queue.ends import Ends
 from tests.support.queue.records import outcome, reward, spec, turn
 
 NEWEST = ListScope(newest_first=True)
@@ -117,9 +117,7 @@ async def test_a_summary_is_the_head_without_turns(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("written", ["one turn", "all turns"])
-async def test_turns_that_an_older_build_has_appended_are_in_the_summary(
-    stream: RedisEnds, written: str
-) -> None:
+async def test_turns_that_an_older_build_has_appended_are_in_the_summary(stream: Ends, written: str) -> None:
     await stream.writer.open_session(spec())
     await stream.writer.append_turn(sampled("new", (Span(1, 0, 1),), 101.0), 200.0)
     old = sampled("old", (Span(0, 0, 2),), 102.0)

@@ -15,14 +15,14 @@ from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import key_names, session_retention
 from rollout_queue.redis.record_restore import restore
 from rollout_queue.redis.session_retention import RedisForgetter
-from tests.support.queue.ends import NOTHING, TRAINED, RedisEnds
+from tests.support.queue.ends import NOTHING, TRAINED, Ends
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_faults import before_script
 
 FAILED = Verdict(code="failed", detail="it fell over")
 
 
-async def test_what_is_forgotten_leaves_counters_and_its_id(stream: RedisEnds) -> None:
+async def test_what_is_forgotten_leaves_counters_and_its_id(stream: Ends) -> None:
     await stream.writer.open_session(spec(owner="me", user="ann", group_id="g", group_size=1))
     told = {"reply_digest": "d", "request_digest": "q", "finish": "tool_calls", "user": "bob"}
     await stream.writer.append_turn(turn(completion_id="c", **told), 1e12, "me")
@@ -47,7 +47,7 @@ async def test_what_is_forgotten_leaves_counters_and_its_id(stream: RedisEnds) -
     assert not await stream.forgotten()
 
 
-async def test_the_oldest_go_first_and_only_those_that_are_old_enough(stream: RedisEnds) -> None:
+async def test_the_oldest_go_first_and_only_those_that_are_old_enough(stream: Ends) -> None:
     for name in ("a", "b", "c"):
         await stream.episode(name)
         stream.learn()
@@ -61,7 +61,7 @@ async def test_the_oldest_go_first_and_only_those_that_are_old_enough(stream: Re
     assert await stream.writer.load("c") is not None
 
 
-async def test_sessions_that_are_not_settled_stay(stream: RedisEnds) -> None:
+async def test_sessions_that_are_not_settled_stay(stream: Ends) -> None:
     await stream.writer.open_session(spec("open"))
     await stream.writer.open_session(spec("unrewarded"))
     await stream.writer.append_outcome(outcome("unrewarded"), None, None)
@@ -76,7 +76,7 @@ async def test_sessions_that_are_not_settled_stay(stream: RedisEnds) -> None:
 
 
 @pytest.mark.parametrize("read", [False, True])
-async def test_a_session_with_a_waiting_entry_is_not_forgotten(stream: RedisEnds, read: bool) -> None:
+async def test_a_session_with_a_waiting_entry_is_not_forgotten(stream: Ends, read: bool) -> None:
     """The entry waits to be read or to be acknowledged. Sessions settled before the entry are forgotten."""
     await stream.episode("before")
     stream.learn()
@@ -96,7 +96,7 @@ async def test_a_session_with_a_waiting_entry_is_not_forgotten(stream: RedisEnds
     assert await stream.forgotten() == {"failed": 1}
 
 
-async def test_a_clock_that_was_set_back_forgets_nothing_that_waits(stream: RedisEnds) -> None:
+async def test_a_clock_that_was_set_back_forgets_nothing_that_waits(stream: Ends) -> None:
     """The stream's ids still grow. A session never counts as settled before the newest id's time."""
     ahead = int(time.time() * 1000) + 3600_000
     stream.redis.xadd(key_names.STREAM, {key_names.STREAM_FIELD: b"?"}, id=f"{ahead}-0")
@@ -109,7 +109,7 @@ async def test_a_clock_that_was_set_back_forgets_nothing_that_waits(stream: Redi
     assert stream.redis.zscore(key_names.SETTLED, "s1") == ahead
 
 
-async def test_without_a_trainer_whatever_is_in_the_stream_waits(stream: RedisEnds) -> None:
+async def test_without_a_trainer_whatever_is_in_the_stream_waits(stream: Ends) -> None:
     await stream.writer.open_session(spec())
     await stream.writer.append_outcome(outcome(status="failed"), None, FAILED)
     stream.redis.xgroup_destroy(key_names.STREAM, key_names.GROUP)
@@ -119,7 +119,7 @@ async def test_without_a_trainer_whatever_is_in_the_stream_waits(stream: RedisEn
 
 
 async def test_what_changes_meanwhile_is_left_for_the_next_time(
-    stream: RedisEnds, monkeypatch: pytest.MonkeyPatch
+    stream: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stream.episode()
     stream.learn()
@@ -133,7 +133,7 @@ async def test_what_changes_meanwhile_is_left_for_the_next_time(
     assert await stream.forgotten() == {"trained": 1}
 
 
-async def test_two_gateways_forget_a_session_once(stream: RedisEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_gateways_forget_a_session_once(stream: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         await stream.episode(f"s{number}", turns=2)
     stream.learn()
@@ -151,7 +151,7 @@ async def test_two_gateways_forget_a_session_once(stream: RedisEnds, monkeypatch
     }
 
 
-async def test_nothing_is_added_to_what_is_forgotten(stream: RedisEnds) -> None:
+async def test_nothing_is_added_to_what_is_forgotten(stream: Ends) -> None:
     await stream.episode()
     stream.learn()
     await stream.forgotten()
@@ -172,7 +172,7 @@ async def test_nothing_is_added_to_what_is_forgotten(stream: RedisEnds) -> None:
 
 
 async def test_an_id_that_a_trainer_may_know_is_not_given_again(
-    stream: RedisEnds, monkeypatch: pytest.MonkeyPatch
+    stream: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer would take the new session's turns for late turns of the old one, and not train them."""
     monkeypatch.setattr(session_retention, "IDS_KEPT", 3)
@@ -197,7 +197,7 @@ async def test_an_id_that_a_trainer_may_know_is_not_given_again(
     await stream.writer.open_group([spec("s2", group_id="g")])
 
 
-async def test_a_group_is_there_until_its_last_member_is_forgotten(stream: RedisEnds) -> None:
+async def test_a_group_is_there_until_its_last_member_is_forgotten(stream: Ends) -> None:
     """The group keeps its size: forgotten members still hold their places, and nothing waits for them."""
     for name in ("a", "b"):
         await stream.episode(name, group_id="g", group_size=3)
@@ -215,7 +215,7 @@ async def test_a_group_is_there_until_its_last_member_is_forgotten(stream: Redis
     assert stream.left() == {key_names.VERDICTS, key_names.FORGOTTEN, key_names.FORGOTTEN_IDS}
 
 
-async def test_a_group_goes_when_only_deleted_members_are_left(stream: RedisEnds) -> None:
+async def test_a_group_goes_when_only_deleted_members_are_left(stream: Ends) -> None:
     for name in ("a", "b"):
         await stream.episode(name, group_id="g", group_size=2)
     stream.learn()
@@ -226,7 +226,7 @@ async def test_a_group_goes_when_only_deleted_members_are_left(stream: RedisEnds
     assert stream.redis.zcard(key_names.SETTLED) == 0
 
 
-async def test_a_session_that_this_build_cannot_read_stays_and_delays_no_other(stream: RedisEnds) -> None:
+async def test_a_session_that_this_build_cannot_read_stays_and_delays_no_other(stream: Ends) -> None:
     await stream.episode("newer")
     stream.learn()
     stream.redis.hset(key_names.session("newer"), "t:newer", b"\xff?")
@@ -241,7 +241,7 @@ async def test_a_session_that_this_build_cannot_read_stays_and_delays_no_other(s
 
 
 async def test_a_session_that_an_older_build_settled_is_forgotten_too(
-    stream: RedisEnds, monkeypatch: pytest.MonkeyPatch
+    stream: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_retention, "ADOPTED_AT_ONCE", 10)
     names = [f"s{number}" for number in range(200)]
@@ -255,7 +255,7 @@ async def test_a_session_that_an_older_build_settled_is_forgotten_too(
     assert len(await stream.writer.sessions(LIST_START, 1000)) == 50
 
 
-async def test_what_was_imported_with_its_verdict_is_settled(stream: RedisEnds) -> None:
+async def test_what_was_imported_with_its_verdict_is_settled(stream: Ends) -> None:
     ended = outcome(status="failed")
     episode = Episode(spec=spec(), turns=(turn(),), outcome=ended, verdict=FAILED)
     assert restore(stream.redis, episode) == "restored"
@@ -265,7 +265,7 @@ async def test_what_was_imported_with_its_verdict_is_settled(stream: RedisEnds) 
 
 
 async def test_what_another_build_settles_beside_this_one_is_found_later(
-    stream: RedisEnds, monkeypatch: pytest.MonkeyPatch
+    stream: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await looked_through(stream)
     await stream.writer.open_session(spec())
@@ -277,7 +277,7 @@ async def test_what_another_build_settles_beside_this_one_is_found_later(
     assert await stream.forgotten() == {"trained": 1}
 
 
-async def test_a_group_of_any_size_loses_its_members_and_begins_anew(stream: RedisEnds) -> None:
+async def test_a_group_of_any_size_loses_its_members_and_begins_anew(stream: Ends) -> None:
     for name in ("a", "b"):
         await stream.episode(name, group_id="g")
     await stream.writer.open_session(spec("open", group_id="g"))
@@ -291,7 +291,7 @@ async def test_a_group_of_any_size_loses_its_members_and_begins_anew(stream: Red
     assert (await stream.writer.open_session(spec("c", group_id="g")))[1]
 
 
-async def test_the_entry_that_keeps_settled_sessions_is_named(stream: RedisEnds) -> None:
+async def test_the_entry_that_keeps_settled_sessions_is_named(stream: Ends) -> None:
     await stream.writer.append_turn(turn("open-t", session_id="open"), 200.0, opening=spec("open"))
     await stream.writer.open_session(spec("s2"))
     await stream.writer.append_outcome(outcome("s2", status="failed"), None, FAILED)
@@ -301,7 +301,7 @@ async def test_the_entry_that_keeps_settled_sessions_is_named(stream: RedisEnds)
     assert (await stream.forgetter.forget(0, 10)).held_by == ""
 
 
-async def looked_through(stream: RedisEnds) -> None:
+async def looked_through(stream: Ends) -> None:
     """Call `adopt` until its scan has looked at all sessions."""
     scan, cursors = stream.client.zscan, list[int]()
 

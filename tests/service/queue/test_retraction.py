@@ -13,7 +13,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis.settings import NO_REPLICAS, Replication
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at
@@ -33,9 +33,9 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 
 @asynccontextmanager
-async def writing(url: str) -> AsyncIterator[RedisWriter]:
+async def writing(url: str) -> AsyncIterator[StreamWriter]:
     client = async_redis_at(url)
-    writer = RedisWriter(client, WITHIN_S, timeout_s=WITHIN_S)
+    writer = StreamWriter(client, WITHIN_S, timeout_s=WITHIN_S)
     yield writer
     await writer.close()
     await client.aclose()
@@ -71,7 +71,7 @@ class Muffler:
             await sink.wait_closed()
 
 
-async def head_of(writer: RedisWriter) -> SessionHead:
+async def head_of(writer: StreamWriter) -> SessionHead:
     head = await writer.load("s1")
     assert head is not None
     return head
@@ -174,14 +174,14 @@ def turns_in(redis: RedisProcess) -> list[Turn]:
 
 
 @asynccontextmanager
-async def leaving(url: str, replication: Replication = NO_REPLICAS) -> AsyncIterator[RedisWriter]:
+async def leaving(url: str, replication: Replication = NO_REPLICAS) -> AsyncIterator[StreamWriter]:
     """A writer of a gateway that is killed: it does nothing at its end."""
     client = async_redis_at(url)
-    yield RedisWriter(client, WITHIN_S, replication=replication, timeout_s=WITHIN_S)
+    yield StreamWriter(client, WITHIN_S, replication=replication, timeout_s=WITHIN_S)
     await client.aclose()
 
 
-async def ended(writer: RedisWriter) -> bool:
+async def ended(writer: StreamWriter) -> bool:
     """End the session. That fails while a failed turn of it may still be stored."""
     with suppress(StorageUnavailable):
         await writer.append_outcome(outcome(), reward("finish"), None)

@@ -9,8 +9,8 @@ import pytest
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.outcomes import orphans_of
 from rollout_queue.contract.records import Turn
-from rollout_queue.redis.stream_writer import RedisWriter
-from tests.support.queue.ends import Ends, RedisEnds
+from rollout_queue.redis.stream_writer import StreamWriter
+from tests.support.queue.ends import Ends
 from tests.support.queue.records import spec, turn
 from tests.support.redis_clients import async_redis_at
 
@@ -95,9 +95,9 @@ async def test_a_retry_that_is_appended_again_is_as_it_was(ends: Ends) -> None:
     assert ends.read() == []
 
 
-async def test_of_attempts_that_are_appended_at_once_one_stays(stream: RedisEnds, redis_url: str) -> None:
+async def test_of_attempts_that_are_appended_at_once_one_stays(stream: Ends, redis_url: str) -> None:
     clients = [async_redis_at(redis_url) for _ in range(6)]
-    writers = [RedisWriter(client) for client in clients]
+    writers = [StreamWriter(client) for client in clients]
     for round_ in range(20):
         name = f"s{round_}"
         await writers[0].open_session(spec(name))

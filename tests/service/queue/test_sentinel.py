@@ -11,7 +11,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import key_names
 from rollout_queue.redis.redis_client import PATIENCES_S, open_async_redis, open_redis
 from rollout_queue.redis.settings import RedisSettings, Replication
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.queue.dead_nodes import down, pinged
 from tests.support.queue.load import Load
 from tests.support.queue.records import outcome, spec, turn
@@ -81,7 +81,7 @@ def test_the_audit_names_what_a_killed_master_had_not_sent_to_its_replicas(
 
     async def gateway() -> None:
         redis = open_async_redis(load.settings, timeout_s=5)
-        writer = RedisWriter(redis)
+        writer = StreamWriter(redis)
         for number in range(2):
             if number == 1:
                 for replica in replicas:
@@ -114,7 +114,7 @@ def test_the_audit_names_what_a_killed_master_had_not_sent_to_its_replicas(
 def test_a_turn_that_replicas_do_not_confirm_is_refused_and_retracted(watched: WatchedMaster) -> None:
     async def gateway() -> None:
         redis = open_async_redis(RedisSettings(redis_url=watched.url), timeout_s=5)
-        writer = RedisWriter(redis, append_within_s=1.0, replication=Replication(2, 0.5))
+        writer = StreamWriter(redis, append_within_s=1.0, replication=Replication(2, 0.5))
         await writer.open_session(spec("s"))
         await writer.append_turn(turn("confirmed", "s"), expires_at=1e12)
         for replica in watched.replicas:
@@ -154,7 +154,7 @@ def test_a_demoted_master_is_not_written_to(watched: WatchedMaster) -> None:
 
     async def gateway() -> None:
         redis = open_async_redis(RedisSettings(redis_url=watched.url), timeout_s=5)
-        writer = RedisWriter(redis)
+        writer = StreamWriter(redis)
         await writer.open_session(spec("before"))
         former = watched.master
         watched.sentinels[0].promote_another()

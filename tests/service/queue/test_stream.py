@@ -21,7 +21,7 @@ from rollout_queue.contract.head import LIST_START, GroupProgress, SessionHead
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import key_names, session_scripts
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.ends import NOTHING, TRAINED, Ends
 from tests.support.queue.records import outcome, reward, spec, turn
@@ -232,7 +232,7 @@ async def test_a_session_that_waits_for_the_trainer_alone_does_not_expire(ends: 
 async def test_a_call_sees_what_other_gateways_wrote(ends: Ends, redis_url: str) -> None:
     """Heads are cached between calls, and an outdated head is never used."""
     async with async_redis_at(redis_url) as redis:
-        other = RedisWriter(redis) if isinstance(ends.writer, RedisWriter) else ends.writer
+        other = StreamWriter(redis) if isinstance(ends.writer, StreamWriter) else ends.writer
         both = (ends.writer, other)
         await ends.writer.open_session(spec())
         for number, writer in enumerate([ends.writer, other, other, ends.writer, other]):
@@ -289,13 +289,13 @@ def test_a_second_reader_takes_up_what_the_first_left(redis: Redis) -> None:
 async def test_a_redis_that_is_gone_is_storage_unavailable(tmp_path: Path) -> None:
     nowhere = async_redis_at(f"unix://{tmp_path}/nobody")
     with pytest.raises(StorageUnavailable):
-        await RedisWriter(nowhere).append_turn(turn(), 200.0)
+        await StreamWriter(nowhere).append_turn(turn(), 200.0)
     with pytest.raises(StorageUnavailable):
-        await RedisWriter(nowhere).open_session(spec())
+        await StreamWriter(nowhere).open_session(spec())
 
 
 async def test_a_call_in_time_wins_over_a_gateway_that_saw_the_old_deadline(
-    writer: RedisWriter, connection: AsyncRedis, redis: Redis
+    writer: StreamWriter, connection: AsyncRedis, redis: Redis
 ) -> None:
     await writer.open_session(spec(ttl_s=10.0))
     with pytest.MonkeyPatch.context() as patch:
@@ -304,7 +304,7 @@ async def test_a_call_in_time_wins_over_a_gateway_that_saw_the_old_deadline(
     assert redis.xlen(key_names.STREAM) == 1
 
 
-async def test_a_full_redis_takes_a_record_whole_or_not_at_all(writer: RedisWriter, redis: Redis) -> None:
+async def test_a_full_redis_takes_a_record_whole_or_not_at_all(writer: StreamWriter, redis: Redis) -> None:
     """But sessions expire: an open session keeps memory from being freed until then."""
     await writer.open_session(spec(ttl_s=10.0))
     redis.config_set("maxmemory", 1)

@@ -11,10 +11,9 @@ from rollout_queue.contract.packed_tokens import TrainedTokens
 from rollout_queue.contract.published_policy import PolicyRecord, TrainedStep
 from rollout_queue.contract.records import Verdict
 from rollout_queue.contract.stream import Verdicts
-from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import key_names
 from rollout_queue.redis.session_lists import heads_without_tokens, is_known, steps_of, trained_sessions
-from tests.support.queue.ends import Ends, RedisEnds
+from tests.support.queue.ends import Ends
 from tests.support.queue.records import spec, turn
 
 
@@ -38,7 +37,7 @@ def trained(version: int, *names: str, tokens: bytes = packed([0.5], [1.0, 1.25]
     )
 
 
-def traces(stream: RedisEnds, name: str) -> list[str]:
+def traces(stream: Ends, name: str) -> list[str]:
     """The keys whose names or contents have the name of the session."""
     found = []
     for key in stream.redis.scan_iter():
@@ -82,23 +81,19 @@ async def test_numbers_reach_the_head_with_the_verdict(ends: Ends) -> None:
     assert head.trained_tokens == {"s1-t0": packed([0.5], [1.0, 1.25])}
     without = await ends.writer.load("s1", turns=False)
     assert without is not None
-    assert isinstance(ends.writer, MemoryStream) or without.trained_tokens == {}
-    if isinstance(ends.writer, MemoryStream):
-        assert ends.writer.steps == {4: step(4, 3)}
-    else:
-        assert ends.redis is not None
-        stored: Any = ends.redis.zrange(key_names.STEPS, 0, -1)
-        assert [msgspec.json.decode(each, type=TrainedStep) for each in stored] == [step(4, 3)]
+    assert without.trained_tokens == {}
+    stored: Any = ends.redis.zrange(key_names.STEPS, 0, -1)
+    assert [msgspec.json.decode(each, type=TrainedStep) for each in stored] == [step(4, 3)]
 
 
 async def test_a_deleted_session_gets_no_verdict_and_no_numbers(ends: Ends) -> None:
     ends.reader.acknowledge([], trained(4, "gone"))
     assert await ends.writer.load("gone") is None
     assert ends.counts() == {}
-    assert ends.redis is None or not ends.redis.exists(key_names.session("gone"), key_names.TRAINED)
+    assert not ends.redis.exists(key_names.session("gone"), key_names.TRAINED)
 
 
-async def test_numbers_stay_out_of_the_heads_in_memory(stream: RedisEnds) -> None:
+async def test_numbers_stay_out_of_the_heads_in_memory(stream: Ends) -> None:
     """No call reads them, and they would take memory that calls need. A former build reads the session: a
     build that knows no field of a newer one leaves it out."""
     await stream.episode("s1")
@@ -110,7 +105,7 @@ async def test_numbers_stay_out_of_the_heads_in_memory(stream: RedisEnds) -> Non
     assert [each.turn_id for each in (await stream.head()).turns] == ["s1-t0"]
 
 
-async def test_deletion_leaves_nothing_of_what_was_trained(stream: RedisEnds) -> None:
+async def test_deletion_leaves_nothing_of_what_was_trained(stream: Ends) -> None:
     for name in ("private-1", "private-2"):
         await stream.episode(name, user="ada")
     stream.acknowledge(trained(4, "private-1", "private-2"))
@@ -128,7 +123,7 @@ async def test_deletion_leaves_nothing_of_what_was_trained(stream: RedisEnds) ->
     assert [each.turns for each in await steps_of(stream.client, 4)] == [1]
 
 
-async def test_retention_leaves_nothing_of_what_was_trained(stream: RedisEnds) -> None:
+async def test_retention_leaves_nothing_of_what_was_trained(stream: Ends) -> None:
     await stream.episode("old")
     stream.acknowledge(trained(4, "old"))
     assert (await stream.forgetter.forget(0.0, 10)).verdicts == {"trained": 1}
@@ -136,7 +131,7 @@ async def test_retention_leaves_nothing_of_what_was_trained(stream: RedisEnds) -
     assert traces(stream, "s:old") == [key_names.FORGOTTEN_IDS]
 
 
-async def test_what_a_former_build_has_removed_leaves_the_index(stream: RedisEnds) -> None:
+async def test_what_a_former_build_has_removed_leaves_the_index(stream: Ends) -> None:
     """It removes heads, and knows no index of trained sessions."""
     for name in ("kept", "old"):
         await stream.episode(name)
@@ -146,7 +141,7 @@ async def test_what_a_former_build_has_removed_leaves_the_index(stream: RedisEnd
     assert await trained_sessions(stream.client, 4) == ["kept"]
 
 
-async def test_a_full_redis_still_takes_the_acknowledgement(stream: RedisEnds) -> None:
+async def test_a_full_redis_still_takes_the_acknowledgement(stream: Ends) -> None:
     await stream.episode("s1")
     stream.redis.config_set("maxmemory", 1)
     stream.acknowledge(trained(4, "s1"))
@@ -155,7 +150,7 @@ async def test_a_full_redis_still_takes_the_acknowledgement(stream: RedisEnds) -
     assert head.trained_tokens == {"s1-t0": packed([0.5], [1.0, 1.25])}
 
 
-async def test_a_version_is_traced_back_to_the_registered_one_before(stream: RedisEnds) -> None:
+async def test_a_version_is_traced_back_to_the_registered_one_before(stream: Ends) -> None:
     for version in (4, 5, 6, 7, 7):  # a step that is stored again is stored once
         stream.acknowledge(trained(version))
     assert stream.redis.zcard(key_names.STEPS) == 4
@@ -171,7 +166,7 @@ async def test_a_version_is_traced_back_to_the_registered_one_before(stream: Red
     ]  # fmt: skip
 
 
-async def test_undone_steps_are_no_part_of_what_came_after(stream: RedisEnds) -> None:
+async def test_undone_steps_are_no_part_of_what_came_after(stream: Ends) -> None:
     """Version 8 restored the weights of version 4, so steps 5 to 7 are not in version 9."""
     for version, base in [(5, 4), (6, 5), (7, 6), (9, 8)]:
         stream.acknowledge(Verdicts({}, {}, steps=[step(version, base)]))
@@ -179,6 +174,6 @@ async def test_undone_steps_are_no_part_of_what_came_after(stream: RedisEnds) ->
     assert await steps_of(stream.client, 8) == []
 
 
-async def test_a_long_chain_is_read_in_parts(stream: RedisEnds) -> None:
+async def test_a_long_chain_is_read_in_parts(stream: Ends) -> None:
     stream.acknowledge(Verdicts({}, {}, steps=[step(version, version - 1) for version in range(1, 201)]))
     assert [each.version for each in await steps_of(stream.client, 200)] == list(range(1, 201))

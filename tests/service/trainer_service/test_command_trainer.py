@@ -10,7 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rollout_queue.contract.errors import StorageUnavailable
-from rollout_queue.memory import MemoryStream
 from rollout_queue.trainer_commands import (
     Command,
     CommandFailed,
@@ -28,6 +27,7 @@ from rollout_queue.trainer_commands import (
     WeightsLoaded,
 )
 from tests.support.long_cases import cases
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.trainer_service.command_harness import (
     FULL,
     CommandHarness,

@@ -19,11 +19,11 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Reward, SessionSpec, Span
 from rollout_queue.contract.stream import Entry, Verdicts
-from rollout_queue.memory import MemoryStream
 from rollout_queue.redis.settings import RedisSettings
-from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_reader import StreamReader
 from tests.support.hypothesis_profiles import examples
 from tests.support.long_cases import cases, in_turn
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.trainer_service.harness import Agents, Harness, MakeHarness, turn
 from trainer_service.__main__ import REDIS_TIMEOUT_S, connect
 from trainer_service.algorithms.settings import AlgorithmSettings
@@ -41,7 +41,7 @@ def test_a_huge_reward_or_a_strange_token_ends_its_session_and_not_the_trainer(
 ) -> None:
     """Gateways of older releases stored such rewards. An agent's own reason `expired` does not expire its
     session."""
-    monkeypatch.setattr("rollout_queue.memory.check_rewards", lambda rewards: None)
+    monkeypatch.setattr("tests.support.queue.memory_stream.check_rewards", lambda rewards: None)
     for index, value in enumerate([1e308, -1e39, 1e25, 1.0, 0.0]):
         where = {"group_id": "g", "size": 5, "output_ids": [10 + index, 1], "reason": "expired"}
         harness.agents.episode(f"g-{index}", value, **where)
@@ -134,7 +134,7 @@ def test_a_read_whose_answer_was_lost_is_noticed_and_not_repeated(wish: str) -> 
         client = connect(
             RedisSettings(redis_url=f"redis://127.0.0.1:{server.getsockname()[1]}/0?protocol=2{wish}")
         )
-        reader = RedisReader(client, "OK")  # this Redis gives OK as the lease's token
+        reader = StreamReader(client, "OK")  # this Redis gives OK as the lease's token
         with pytest.raises(StorageUnavailable):
             reader.read(10, 0.01)
         client.close()

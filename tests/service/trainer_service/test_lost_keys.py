@@ -17,14 +17,14 @@ from redis import Redis
 from tokenizers import Tokenizer
 
 from gateway.operators.lost_keys import LostKeys
-from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import key_names
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.session_retention import RedisForgetter
 from rollout_queue.redis.settings import RedisSettings
-from rollout_queue.redis.stream_reader import RedisReader
+from rollout_queue.redis.stream_reader import StreamReader
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import serving
@@ -153,7 +153,7 @@ def run(
             with backends.ready_gateway(engines=engines, limits=limits) as gateway:
                 lease = Lease(redis, 30.0)
                 assert lease.claim() is None
-                stream = cast(MemoryStream, RedisReader(redis, lease.token))
+                stream = cast(MemoryStream, StreamReader(redis, lease.token))
                 harness = make_harness("run", stream=stream, model_path=tiny_model).start()
                 yield System(gateway, plain, url, lease, harness, polls)
         redis.close()

@@ -14,7 +14,7 @@ import torch
 
 from rollout_queue.contract.packed_tokens import Logprobs
 from rollout_queue.contract.records import Reward, Turn
-from rollout_queue.memory import MemoryStream
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.harness import Harness, MakeHarness, turn
 from tests.support.trainer_service.made_rows import rows_of

@@ -282,7 +282,7 @@ def test_huge_rewards_are_in_a_checkpoint_that_can_be_read(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gateways of older releases stored them."""
-    monkeypatch.setattr("rollout_queue.memory.check_rewards", lambda rewards: None)
+    monkeypatch.setattr("tests.support.queue.memory_stream.check_rewards", lambda rewards: None)
     harness = make_harness(guards=GUARDS).start()
     harness.agents.group("huge", [1.7e308, 1.7e308])
     for number, reward in enumerate((-1.7e308, 1.7e308)):

@@ -25,8 +25,8 @@ from rollout_queue.redis.consumer_scripts import ACKNOWLEDGE
 from rollout_queue.redis.record_restore import requeue
 from rollout_queue.redis.session_heads import read_head
 from rollout_queue.redis.settings import RedisSettings
-from rollout_queue.redis.stream_reader import RedisReader
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_reader import StreamReader
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.claimed import claimed_reader
 from tests.support.long_cases import cases
 from tests.support.queue.records import turn as agents_turn
@@ -227,7 +227,7 @@ def test_an_entry_of_a_session_that_redis_lost_waits_like_one_of_a_new_session(s
 
 def test_the_search_for_finished_sessions_waits_for_redis(system: RedisTrainer) -> None:
     settled_in_silence(system, late="flat-0")
-    reader = cast(RedisReader, system.harness.stream)
+    reader = cast(StreamReader, system.harness.stream)
     calls: list[int] = []
     ask = reader.verdict_codes
 
@@ -450,7 +450,7 @@ async def test_a_trainer_by_commands_ends_the_sessions_of_agents_untrained_and_e
     redis: Redis, redis_url: str
 ) -> None:
     client = async_redis_at(redis_url)
-    writer, reader = RedisWriter(client), claimed_reader(redis)
+    writer, reader = StreamWriter(client), claimed_reader(redis)
     verdict = Verdict(code="failed", detail="its own")
     for name, own in (("a", None), ("b", verdict), ("c", None)):
         await writer.open_session(SessionSpec(session_id=name, created_at=time.time()))

@@ -14,8 +14,8 @@ import httpx
 import pytest
 import torch
 
-from rollout_queue.memory import MemoryStream
 from tests.support.gateway.running import ADMIN_KEY
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.rollout_server.in_process import ServerThread, memory_sharing, server_thread
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.memory_server import MemoryServer

@@ -32,8 +32,8 @@ from rollout_queue.http.callers import Keyring
 from rollout_queue.http.http_server import HttpThread
 from rollout_queue.redis import key_names
 from rollout_queue.redis.lease import Lease
-from rollout_queue.redis.stream_reader import RedisReader
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_reader import StreamReader
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.redis_clients import redis_at
 from tests.support.serving import free_port
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -354,7 +354,7 @@ class Live:
 
     async def _episodes(self) -> None:
         redis = AsyncRedis.from_url(self._url, socket_timeout=PATIENCE_S)
-        writer, number = RedisWriter(redis, append_within_s=PATIENCE_S), 0
+        writer, number = StreamWriter(redis, append_within_s=PATIENCE_S), 0
         while not self._ending.is_set():
             name, number = f"live-{number}", number + 1
             await writer.open_session(SessionSpec(session_id=name, created_at=100.0))
@@ -369,7 +369,7 @@ class Live:
     def _train(self) -> None:
         lease = Lease(self._redis, 1000.0)
         lease.claim()
-        reader = RedisReader(self._redis, lease.token)
+        reader = StreamReader(self._redis, lease.token)
         stale, held = Verdict(code="stale"), dict[str, list[str]]()
         while not self._ending.is_set():
             for entry in reader.read(100, 0.01):

@@ -1,4 +1,4 @@
-"""Both ends of one stream, in memory or on Redis, and what a test writes and reads there."""
+"""Both ends of one stream, and what a test writes and reads there."""
 
 from collections import Counter
 from typing import Any
@@ -8,13 +8,11 @@ from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.head import SessionHead, Tombstone
 from rollout_queue.contract.records import Turn, Verdict
-from rollout_queue.contract.stream import StreamDeleter, StreamReader, StreamWriter, Verdicts
-from rollout_queue.memory import MemoryStream
+from rollout_queue.contract.stream import Verdicts
 from rollout_queue.redis import key_names
-from rollout_queue.redis.session_deletion import RedisDeleter
+from rollout_queue.redis.session_deletion import StreamDeleter
 from rollout_queue.redis.session_retention import RedisForgetter
-from rollout_queue.redis.stream_reader import RedisReader
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
 
@@ -23,13 +21,12 @@ TRAINED = Verdict(code="trained", step=3, version=3)
 
 
 class Ends:
-    """Both ends of one stream, and what removes its sessions."""
+    """Both ends of one stream on Redis, with a client for each, and what removes its sessions."""
 
-    redis: Redis | None = None
-    """The Redis of the stream; None if it is in memory."""
-
-    def __init__(self, writer: StreamWriter, reader: StreamReader, deleter: StreamDeleter) -> None:
-        self.writer, self.reader, self.deleter = writer, reader, deleter
+    def __init__(self, writer: StreamWriter, client: AsyncRedis, redis: Redis) -> None:
+        self.writer, self.client, self.redis = writer, client, redis
+        self.reader, self.deleter = claimed_reader(redis), StreamDeleter(client)
+        self.forgetter = RedisForgetter(client)
 
     async def episode(self, name: str = "s1", turns: int = 1, **terms: Any) -> None:
         """Write a session that has ended with a reward and has no verdict."""
@@ -74,26 +71,9 @@ class Ends:
 
     def counts(self, key: str = key_names.VERDICTS) -> dict[str, int]:
         """How many sessions and turns have each verdict, without zeros."""
-        if isinstance(self.writer, MemoryStream):
-            found: Any = self.writer.counts
-        else:
-            assert self.redis is not None
-            found = self.redis.hgetall(key)
-        counts = {name if isinstance(name, str) else name.decode(): int(n) for name, n in found.items()}
+        found: Any = self.redis.hgetall(key)
+        counts = {name.decode(): int(n) for name, n in found.items()}
         return {name: number for name, number in counts.items() if number}
-
-
-class RedisEnds(Ends):
-    """A stream on Redis. Gateway and trainer have different clients."""
-
-    redis: Redis
-    writer: RedisWriter
-    reader: RedisReader
-
-    def __init__(self, writer: RedisWriter, client: AsyncRedis, redis: Redis) -> None:
-        self.client, self.redis = client, redis
-        self.forgetter = RedisForgetter(client)
-        super().__init__(writer, claimed_reader(redis), RedisDeleter(client))
 
     async def forgotten(self, most: int = 100) -> Counter[str]:
         """Forget settled sessions of any age; return their verdicts."""

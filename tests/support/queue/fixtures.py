@@ -6,11 +6,10 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from rollout_queue.memory import MemoryStream
 from rollout_queue.redis.command_log import CommandSubmissions, RedisCommandReader
 from rollout_queue.redis.lease import Lease
-from rollout_queue.redis.stream_writer import RedisWriter
-from tests.support.queue.ends import Ends, RedisEnds
+from rollout_queue.redis.stream_writer import StreamWriter
+from tests.support.queue.ends import Ends
 from tests.support.redis_clients import async_redis_at, redis_at
 
 
@@ -43,26 +42,17 @@ def reader(redis: Redis) -> RedisCommandReader:
 
 
 @pytest.fixture
-async def writer(connection: AsyncRedis) -> AsyncIterator[RedisWriter]:
-    writer = RedisWriter(connection)
+async def writer(connection: AsyncRedis) -> AsyncIterator[StreamWriter]:
+    writer = StreamWriter(connection)
     yield writer
     await writer.close()
 
 
 @pytest.fixture
-def stream(writer: RedisWriter, connection: AsyncRedis, redis: Redis) -> RedisEnds:
-    return RedisEnds(writer, connection, redis)
+def stream(writer: StreamWriter, connection: AsyncRedis, redis: Redis) -> Ends:
+    return Ends(writer, connection, redis)
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def ends(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[Ends]:
-    if request.param == "memory":
-        memory = MemoryStream()
-        yield Ends(memory, memory, memory)
-        return
-    async with async_redis_at(redis_url) as client:
-        with redis_at(redis_url) as redis:
-            redis.flushdb()
-            writer = RedisWriter(client)
-            yield RedisEnds(writer, client, redis)
-            await writer.close()
+@pytest.fixture
+def ends(stream: Ends) -> Ends:
+    return stream

@@ -13,8 +13,8 @@ from rollout_queue.contract.records import Turn
 from rollout_queue.redis import key_names
 from rollout_queue.redis.redis_client import open_async_redis, open_redis
 from rollout_queue.redis.settings import NO_REPLICAS, RedisSettings, Replication
-from rollout_queue.redis.stream_reader import RedisReader
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_reader import StreamReader
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.serving import free_port
@@ -50,7 +50,7 @@ class Load:
     async def during(self, fault: Callable[[], None]) -> None:
         """Agents and trainer work while `fault` runs in a thread, and until calls were answered after it."""
         redis = open_async_redis(self.settings, timeout_s=5)
-        writer = RedisWriter(redis, APPEND_WITHIN_S, replication=self._replication)
+        writer = StreamWriter(redis, APPEND_WITHIN_S, replication=self._replication)
         with open_redis(self.settings, timeout_s=5) as client:
             reader = claimed_reader(client)
             tasks = [asyncio.create_task(self._agent(writer, number)) for number in range(AGENTS)]
@@ -68,7 +68,7 @@ class Load:
                 await writer.close()
                 await redis.aclose()
 
-    async def _agent(self, writer: RedisWriter, number: int) -> None:
+    async def _agent(self, writer: StreamWriter, number: int) -> None:
         sessions = 0
         while not self._stopping.is_set():
             session_id, sessions = f"a{number}-{sessions}", sessions + 1
@@ -98,7 +98,7 @@ class Load:
                 self.answers.append(ClientAnswer(session_id, **told))
                 return
 
-    def _train(self, reader: RedisReader) -> None:
+    def _train(self, reader: StreamReader) -> None:
         while not self._stopping.is_set():
             try:
                 reader.read(50, 0.05)

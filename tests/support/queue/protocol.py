@@ -23,9 +23,9 @@ from rollout_queue.contract.packed_tokens import TrainedTokens
 from rollout_queue.contract.stream import Entry, Verdicts
 from rollout_queue.redis import key_names
 from rollout_queue.redis.lease import Lease
-from rollout_queue.redis.session_deletion import RedisDeleter
-from rollout_queue.redis.stream_reader import RedisReader
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.session_deletion import StreamDeleter
+from rollout_queue.redis.stream_reader import StreamReader
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.trainer_service.harness import FakeGateway
 from tests.support.trainer_service.publications import InlineExecutor, LateExecutor, OneTensor
@@ -162,7 +162,7 @@ class CopiedWeights:
         self.knife.at("shards: done")
 
 
-class CutReader(RedisReader):
+class CutReader(StreamReader):
     """The reader of a trainer that can be killed before and after each read and acknowledgement."""
 
     knife: Knife
@@ -224,8 +224,8 @@ class System:
         self.redis.flushdb()
         self._runner = asyncio.Runner()
         self.async_redis = async_redis_at(url)
-        self.writer = RedisWriter(self.async_redis)
-        self.deleter = RedisDeleter(self.async_redis)
+        self.writer = StreamWriter(self.async_redis)
+        self.deleter = StreamDeleter(self.async_redis)
         self.fleet = FakeGateway()
         transport = httpx.MockTransport(self._answer)
         self._client = httpx.Client(base_url="http://gateway", transport=transport, trust_env=False)
@@ -250,7 +250,7 @@ class System:
 
     def restart_gateway(self) -> None:
         self.run(self.writer.close())
-        self.writer = RedisWriter(self.async_redis)
+        self.writer = StreamWriter(self.async_redis)
 
     def start_trainer(self, group_wait_s: float = 1e12) -> None:
         """Start a new process on the same disk. The former holder of the lease is dead, or slept too long."""

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
 
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
-from rollout_queue.memory import MemoryStream
 from rollout_queue.trainer_commands import (
     Command,
     CreateModel,
@@ -21,6 +20,7 @@ from rollout_queue.trainer_commands import (
     Published,
     Result,
 )
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.trainer_service.command_log import MemoryCommandLog
 from tests.support.trainer_service.device import ON_DEVICE
 from tests.support.trainer_service.publications import InlineExecutor

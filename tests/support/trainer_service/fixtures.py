@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout_queue.memory import MemoryStream
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.trainer_service.command_harness import (
     CommandHarness,
     MakeCommandHarness,

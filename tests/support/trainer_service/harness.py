@@ -17,7 +17,7 @@ from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, Sampling, SessionSpec, Span, Turn, Verdict
 from rollout_queue.contract.stream import NO_IMAGES, Entry
 from rollout_queue.http.callers import Keyring
-from rollout_queue.memory import MemoryStream
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.trainer_service.publications import InlineExecutor
 from trainer_service.app import create_app
 from trainer_service.heartbeat import Heartbeat

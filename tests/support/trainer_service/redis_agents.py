@@ -7,9 +7,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn
-from rollout_queue.redis.session_deletion import RedisDeleter
+from rollout_queue.redis.session_deletion import StreamDeleter
 from rollout_queue.redis.session_retention import RedisForgetter
-from rollout_queue.redis.stream_writer import RedisWriter
+from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.redis_clients import async_redis_at
 from tests.support.serving import free_port
 from tests.support.trainer_service.harness import turn
@@ -36,7 +36,7 @@ class RedisAgents:
         where: dict[str, Any] = {"session_id": session_id, "group_id": group_id, "group_size": size}
         verdict = ending.pop("verdict", None)
 
-        async def write(writer: RedisWriter) -> None:
+        async def write(writer: StreamWriter) -> None:
             await writer.open_session(SessionSpec(created_at=100.0, **where))
             for each in turns_of(session_id, group_id):
                 await writer.append_turn(each, expires_at=1e12)
@@ -61,15 +61,15 @@ class RedisAgents:
         self._write(lambda writer: writer.append_outcome(outcome, _reward(session_id, value, 104.0), None))
 
     def delete(self, session_id: str) -> None:
-        assert self._do(lambda redis: RedisDeleter(redis).delete_session(session_id)) is not None
+        assert self._do(lambda redis: StreamDeleter(redis).delete_session(session_id)) is not None
 
     def forget(self) -> dict[str, int]:
         """Forget settled sessions, as a gateway does after a while. Returns their number by verdict."""
         return dict(self._do(lambda redis: RedisForgetter(redis).forget(0.0, 100)).verdicts)
 
-    def _write(self, write: Callable[[RedisWriter], Awaitable[object]]) -> None:
+    def _write(self, write: Callable[[StreamWriter], Awaitable[object]]) -> None:
         async def written(redis: Redis) -> None:
-            writer = RedisWriter(redis)
+            writer = StreamWriter(redis)
             await write(writer)
             await writer.close()
 

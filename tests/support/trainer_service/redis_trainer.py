@@ -5,9 +5,9 @@ from typing import Any, cast
 
 from redis import Redis
 
-from rollout_queue.memory import MemoryStream
 from rollout_queue.redis import key_names
 from tests.support.claimed import claimed_reader
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
 from weir.audit.audit import audit

@@ -21,8 +21,8 @@ from rollout_queue.contract.head import SessionHead
 from rollout_queue.contract.packed_tokens import TokenIds
 from rollout_queue.contract.records import Span
 from rollout_queue.contract.serving_plan import Canary, ServingPlan
-from rollout_queue.memory import MemoryStream
 from tests.support.gateway.families_agent import renderer_of
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.queue.records import spec
 
 NOBODY = cast(Any, None)

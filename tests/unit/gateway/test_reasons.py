@@ -19,7 +19,7 @@ from gateway.settings import GatewaySettings
 from rollout_queue.contract.head import GroupProgress, SessionHead
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import SessionSpec, Span, Verdict, VerdictCode
-from rollout_queue.memory import MemoryStream
+from tests.support.queue.memory_stream import MemoryStream
 from tests.support.queue.records import outcome, reward, spec, turn
 
 STORED = {

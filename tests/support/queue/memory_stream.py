@@ -1,6 +1,6 @@
-"""The stream in memory, for unit tests. The tests of the stream run over it and over Redis."""
+"""The stream in memory, for trainers and gateways in the test's own process."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,27 +16,150 @@ from rollout_queue.contract.errors import (
     UserDeleted,
 )
 from rollout_queue.contract.head import (
+    ALL_SESSIONS,
     DeletionTotals,
     GroupProgress,
+    ListedSession,
+    ListPosition,
+    ListScope,
     SessionHead,
     Tombstone,
+    after_position,
     deletion_totals,
+    group_progress,
     late_join_of,
+    position_of,
+    stage_of,
     tombstone_of,
     with_terms,
+    without_unwanted,
 )
 from rollout_queue.contract.outcomes import DELETED, check_rewards, expiry, related
+from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import Deletion, Outcome, Record, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import NO_IMAGES, Entry, GroupMembers, Verdicts
-from rollout_queue.memory_groups import join_group, may_describe, members_of, progress_of_group
-from rollout_queue.memory_images import MemoryImages
-from rollout_queue.memory_list import MemorySessionList
-from rollout_queue.memory_steps import MemorySteps, with_turn_verdict
+from rollout_queue.redis.session_deletion import StreamDeleter
+from rollout_queue.redis.stream_reader import StreamReader
+from rollout_queue.redis.stream_writer import StreamWriter
+
+Groups = MutableMapping[str, tuple[int | None, str, set[str]]]
+"""The size, owner and members of each group, by its id."""
+
+
+def join_group(groups: Groups, spec: SessionSpec) -> None:
+    """Add the session to its group, if it has one. Raises Conflict."""
+    group_id = spec.group_id
+    if group_id is None:
+        return
+    size, owner, members = groups.get(group_id, (spec.group_size, spec.owner, set()))
+    if owner != spec.owner:
+        raise GroupTaken(spec.shown_group)
+    if size is not None and spec.group_size not in (None, size):
+        raise Conflict(f"group {spec.shown_group} has size {size}")
+    size = spec.group_size if size is None else size
+    if size is not None and len(members) >= size:
+        raise Conflict(f"group {spec.shown_group} has its {size} sessions already")
+    groups[group_id] = (size, owner, members | {spec.session_id})
+
+
+def may_describe(known: SessionHead | None, deadline: float | None, now: float) -> bool:
+    """Whether the session is implicit and has not ended; see `StreamWriter.describe_session`."""
+    if known is None or not known.spec.implicit or known.outcome is not None or known.verdict is not None:
+        return False
+    return deadline is not None and deadline > now
+
+
+def members_of(groups: Groups, group_ids: Collection[str]) -> Mapping[str, GroupMembers]:
+    known = {group_id: groups[group_id] for group_id in group_ids if group_id in groups}
+    return {
+        group_id: GroupMembers(size, frozenset(members)) for group_id, (size, _, members) in known.items()
+    }
+
+
+def progress_of_group(groups: Groups, heads: Mapping[str, SessionHead], group_id: str) -> GroupProgress:
+    size, _, members = groups.get(group_id, (None, "", set()))
+    # A member without a head was deleted, and the group does not wait for it.
+    found = [heads.get(member) for member in sorted(members)]
+    return group_progress(size, ("decided" if head is None else stage_of(head) for head in found))
+
+
+@dataclass(kw_only=True)
+class MemoryImages:
+    """The part of `MemoryStream` that has the images."""
+
+    pngs: dict[str, bytes] = field(default_factory=dict)
+    """By hash."""
+
+    async def images(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        return self.image_bytes(hashes)
+
+    def image_bytes(self, hashes: Collection[str]) -> Mapping[str, bytes]:
+        return {sha256: self.pngs[sha256] for sha256 in hashes if sha256 in self.pngs}
+
+    def keep_images(self, turn: Turn, images: Mapping[str, bytes]) -> None:
+        """Store the bytes of the turn's images."""
+        for image in turn.images:
+            if image.sha256 in images:
+                self.pngs.setdefault(image.sha256, images[image.sha256])
+
+    def drop_images(self, heads: Iterable[SessionHead]) -> None:
+        """Drop the images that none of these sessions shows."""
+        shown = {image.sha256 for head in heads for turn in head.turns for image in turn.images}
+        self.pngs = {sha256: png for sha256, png in self.pngs.items() if sha256 in shown}
 
 
 @dataclass
-class MemoryStream(MemorySessionList, MemoryImages, MemorySteps):
-    """StreamWriter, StreamReader and StreamDeleter of one stream."""
+class MemorySessionList:
+    """The sessions and the tombstones, in any order of the list."""
+
+    heads: dict[str, SessionHead] = field(default_factory=dict)
+    tombstones: dict[str, Tombstone] = field(default_factory=dict)
+    deleted_users: set[str] = field(default_factory=set)
+
+    async def sessions(
+        self,
+        after: ListPosition,
+        count: int,
+        wanted: Callable[[SessionSpec], bool] = lambda _: True,
+        scope: ListScope = ALL_SESSIONS,
+    ) -> Sequence[ListedSession]:
+        known: list[SessionHead | Tombstone] = [*self.heads.values(), *self.tombstones.values()]
+        found = {position_of(each): each for each in known}
+        positions = after_position(found, after, newest_first=scope.newest_first)[:count]
+        return [without_unwanted(ListedSession(each, found[each]), wanted) for each in positions]
+
+    async def tombstone(self, session_id: str) -> Tombstone | None:
+        return self.tombstones.get(session_id)
+
+    async def user_deleted(self, user: str) -> bool:
+        return user in self.deleted_users
+
+
+@dataclass(kw_only=True)
+class MemorySteps:
+    """The part of `MemoryStream` that has the durable steps and the reserved versions."""
+
+    reserved: int = -1
+    """The highest version that the trainer has reserved."""
+    steps: dict[int, TrainedStep] = field(default_factory=dict)
+    """By the version that each made."""
+
+    def keep_steps(self, steps: Iterable[TrainedStep]) -> None:
+        self.steps |= {step.version: step for step in steps}
+
+
+def with_turn_verdict(head: SessionHead, turn_id: str, verdict: Verdict, tokens: bytes | None) -> SessionHead:
+    """The head with a turn's verdict, and with what a step used of the turn's tokens, if it was trained."""
+    trained = head.trained_tokens if tokens is None else {**head.trained_tokens, turn_id: tokens}
+    verdicts = {**head.turn_verdicts, turn_id: verdict}
+    return msgspec.structs.replace(head, turn_verdicts=verdicts, trained_tokens=trained)
+
+
+@dataclass
+class MemoryStream(  # type: ignore[misc] # it has neither client
+    MemorySessionList, MemoryImages, MemorySteps, StreamWriter, StreamReader, StreamDeleter
+):
+    """Both ends of one stream, and what removes its sessions."""
 
     groups: dict[str, tuple[int | None, str, set[str]]] = field(default_factory=dict)
     deadlines: dict[str, float] = field(default_factory=dict)

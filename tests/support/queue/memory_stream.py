@@ -1,6 +1,6 @@
 """The stream in memory, for trainers and gateways in the test's own process."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,23 +16,11 @@ from rollout_queue.contract.errors import (
     UserDeleted,
 )
 from rollout_queue.contract.head import (
-    ALL_SESSIONS,
-    DeletionTotals,
-    GroupProgress,
-    ListedSession,
-    ListPosition,
-    ListScope,
     SessionHead,
     Tombstone,
-    after_position,
-    deletion_totals,
-    group_progress,
     late_join_of,
-    position_of,
-    stage_of,
     tombstone_of,
     with_terms,
-    without_unwanted,
 )
 from rollout_queue.contract.outcomes import DELETED, check_rewards, expiry, related
 from rollout_queue.contract.published_policy import TrainedStep
@@ -76,13 +64,6 @@ def members_of(groups: Groups, group_ids: Collection[str]) -> Mapping[str, Group
     }
 
 
-def progress_of_group(groups: Groups, heads: Mapping[str, SessionHead], group_id: str) -> GroupProgress:
-    size, _, members = groups.get(group_id, (None, "", set()))
-    # A member without a head was deleted, and the group does not wait for it.
-    found = [heads.get(member) for member in sorted(members)]
-    return group_progress(size, ("decided" if head is None else stage_of(head) for head in found))
-
-
 @dataclass(kw_only=True)
 class MemoryImages:
     """The part of `MemoryStream` that has the images."""
@@ -115,18 +96,6 @@ class MemorySessionList:
     heads: dict[str, SessionHead] = field(default_factory=dict)
     tombstones: dict[str, Tombstone] = field(default_factory=dict)
     deleted_users: set[str] = field(default_factory=set)
-
-    async def sessions(
-        self,
-        after: ListPosition,
-        count: int,
-        wanted: Callable[[SessionSpec], bool] = lambda _: True,
-        scope: ListScope = ALL_SESSIONS,
-    ) -> Sequence[ListedSession]:
-        known: list[SessionHead | Tombstone] = [*self.heads.values(), *self.tombstones.values()]
-        found = {position_of(each): each for each in known}
-        positions = after_position(found, after, newest_first=scope.newest_first)[:count]
-        return [without_unwanted(ListedSession(each, found[each]), wanted) for each in positions]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
         return self.tombstones.get(session_id)
@@ -205,22 +174,8 @@ class MemoryStream(  # type: ignore[misc] # it has neither client
             self.append(late_join)
         return spec
 
-    async def open_group(self, specs: Sequence[SessionSpec]) -> None:
-        if (known := self.groups.get(str(specs[0].group_id))) is not None:
-            _, owner, _ = known
-            if owner != specs[0].owner:
-                raise GroupTaken(specs[0].shown_group)
-            raise Conflict(f"group {specs[0].shown_group} exists already")
-        if specs[0].user in self.deleted_users:
-            raise UserDeleted
-        for spec in specs:
-            await self.open_session(spec)
-
     async def load(self, session_id: str, *, turns: bool = True) -> SessionHead | None:
         return self.heads.get(session_id)
-
-    async def spec_of(self, session_id: str) -> bytes | None:
-        return encode(head.spec) if (head := self.heads.get(session_id)) else None
 
     async def load_for_call(self, session_id: str) -> SessionHead | None:
         return await self.load(session_id)
@@ -292,20 +247,6 @@ class MemoryStream(  # type: ignore[misc] # it has neither client
         overdue = [s for s, deadline in self.deadlines.items() if deadline <= now][:limit]
         return sum(self._expire_one(session_id, now) for session_id in overdue)
 
-    async def group_progress(self, group_id: str) -> GroupProgress:
-        return progress_of_group(self.groups, self.heads, group_id)
-
-    async def heartbeat(self, session_id: str, now: float, at_least_s: float = 0.0) -> float:
-        head = self.heads.get(session_id)
-        if head is None or head.state != "open" or head.outcome is not None:
-            raise SessionClosed(f"session {session_id} is {'finished' if head else 'unknown'}")
-        self._change(session_id, beaten_at=now)
-        expires_at = now + max(head.spec.ttl_s, at_least_s)
-        self.deadlines[session_id] = max(self.deadlines[session_id], expires_at)
-        return expires_at
-
-    # The deleter
-
     async def delete_session(self, session_id: str) -> Tombstone | None:
         if (head := self.heads.pop(session_id, None)) is None:
             return None
@@ -325,12 +266,6 @@ class MemoryStream(  # type: ignore[misc] # it has neither client
         self.append(deletion)
         self._recount("session", head.verdict, DELETED)
         return tombstone
-
-    async def delete_user(self, user: str) -> DeletionTotals:
-        self.deleted_users.add(user)
-        named = [session_id for session_id, head in self.heads.items() if user in head.users]
-        tombstones = [await self.delete_session(session_id) for session_id in named]
-        return deletion_totals([tombstone for tombstone in tombstones if tombstone is not None])
 
     async def finish(self, now: float) -> int:
         return 0

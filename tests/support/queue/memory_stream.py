@@ -1,6 +1,6 @@
 """The stream in memory, for trainers and gateways in the test's own process."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,11 +16,18 @@ from rollout_queue.contract.errors import (
     UserDeleted,
 )
 from rollout_queue.contract.head import (
+    ALL_SESSIONS,
+    ListedSession,
+    ListPosition,
+    ListScope,
     SessionHead,
     Tombstone,
+    after_position,
     late_join_of,
+    position_of,
     tombstone_of,
     with_terms,
+    without_unwanted,
 )
 from rollout_queue.contract.outcomes import DELETED, check_rewards, expiry, related
 from rollout_queue.contract.published_policy import TrainedStep
@@ -96,6 +103,18 @@ class MemorySessionList:
     heads: dict[str, SessionHead] = field(default_factory=dict)
     tombstones: dict[str, Tombstone] = field(default_factory=dict)
     deleted_users: set[str] = field(default_factory=set)
+
+    async def sessions(
+        self,
+        after: ListPosition,
+        count: int,
+        wanted: Callable[[SessionSpec], bool] = lambda _: True,
+        scope: ListScope = ALL_SESSIONS,
+    ) -> Sequence[ListedSession]:
+        known: list[SessionHead | Tombstone] = [*self.heads.values(), *self.tombstones.values()]
+        found = {position_of(each): each for each in known}
+        positions = after_position(found, after, newest_first=scope.newest_first)[:count]
+        return [without_unwanted(ListedSession(each, found[each]), wanted) for each in positions]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
         return self.tombstones.get(session_id)

@@ -24,7 +24,7 @@ from redis.retry import Retry
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.http.callers import Keyring, bearer, refuse_open_binding
 from rollout_queue.http.http_server import LOOPBACK_ADDRESS, WILDCARDS, HttpThread, address_towards, http_url
-from rollout_queue.redis.command_log import RedisCommandReader
+from rollout_queue.redis.command_log import CommandReader
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.redis_client import open_redis
 from rollout_queue.redis.schema_version import SchemaTooNew, claim_schema
@@ -145,7 +145,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
             gateway = GatewayClient(client, settings.push_timeout_s)
             parts = (stream, gateway, store, checkpoints, metrics, shared_state, heartbeat)
             if settings.source == "commands":
-                train_by_commands(settings, RedisCommandReader(redis, lease.token), *parts)
+                train_by_commands(settings, CommandReader(redis, lease.token), *parts)
             else:
                 train_by_turns(settings, sender, *parts)
             metrics.close()

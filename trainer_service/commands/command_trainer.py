@@ -20,11 +20,11 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.outcomes import exclusion
 from rollout_queue.contract.records import Outcome, Turn, Verdict
 from rollout_queue.contract.stream import Entry, Verdicts
+from rollout_queue.redis.command_log import CommandReader
 from rollout_queue.redis.stream_reader import StreamReader
 from rollout_queue.trainer_commands import (
     BEGINNING,
     CommandFailed,
-    CommandReader,
     ForwardBackward,
     LoggedCommand,
     Refused,

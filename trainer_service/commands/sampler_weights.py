@@ -15,7 +15,8 @@ from typing import Protocol, TypeVar
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.object_store import StoreUnavailable
-from rollout_queue.trainer_commands import WHOLE_MODEL, CommandReader, Dropped, Published
+from rollout_queue.redis.command_log import CommandReader
+from rollout_queue.trainer_commands import WHOLE_MODEL, Dropped, Published
 from trainer_service.commands.model_ranks import ModelRanks
 from trainer_service.commands.saved_models import Exports, SavedModels, place_in, safe_name
 from trainer_service.heartbeat import Heartbeat

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rollout_queue.contract.published_policy import ObjectPrefix
+from rollout_queue.redis.command_log import CommandReader
 from rollout_queue.redis.stream_reader import StreamReader
-from rollout_queue.trainer_commands import CommandReader, Published
+from rollout_queue.trainer_commands import Published
 from trainer_service.commands.command_trainer import CommandTrainer, UntrainedTurns
 from trainer_service.commands.model_ranks import ModelRanks
 from trainer_service.commands.sampler_weights import NotPublished, SamplerWeights, WrittenAdapter

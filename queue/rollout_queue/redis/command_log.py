@@ -54,8 +54,9 @@ FREED_AT_ONCE = 200
 """How many commands one script removes: Redis serves nobody else meanwhile."""
 
 
-class RedisCommandReader:
-    """CommandReader on Redis. `redis` returns bytes (decode_responses off), `token` is of a claimed Lease."""
+class CommandReader:
+    """The trainer's end. Every method raises StorageUnavailable, and LeaseLost if another trainer has claimed
+    the lease. `redis` returns bytes (decode_responses off), `token` is of a claimed Lease."""
 
     def __init__(self, redis: Redis, token: str) -> None:
         self._redis, self._token = redis, token
@@ -65,6 +66,8 @@ class RedisCommandReader:
         self._forget_adapter = redis.register_script(command_scripts.FORGET_ADAPTER)
 
     def read(self, after: str, count: int, block_s: float) -> Sequence[LoggedCommand]:
+        """Up to `count` commands after this position, in order. Waits up to `block_s` for the first. A
+        command that cannot be decoded comes as `Refused`."""
         with available():
             block = max(1, int(block_s * 1000))
             streams: Any = self._redis.xread({key_names.COMMANDS: after}, count=count, block=block)
@@ -75,6 +78,7 @@ class RedisCommandReader:
         ]
 
     def answer(self, command: LoggedCommand, result: Result) -> None:
+        """Store the result, and wake those who wait for it. Storing the same again changes nothing."""
         request = command.request_id
         named = [key_names.model(command.model_id), key_names.result(request), key_names.RESULTS_ANNOUNCED]
         named += [key_names.RESULTS_UNREAD, key_names.COMMANDS_HELD, key_names.kept(command.model_id)]
@@ -92,6 +96,7 @@ class RedisCommandReader:
         self._fenced(self._answer, named, [*arguments, *_kept(command, result), command.model_id])
 
     def answered(self, request_ids: Sequence[str]) -> Sequence[bool]:
+        """Which of these commands have a result."""
         if not request_ids:
             return []
         with available(), self._redis.pipeline(transaction=False) as pipeline:
@@ -100,6 +105,7 @@ class RedisCommandReader:
             return [bool(found) for found in pipeline.execute()]
 
     def free(self, position: str) -> None:
+        """Remove the commands up to this position, which a durable checkpoint contains."""
         arguments: list[str | bytes | float] = [position, FREED_AT_ONCE]
         while (
             self._fenced(self._free, [key_names.COMMANDS, key_names.COMMANDS_HELD], arguments)
@@ -108,11 +114,15 @@ class RedisCommandReader:
             pass
 
     def held_bytes(self) -> tuple[int, int]:
+        """The bytes of all commands in the log, and the most that it may hold. The closer they are, the
+        sooner a checkpoint is due."""
         with available():
             held, most = self._redis.hmget(key_names.COMMANDS_HELD, "bytes", "most")
         return int(held or 0), int(most or 0)
 
     def ended(self, model_ids: Collection[str]) -> Mapping[str, str]:
+        """Those of these models that no new command can reach, and why: their memory can be freed. A model
+        that has ended once has ended for ever, also when its records are gone."""
         if not model_ids:
             return {}
         with available(), self._redis.pipeline(transaction=False) as pipeline:
@@ -123,6 +133,7 @@ class RedisCommandReader:
         return {model_id: why.decode() for model_id, why in reasons.items() if why is not None}
 
     def dropped(self) -> Dropped:
+        """The weights that were deleted, before or after the commands that were read last."""
         with available(), self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hgetall(key_names.DROPPED)  # bounded: what was deleted since the trainer's last step
             pipeline.hgetall(key_names.DROPPED_ADAPTERS)  # bounded: so, too
@@ -136,9 +147,12 @@ class RedisCommandReader:
         )
 
     def forget_weights(self, model_id: str, name: str, deleted: str) -> None:
+        """Forget the deletions of these weights up to this place: their files are gone, and no replay begins
+        before it."""
         self._fenced(self._forget_weights, [key_names.DROPPED], [f"{model_id}|{name}", deleted])
 
     def forget_adapter(self, policy: str, version: int) -> None:
+        """Forget a version of an adapter: its files are gone."""
         self._fenced(self._forget_adapter, [key_names.DROPPED_ADAPTERS], [f"{policy}|{version}"])
 
     def _fenced(self, script: Script, named: Sequence[str], arguments: Sequence[str | bytes | float]) -> Any:

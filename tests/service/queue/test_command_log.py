@@ -11,7 +11,7 @@ from redis import Redis
 from rollout_queue.contract.errors import LeaseLost
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.redis import key_names
-from rollout_queue.redis.command_log import CommandSubmissions, Gone, RedisCommandReader, Waiting
+from rollout_queue.redis.command_log import CommandReader, CommandSubmissions, Gone, Waiting
 from rollout_queue.trainer_commands import (
     BEGINNING,
     Answer,
@@ -47,21 +47,19 @@ def passes(tokens: int) -> ForwardBackward:
     return ForwardBackward("cross_entropy", {}, (Datum(ids, ids, 1, {"weights": Logprobs([1.0] * tokens)}),))
 
 
-async def logged(
-    log: CommandSubmissions, reader: RedisCommandReader, *commands: Command
-) -> list[LoggedCommand]:
+async def logged(log: CommandSubmissions, reader: CommandReader, *commands: Command) -> list[LoggedCommand]:
     await log.open("m", "owner", b"")
     for number, command in enumerate(commands):
         await log.submit("m", number, str(number), command)
     return list(reader.read(BEGINNING, 100, 0.01))
 
 
-def numbers(reader: RedisCommandReader, model_id: str = "m") -> list[int]:
+def numbers(reader: CommandReader, model_id: str = "m") -> list[int]:
     return [each.number for each in reader.read(BEGINNING, 1000, 0.01) if each.model_id == model_id]
 
 
 async def test_commands_in_any_order_twice_are_in_the_log_once_and_in_order(
-    log: CommandSubmissions, reader: RedisCommandReader
+    log: CommandSubmissions, reader: CommandReader
 ) -> None:
     assert await log.open("m", "owner", b"spec") is None
     assert await log.open("m", "owner", b"other") == b"spec"
@@ -75,9 +73,7 @@ async def test_commands_in_any_order_twice_are_in_the_log_once_and_in_order(
     assert await log.submit("m", 200 + 10_001, "digest", STEP) == "far"
 
 
-async def test_a_command_waits_for_those_before_it(
-    log: CommandSubmissions, reader: RedisCommandReader
-) -> None:
+async def test_a_command_waits_for_those_before_it(log: CommandSubmissions, reader: CommandReader) -> None:
     await log.open("m", "owner", b"")
     for number in (2, 1, 4):
         await log.submit("m", number, str(number), STEP)
@@ -92,7 +88,7 @@ async def test_a_command_waits_for_those_before_it(
 
 
 async def test_a_result_is_read_many_times_and_the_first_one_stays(
-    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+    log: CommandSubmissions, reader: CommandReader, redis: Redis
 ) -> None:
     (command,) = await logged(log, reader, passes(3))
     assert isinstance(await log.result("m", 0), Waiting)
@@ -109,7 +105,7 @@ async def test_a_result_is_read_many_times_and_the_first_one_stays(
     assert isinstance(await log.result("m", 0), Gone), "nobody waits for a result that was there"
 
 
-async def test_what_lasts_is_found_by_its_name(log: CommandSubmissions, reader: RedisCommandReader) -> None:
+async def test_what_lasts_is_found_by_its_name(log: CommandSubmissions, reader: CommandReader) -> None:
     sampler = SaveForSampler("b")
     commands = await logged(log, reader, SaveWeights("a"), sampler, SaveWeights("c"))
     results: list[Result] = [Saved(10), Published("m", 1, "/there"), CommandFailed("no", "user")]
@@ -126,7 +122,7 @@ async def test_what_lasts_is_found_by_its_name(log: CommandSubmissions, reader: 
 
 
 async def test_only_the_trainer_with_the_lease_answers(
-    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+    log: CommandSubmissions, reader: CommandReader, redis: Redis
 ) -> None:
     (command,) = await logged(log, reader, STEP)
     redis.set(key_names.FENCE, "another")
@@ -138,7 +134,7 @@ async def test_only_the_trainer_with_the_lease_answers(
 
 
 async def test_a_full_log_takes_small_commands_and_is_freed_by_checkpoints(
-    log: CommandSubmissions, reader: RedisCommandReader
+    log: CommandSubmissions, reader: CommandReader
 ) -> None:
     for name in ("m", "n"):
         await log.open(name, "owner", b"")
@@ -170,7 +166,7 @@ async def test_a_full_log_takes_small_commands_and_is_freed_by_checkpoints(
 
 
 async def test_results_that_nobody_reads_fill_the_log_too(
-    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+    log: CommandSubmissions, reader: CommandReader, redis: Redis
 ) -> None:
     await log.open("m", "owner", b"")
     await log.open("n", "owner", b"")
@@ -191,7 +187,7 @@ async def test_results_that_nobody_reads_fill_the_log_too(
 
 
 async def test_a_command_of_a_newer_build_is_refused_and_the_next_ones_run(
-    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+    log: CommandSubmissions, reader: CommandReader, redis: Redis
 ) -> None:
     redis.xadd(key_names.COMMANDS, {"m": "m", "n": 0, "c": b"\x63future"})
     (command,) = reader.read(BEGINNING, 10, 0.01)
@@ -200,7 +196,7 @@ async def test_a_command_of_a_newer_build_is_refused_and_the_next_ones_run(
 
 
 async def test_a_model_that_ends_leaves_nothing_in_the_log(
-    log: CommandSubmissions, reader: RedisCommandReader
+    log: CommandSubmissions, reader: CommandReader
 ) -> None:
     await logged(log, reader, STEP)
     held = reader.held_bytes()[0]
@@ -234,7 +230,7 @@ async def test_ended_models_leave_nothing_but_their_own_records(
 
 
 async def test_a_model_whose_record_is_removed_has_ended_and_keeps_nothing(
-    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+    log: CommandSubmissions, reader: CommandReader, redis: Redis
 ) -> None:
     (command,) = await logged(log, reader, SaveWeights("a"))
     redis.delete(key_names.model("m"))
@@ -244,7 +240,7 @@ async def test_a_model_whose_record_is_removed_has_ended_and_keeps_nothing(
 
 
 async def test_a_full_redis_accepts_answers_and_frees_the_log(
-    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+    log: CommandSubmissions, reader: CommandReader, redis: Redis
 ) -> None:
     (command,) = await logged(log, reader, STEP)
     redis.config_set("maxmemory", 1)
@@ -257,7 +253,7 @@ async def test_a_full_redis_accepts_answers_and_frees_the_log(
 
 
 async def test_deleted_weights_stay_deleted_when_a_replay_answers_again(
-    log: CommandSubmissions, reader: RedisCommandReader
+    log: CommandSubmissions, reader: CommandReader
 ) -> None:
     first, second, last = await logged(log, reader, SaveWeights("x"), SaveWeights("x", overwrite=True), STEP)
     reader.answer(first, Saved(1))
@@ -283,7 +279,7 @@ async def test_deleted_weights_stay_deleted_when_a_replay_answers_again(
 
 
 async def test_a_deletion_spares_what_is_logged_and_not_yet_saved(
-    log: CommandSubmissions, reader: RedisCommandReader
+    log: CommandSubmissions, reader: CommandReader
 ) -> None:
     first, second = await logged(log, reader, SaveWeights("x"), SaveWeights("x", overwrite=True))
     reader.answer(first, Saved(1))
@@ -293,7 +289,7 @@ async def test_a_deletion_spares_what_is_logged_and_not_yet_saved(
 
 
 async def test_versions_that_nobody_can_name_are_noted(
-    log: CommandSubmissions, reader: RedisCommandReader
+    log: CommandSubmissions, reader: CommandReader
 ) -> None:
     made = await logged(log, reader, *(SaveForSampler(name) for name in ("s", "s", "~1", "~2")))
     results: list[Result] = [Published("a", version, "/there") for version in (1, 2, 3, 4)]
@@ -323,7 +319,7 @@ async def test_versions_that_nobody_can_name_are_noted(
 
 
 async def test_weights_are_listed_by_the_end_of_their_time(
-    log: CommandSubmissions, reader: RedisCommandReader, redis: Redis
+    log: CommandSubmissions, reader: CommandReader, redis: Redis
 ) -> None:
     first, second = await logged(log, reader, SaveWeights("x"), SaveWeights("x", overwrite=True))
     redis.hset(key_names.kept_terms("m"), "weights/x#0", '{"ttl_s":3600}')

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.redis.command_log import CommandReader
 from rollout_queue.trainer_commands import (
     Command,
     CommandFailed,
-    CommandReader,
     Created,
     CreateModel,
     LoadWeights,

@@ -1,6 +1,6 @@
 """A trainer that answers each command at once with numbers that a test can predict, on a real command log.
 
-`tests/trainer_service` has the real one; both obey the protocol `CommandReader`.
+`tests/trainer_service` has the real one; both read with `CommandReader`.
 """
 
 import threading
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from redis import Redis
 
 from rollout_queue.contract.packed_tokens import Logprobs
-from rollout_queue.redis.command_log import RedisCommandReader
+from rollout_queue.redis.command_log import CommandReader
 from rollout_queue.redis.lease import Lease
 from rollout_queue.trainer_commands import (
     BEGINNING,
@@ -40,7 +40,7 @@ from rollout_queue.trainer_commands import (
 class ScriptedTrainer:
     """`seen` has the commands that it answers, in order."""
 
-    reader: RedisCommandReader
+    reader: CommandReader
     seen: list[LoggedCommand] = field(default_factory=list)
     go_on: threading.Event = field(default_factory=threading.Event)
     """While it is clear, nothing is answered."""
@@ -85,7 +85,7 @@ def scripted_trainer(redis: Redis) -> Iterator[ScriptedTrainer]:
     """A trainer that holds the lease until the end of the block."""
     lease = Lease(redis, 60)
     assert lease.claim() is None
-    trainer = ScriptedTrainer(RedisCommandReader(redis, lease.token))
+    trainer = ScriptedTrainer(CommandReader(redis, lease.token))
     trainer.go_on.set()
     thread = threading.Thread(target=trainer.run)
     thread.start()

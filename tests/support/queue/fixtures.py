@@ -6,7 +6,7 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from rollout_queue.redis.command_log import CommandSubmissions, RedisCommandReader
+from rollout_queue.redis.command_log import CommandReader, CommandSubmissions
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.queue.ends import Ends
@@ -35,10 +35,10 @@ def log(connection: AsyncRedis) -> CommandSubmissions:
 
 
 @pytest.fixture
-def reader(redis: Redis) -> RedisCommandReader:
+def reader(redis: Redis) -> CommandReader:
     lease = Lease(redis, 30)
     assert lease.claim() is None
-    return RedisCommandReader(redis, lease.token)
+    return CommandReader(redis, lease.token)
 
 
 @pytest.fixture

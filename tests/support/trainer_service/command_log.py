@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+from rollout_queue.redis.command_log import CommandReader
 from rollout_queue.trainer_commands import (
     Answer,
     Command,
@@ -19,7 +20,7 @@ class Killed(BaseException):
     """The process ends here, and nothing is cleaned up."""
 
 
-class MemoryCommandLog:
+class MemoryCommandLog(CommandReader):
     """Both ends of a log. It stays as it is when a trainer that reads it is gone."""
 
     def __init__(self) -> None:

@@ -266,6 +266,17 @@ class MemoryStream(  # type: ignore[misc] # it has neither client
         overdue = [s for s, deadline in self.deadlines.items() if deadline <= now][:limit]
         return sum(self._expire_one(session_id, now) for session_id in overdue)
 
+    async def heartbeat(self, session_id: str, now: float, at_least_s: float = 0.0) -> float:
+        head = self.heads.get(session_id)
+        if head is None or head.state != "open" or head.outcome is not None:
+            raise SessionClosed(f"session {session_id} is {'finished' if head else 'unknown'}")
+        self._change(session_id, beaten_at=now)
+        expires_at = now + max(head.spec.ttl_s, at_least_s)
+        self.deadlines[session_id] = max(self.deadlines[session_id], expires_at)
+        return expires_at
+
+    # The deleter
+
     async def delete_session(self, session_id: str) -> Tombstone | None:
         if (head := self.heads.pop(session_id, None)) is None:
             return None

@@ -68,8 +68,8 @@ def read_source(name: str, path: Path) -> Source:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             functions += 1
         elif isinstance(node, ast.ClassDef):
-            bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
-            protocols += [node.name] if "Protocol" in bases else []
+            bases = {ast.unparse(base).partition("[")[0] for base in node.bases}
+            protocols += [node.name] if bases & {"Protocol", "typing.Protocol"} else []
     return Source(name, path, text.count("\n"), functions, frozenset(imports), tuple(protocols))
 
 

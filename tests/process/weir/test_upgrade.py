@@ -1,5 +1,4 @@
-"""Releases read each other's Redis and checkpoints: this tree, and the tree before `weir:schema`, in
-processes."""
+"""Releases read each other's Redis and checkpoints: this tree and an earlier one, in processes."""
 
 import io
 import json
@@ -24,17 +23,22 @@ from weir.audit.audit_sources import Sources
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[3]
-BEFORE = "912b7a969a80a2e2735c8e4225fe85e4a4a3a7c5"
-"""The last commit without `weir:schema`."""
-
+BEFORE = "14dce7f0de9c685d4d4a5d6ea10e1ec313d1cbdf"
+"""The last commit whose modules have the names of the earlier release."""
+OWN_NAMES = """
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.redis.stream_writer import StreamWriter
+"""
+EARLIER_NAMES = """
+from rollout_queue.contract.tokens import Logprobs, TokenIds
+from rollout_queue.redis.writer import RedisWriter as StreamWriter
+"""
 PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from rollout_queue.contract.records import Outcome, SessionSpec, Span, Turn
-from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
-from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.weir.small_trainer import SmallTrainer
 
 url, directory, prefix, steps = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -87,8 +91,8 @@ def process(tmp_path: Path) -> Iterator[RedisProcess]:
 
 
 def started(tree: Path, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with the packages of this tree, and with the small trainer, which uses them."""
-    paths = [tree, tree / "queue", tree / "deploy", ROOT]
+    """Run Python with the packages of this tree, and with its small trainer, which uses them."""
+    paths = [tree, tree / "queue", tree / "deploy"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, *arguments]
     return subprocess.run(
@@ -98,7 +102,8 @@ def started(tree: Path, directory: Path, *arguments: str) -> subprocess.Complete
 
 def run(tree: Path, process: RedisProcess, directory: Path, prefix: str, steps: int) -> dict[str, Any]:
     """Ten sessions are answered and finished, and the trainer makes so many steps, by this tree's code."""
-    done = started(tree, directory, "-c", PROGRAM, process.url, str(directory), prefix, str(steps))
+    program = (OWN_NAMES if tree == ROOT else EARLIER_NAMES) + PROGRAM
+    done = started(tree, directory, "-P", "-c", program, process.url, str(directory), prefix, str(steps))
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert said["from"] == str(tree)

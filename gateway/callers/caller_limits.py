@@ -230,8 +230,9 @@ class RateLimiter:
             raise
         self._shared_at, now = started, clock.monotonic()
         for (owner, usage), seconds in zip(usages.items(), left, strict=True):
-            # Redis does not know the units that were used here while it answered: they are `unshared_s`.
-            known = now + float(seconds) + usage.unshared_s
+            # Redis does not know the units that were used here while it answered: they are `unshared_s`. That
+            # this process has stood still meanwhile holds nobody up, so the time of the question counts.
+            known = started + float(seconds) + usage.unshared_s
             usage.bucket.empty_at = max(usage.bucket.empty_at, known)
             if usage.bucket.empty_at <= now:
                 del self._usage[owner]

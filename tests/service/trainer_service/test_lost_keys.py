@@ -40,8 +40,8 @@ DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
 FIXED = {name: each for name, each in vars(key_names).items() if isinstance(each, key_names.Key)}
 NAMED = {
     name: call("…", *["…"] * (len(inspect.signature(call).parameters) - 1))
-    for name, call in vars(key_names).items()
-    if inspect.isfunction(call)
+    for name, call in inspect.getmembers(key_names, inspect.isfunction)
+    if isinstance(made := inspect.signature(call).return_annotation, type) and issubclass(made, key_names.Key)
 }
 """The keys that have something in their names, with … in its place."""
 

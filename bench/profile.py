@@ -34,7 +34,7 @@ PARTS = {
     "gateway/generations/generation.py": "recording",
     "gateway/generations/recorder": "recording",
     "gateway/fleet/": "sampling",
-    "gateway/metrics": "recording",
+    "gateway/counters": "recording",
     "rollout_queue/": "recording",
     "rollout_queue/http/": "edge",
 }

@@ -50,7 +50,7 @@ Resolve = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class ActionSchema:
-    """The JSON schema of an environment's actions. `metadata` is a field of every action, and nobody's."""
+    """The JSON schema of an environment's actions. `metadata`, a field of every action, is left out."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
@@ -229,7 +229,7 @@ class EpisodeConnection:
             elif message.type is aiohttp.WSMsgType.ERROR:
                 break
         if self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
-            self._ended = f"it is longer than {MOST_MESSAGE} bytes"
+            self._ended = f"the answer is longer than {MOST_MESSAGE} bytes"
         elif error := self._socket.exception():
             self._ended = f"the connection broke: {error}"
         await self._answers.put(None)
@@ -266,7 +266,8 @@ T = TypeVar("T")
 
 
 class WaitingLine:
-    """`waits_s` is how long the server may let nobody in."""
+    """Episodes that wait for a place, first come first served. It gives up if the server lets nobody in for
+    `waits_s`."""
 
     def __init__(self, waits_s: float) -> None:
         self._waits_s = waits_s

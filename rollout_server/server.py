@@ -53,7 +53,7 @@ from rollout_server.weights.weights_store import WeightsStore
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""How often the time is compared."""
+"""How often it is checked whether a trainer's time with the memory is over."""
 
 
 class EngineMemory:
@@ -71,7 +71,7 @@ class EngineMemory:
         """Give the memory to `holder` for this time, from now on. Returns whether it had the memory already.
         Waits while the engine loads a version. Raises MemoryRefused, also while another one's time runs."""
         if not self._shared:
-            raise MemoryRefused("the engine's memory is not shared: set rollout_server.server to shared")
+            raise MemoryRefused("the engine's memory is not shared: set rollout_server.memory to shared")
         async with self._reloader.swap:
             renewed = self._engine.withheld
             if renewed and holder != self._holder and not self._is_over():

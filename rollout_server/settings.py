@@ -111,7 +111,7 @@ class RolloutServerSettings(ServiceSettings):
     engine_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto: on a GPU if there is one."""
     memory: Literal["exclusive", "shared"] = "exclusive"
-    """shared: the engine gives the memory of its device to a trainer for each step (`memory.py`)."""
+    """shared: the engine gives the memory of its device to a trainer for each step (`EngineMemory`)."""
     engine_args: list[str] = []
     """Appended to SGLang's command line, so they override the arguments of this service."""
     engine_log: Path | None = None

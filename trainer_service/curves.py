@@ -10,7 +10,6 @@ are found, so no path is made of what a request names.
 """
 
 import re
-import threading
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
@@ -141,7 +140,7 @@ class Curves:
         self._columns: OrderedDict[str, Column] = OrderedDict()
         self._names: list[str] = []
         self._tasks: dict[str, None] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def read(self, metrics: Sequence[str], first: int | None, last: int | None, buckets: int) -> CurvesReply:
         """The metrics between two steps, in at most `buckets` buckets. No name has a character of
@@ -289,7 +288,7 @@ class KeptRun(msgspec.Struct, frozen=True):
 
 
 class KeptRuns:
-    """Finds and reads them. Threads may share it."""
+    """Finds and reads the runs that are kept beside this one. Threads may share it."""
 
     def __init__(self, path: Path | None) -> None:
         """`path` is the file of this run, which is not among them."""

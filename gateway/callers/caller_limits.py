@@ -1,4 +1,4 @@
-"""The arithmetic of limits: buckets, trends, and how long to wait; and the rate of each client key."""
+"""The arithmetic of limits: buckets, trends, and how long to wait; and what each client key has used."""
 
 import math
 from collections import deque

@@ -1,4 +1,4 @@
-"""The calls in flight: each makes one answer in a task of its own, and whoever wants the answer follows it.
+"""The calls in flight: each makes an answer in a task; its client, and retries that join it, follow it.
 
 request ──begin──▶ task of the call: read ▸ session ▸ sample ▸ record ──▶ tokens, recorded answers, the end
     └─────follow─▶ the client that made it ◀──┐

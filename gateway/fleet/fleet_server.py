@@ -93,8 +93,8 @@ class Breaker:
     trial: bool = False
     """A trial call is in flight."""
     unreachable: bool = False
-    """The last failure was that no connection could be made. `Fleet` never chooses such a server while its
-    breaker is open."""
+    """The last failure was that no connection could be made. `placement.py` never chooses such a server while
+    its breaker is open."""
 
     @property
     def state(self) -> Literal["closed", "half_open", "open"]:

@@ -62,7 +62,7 @@ class WantedServer(NamedTuple):
 
 
 class Rotation:
-    """Chooses among `servers`, which others change."""
+    """Chooses the server of each call. `Fleet` changes `servers`."""
 
     def __init__(self, servers: Mapping[str, FleetServer]) -> None:
         self.servers = servers

@@ -1,12 +1,10 @@
-"""Reads how many sessions are at each stage between opening and verdict, and what they wait for.
+"""Reads for `GET /admin/pipeline` how many sessions are at each stage, and what all wait for.
 
 open ─▶ waiting_reward ─▶ ended (its group is not complete: group_incomplete; else: ready) ─▶ a verdict
 
 The work of one reading is bounded, however many sessions there are. Redis counts verdicts when they are given
 (`weir:verdicts`). Only sessions that may still expire need action. Of these, the `MAX_SESSIONS` that expire
 first are read. Requests within `SHARED_S` seconds of a reading share its report.
-
-The report of `GET /admin/pipeline`: what sessions, groups and the trainer wait for.
 """
 
 import asyncio
@@ -48,8 +46,8 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """How many sessions and groups wait, and for what. Of the sessions that may still expire, and of their
-    groups, only those among the `looked_at` sessions that were read are counted."""
+    """How many sessions and groups wait, and for what. Of the sessions that may still expire, `looked_at`
+    were read; the others, and their groups, are not counted."""
 
     states: Mapping[str, int]
     verdicts: Mapping[str, int]
@@ -69,7 +67,7 @@ class QueueCounts(NamedTuple):
 
     sessions: int
     """All sessions that were ever opened, deleted and forgotten ones included."""
-    timed: int
+    may_expire: int
     """Sessions that may still expire."""
     verdicts: Mapping[str, int]
     forgotten: int
@@ -89,7 +87,7 @@ class QueueCounts(NamedTuple):
         An estimate: sessions and counters are not read at the same moment.
         """
         decided = sum(number for name, number in self.verdicts.items() if name.startswith("session:"))
-        return max(0, self.sessions - self.timed - decided)
+        return max(0, self.sessions - self.may_expire - decided)
 
 
 class IncompleteGroup(NamedTuple):
@@ -131,7 +129,7 @@ def report_of(snapshot: PipelineSnapshot) -> PipelineReport:
         key=lambda group: snapshot.now if group.since is None else group.since,
     )
     open_, unrewarded = len(snapshot.of("open")), len(snapshot.of("waiting_reward"))
-    finished = max(0, queue.sessions - queue.timed)
+    finished = max(0, queue.sessions - queue.may_expire)
     finished += len(snapshot.of("ended")) + len(snapshot.of("decided"))
     return PipelineReport(
         states={"open": open_, "waiting_reward": unrewarded, "finished": finished},
@@ -143,7 +141,7 @@ def report_of(snapshot: PipelineSnapshot) -> PipelineReport:
             **queue.verdicts,
         },
         looked_at=len(snapshot.found),
-        may_expire=queue.timed,
+        may_expire=queue.may_expire,
         forgotten=queue.forgotten,
         groups=[_group(group) for group in waiting[:MAX_GROUPS]],
         groups_waiting=len(waiting),
@@ -169,9 +167,9 @@ def _group(group: IncompleteGroup) -> GroupReport:
 
 def _notes(snapshot: PipelineSnapshot) -> Iterator[str]:
     queue = snapshot.queue
-    if len(snapshot.found) < queue.timed:
+    if len(snapshot.found) < queue.may_expire:
         yield (
-            f"{counted(queue.timed, 'session')} may still expire; of these and their groups, the next "
+            f"{counted(queue.may_expire, 'session')} may still expire; of these and their groups, the next "
             f"sentences count only the {len(snapshot.found)} that expire first"
         )
     if unreadable := [each.session_id for each in snapshot.found if not each.readable]:
@@ -299,15 +297,15 @@ async def _queue(redis: Redis) -> QueueCounts:
         pipeline.hgetall(key_names.TRAINER)
         pipeline.xpending(key_names.STREAM, key_names.GROUP)
         replies: list[Any] = await stored(pipeline.execute(raise_on_error=False))
-    *counted, pending = replies
-    for reply in counted:
+    *replied, pending = replies
+    for reply in replied:
         if isinstance(reply, Exception):
             raise StorageUnavailable(f"Redis: {reply}") from reply
-    sessions, timed, verdicts, counts, entries, dead, trainer = counted
+    sessions, may_expire, verdicts, counts, entries, dead, trainer = replied
     forgotten = forgotten_sessions(counts)
     return QueueCounts(
         sessions=sessions + forgotten,
-        timed=timed,
+        may_expire=may_expire,
         forgotten=forgotten,
         verdicts={name.decode(): int(number) for name, number in sorted(verdicts.items())},
         entries=entries,

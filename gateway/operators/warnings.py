@@ -2,8 +2,6 @@
 
 Redis counts how sessions have ended. The monitor reads the counters at every poll and remembers earlier
 values. So it knows how sessions ended recently, although it reads no session.
-
-Numbers and times in sentences for operators.
 """
 
 import logging

@@ -25,8 +25,8 @@ Group = TypeVar("Group")
 def non_finite_groups(groups: Sequence[Group], is_finite: Callable[[Sequence[Group]], bool]) -> list[Group]:
     """The groups whose own gradient is not finite; empty if the joint gradient of all groups is finite.
 
-    If every group has a finite gradient but their joint gradient is not finite, returns the smallest part of
-    the groups with that property that bisection finds.
+    If every group has a finite gradient and their joint gradient is not finite, these are the smallest part
+    that bisection finds whose joint gradient is not finite.
     """
     if is_finite(groups):
         return []

@@ -8,8 +8,8 @@ redis.index    for each key its name, when it expires, and where its value is
 In a backup the names of all keys begin with `weir:`, whatever the `redis_key_prefix` of the deployment.
 
 By SYNC, which replicas use, Redis sends its data as they were when it forked. Calls go on meanwhile, and no
-file of Redis is read, so it may be anywhere, also behind TLS. The child process of Redis needs memory for the
-pages that change while it writes.
+file of Redis is read, so Redis may run on any host, also behind TLS. The child process of Redis needs memory
+for the pages that change while it writes.
 """
 
 import mmap
@@ -68,7 +68,7 @@ class RecordWriter:
         kind: int,
         read: Callable[[Callable[[bytes], object]], object],
     ) -> None:
-        """Write one key. `read` gives the bytes of its value to its argument."""
+        """Write one key. `read(take)` calls `take` with each piece of the value."""
         size, check = 0, 0
 
         def keep(piece: bytes) -> None:

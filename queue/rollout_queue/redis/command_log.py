@@ -197,8 +197,9 @@ def _command(packed: bytes) -> Command:
 MOST_EARLY = 10_000
 """How far a command may be ahead of the next one of its model."""
 RESULTS_AT_ONCE = 500
-KEPT_AT_ONCE = 500
 """How many results one script removes: Redis serves nobody else meanwhile."""
+KEPT_AT_ONCE = 500
+"""How many fields one HSCAN reads."""
 READ_TTL_S = 900.0
 """How long a result can be read again, after it was read for the first time: its answer may be lost."""
 
@@ -221,11 +222,11 @@ class Waiting(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """There is no such command, or its result has expired."""
+    """There is no such command or client session, or the result has expired."""
 
 
 class CommandSubmissions:
-    """Every method raises StorageUnavailable."""
+    """The gateways' end. Every method raises StorageUnavailable."""
 
     def __init__(self, redis: AsyncRedis, most_bytes: Callable[[], int]) -> None:
         """`most_bytes` tells what the log may hold now."""

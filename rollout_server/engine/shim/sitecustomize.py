@@ -8,9 +8,9 @@ With the variable ENGINE_WITHOUT_PINNED_MEMORY, torch ignores requests for pinne
 them for LoRA adapters on every device, and a CPU torch refuses them. With ENGINE_WITHOUT_CUDA_RUNTIME,
 host memory is registered with CUDA in name only: SGLang registers its record of routed experts.
 
-In SGLang's LoRA backend for CPU, each row of the output head gets the adapter of its own call. A prefill
-computes the head for a few tokens of each call only, and SGLang 0.5.23 (SGLang's LoRA backend for torch)
-counts all of them here, so that calls get each other's adapters.
+In SGLang's LoRA backend for CPU, each row of the output head gets the adapter of its own call. SGLang 0.5.23
+counts all tokens of a prefill there, although the head is computed for a few tokens of each call only. So
+calls got each other's adapters.
 
 SGLang imports the module of Qwen's image processor only if some operators of Qwen3.5 are in
 `torch.ops.sgl_kernel`. The package for CPU lacks them, so they are declared here by name.

@@ -257,7 +257,7 @@ async def test_a_waiting_version_whose_files_are_lost_ends_the_engine_and_it_sta
 async def test_memory_that_is_not_shared_is_not_given_away(harness: Harness) -> None:
     answer = await release(harness)
     assert answer.status_code == 409
-    assert "rollout_server.server" in answer.json()["error"]["message"]
+    assert "rollout_server.memory" in answer.json()["error"]["message"]
     assert (await harness.status())["state"] == "ready"
 
 

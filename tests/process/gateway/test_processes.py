@@ -335,6 +335,10 @@ def test_a_deletion_that_died_with_its_gateway_is_finished_by_another(processes:
                 pipeline.xadd(key_names.STREAM, {key_names.STREAM_FIELD: b"\x01"})
             pipeline.execute()
         assert gateway.chat(MARK, path=path_of(session)).status_code == 200
+        head = key_names.session(session["session_id"])
+        fields: list[Any] = redis.hkeys(head)
+        # An older build has no ids of entries: then all entries are read.
+        redis.hdel(head, *(name for name in fields if name.startswith(b"e:")))
         with ThreadPoolExecutor() as pool:
             deleting = pool.submit(delete, gateway, session)
             wait_until(lambda: redis.hexists(key_names.DELETED, session["session_id"]))

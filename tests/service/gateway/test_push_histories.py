@@ -120,7 +120,7 @@ class Requests:
         self, server: Server, asked: ReloadBody, key: tuple[str, int, int, int]
     ) -> tuple[int, bytes]:
         process, mode = server.process, server.mode
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # a server works for a moment
         if server.state == "dead" or server.process != process:
             raise OSError("connection refused")
         if mode == "hangs":
@@ -180,7 +180,7 @@ class Gateway:
         for _ in range(times):
             self.look()
             await self.driver.step()
-            await asyncio.sleep(0.003)
+            await asyncio.sleep(0.003)  # the servers' work goes on between two steps
 
     async def close(self) -> None:
         await self.driver.close()

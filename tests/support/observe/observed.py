@@ -78,6 +78,7 @@ def observed_system(model: Path, tokenizer: Tokenizer, root: Path) -> Iterator[O
         trainer.until("/ready")
         turn_ids = _play(gateway)
         wait_until(lambda: trainer.until("/status")["step"] >= 1, STEP_WITHIN_S)
+        environment.undo()  # other tests of this process start services, too
         yield Observed(
             gateway=gateway,
             trainer=trainer,

@@ -1,5 +1,4 @@
-"""A trainer that learns nothing: it reads entries, makes real checkpoints, and acknowledges as the real one.
-A trainer that learns nothing: it reads entries, makes real checkpoints, and acknowledges as the real one."""
+"""A trainer that learns nothing: it reads entries, makes real checkpoints, and acknowledges as a real one."""
 
 from collections.abc import Callable
 from pathlib import Path

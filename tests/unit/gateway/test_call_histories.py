@@ -197,7 +197,7 @@ class History:
 
 async def settled() -> None:
     for _ in range(20):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # all tasks that can go on do so
 
 
 STEPS = ("append", "append", "append", "finish", "join", "fill", "empty", "leave", "wait", "fail")

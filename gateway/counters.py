@@ -12,6 +12,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Final, Generic, NamedTuple, ParamSpec, TypeVar
 
+import msgspec
+
 from rollout_queue import clock
 
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -40,14 +42,11 @@ class Distribution:
         return accumulate(self.counts)
 
 
-class TimeSpent:
+class TimeSpent(msgspec.Struct):
     """The seconds that one part of the calls took, and how often it ran."""
 
-    __slots__ = ("runs", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.runs = 0
+    seconds: float = 0.0
+    runs: int = 0
 
     def since(self, began: float) -> float:
         """Count a run that ends now. `began` and the returned end are times of `clock.monotonic`."""
@@ -80,7 +79,6 @@ class CallFigures:
         "session",
         "statuses",
         "tokenize",
-        "wait",
     )
 
     def __init__(self, dialect: str) -> None:
@@ -92,11 +90,11 @@ class CallFigures:
         self.first_token = Distribution(SECONDS)
         self.gaps = Distribution(GAP_SECONDS)
         self.engine_wait = Distribution(SECONDS)
+        """Until an engine accepted the request, or none did."""
         self.read = TimeSpent()
         self.session = TimeSpent()
         self.render = TimeSpent()
         self.tokenize = TimeSpent()
-        self.wait = TimeSpent()
         self.sample = TimeSpent()
         self.parse = TimeSpent()
         self.record = TimeSpent()
@@ -109,7 +107,7 @@ class CallFigures:
             "session": self.session,
             "render": self.render,
             "tokenize": self.tokenize,
-            "wait": self.wait,
+            "wait": TimeSpent(self.engine_wait.total, sum(self.engine_wait.counts)),
             "sample": self.sample,
             "parse": self.parse,
             "record": self.record,
@@ -122,9 +120,7 @@ class CallFigures:
 
     def sampled(self, began: float, accepted: float | None, ended: float) -> None:
         """An answer ended, or failed; `accepted` is when the first engine took it, if one did."""
-        waited_s = (ended if accepted is None else accepted) - began
-        self.engine_wait.add(waited_s)
-        self.wait.add(waited_s)
+        self.engine_wait.add((ended if accepted is None else accepted) - began)
         if accepted is not None:
             self.sample.add(ended - accepted)
 
@@ -139,17 +135,15 @@ class ThreadSeconds(threading.local):
     seconds = 0.0
 
 
-class PromptTime:
+class PromptTime(msgspec.Struct):
     """The times of one prompt, once `run` has returned or raised."""
 
-    __slots__ = ("_spent", "seconds", "tokenizer_s")
-
-    def __init__(self, spent: ThreadSeconds) -> None:
-        self._spent = spent
-        self.seconds = self.tokenizer_s = 0.0
+    spent: ThreadSeconds
+    seconds: float = 0.0
+    tokenizer_s: float = 0.0
 
     def run(self, work: Callable[[], T]) -> T:
-        spent = self._spent
+        spent = self.spent
         began, before = clock.monotonic(), spent.seconds
         try:
             return work()

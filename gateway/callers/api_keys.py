@@ -17,7 +17,7 @@ keys:
 import logging
 import re
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -58,14 +58,15 @@ class ApiKeys:
         self.configured = configured
         self._stored: tuple[ApiKey, ...] = ()
         self._last_change: bytes | None = None
-        self._unshared: dict[str, KeyUse] = {}
-        self._sharing: dict[str, KeyUse] = {}
+        self._unshared = defaultdict[str, KeyUse](KeyUse)
+        self._sharing: Mapping[str, KeyUse] = {}
         """What Redis is told now: it may not be part of `_spent` yet."""
         self._spent: Mapping[str, int] = {}
         """By name, the tokens in all, as of the last poll; only of keys with a budget."""
         self._index()
 
     def _index(self) -> None:
+        self.open = not self.configured
         names = {key.name for key in self.configured}
         known = [*(key for key in self._stored if key.name not in names), *self.configured]
         self._by_digest = {one.digest: key for key in known for one in key.secrets}
@@ -80,10 +81,6 @@ class ApiKeys:
         return self._by_owner.values()
 
     @property
-    def open(self) -> bool:
-        return not self.configured
-
-    @property
     def defaults(self) -> tuple[str, ...]:
         """The keys of DEFAULT_KEYS that this gateway accepts."""
         return tuple(key for key in DEFAULT_KEYS if self.find(digest(key)) is not None)
@@ -92,9 +89,10 @@ class ApiKeys:
         """The key with a secret of this digest. The time of the search tells nothing about a secret, because
         nobody can choose the digest of one."""
         key = None if presented is None else self._by_digest.get(presented)
-        if key is None or all(one.digest != presented for one in key.accepted_secrets(clock.now())):
+        if key is None or key.revoked_at is not None:
             return None
-        return key
+        now = clock.now()
+        return key if any(one.digest == presented and one.accepted(now) for one in key.secrets) else None
 
     def known_owner(self, owner: str) -> bool:
         """Whether a key with these sessions is still accepted."""
@@ -108,12 +106,12 @@ class ApiKeys:
     # KeyUse
 
     def note_use(self, key: ApiKey) -> None:
-        self._usage(key.name).at = clock.now()
+        self._unshared[key.name].at = clock.now()
 
     def spend(self, owner: str, tokens: int) -> None:
         """Count the tokens of a call for the key that owns its session."""
         if (key := self._by_owner.get(owner)) is not None:
-            usage = self._usage(key.name)
+            usage = self._unshared[key.name]
             usage.tokens += tokens
             usage.at = usage.at or clock.now()
 
@@ -124,12 +122,6 @@ class ApiKeys:
             return None
         own = sum(each[key.name].tokens for each in (self._unshared, self._sharing) if key.name in each)
         return max(0, key.limits.token_budget - self._spent.get(key.name, 0) - own)
-
-    def _usage(self, name: str) -> KeyUse:
-        usage = self._unshared.get(name)
-        if usage is None:
-            usage = self._unshared[name] = KeyUse()
-        return usage
 
     # Changes
 
@@ -171,7 +163,7 @@ class ApiKeys:
             await self._store.write_again(self._stored)
 
     async def _share(self, store: KeyStore) -> None:
-        usage, self._unshared = self._unshared, {}
+        usage, self._unshared = self._unshared, defaultdict(KeyUse)
         self._sharing = usage
         # A budget that other gateways use is read with no usage of this gateway's own.
         asked = {key.name: KeyUse() for key in self.all if key.limits.token_budget is not None} | usage
@@ -181,7 +173,7 @@ class ApiKeys:
                 await store.note_lost_use()
         except StorageUnavailable:
             for name, each in usage.items():
-                later = self._usage(name)
+                later = self._unshared[name]
                 later.tokens += each.tokens
                 later.at = max(later.at, each.at)
             raise

@@ -18,6 +18,7 @@ from typing import Any, Protocol, get_args
 import msgspec
 
 from gateway.callers.api_keys import ApiKeys
+from gateway.callers.key_store import ApiKey
 from gateway.errors import NotPermitted, UnknownCaller
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.http.callers import Role, ServiceRole, digest, presented_key
@@ -152,43 +153,47 @@ class Identities:
             return found
         if self.keys.open:
             return Caller("admin", "")
-        presented = None if key is None else self.accepted_digest(key)
-        caller = self.with_digest(presented)
-        if caller is None and self._service(presented) is not None:
-            raise NotPermitted("the key of a service permits only what the service needs")
-        if caller is None:
+        presented, known = ("", None) if key is None else self._accepted(key)
+        if known is None:
             raise UnknownCaller("no API key was given" if key is None else "the API key is not known")
-        return caller
+        if known.role in SERVICE_ROLES:
+            self._used(known)
+            raise NotPermitted("the key of a service permits only what the service needs")
+        return self._caller(presented, known)
 
     def accepted_digest(self, key: str) -> str | None:
         """The digest by which an API key is known; None for a key that is not accepted."""
-        for each in (key, key.removeprefix(TINKER_PREFIX)):
-            if self.keys.find(presented := digest(each)) is not None:
-                return presented
-        return None
+        presented, known = self._accepted(key)
+        return None if known is None else presented
 
-    def with_digest(self, presented: str | None) -> Caller | None:
+    def with_digest(self, presented: str) -> Caller | None:
         """The client or operator whose API key has this digest; None if no such key is accepted."""
         known = self.keys.find(presented)
-        if known is None or known.role in SERVICE_ROLES:
-            return None
-        self.keys.note_use(known)
-        log_ids().key = known.name
+        return None if known is None or known.role in SERVICE_ROLES else self._caller(presented, known)
+
+    def _accepted(self, key: str) -> tuple[str, ApiKey | None]:
+        """The digest by which an API key is known, and what is known by it."""
+        if (known := self.keys.find(presented := digest(key))) is None and key.startswith(TINKER_PREFIX):
+            known = self.keys.find(presented := digest(key.removeprefix(TINKER_PREFIX)))
+        return presented, known
+
+    def _caller(self, presented: str, known: ApiKey) -> Caller:
+        self._used(known)
         if known.role == "admin":
             return Caller("admin", "", key=known.name)
         return Caller("client", known.owner, key=known.name, former=presented)
 
+    def _used(self, known: ApiKey) -> None:
+        self.keys.note_use(known)
+        log_ids().key = known.name
+
     def service(self, headers: Mapping[str, str]) -> ServiceRole | None:
         """The service that presents its key with a request; None if the key is no service's."""
         key = presented_key(headers)
-        return None if key is None else self._service(digest(key))
-
-    def _service(self, presented: str | None) -> ServiceRole | None:
-        known = self.keys.find(presented)
+        known = None if key is None else self.keys.find(digest(key))
         if known is None or known.role == "client" or known.role == "admin":
             return None
-        self.keys.note_use(known)
-        log_ids().key = known.name
+        self._used(known)
         return known.role
 
     def check_opener(self, caller: Caller, spec: SessionSpec) -> None:

@@ -33,6 +33,7 @@ from gateway.edge.request import (
     BodyBudget,
     ClientDisconnected,
     DisconnectWatch,
+    HeldBody,
     headers_of,
     read_body,
 )
@@ -268,7 +269,7 @@ class EdgeApp:
             caller = self.identities.caller(headers)  # before the body: it is not read without a valid key
             if scope["method"] != "POST":
                 raise wrong_method(scope["method"], headers)
-            with self._bodies.hold(caller) as held:
+            with HeldBody(self._bodies, caller.payer) as held:
                 body = await read_body(headers, receive, held)
                 with DisconnectWatch(receive) as client:
                     request = AgentRequest(caller, headers, body, client, held, session_id)

@@ -106,18 +106,19 @@ class BodyBudget:
         self.most_of_one = min(self.in_all - self._kept_free, self.per_key)
         """How many bytes one call may have, if no other call has any."""
 
-    def hold(self, caller: Caller) -> "HeldBody":
-        """A body of the caller; its bytes count until the end of a `with` block, or until `release`."""
-        return HeldBody(self, caller.payer)
-
-    def add(self, payer: Hashable, size: int) -> None:
-        """Raises LimitReached if the bytes do not fit."""
+    def add(self, held: "HeldBody", size: int) -> None:
+        """Raises LimitReached if the bytes do not fit, and ApiError 413 if the call alone has more bytes than
+        the gateway may hold."""
+        payer, whole = held.payer, held.size + held.kept + size
+        if whole > self.most_of_one:  # it would not fit when all other calls are done, either
+            message = f"the body and its images have {whole} bytes or more, of {self.most_of_one} allowed"
+            raise ApiError(413, message)
         own = self._held_by.get(payer, 0)
         holds_little = own + size <= self._kept_free // 2
         in_all = self.in_all if holds_little else self.in_all - self._kept_free
-        for held, limit in ((self._held, in_all), (own, self.per_key)):
-            if held + size > limit:
-                message = f"the bodies of calls that wait have {held} bytes, of {limit} allowed; try again"
+        for before, limit in ((self._held, in_all), (own, self.per_key)):
+            if before + size > limit:
+                message = f"the bodies of calls that wait have {before} bytes, of {limit} allowed; try again"
                 raise self.metrics.refused(LimitReached(message, code="bodies_limit", retry_s=1))
         self._held += size
         self._held_by[payer] = own + size
@@ -131,7 +132,8 @@ class BodyBudget:
 
 @dataclass
 class HeldBody:
-    """One body that is being read or turned into tokens. `with held:` releases it at the end."""
+    """One body that is being read or turned into tokens. Its bytes count until the end of a `with` block, or
+    until `release`."""
 
     budget: BodyBudget
     payer: Hashable
@@ -154,16 +156,9 @@ class HeldBody:
             self.size = self.kept = 0
             self.budget.remove(self.payer, size)
 
-    def grow(self, size: int) -> None:
-        """Count more bytes. Raises ApiError 413 for a body that is too large, LimitReached."""
-        if self.size + size > self.budget.max_bytes:
-            raise ApiError(413, f"the body is larger than {self.budget.max_bytes} bytes")
-        self.count(size)
-
     def count(self, size: int) -> None:
-        """Count bytes that the body becomes, beside itself. Raises LimitReached, and ApiError 413 if the call
-        alone has more bytes than the gateway may hold."""
-        self._add(size)
+        """Count more bytes of the body, or that it becomes beside itself. Raises as `BodyBudget.add`."""
+        self.budget.add(self, size)
         self.size += size
 
     def become(self, size: int) -> None:
@@ -174,7 +169,7 @@ class HeldBody:
 
     def keep(self, size: int) -> None:
         """Count bytes that outlast `release`. Raises as `count`."""
-        self._add(size)
+        self.budget.add(self, size)
         self.kept += size
 
     def release(self) -> None:
@@ -187,12 +182,6 @@ class HeldBody:
         """The bytes, for work that goes on when the `with` block has ended."""
         moved, self.size, self.kept = HeldBody(self.budget, self.payer, self.size, self.kept), 0, 0
         return moved
-
-    def _add(self, size: int) -> None:
-        most, whole = self.budget.most_of_one, self.size + self.kept + size
-        if whole > most:  # it would not fit when all other calls are done, either
-            raise ApiError(413, f"the body and its images have {whole} bytes or more, of {most} allowed")
-        self.budget.add(self.payer, size)
 
 
 class AgentRequest(msgspec.Struct):
@@ -234,9 +223,9 @@ async def read_body(
     Raises ApiError 413 for one over the limit, 415 for one that is not of this media type or that has another
     encoding than those served, 400 for one that cannot be decoded; also LimitReached and ClientDisconnected.
     """
-    announced = headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > held.budget.max_bytes:
-        raise ApiError(413, f"the body is larger than {held.budget.max_bytes} bytes")
+    announced, most = headers.get("content-length", ""), held.budget.max_bytes
+    if announced.isdecimal() and int(announced) > most:
+        raise ApiError(413, f"the body is larger than {most} bytes")
     has_body = announced not in ("", "0") or "transfer-encoding" in headers
     if has_body and (given := headers.get("content-type", media_type)) != media_type:
         _check_media_type(given, media_type)
@@ -248,12 +237,14 @@ async def read_body(
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         parts.append(message.get("body", b""))
-        held.grow(len(parts[-1]))
+        if held.size + len(parts[-1]) > most:
+            raise ApiError(413, f"the body is larger than {most} bytes")
+        held.count(len(parts[-1]))
         more = message.get("more_body", False)
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     if codings:
         parts.clear()
-        body = await decoded(body, codings, held.budget.max_bytes, held.count)
+        body = await decoded(body, codings, most, held.count)
         held.become(len(body))
     return body
 

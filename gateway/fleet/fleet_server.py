@@ -104,7 +104,7 @@ class Breaker:
 
     @property
     def allows_call(self) -> bool:
-        return self.state == "closed" or (self.state == "half_open" and not self.trial)
+        return not self.open_until or (self.state == "half_open" and not self.trial)
 
     def enter(self) -> bool:
         """A call begins. Returns whether it is the trial; the trial must call `leave` at its end."""
@@ -243,13 +243,12 @@ class FleetServer:
     silent: set[Life] = field(default_factory=set)
     """Its answers have moved, because it did not give these signs of life. It has not given them since."""
 
+    def __post_init__(self) -> None:
+        self.id = self.registration.id
+
     def __str__(self) -> str:
         state = "silent" if self.silent else self.state
         return f"{self.id} is {state} at version {self.version}, its breaker {self.breaker.state}"
-
-    @property
-    def id(self) -> str:
-        return self.registration.id
 
     @property
     def live(self) -> bool:
@@ -315,7 +314,7 @@ class FleetServer:
     @property
     def able(self) -> bool:
         """It can work on a call now."""
-        return self.state == "ready" and not self.loads and self.breaker.allows_call
+        return self.state == "ready" and not self.pushing and self.breaker.allows_call
 
     @property
     def takes_calls(self) -> bool:

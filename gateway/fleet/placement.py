@@ -100,7 +100,12 @@ class Rotation:
 
     def takes(self, server: FleetServer, wanted: WantedServer) -> bool:
         """Whether a server can take a call now, without looking at others."""
-        return self._takes(server, wanted.allowed) and server.id != wanted.avoid
+        allowed = wanted.allowed
+        if allowed.version is not None:
+            serves = server.can_answer(allowed.version, allowed.adapter)
+        else:
+            serves = server.version == allowed.prefers if allowed.prefers is not None else self.admits(server)
+        return serves and server.takes_calls and server.has_room and server.id != wanted.avoid
 
     def figures(self, waiting: int) -> FleetFigures:
         """What is measured of the servers, as they reported it last; `waiting` calls wait for one."""
@@ -144,13 +149,6 @@ class Rotation:
                 server.id: server for server in self._with_room(self.candidates(wanted.allowed, wanted.avoid))
             }
         return choose_server(list(seen.values()), wanted.session_id)
-
-    def _takes(self, server: FleetServer, allowed: AllowedVersions) -> bool:
-        if allowed.version is not None:
-            serves = server.can_answer(allowed.version, allowed.adapter)
-        else:
-            serves = server.version == allowed.prefers if allowed.prefers is not None else self.admits(server)
-        return serves and server.takes_calls and server.has_room
 
     def _reason(self, wanted: WantedServer, chosen: FleetServer) -> Placement:
         if wanted.avoid:

@@ -344,7 +344,7 @@ class FastParser:
         text_ids = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
         if not self._markup.control_ids.isdisjoint(text_ids) or not self._begins_with_content(prompt_ids):
             return None
-        text = self._renderer.text_of(text_ids).strip()
+        text = self._renderer.tokenizer.decode(text_ids).strip()
         if self._markup.bare_calls and text.startswith("{"):
             return None
         if any(tag in text for tag in self._markup.tags + self._markup.ends):

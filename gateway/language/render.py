@@ -189,16 +189,20 @@ class ChatRenderer:
             return None  # an engine would take a sampled pad for an image
         prompt, output = prompt_ids[-PROMPT_TAIL:].tolist(), output_ids.tolist()
         listed = _listed(tools)
-        keeping = self._keeping()
+        template, keeping = self.template, self._keeping()
         with self.bounded():
             new = self.normalizer.continuation(new_messages, before)
-            ids = extension(self.template, prompt, output, new, listed)
-            if ids is None and (keeping is self.template or not thoughtful()):
-                # Nothing is there that the template would drop: the sampled tokens stay.
-                ids = extension(keeping, prompt, output, new, listed)
-                ended = bool(output) and output[-1] in self.stop_ids
-                if ids is None and ended and not self._calls_in(prompt_ids, output_ids, tools):
-                    ids = after_any_answer(keeping, self._any_answers(output[-1]), new, listed)
+            # A template that drops thoughts does so at a message of a user. Without thoughts, the sampled
+            # tokens stay.
+            asked = any(message["role"] == "user" for message in new)
+            if asked and template is not keeping and not thoughtful():
+                template = keeping
+            ids = extension(template, prompt, output, new, listed)
+            if ids is None and not (template is keeping or asked or thoughtful()):
+                template, ids = keeping, extension(keeping, prompt, output, new, listed)
+            ended = template is keeping and bool(output) and output[-1] in self.stop_ids
+            if ids is None and ended and not self._calls_in(prompt_ids, output_ids, tools):
+                ids = after_any_answer(keeping, self._any_answers(output[-1]), new, listed)
         return None if ids is None else self._with_pads(ids, new_messages)
 
     def _any_answers(self, end: int) -> list[list[int]]:

@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE, Unigram
@@ -62,18 +62,15 @@ class TokenBudget:
         """Count a cut. Raises InvalidRequest if the prompt has more of them than it may have tokens."""
         self.cuts += 1
         if self.cuts > self.limit:
-            raise too_long(self.limit, self.context, self.param)
+            self.refuse()
 
     def check(self, more: int) -> None:
         """Raises InvalidRequest if the prompt and `more` tokens exceed the limit."""
         if self.spent + more > self.limit:
-            raise too_long(self.limit, self.context, self.param)
+            self.refuse()
 
-    def spend(self, tokens: int) -> None:
-        """Count tokens of the prompt. Raises as `check`."""
-        if self.spent + tokens > self.limit:
-            self.check(tokens)
-        self.spent += tokens
+    def refuse(self) -> NoReturn:
+        raise too_long(self.limit, self.context, self.param)
 
 
 BUDGET: ContextVar[TokenBudget | None] = ContextVar("BUDGET", default=None)
@@ -118,7 +115,8 @@ def _boundary(text: str, start: int) -> int:
 
 def text_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     """The characters of all texts that every template renders: those of all roles but the assistant."""
-    return sum(_chars(message.get("content")) for message in messages if message.get("role") != "assistant")
+    contents = [message.get("content") for message in messages if message.get("role") != "assistant"]
+    return sum(len(each) if isinstance(each, str) else _chars(each) for each in contents)
 
 
 def _chars(content: object) -> int:
@@ -332,7 +330,9 @@ class BareTokenizer:
         else:
             ids = (self.phrases if len(text) <= PHRASE_CHARS else self.passages).lookup(text)
         if (budget := BUDGET.get()) is not None:
-            budget.spend(len(ids))
+            budget.spent += len(ids)
+            if budget.spent > budget.limit:
+                budget.refuse()
         return ids.tolist()
 
     def encode_alone(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -347,7 +347,8 @@ class BareTokenizer:
         begin = [] if ids[: len(begin)] == begin else begin
         end = [] if end and ids[-len(end) :] == end else end
         if (budget := BUDGET.get()) is not None:
-            budget.spend(len(begin) + len(end))
+            budget.check(len(begin) + len(end))
+            budget.spent += len(begin) + len(end)
         return [*begin, *ids, *end]
 
     def check(self) -> ModelCheck:

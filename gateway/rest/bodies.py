@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.dialects.fields import check_metadata
 from gateway.edge.errors import api_error
-from gateway.edge.request import JSON, BodyBudget, ClientDisconnected, headers_of, read_body
+from gateway.edge.request import JSON, BodyBudget, ClientDisconnected, HeldBody, headers_of, read_body
 from gateway.errors import GatewayError
 from gateway.rest.access import admission_in, caller_in, operator_in
 from rollout_queue.foreign_json import check_values
@@ -105,7 +105,7 @@ class JsonBodies:
         except GatewayError as error:
             await api_error(error).response()(scope, receive, send)
             return
-        with self._bodies.hold(caller) as held:
+        with HeldBody(self._bodies, caller.payer) as held:
             try:
                 body = await read_body(headers, receive, held, MEDIA_TYPES.get(scope["path"], JSON))
             except (ApiError, GatewayError) as error:

@@ -256,10 +256,10 @@ def _calling_turn(messages: Sequence[Message]) -> list[str]:
 
 def refusal_of(head: SessionHead) -> StateConflict | None:
     """Why a session takes no call; None if it takes calls."""
-    session_id, verdict = head.spec.shown_id, head.verdict
-    overdue = head.state == "open" and head.expires_at < clock.now()
+    state, verdict = head.state, head.verdict
+    overdue = state == "open" and head.expires_at < clock.now()
     if overdue or (verdict is not None and verdict.code == "expired"):
-        return StateConflict(f"session {session_id} has expired", code="session_expired")
-    if head.state != "open":
-        return StateConflict(f"session {session_id} is finished", code="session_finished")
+        return StateConflict(f"session {head.spec.shown_id} has expired", code="session_expired")
+    if state != "open":
+        return StateConflict(f"session {head.spec.shown_id} is finished", code="session_finished")
     return None

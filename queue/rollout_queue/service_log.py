@@ -15,6 +15,7 @@ from contextvars import ContextVar, Token
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_queue import clock
@@ -26,18 +27,15 @@ MOST_CHARACTERS = 256
 """Of one id in a log line: a session id may come from a client."""
 
 
-class LogIds:
+class LogIds(msgspec.Struct):
     """What is known so far of the present work. The parts that find out more write it here."""
 
-    __slots__ = ("key", "request_id", "session_id", "step", "turn_id")
-
-    def __init__(self, request_id: str | None = None, session_id: str | None = None) -> None:
-        self.request_id = request_id
-        self.session_id = session_id
-        self.turn_id: str | None = None
-        self.step: int | None = None
-        self.key: str | None = None
-        """The name of the caller's key; for the access log alone."""
+    request_id: str | None = None
+    session_id: str | None = None
+    turn_id: str | None = None
+    step: int | None = None
+    key: str | None = None
+    """The name of the caller's key; for the access log alone."""
 
     def fields(self) -> dict[str, str | int]:
         """The ids that are known, by the names that they have in a log line."""
@@ -80,13 +78,11 @@ class of_turn:  # noqa: N801 - it is used as a function; a generator would take 
 
     def __enter__(self) -> None:
         self._token: Token[LogIds | None] | None = None
-        former = log_ids()
+        former = _ids.get() or LogIds()
         if former.turn_id in (None, self._turn_id):
             former.turn_id = self._turn_id
-            return
-        own = LogIds(former.request_id, former.session_id)
-        own.step, own.key, own.turn_id = former.step, former.key, self._turn_id
-        self._token = _ids.set(own)
+        else:
+            self._token = _ids.set(msgspec.structs.replace(former, turn_id=self._turn_id))
 
     def __exit__(self, *_: object) -> None:
         if self._token is not None:

@@ -103,22 +103,14 @@ def use_tracer(tracer: Tracer | None) -> None:
     _tracer = tracer
 
 
-def tracing_is_on() -> bool:
-    return _tracer is not None
-
-
 class TraceSpan:
     """A block of work. `recording` is False if nothing of it is kept: compute no attributes then."""
 
-    __slots__ = ("_begun", "_token")
+    __slots__ = ("_begun", "_token", "recording")
 
     def __init__(self, begun: Begun | None) -> None:
-        self._begun = begun
+        self._begun, self.recording = begun, begun is not None
         self._token: Token[TraceSpan | None] | None = None
-
-    @property
-    def recording(self) -> bool:
-        return self._begun is not None
 
     @property
     def traceparent(self) -> str | None:
@@ -231,7 +223,7 @@ def request_span(scope: Scope, path: str | None, known: Callable[[], bool]) -> T
     """The span of a request, under the caller's `traceparent` if it has one and the caller is `known`: others
     do not decide what is traced. Without one, a request of a `path` that is known here begins a trace, and
     any other request has no span."""
-    if not tracing_is_on():
+    if _tracer is None:
         return NOTHING
     given = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
     parent = None if given is None or not known() else given.decode("latin-1")

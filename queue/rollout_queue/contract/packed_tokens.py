@@ -13,7 +13,7 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Self, TypeAlias, cast
 
 import msgspec
@@ -72,12 +72,13 @@ class Logprobs(_Floats):
         return logprobs  # type: ignore[return-value] # the stub declares a plain array
 
 
-def pack(values: TokenIds | Logprobs) -> bytes:
-    if not _SWAP:
-        return values.tobytes()
+def _swapped(values: TokenIds | Logprobs) -> bytes:
     wire = values[:]
     wire.byteswap()
     return wire.tobytes()
+
+
+pack = _swapped if _SWAP else cast(Callable[[TokenIds | Logprobs], bytes], array.tobytes)
 
 
 SCHEMA = 1

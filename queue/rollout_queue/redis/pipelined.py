@@ -135,6 +135,8 @@ class PipelinedConnection:
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._connecting: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._gone = True
+        """Nothing reads from the connection."""
         self._watching: asyncio.TimerHandle | None = None
 
     async def command(self, *arguments: Argument) -> Any:
@@ -186,11 +188,8 @@ class PipelinedConnection:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+        self._gone = True
         await self._connection.disconnect(nowait=True)
-
-    @property
-    def _gone(self) -> bool:
-        return self._reading is None or self._reading.done()
 
     def _packed(self, arguments: tuple[Argument, ...]) -> bytes:
         renamed = arguments if self._rename is None else tuple(self._rename(arguments))
@@ -249,7 +248,7 @@ class PipelinedConnection:
             raise RedisTimeoutError("Redis did not answer in time") from error
         self._opened += 1
         self._on_connect()
-        self._reading = asyncio.create_task(self._read())
+        self._reading, self._gone = asyncio.create_task(self._read()), False
         self._watch_in(self._timeout_s / 4)
 
     async def _read(self) -> None:
@@ -266,6 +265,7 @@ class PipelinedConnection:
         except (RedisConnectionError, OSError) as ended:
             error = ended
         finally:
+            self._gone = True
             left, self._waiting = self._waiting, deque()
             self._unsent.clear()
             for waiting, _ in left:
@@ -277,7 +277,7 @@ class PipelinedConnection:
         the master: the calls that wait are repeated, each once, on the next connection."""
         if isinstance(answer, RedisConnectionError):
             raise answer
-        if not_the_master(answer):
+        if isinstance(answer, ResponseError) and not_the_master(answer):
             raise RedisConnectionError(f"Redis is not the master: {answer}")
         if isinstance(answer, hiredis.PushNotification):
             return

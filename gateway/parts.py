@@ -168,9 +168,7 @@ async def _build(settings: GatewaySettings, renderer: ChatRenderer, metrics: Met
         resolver=SessionResolver(sessions, writer, admission),
         in_flight=CallsInFlight(writer),
         sampler=sampler,
-        generator=Generator(
-            settings, renderer, sampler, recorder, canary_watch, lambda: admission.max_row_tokens
-        ),
+        generator=Generator(settings, renderer, sampler, recorder, canary_watch, admission.max_row_tokens),
         recorder=recorder,
         metrics=metrics,
         pipeline=PipelineMonitor(redis),

@@ -127,7 +127,7 @@ class SimulatedGateway(Fleet):
         super().__init__(cast(Any, run.registry), cast(Any, run.status), None, concurrency=concurrency)
         self.rotation = self.measured = rotation(self.servers)
         self.measured.seen = run.seen
-        self.queue = CallQueue(self.rotation.place)
+        self.queue = CallQueue(self.rotation)
 
 
 Event = tuple[float, Callable[["SimulatedTraffic"], Awaitable[None]]]

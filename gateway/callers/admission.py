@@ -206,7 +206,6 @@ class Admission:
         self._open_limits = {name: limit for name, limit in named.items() if limit is not None}
         self._entries, self._bytes, self._opened, self._steps = Trend(), Trend(), Trend(), StepTrend()
 
-    @property
     def max_row_tokens(self) -> int | None:
         """The bound of the trainer's rows at the last poll; None without one."""
         trainer = self._downstream.trainer

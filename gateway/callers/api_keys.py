@@ -30,6 +30,7 @@ from gateway.settings import GatewaySettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.callers import DEFAULT_KEYS, Role, ServiceRole, digest
+from rollout_queue.service_log import log_ids
 from rollout_queue.settings import is_secret
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ class ApiKeys:
     # KeyUse
 
     def note_use(self, key: ApiKey) -> None:
+        """The present request has this key."""
+        log_ids().key = key.name
         self._unshared[key.name].at = clock.now()
 
     def spend(self, owner: str, tokens: int) -> None:

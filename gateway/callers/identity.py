@@ -157,7 +157,7 @@ class Identities:
         if known is None:
             raise UnknownCaller("no API key was given" if key is None else "the API key is not known")
         if known.role in SERVICE_ROLES:
-            self._used(known)
+            self.keys.note_use(known)
             raise NotPermitted("the key of a service permits only what the service needs")
         return self._caller(presented, known)
 
@@ -178,14 +178,10 @@ class Identities:
         return presented, known
 
     def _caller(self, presented: str, known: ApiKey) -> Caller:
-        self._used(known)
+        self.keys.note_use(known)
         if known.role == "admin":
             return Caller("admin", "", key=known.name)
         return Caller("client", known.owner, key=known.name, former=presented)
-
-    def _used(self, known: ApiKey) -> None:
-        self.keys.note_use(known)
-        log_ids().key = known.name
 
     def service(self, headers: Mapping[str, str]) -> ServiceRole | None:
         """The service that presents its key with a request; None if the key is no service's."""
@@ -193,13 +189,8 @@ class Identities:
         known = None if key is None else self.keys.find(digest(key))
         if known is None or known.role == "client" or known.role == "admin":
             return None
-        self._used(known)
+        self.keys.note_use(known)
         return known.role
-
-    def check_opener(self, caller: Caller, spec: SessionSpec) -> None:
-        """Raises UnknownCaller for a session key if the client key that opened the session was revoked."""
-        if caller.session_id is not None and spec.owner and not self.keys.known_owner(spec.owner):
-            raise UnknownCaller("the API key that opened the session is not known any more")
 
     def client(self, headers: Mapping[str, str]) -> Caller:
         """A caller who may open sessions and reward them. Raises NotPermitted for a session key."""

@@ -4,6 +4,7 @@ Reads the messages, tools and thinking of OpenAI's chat requests, and refuses wh
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
@@ -63,7 +64,7 @@ from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.chat_messages import Message, Tool, in_call_order
-from gateway.language.constraint import AnswerForm, constrainer, shown_tools
+from gateway.language.constraint import AnswerForm, constraint_of, shown_tools
 from gateway.language.deltas import Delta
 from gateway.language.families import Family
 from gateway.language.parsed_answer import ToolCall
@@ -181,7 +182,7 @@ def check_messages(messages: Sequence[Message], sees: bool = False) -> None:
         elif not (content is None or isinstance(content, str)):
             raise _invalid(f"{where}.content", "neither text nor a list of parts")
         check_fields(message, CHAT_MESSAGES[role], where)
-        if _lacks_content(message):
+        if role != "assistant" and content in (None, []):  # some clients leave empty fields of answers out
             raise _invalid(f"{where}.content", "missing")
         for name in TEXTS & message.keys():
             if not isinstance(message[name], str | None):
@@ -247,11 +248,6 @@ def _modern(message: Message) -> Message:
     if message.get("refusal") and not message.get("content"):
         made["content"] = message["refusal"]
     return made
-
-
-def _lacks_content(message: Message) -> bool:
-    """Whether a message has nothing to read. An answer may be empty; some clients leave empty fields out."""
-    return message["role"] != "assistant" and message.get("content") in (None, [])
 
 
 def _with_images(message: Message, where: str) -> Message:
@@ -345,7 +341,14 @@ def call_of(renderer: ChatRenderer, request: ChatRequest) -> Call:
     messages, begun = begun_of(request, conversation(request.messages, renderer.vision is not None))
     tools, choice, parallel = tools_of(request, renderer.family)
     form, form_param = form_of(request)
-    constrain = constrainer(tools, choice, form, parallel, form_param)
+    constrain = partial(
+        constraint_of,
+        tools=tools,
+        tool_choice=choice,
+        response_format=form,
+        parallel_tool_calls=parallel,
+        format_param=form_param,
+    )
     constraint = constrain(renderer)
     if begun:
         refuse_constrained(constraint, "continue_final_message")

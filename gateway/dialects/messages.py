@@ -1,6 +1,7 @@
 """`/v1/messages`: reads Anthropic's requests and writes their answers, whole or as a stream."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -57,7 +58,7 @@ from gateway.dialects.wire import (
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import in_call_order
-from gateway.language.constraint import constrainer, shown_tools
+from gateway.language.constraint import constraint_of, shown_tools
 from gateway.language.deltas import Delta
 from gateway.language.parsed_answer import ToolCall
 from gateway.language.render import ChatRenderer
@@ -134,7 +135,14 @@ def call_of(renderer: ChatRenderer, request: MessagesRequest, prompt: Call) -> C
     tools, choice = prompt.tools, choice_of(request.tool_choice)
     output_format, param = format_of(request)
     single = bool((request.tool_choice or {}).get("disable_parallel_tool_use"))
-    constrain = constrainer(tools, choice, output_format, not single, param)
+    constrain = partial(
+        constraint_of,
+        tools=tools,
+        tool_choice=choice,
+        response_format=output_format,
+        parallel_tool_calls=not single,
+        format_param=param,
+    )
     constraint = constrain(renderer)
     if prompt.begun:
         refuse_constrained(constraint, "messages")

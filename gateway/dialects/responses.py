@@ -1,6 +1,7 @@
 """`/v1/responses`: reads OpenAI's Responses requests and writes their answers, whole or as a stream."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from msgspec import Raw
@@ -42,7 +43,7 @@ from gateway.dialects.wire import (
 from gateway.errors import InvalidRequest
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order
-from gateway.language.constraint import constrainer, shown_tools
+from gateway.language.constraint import constraint_of, shown_tools
 from gateway.language.render import ChatRenderer
 from gateway.language.thinking import ThinkingChoice, effort_of
 from rollout_queue.http.errors import ApiError
@@ -206,7 +207,14 @@ def call_of(
     renderer, options = renderer.thinking(thinking, EFFORT)
     tools = functions_of(request.tools)
     form = (request.text or {}).get("format")
-    constrain = constrainer(tools, request.tool_choice, form, request.parallel_tool_calls, FORMAT)
+    constrain = partial(
+        constraint_of,
+        tools=tools,
+        tool_choice=request.tool_choice,
+        response_format=form,
+        parallel_tool_calls=request.parallel_tool_calls,
+        format_param=FORMAT,
+    )
     constraint = constrain(renderer)
     return Call(
         messages=in_call_order(messages),

@@ -43,7 +43,7 @@ from rollout_queue import clock
 from rollout_queue.http.callers import check_keyless, presented_key
 from rollout_queue.http.errors import ApiError, request_id_of
 from rollout_queue.http.json_routes import PacedReceive, next_iteration
-from rollout_queue.service_log import begin_log_ids, log_ids, path_template
+from rollout_queue.service_log import begin_log_ids, log_ids
 from rollout_queue.tracing import TraceSpan, describe_request, request_span
 
 ADDRESSES = 10_000
@@ -242,7 +242,7 @@ class EdgeApp:
             await self._app(scope, receive, counted)
         finally:
             self._rest.in_flight -= 1
-            describe_request(traced, scope, path_template(scope), status, log_ids())
+            describe_request(traced, scope, status, log_ids())
 
     async def _too_many(self, scope: Scope) -> ApiError | None:
         """The error that a 401 for a wrong key becomes if too many were wrong. It comes late."""
@@ -289,7 +289,7 @@ class EdgeApp:
             figures.in_flight -= 1
             if not reply.begun:
                 figures.statuses[CLIENT_LEFT] += 1
-            describe_request(traced, scope, path_template(scope), reply.status, ids)
+            describe_request(traced, scope, reply.status, ids)
 
 
 async def send_error(

@@ -10,12 +10,12 @@ its former place among its key's calls.
 import asyncio
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gateway.fleet.fleet_server import FleetServer
 from gateway.fleet.generate_request import AllowedVersions
-from gateway.fleet.placement import WantedServer
+from gateway.fleet.placement import Rotation, WantedServer
 from rollout_queue import clock
 
 AGAIN_S = 0.05
@@ -32,10 +32,10 @@ class _Waiting:
 
 
 class CallQueue:
-    """Gives servers to calls that wait. `place` chooses one."""
+    """Gives servers to calls that wait. The rotation chooses them."""
 
-    def __init__(self, place: Callable[[WantedServer], FleetServer | None]) -> None:
-        self._place = place
+    def __init__(self, rotation: Rotation) -> None:
+        self._rotation = rotation
         self._lines: dict[str, dict[AllowedVersions, deque[_Waiting]]] = {}
         """By owner, the next one first, and by the versions that calls allow."""
         self._last_owner = ""
@@ -71,7 +71,7 @@ class CallQueue:
                 server = await waiting.given
         except BaseException as error:
             self._give_up(waiting)
-            last = self._place(wanted) if isinstance(error, TimeoutError) else None
+            last = self._rotation.place(wanted) if isinstance(error, TimeoutError) else None
             if last is None:
                 self._kept.keep(wanted.session_id, waiting.since)
                 raise
@@ -87,27 +87,25 @@ class CallQueue:
         if self._lines:
             self._fruitless_at = clock.monotonic()
 
-    def freed(self, server: FleetServer, takes: Callable[[FleetServer, WantedServer], bool]) -> None:
+    def freed(self, server: FleetServer) -> None:
         """A call has left the server: the first that the server can take gets its place."""
         if not self._lines:
             return
-        while (first := self._first(server, takes)) is not None:
+        while (first := self._first(server)) is not None:
             if self._give(first, server):
                 return
         heads = (line[0] for lines in self._lines.values() for line in lines.values())
         if any(head.wanted.avoid == server.id for head in heads):
             self.serve()  # they were moved away from this server, and come back if no other has room
 
-    def _first(
-        self, server: FleetServer, takes: Callable[[FleetServer, WantedServer], bool]
-    ) -> _Waiting | None:
+    def _first(self, server: FleetServer) -> _Waiting | None:
         """The first call that the server can take."""
         for lines in self._in_turn():
             heads = (
                 next((each for each in line if each.wanted.avoid != server.id), line[0])
                 for line in lines.values()
             )
-            able = [each for each in heads if takes(server, each.wanted)]
+            able = [each for each in heads if self._rotation.takes(server, each.wanted)]
             if able:
                 return min(able, key=lambda waiting: waiting.since)
         return None
@@ -124,7 +122,7 @@ class CallQueue:
             for allowed, line in lines.items():
                 if allowed in hopeless:
                     continue
-                if (server := self._place(line[0].wanted)) is not None:
+                if (server := self._rotation.place(line[0].wanted)) is not None:
                     return line[0], server
                 hopeless.add(allowed)
         return None

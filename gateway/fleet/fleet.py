@@ -64,12 +64,12 @@ class Fleet:
     confirm: Confirm = unconfirmed
 
     def __post_init__(self) -> None:
+        self.rotation = Rotation(self.servers)
+        self.queue = CallQueue(self.rotation)
         for index, url in enumerate(self.bare_engines):
             registration = Registration(id=f"engine-{index}", engine_url=url.rstrip("/"))
-            self.servers[registration.id] = FleetServer(registration, freed=self._freed)
+            self.servers[registration.id] = FleetServer(registration, freed=self.queue.freed)
         self._bare_ids = frozenset(self.servers)
-        self.rotation = Rotation(self.servers)
-        self.queue = CallQueue(self.rotation.place)
         self.suspects = Suspects(self.redis)
         self._schedule = StatusSchedule()
         self._known = KnownRegistrations()
@@ -177,9 +177,6 @@ class Fleet:
         elif server.state == "dead":
             server.limit = None  # its engine starts anew
 
-    def _freed(self, server: FleetServer) -> None:
-        self.queue.freed(server, self.rotation.takes)
-
     def _check_not_bare(self, server_id: str) -> None:
         if server_id in self._bare_ids:
             message = f"{server_id} is a bare engine, from the setting gateway.engines"
@@ -211,7 +208,7 @@ class Fleet:
         server = self.servers.get(registration.id)
         if server is None or server.registration.engine_url != registration.engine_url:
             self._drop(registration.id)
-            server = self.servers[registration.id] = FleetServer(registration, freed=self._freed)
+            server = self.servers[registration.id] = FleetServer(registration, freed=self.queue.freed)
         else:
             server.registration = registration
         return server

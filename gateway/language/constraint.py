@@ -168,19 +168,6 @@ def shown_tools(
     return list(_callable(tools or (), choice)) if choice.some and not choice.limits(renderer) else tools
 
 
-def constrainer(
-    tools: Sequence[Tool] | None,
-    tool_choice: str | Mapping[str, Any] | None,
-    response_format: Mapping[str, Any] | AnswerForm | None,
-    parallel_tool_calls: bool | None,
-    format_param: str,
-) -> Constrain:
-    """`constraint_of` with all arguments but the renderer."""
-    return lambda renderer: constraint_of(
-        renderer, tools, tool_choice, response_format, parallel_tool_calls, format_param=format_param
-    )
-
-
 def constraint_of_text(form: AnswerForm, param: str, vocab_size: int) -> Constraint:
     """The constraint of an answer without a chat template: all of its text."""
     if form.content is None:

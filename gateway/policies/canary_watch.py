@@ -107,7 +107,7 @@ class CanaryWatch:
     async def trial(self, head: SessionHead) -> Trial | None:
         """The part of a session's calls in the canary; None without one, for evaluations, and for groups that
         were opened earlier."""
-        canary, spec = self._fleet.plan.active_canary, head.spec
+        canary, spec = self._fleet.plan.canary, head.spec
         if canary is None or canary.state != "open" or not spec.train:
             return None
         if spec.group_id is None or canary.sticky == "session":

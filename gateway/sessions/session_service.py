@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.callers.admission import Admission
 from gateway.callers.identity import Caller, Identities, names
-from gateway.errors import ObjectNotFound, StateConflict
+from gateway.errors import ObjectNotFound, StateConflict, UnknownCaller
 from gateway.sessions.verdicts import session_verdict, waits_for_group
 from gateway.settings import GatewaySettings
 from rollout_queue import clock
@@ -215,7 +215,9 @@ class SessionService:
         after the client key that opened the session was revoked."""
         if not caller.owns(head.spec):
             raise no_session(head.spec.shown_id)
-        self._identities.check_opener(caller, head.spec)
+        owner = head.spec.owner
+        if caller.session_id is not None and owner and not self._identities.keys.known_owner(owner):
+            raise UnknownCaller("the API key that opened the session is not known any more")
 
     async def stored_id(self, name: str, caller: Caller) -> str:
         """The stored id of the caller's session, even if this build cannot read the session's turns.

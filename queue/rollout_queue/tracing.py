@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.types import Scope
 
-from rollout_queue.service_log import LogIds
+from rollout_queue.service_log import LogIds, path_template
 
 
 class OtelSettings(BaseModel):
@@ -231,10 +231,11 @@ def request_span(scope: Scope, path: str | None, known: Callable[[], bool]) -> T
     return span(named, "server", parent=parent, root=path is not None)
 
 
-def describe_request(traced: TraceSpan, scope: Scope, path: str, status: int, ids: LogIds) -> None:
+def describe_request(traced: TraceSpan, scope: Scope, status: int, ids: LogIds) -> None:
     """What is known of a request once it is answered."""
     if not traced.recording:
         return
+    path = path_template(scope)
     traced.rename(f"{scope['method']} {path}")
     traced.set(
         {

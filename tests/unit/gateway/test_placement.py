@@ -162,8 +162,8 @@ async def test_calls_wait_in_the_order_of_their_arrival_and_get_one_place_each()
     rotation = rotation_of(1)
     (server,) = rotation.servers.values()
     server.limit = 1
-    queue = CallQueue(rotation.place)
-    server.freed = lambda freed: queue.freed(freed, rotation.takes)
+    queue = CallQueue(rotation)
+    server.freed = queue.freed
     trial = server.enter()
     order: list[int] = []
 
@@ -191,8 +191,8 @@ class Line:
         self.rotation = rotation_of(1)
         (self.server,) = self.rotation.servers.values()
         self.server.limit = 1
-        self.queue = CallQueue(self.rotation.place)
-        self.server.freed = lambda freed: self.queue.freed(freed, self.rotation.takes)
+        self.queue = CallQueue(self.rotation)
+        self.server.freed = self.queue.freed
         self.order: list[str] = []
 
     async def call(self, name: str, waits_s: float = 600.0, **wanted: Any) -> None:
@@ -311,7 +311,7 @@ async def test_no_server_has_room_while_a_call_waits_that_it_may_take(
     fleet.adopt(plan_of(b"1"))
     trials = {server.id: [server.enter()] for server in fleet.servers.values()}
     for server in fleet.servers.values():
-        server.limit, server.freed = 1, lambda freed: fleet.queue.freed(freed, fleet.rotation.takes)
+        server.limit, server.freed = 1, fleet.queue.freed
     waiting: list[asyncio.Task[None]] = []
 
     async def call(wanted: WantedServer) -> None:
@@ -407,7 +407,7 @@ async def test_a_place_of_a_caller_that_leaves_goes_to_the_next() -> None:
     rotation = rotation_of(1)
     (server,) = rotation.servers.values()
     server.limit = 0
-    queue = CallQueue(rotation.place)
+    queue = CallQueue(rotation)
     first, second = (asyncio.create_task(queue.wait(WantedServer(name), 60.0)) for name in "ab")
     await asyncio.sleep(0)  # they begin to wait
     server.limit = 1
@@ -417,7 +417,7 @@ async def test_a_place_of_a_caller_that_leaves_goes_to_the_next() -> None:
     assert await second is server
     assert (server.promised, len(queue)) == (0, 0)
     with pytest.raises(TimeoutError):
-        await CallQueue(lambda _: None).wait(WantedServer("c"), 0.0)
+        await CallQueue(Rotation({})).wait(WantedServer("c"), 0.0)
 
 
 @pytest.mark.parametrize(("servers", "end"), [(1, ""), (DESCRIBED, ""), (DESCRIBED + 2, ", and 2 more")])

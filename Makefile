@@ -160,6 +160,9 @@ map:  ## the packages of the system and their files, each with the sentence that
 lock: .venv/installed  ## renew the locks of all environments (UPGRADE=--upgrade takes newer versions)
 	@$(LOCKS)/lock $(UPGRADE)
 
+release: .venv/installed  ## the files of a release in dist/: wheel, sdist, bill of materials, licences, checksums
+	@$(BIN)/python deploy/release.py $(RELEASE)
+
 licences: install  ## the licence of every installed package, also in the engine's environment
 	@for environment in .venv .venv-engine; do \
 		echo "$$environment"; $(BIN)/pip-licenses --python=$$environment/bin/python --order=license; \
@@ -274,4 +277,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install redis-servers map lock licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check expected-time test test-fast test-long test-pauses $(PIECES:%=test-%) page-shots page-vendor crash soak check up status down clean
+.PHONY: help install redis-servers map lock release licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check expected-time test test-fast test-long test-pauses $(PIECES:%=test-%) page-shots page-vendor crash soak check up status down clean

@@ -12,10 +12,11 @@ from rollout_queue.config_file import CONFIG_VARIABLE, MalformedSettings, config
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.http.probe_routes import release
 from rollout_queue.redis.settings import without_password
-from weir import status
+from weir import installing, status
 from weir.configuration import check_configuration, effective_configuration, explained_configuration
 from weir.env import app as env_commands
 from weir.errors import StackError
+from weir.installing import InstallationFailed
 from weir.operations import add_commands
 from weir.options import STYLE, Config, RunDir, settings_from, settings_of_run, use
 from weir.stack import stack_control, stack_state, supervisor
@@ -33,6 +34,8 @@ errors = Console(stderr=True, soft_wrap=True)
 DEMO_RUN_DIR = Path("run/demo")
 IMPORT_TIMEOUT_S = 60.0
 """How long Redis may take for one session."""
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""For commands that read their arguments themselves."""
 Model = Annotated[
     Path | None, typer.Option("--model-path", help="Hugging Face directory of the model to start from")
 ]
@@ -104,6 +107,18 @@ def _with_model(settings: StackSettings) -> StackSettings:
 
     path = on_this_machine(settings.model_path, settings.models_dir, lambda line: _say([line]))
     return settings.model_copy(update={"model_path": path})
+
+
+@app.command("install", context_settings=PASSED_ON)
+def install_environments(context: typer.Context) -> None:
+    """Make Weir's Python environments, of a Weir that pip or uv has installed."""
+    raise typer.Exit(installing.install(context.args))
+
+
+@app.command("service", context_settings=PASSED_ON)
+def run_service(context: typer.Context) -> None:
+    """Run one service in this terminal, with its own options: `weir service gateway`."""
+    installing.run_service(context.args)
 
 
 @app.command()
@@ -248,7 +263,7 @@ def main() -> None:
     """Run a command. An expected failure prints one sentence; only a bug prints a traceback."""
     try:
         app()
-    except (StackError, StorageUnavailable, MalformedSettings, OSError) as error:
+    except (StackError, StorageUnavailable, MalformedSettings, InstallationFailed, OSError) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
         sys.exit(1)
 

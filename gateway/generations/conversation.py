@@ -179,7 +179,7 @@ class Prompt(msgspec.Struct, frozen=True):
     def own_images(self) -> tuple[TurnImage, ...]:
         """The images among `context_ids`, with their places there."""
         end = len(self.prompt_ids)
-        return images_within(self.images, end - len(self.context_ids), end) if self.images else ()
+        return images_within(self.images, end - len(self.context_ids), end)
 
     def begin_answer(self, ids: TokenIds) -> "Prompt":
         """The prompt with the beginning of the answer."""

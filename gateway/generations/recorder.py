@@ -152,10 +152,7 @@ class Recorder:
                 turn = generation.turn(self._settings.model_name, finish, reply_digest)
                 if traced.recording:
                     traced.set(recorded_attributes(turn))
-                await self._append(turn, generation)
-        except asyncio.CancelledError:
-            self._in_background(self._append_again(turn, generation))
-            raise
+                await self._append_shielded(turn, generation)
         except InvalidRecord as error:
             raise EngineFault("nonsense", f"the engine's answer is broken: {error}") from error
         except SessionClosed as error:
@@ -180,6 +177,14 @@ class Recorder:
     async def close(self) -> None:
         """Wait for appends in the background."""
         await asyncio.gather(*self._unfinished, return_exceptions=True)
+
+    async def _append_shielded(self, turn: Turn, generation: Generation) -> None:
+        """Append; if the caller is cancelled meanwhile, append again in the background."""
+        try:
+            await self._append(turn, generation)
+        except asyncio.CancelledError:
+            self._in_background(self._append_again(turn, generation))
+            raise
 
     async def _append_again(self, turn: Turn, generation: Generation) -> None:
         """Append once more; Redis stores a turn once, by its id. Nobody waits, so errors are only logged."""
@@ -228,9 +233,9 @@ class Recorder:
         prompt_ids = generation.prompt.prompt_ids
         if begun := generation.prompt.begun:
             ids, prompt_ids = [*prompt_ids[-begun:], *ids], TokenIds(prompt_ids[:-begun])
+        renderer = self._renderer.variant(call.thinking)
         if (plain := fast_parser(self._renderer).read(ids, prompt_ids)) is not None:
             return plain
-        renderer = self._renderer.variant(call.thinking)
         answer = renderer.parse(ids, call.tools, generation.turn_id, prompt_ids=prompt_ids)
         if answer.reasoning:
             generation.reasoning_tokens = tokens_of_thought(tokenizer, generation.ids, answer.reasoning)

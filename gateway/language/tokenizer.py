@@ -161,15 +161,18 @@ class ControlTokenEscaper:
         if CUT in text:
             text = text.replace(CUT, CUT * 2)
         last, parts, budget = 0, [], BUDGET.get()
+        for start in self._starts(text):
+            parts.append(text[last : start + 1])
+            last = start + 1
+            if budget is not None:
+                budget.cut()
+        return CUT.join([*parts, text[last:]]) if parts else text
+
+    def _starts(self, text: str) -> Iterator[int]:
         for at in range(0, len(text), WINDOW):
             for found in self._begins.finditer(text, at, at + WINDOW + self._longest - 1):
-                if found.start() >= at + WINDOW:
-                    break  # the next window has it
-                parts.append(text[last : found.end()])
-                last = found.end()
-                if budget is not None:
-                    budget.cut()
-        return CUT.join([*parts, text[last:]]) if parts else text
+                if found.start() < at + WINDOW:  # the next window has the others
+                    yield found.start()
 
 
 def _any_of(texts: Sequence[str]) -> str:
@@ -318,8 +321,6 @@ class BareTokenizer:
         self.passages = CountedCache(self._ids, 64)
         self.bytes = TokenBytes(self.backend)
         self.token_text = lru_cache(TOKEN_TEXTS)(self.bytes.named)
-        self.convert_tokens_to_ids = lru_cache(TOKEN_TEXTS)(self._id_of)
-        """The library's name. Templates look up the same few tokens for each prompt."""
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         if self._recording:
@@ -377,10 +378,12 @@ class BareTokenizer:
         if isinstance(model := self.backend.model, BPE | Unigram):  # these cache words
             model._clear_cache()
 
-    def _id_of(self, token: str) -> int | None:
-        if self._recording:
-            self._template_texts.add(token)
-        return self.backend.token_to_id(token)
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
+        if isinstance(tokens, str):
+            if self._recording:
+                self._template_texts.add(tokens)
+            return self.backend.token_to_id(tokens)
+        return [self.backend.token_to_id(token) for token in tokens]
 
     def control(self, written: Iterable[int]) -> ControlTokenEscaper:
         """Make the escaper of control tokens: special tokens, tokens that the template looked up when its

@@ -14,9 +14,19 @@ IN_THIS_DIRECTORY = Path("weir.yaml")
 SECTIONS = ("gateway", "rollout_server", "trainer", "rewards", "fine_tuning", "stack")
 """One for each service, and one for `weir up`."""
 OTHER_VARIABLES = frozenset(
-    {"WEIR_REDIS_MEMORY", "WEIR_MEMINFO", "WEIR_CGROUPS", "WEIR_PYTHON", "WEIR_RETRY_S", "WEIR_MODEL_DIR"}
+    {
+        *(
+            "WEIR_REDIS_MEMORY",
+            "WEIR_MEMINFO",
+            "WEIR_CGROUPS",
+            "WEIR_PYTHON",
+            "WEIR_RETRY_S",
+            "WEIR_MODEL_DIR",
+        ),
+        *("WEIR_INSTALL_DIR", "WEIR_TORCH", "WEIR_TORCH_INDEX", "WEIR_WHEELS"),
+    }
 )
-"""What the start of Redis, the batch script and the containers read."""
+"""What the start of Redis, the batch script, the containers and `weir install` read."""
 FOREIGN = re.compile(r"WEIR_(TEST_\w+|\w*SERVICE_(HOST|PORT)(_\w+)?|\w+_(TCP|UDP)(_\w+)?)")
 """What tests read, and what Kubernetes sets for a service of this name."""
 KUBERNETES_ADDRESS = "tcp://"

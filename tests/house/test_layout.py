@@ -27,7 +27,7 @@ EXTRAS = {
     "rollout_queue": ["object-store", "otel"],
     "weir": ["cli"],
 }
-"""The groups of optional dependencies that a package may import, besides the common dependencies."""
+"""The groups of optional dependencies that a package may import, besides those of every service."""
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 60
 TORCH_FAMILY = {"torch", "deepspeed", "transformers"}
 
@@ -112,8 +112,8 @@ def brought() -> Mapping[str, list[str]]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_what_a_package_imports_is_declared_for_it(package: str, brought: Mapping[str, list[str]]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [pin for extra in EXTRAS.get(package, []) for pin in project["optional-dependencies"][extra]]
-    declared = named([*project["dependencies"], *extras])
+    extras = ["service", *EXTRAS.get(package, [])]
+    declared = named(pin for extra in extras for pin in project["optional-dependencies"][extra])
     undeclared = {
         (name, module)
         for name, path in sources(package)
@@ -150,9 +150,12 @@ def test_no_two_classes_have_the_same_name() -> None:
 
 def test_the_wheel_is_made_of_the_packages() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    listed = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert [ROOT / path for path in listed] == list(PACKAGES.values())
-    assert all((ROOT / path / "__init__.py").is_file() for path in listed)
+    wheel = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]
+    places = {name: "weir" if name == "weir" else f"weir/_services/{name}" for name in PACKAGES}
+    expected = {str(path.relative_to(ROOT)): places[name] for name, path in PACKAGES.items()}
+    assert wheel["sources"] == expected
+    assert sorted(wheel["include"]) == sorted(f"/{path}" for path in expected)
+    assert all((path / "__init__.py").is_file() for path in PACKAGES.values())
 
 
 def test_the_command_line_contains_the_configuration_of_redis() -> None:

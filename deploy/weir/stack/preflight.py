@@ -14,6 +14,7 @@ from rollout_queue.model_files import BrokenWeights, ModelFiles
 from rollout_queue.settings import read_settings
 from rollout_server.engine.command import cpu_kv_tokens, engine_dtype, find_device, kv_bytes_of_token
 from rollout_server.settings import RolloutServerSettings
+from weir import installing
 from weir.errors import StackError
 from weir.stack.service_process import Service
 from weir.stack.services import determined_sections, effective_sections
@@ -42,7 +43,7 @@ def check_place(settings: StackSettings) -> None:
     """Raises StackError when the engine's Python or disk space is missing."""
     if not settings.engine_python.is_file():
         raise StackError(
-            f"the engine's Python {settings.engine_python} is missing: run `make install`, "
+            f"the engine's Python {settings.engine_python} is missing: run `{installing.COMMAND}`, "
             "or set rollout_server.engine_python (WEIR_ROLLOUT_SERVER__ENGINE_PYTHON)"
         )
     settings.run_dir.mkdir(parents=True, exist_ok=True)

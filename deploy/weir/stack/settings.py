@@ -28,6 +28,7 @@ from rollout_queue.settings import (
     secret,
     why,
 )
+from weir.installing import engine_python
 
 OWNERS = {
     "gateway_port": ("gateway", "port"),
@@ -66,7 +67,7 @@ class StackSettings(ServiceSettings):
     engine_port: Annotated[int, OF_SERVICE] = 30000
     trainer_port: Annotated[int, OF_SERVICE] = 8200
     rewards_port: Annotated[int, OF_SERVICE] = 8300
-    engine_python: Path = Path(sys.prefix).with_name(".venv-engine") / "bin" / "python"
+    engine_python: Path = Field(default_factory=engine_python)
     """The Python interpreter of SGLang's own environment. SGLang needs other versions of packages than
     Weir."""
     trainer_ranks: int = Field(1, ge=1)

@@ -18,6 +18,7 @@ from rollout_queue.contract.codec import encode
 from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Span, Turn, Verdict
 from rollout_queue.redis import key_names
+from rollout_queue.redis.lua import Script
 from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.redis_process import RedisProcess
 
@@ -26,7 +27,7 @@ CONTEXT, OUTPUT = 60, 40
 TASKS = 50
 COPIES_AT_ONCE = 25
 
-COPY = """
+COPY = Script[None]("""
 -- KEYS: template, sessions, settled
 -- ARGV: its id and group, as patterns; prefixes of sessions and groups; for each copy: id, group, time, spec
 local fields = redis.call('HGETALL', KEYS[1])
@@ -44,7 +45,7 @@ for at = 5, #ARGV, 4 do
     redis.call('HSET', ARGV[4] .. group, 'size', '8', 'owner', '')
     redis.call('SADD', ARGV[4] .. group .. ':members', id)
 end
-"""
+""")
 
 
 def fill(redis: RedisProcess, sessions: int, began: float) -> None:
@@ -141,7 +142,7 @@ def turn_of(spec: SessionSpec, place: int) -> Turn:
 
 def copy_templates(redis: Redis, sessions: int, began: float) -> None:
     """Copies until there are so many sessions. Each group is a copy of a group."""
-    script, templates = redis.register_script(COPY), TASKS * GROUP
+    templates = TASKS * GROUP
     for first in range(templates):
         old = [session_name(first), group_name(first)]
         fixed = [*(each.replace("-", "%-") for each in old), key_names.session(""), key_names.group("")]
@@ -150,7 +151,8 @@ def copy_templates(redis: Redis, sessions: int, began: float) -> None:
             for number in range(start, min(sessions, start + templates * COPIES_AT_ONCE), templates):
                 arguments += [session_name(number), group_name(number), began + number]
                 arguments.append(encode(spec_of(number, began)))
-            script([key_names.session(old[0]), key_names.SESSIONS, key_names.SETTLED], arguments)
+            named = [key_names.session(old[0]), key_names.SESSIONS, key_names.SETTLED]
+            COPY.run_now(redis, named, arguments)
 
 
 def note_trained(redis: Redis, sessions: int) -> None:

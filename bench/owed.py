@@ -26,6 +26,7 @@ from rollout_queue.contract.records import Verdict
 from rollout_queue.redis import key_names
 from rollout_queue.redis.consumer_scripts import ACKNOWLEDGE, FREE
 from rollout_queue.redis.lease import Lease
+from rollout_queue.redis.lua import Script
 from rollout_queue.redis.stream_reader import StreamReader
 from trainer_service.groups.acknowledgement import AcknowledgedTurn, Acknowledgement
 from trainer_service.heartbeat import Heartbeat
@@ -37,18 +38,18 @@ from weir.stack.service_process import CONFIGURATION, executable
 TURNS_A_SESSION = 20
 STARTS_WITHIN_S = 30.0
 RECORD = bytes(300)
-PLANT = """
+PLANT = Script[None]("""
 -- KEYS: stream, session   ARGV: first turn, how many, record
 redis.call('HSET', KEYS[2], 'spec', '')
 for turn = ARGV[1], ARGV[1] + ARGV[2] - 1 do
     redis.call('HSET', KEYS[2], string.format('t:t%d', turn), ARGV[3])
     redis.call('XADD', KEYS[1], string.format('%d-1', turn + 1), 'r', ARGV[3])
 end
-"""
-DELIVER = """
+""")
+DELIVER = Script[None]("""
 -- KEYS: stream   ARGV: group, consumer
 return #redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1000, 'STREAMS', KEYS[1], '>')[1][2]
-"""
+""")
 
 
 class Found(NamedTuple):
@@ -94,22 +95,18 @@ def server(program: str, folder: Path) -> Iterator[tuple[str, int]]:
 def plant(redis: Redis, turns: int) -> Acknowledgement:
     """Write sessions whose entries the trainer has read. Returns what a checkpoint of one step owes."""
     redis.xgroup_create(key_names.STREAM, key_names.GROUP, "0", mkstream=True)
-    script = redis.register_script(PLANT)
-    redis.script_load(PLANT)
     verdict = Verdict(code="trained", step=1, version=1)
     sessions = {f"s{number}": verdict for number in range(turns // TURNS_A_SESSION)}
     with redis.pipeline(transaction=False) as pipeline:
         for number, name in enumerate(sessions):
             first = number * TURNS_A_SESSION
-            script(
-                [key_names.STREAM, key_names.session(name)], [first, TURNS_A_SESSION, RECORD], client=pipeline
-            )
+            named = [key_names.STREAM, key_names.session(name)]
+            PLANT.queue(pipeline, named, [first, TURNS_A_SESSION, RECORD])
             if number % 500 == 499:
                 pipeline.execute()
         pipeline.execute()
-    deliver = redis.register_script(DELIVER)
     for _ in range(0, turns, 1000):
-        deliver([key_names.STREAM], [key_names.GROUP, key_names.CONSUMER])
+        DELIVER.run_now(redis, [key_names.STREAM], [key_names.GROUP, key_names.CONSUMER])
     owned = [f"s{turn // TURNS_A_SESSION}" for turn in range(turns)]
     tokens = TrainedTokens(240).pack()
     owed = [AcknowledgedTurn(name, f"t{turn}", verdict, tokens) for turn, name in enumerate(owned)]
@@ -121,7 +118,7 @@ def plant(redis: Redis, turns: int) -> Acknowledgement:
 
 def found(redis: Redis) -> Found:
     slow: Any = redis.execute_command("SLOWLOG", "GET", 100_000)  # type: ignore[no-untyped-call]
-    names = {redis.script_load(script).encode() for script in (ACKNOWLEDGE, FREE)}
+    names = {script.sha.encode() for script in (ACKNOWLEDGE, FREE)}
     took = [duration for _, _, duration, command, *_ in slow if names.intersection(command)]
     counts: Any = redis.hgetall(key_names.VERDICTS)
     pending: Any = redis.xpending(key_names.STREAM, key_names.GROUP)

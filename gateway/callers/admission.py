@@ -36,6 +36,7 @@ from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import SessionSpec
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.lua import Argument, Script
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ PAUSED_RETRY_S = 30.0
 
 OPENING_S = 60.0
 """A counted session that is not stored counts for this long, because its gateway may still be opening it."""
-TAKE = """
+TAKE = Script[list[int]]("""
 -- KEYS: quotas…, session…
 -- ARGV: now, shut, number of quotas, (bound, add)…, id…
 -- Returns {result, count}. result: 0 if the sessions are admitted, -1 if `shut` refuses them, else the number
@@ -70,8 +71,8 @@ for quota = 1, quotas do
     end
 end
 return {0, 0}
-"""
-SWEEP = """
+""")
+SWEEP = Script[list[int]]("""
 -- KEYS: quota   ARGV: now, opening_s, field, first, count, prefix of session keys
 -- Looks at `count` sessions of the quota from the place `first` on, and removes those that have ended: those
 -- with `field` or a verdict. Returns how many it has looked at, and how many it has removed.
@@ -86,7 +87,7 @@ for index = 1, #counted, 2 do
     if ended then removed = removed + redis.call('ZREM', KEYS[1], counted[index]) end
 end
 return {#counted / 2, removed}
-"""
+""")
 PAGE, MOST_PAGES = 500, 8
 """How many sessions one script looks at, in 2 ms of Redis; and how many scripts one sweep runs. The next one
 goes on where it ended."""
@@ -124,7 +125,6 @@ class Quotas:
 
     def __init__(self, redis: Redis, sweep_every_s: float) -> None:
         self._redis = redis
-        self._take, self._sweep = redis.register_script(TAKE), redis.register_script(SWEEP)
         self._sweep_every_s = sweep_every_s
         self._swept: dict[str, float] = {}
         """By key, when a quota's ended sessions were last removed; dropped after `sweep_every_s`."""
@@ -154,7 +154,7 @@ class Quotas:
         place = start = self._places.pop(quota.key, 0)
         for _ in range(MOST_PAGES):
             arguments = [clock.now(), OPENING_S, quota.until, place, PAGE, key_names.session("")]
-            seen, removed = await stored(self._sweep([quota.key], arguments))
+            seen, removed = await SWEEP.run(self._redis, [quota.key], arguments)
             place = place + seen - removed
             if seen < PAGE:  # the end
                 place = 0
@@ -164,11 +164,11 @@ class Quotas:
 
     async def _try(self, specs: Sequence[SessionSpec], quotas: Sequence[Quota], *, shut: bool) -> QuotaResult:
         names = [quota.key for quota in quotas] + [key_names.session(spec.session_id) for spec in specs]
-        arguments: list[str | int | float] = [clock.now(), int(shut), len(quotas)]
+        arguments: list[Argument] = [clock.now(), int(shut), len(quotas)]
         for quota in quotas:
             arguments += [quota.bound, int(quota.counts)]
         arguments += [spec.session_id for spec in specs]
-        refusing, count = await stored(self._take(names, arguments))
+        refusing, count = await TAKE.run(self._redis, names, arguments)
         if refusing == 0:
             return QuotaResult(True)
         return QuotaResult(False, refusing - 1 if refusing > 0 else None, count)

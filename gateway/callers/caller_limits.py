@@ -11,7 +11,7 @@ from gateway.errors import LimitReached
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import key_names
-from rollout_queue.redis.availability import stored
+from rollout_queue.redis.lua import Script
 
 LimitCode = Literal[
     "rate_limited",
@@ -140,7 +140,7 @@ def retry_after_s(seconds: float | None) -> float:
 
 BUCKETS_AT_ONCE = 500
 """Redis serves nobody else while a script runs, so no script looks at more buckets than this."""
-SHARE = """
+SHARE = Script[list[bytes]]("""
 -- KEYS: bucket…   ARGV: seconds since this gateway last shared; for each bucket, seconds poured since then
 -- Returns, for each bucket, the seconds until it is empty. A bucket's value is: when empty, when written.
 local time = redis.call('TIME')
@@ -162,7 +162,7 @@ for index, key in ipairs(KEYS) do -- bounded: BUCKETS_AT_ONCE
     left[index] = string.format('%.6f', empty_at - now)
 end
 return left
-"""
+""")
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ class RateLimiter:
 
     def __init__(self, redis: Redis, name: str) -> None:
         self._name = name
-        self._share = redis.register_script(SHARE)
+        self._redis = redis
         self._usage: dict[str, _KeyUsage] = {}
         self._shared_at = clock.monotonic()
 
@@ -219,20 +219,21 @@ class RateLimiter:
         poured = [usage.unshared_s for usage in usages.values()]
         for usage in usages.values():
             usage.unshared_s = 0.0
-        names, left = [key_names.bucket(self._name, owner) for owner in usages], list[float]()
+        names, left = [key_names.bucket(self._name, owner) for owner in usages], list[bytes]()
         try:
             for first in range(0, len(names), BUCKETS_AT_ONCE):
                 page = slice(first, first + BUCKETS_AT_ONCE)
-                left += await stored(self._share(names[page], [started - self._shared_at, *poured[page]]))
+                arguments = [started - self._shared_at, *poured[page]]
+                left += await SHARE.run(self._redis, names[page], arguments)
         except StorageUnavailable:
             for usage, seconds in zip(usages.values(), poured, strict=True):
                 usage.unshared_s += seconds
             raise
         self._shared_at, now = started, clock.monotonic()
-        for (owner, usage), seconds in zip(usages.items(), left, strict=True):
+        for (owner, usage), left_s in zip(usages.items(), left, strict=True):
             # Redis does not know the units that were used here while it answered: they are `unshared_s`. That
             # this process has stood still meanwhile holds nobody up, so the time of the question counts.
-            known = started + float(seconds) + usage.unshared_s
+            known = started + float(left_s) + usage.unshared_s
             usage.bucket.empty_at = max(usage.bucket.empty_at, known)
             if usage.bucket.empty_at <= now:
                 del self._usage[owner]

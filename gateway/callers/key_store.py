@@ -18,16 +18,16 @@ from rollout_queue.http.callers import Role, digest
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.losses import note_loss_async, was_lost
-from rollout_queue.redis.pipelined import Argument, Confirm, unconfirmed
+from rollout_queue.redis.lua import Argument, Confirm, Script, unconfirmed
 
-REPLACE = """
+REPLACE = Script[int]("""
 -- KEYS: keys, changed   ARGV: name, the key as it was read ('' if there was none), the new key, a new id
 -- Returns 1, or 0 if another gateway changed the key meanwhile.
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 redis.call('SET', KEYS[2], ARGV[4])
 return 1
-"""
+""")
 
 USE_LOST = "what API keys have used counts from 0, also against their token_budget"
 
@@ -94,10 +94,9 @@ class KeyUse(msgspec.Struct):
 class KeyStore:
     """The keys in Redis. Every method raises StorageUnavailable."""
 
-    def __init__(self, redis: Redis, confirm: Confirm = unconfirmed) -> None:
+    def __init__(self, redis: Redis, confirm: Confirm | None = None) -> None:
         """`redis` returns bytes (decode_responses off)."""
-        self._redis, self._confirm = redis, confirm
-        self._replace = redis.register_script(REPLACE)
+        self._redis, self._confirm = redis, confirm or unconfirmed(redis)
 
     async def last_change(self) -> bytes:
         """The id of the last change; empty if there was none."""
@@ -118,7 +117,7 @@ class KeyStore:
     async def replace(self, packed: bytes, key: ApiKey) -> bool:
         """Store the key in place of the one with these bytes. Returns False if that was changed."""
         arguments: list[Argument] = [key.name, packed, msgspec.json.encode(key), new_id()]
-        return bool(await self._confirm(self._replace, [key_names.KEYS, key_names.KEYS_CHANGED], arguments))
+        return bool(await self._confirm(REPLACE, [key_names.KEYS, key_names.KEYS_CHANGED], arguments))
 
     async def write_again(self, known: Sequence[ApiKey]) -> None:
         """Store those of these keys that Redis has lost, and say so: none is ever removed."""

@@ -36,6 +36,7 @@ from rollout_queue.contract.errors import SessionDeleted
 from rollout_queue.http.errors import ApiError
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.lua import Script
 
 IN_PROGRESS = "in_progress"
 """The status of a response whose answer is being made in the background."""
@@ -102,7 +103,7 @@ ENDED = ("completed", "incomplete")
 MAX_TTL_S = 30 * 86400.0
 """Limit on a key's time to live: Redis' 64-bit number of milliseconds would overflow."""
 
-KEEP = """
+KEEP = Script[int]("""
 -- KEYS: session, response, earlier responses…   ARGV: record, time to live in ms, SHA-1 of the former record
 -- Deleting a session deletes its responses, so a response of a deleted session is not stored.
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
@@ -111,7 +112,7 @@ if ARGV[3] ~= '' and redis.sha1hex(redis.call('GET', KEYS[2]) or '') ~= ARGV[3] 
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
 for before = 3, #KEYS do redis.call('PEXPIRE', KEYS[before], ARGV[2]) end -- bounded: MAX_PREVIOUS
 return 1
-"""
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +239,8 @@ class ResponseStore:
         ttl_ms = int(min(spec.ttl_s, MAX_TTL_S) * 1000) or 1
         names = [key_names.session(spec.session_id), key_names.response(generation.completion_id)]
         names += map(key_names.response, past.responses)
-        script = self._redis.register_script(KEEP)
         former = "" if replacing is None else replacing.fingerprint
-        if not await stored(script(names, [packed(response), ttl_ms, former])):
+        if not await KEEP.run(self._redis, names, [packed(response), ttl_ms, former]):
             raise SessionDeleted(spec.session_id)
 
     async def _repeated(self, generation: Generation, instructed: bool) -> StoredConversation:
@@ -297,25 +297,25 @@ WITHOUT_CONTENT: JsonObject = {
 }
 """The fields of a response without an answer that replace the contents of its request."""
 
-BEGIN = """
+BEGIN = Script[int]("""
 -- KEYS: session, response   ARGV: record, time to live in ms
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
 return 1
-"""
-RENEW = """
+""")
+RENEW = Script[int]("""
 -- KEYS: session, response   ARGV: SHA-1 of the record, time to live in ms
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 if redis.sha1hex(redis.call('GET', KEYS[2]) or '') ~= ARGV[1] then return 0 end
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
 return 1
-"""
-REPLACE = """
+""")
+REPLACE = Script[int]("""
 -- KEYS: response   ARGV: SHA-1 of the record to replace, record, time to live in ms
 if redis.sha1hex(redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return 1
-"""
+""")
 TTL_MS = UNFINISHED_TTL_S * 1000
 
 Keep = Callable[[RecordedAnswer, StoredResponse], Awaitable[None]]
@@ -347,18 +347,16 @@ class BackgroundResponse:
             length=0,
             told=told,
         )
-        script = self._redis.register_script(BEGIN)
         names = [key_names.session(spec.session_id), self._name]
-        if not await stored(script(names, [packed(self._record), TTL_MS])):
+        if not await BEGIN.run(self._redis, names, [packed(self._record), TTL_MS]):
             raise SessionDeleted(spec.session_id)
         return encode({**self._record.told, "output": []})
 
     async def renew(self) -> bool:
         """Say that the answer is still being made. Returns False if it was cancelled, or was deleted, maybe
         with its session."""
-        script = self._redis.register_script(RENEW)
         names = [key_names.session(self._record.session_id), self._name]
-        return bool(await stored(script(names, [self._record.fingerprint, TTL_MS])))
+        return bool(await RENEW.run(self._redis, names, [self._record.fingerprint, TTL_MS]))
 
     async def end(self, recorded: RecordedAnswer) -> None:
         """Store the complete response, unless it was cancelled or deleted."""
@@ -374,9 +372,7 @@ async def replace(
 ) -> bool:
     """Store a response without an answer in place of `record`. Returns False if `record` is gone."""
     ended = msgspec.structs.replace(record, told=_told(record, status, message))
-    script = redis.register_script(REPLACE)
-    arguments: list[str | bytes | int] = [record.fingerprint, packed(ended), TTL_MS]
-    return bool(await stored(script([name], arguments)))
+    return bool(await REPLACE.run(redis, [name], [record.fingerprint, packed(ended), TTL_MS]))
 
 
 async def cancel(redis: Redis, response_id: str, found: StoredResponse) -> bool:

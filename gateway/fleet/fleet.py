@@ -43,7 +43,7 @@ from rollout_queue.contract.serving_plan import ServingPlan
 from rollout_queue.http.callers import bearer
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.pipelined import Confirm, unconfirmed
+from rollout_queue.redis.lua import Confirm
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Fleet:
     bare_engines: list[str] = field(default_factory=list)
     servers: dict[str, FleetServer] = field(default_factory=dict)
     concurrency: ConcurrencySettings = field(default_factory=ConcurrencySettings)
-    confirm: Confirm = unconfirmed
+    confirm: Confirm | None = None
 
     def __post_init__(self) -> None:
         self.rotation = Rotation(self.servers)

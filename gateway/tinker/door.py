@@ -17,9 +17,8 @@ from gateway.rest.access import client_of
 from gateway.settings import GatewaySettings, TinkerSettings
 from gateway.tinker.paths import PromiseId
 from gateway.tinker.promises import Announcements, SamplePromises
-from gateway.tinker.removal import ClientRecordRemoval
 from gateway.tinker.samples import SampleMaker
-from gateway.tinker.store import TinkerStore
+from gateway.tinker.store import ClientRecordRemoval, TinkerStore
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.redis import key_names

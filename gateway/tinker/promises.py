@@ -18,8 +18,9 @@ from redis.exceptions import RedisError
 from gateway.errors import InvalidRequest
 from gateway.tinker.paths import PromiseId
 from rollout_queue import clock
-from rollout_queue.redis import client_session_scripts, key_names
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
+from rollout_queue.redis.client_session_scripts import CANCEL, KEEP, RENEW
 from rollout_queue.redis.command_log import READ_TTL_S
 
 T = TypeVar("T")
@@ -98,9 +99,6 @@ class SamplePromises:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._cancel = redis.register_script(client_session_scripts.CANCEL)
-        self._renew = redis.register_script(client_session_scripts.RENEW)
-        self._keep = redis.register_script(client_session_scripts.KEEP)
 
     async def known(self, promise: PromiseId, digest: str) -> bool:
         """Whether the sample is promised or made. Raises InvalidRequest if it has another content."""
@@ -118,14 +116,14 @@ class SamplePromises:
 
     async def renew(self, promise: PromiseId) -> bool:
         """The gateway that makes it is alive. Returns False if the sample was cancelled."""
-        return bool(await stored(self._renew([key_names.result(str(promise))], [int(LEASE_S)])))
+        return bool(await RENEW.run(self._redis, [key_names.result(str(promise))], [int(LEASE_S)]))
 
     async def keep(self, promise: PromiseId, made: bytes | dict[str, Any]) -> None:
         """Store what was made, or why there is nothing, and wake those who wait for it. What is stored
         already stays."""
         packed = MADE + made if isinstance(made, bytes) else REFUSED + msgspec.json.encode(made)
         named = [key_names.result(str(promise)), key_names.RESULTS_ANNOUNCED]
-        await stored(self._keep(named, [str(promise), packed, int(KEPT_S)]))
+        await KEEP.run(self._redis, named, [str(promise), packed, int(KEPT_S)])
 
     async def drop(self, promise: PromiseId) -> None:
         """The sample will not be made."""
@@ -134,7 +132,7 @@ class SamplePromises:
     async def cancel(self, promise: PromiseId) -> None:
         """Have the gateway that makes it stop, and tell those who wait for it. What is made already stays."""
         named = [key_names.result(str(promise)), key_names.RESULTS_ANNOUNCED]
-        await stored(self._cancel(named, [str(promise), CANCELLED, int(READ_TTL_S)]))
+        await CANCEL.run(self._redis, named, [str(promise), CANCELLED, int(READ_TTL_S)])
 
     async def result(self, promise: PromiseId) -> bytes | None:
         """What `keep` stored; empty while it is made; None for an unknown promise."""

@@ -46,15 +46,13 @@ class KeptWeightsStore:
 
     def __init__(self, redis: Redis, log: CommandSubmissions) -> None:
         self._redis, self._log = redis, log
-        self._change = redis.register_script(CHANGE)
-        self._note_terms = redis.register_script(NOTE_TERMS)
 
     async def note_terms(self, path: WeightsPath, number: int, terms: KeptTerms) -> None:
         """What the client says of weights that the command with this number will save. The first stays."""
         if terms == KeptTerms():
             return
         named = [key_names.model(path.model_id), key_names.kept_terms(path.model_id)]
-        await stored(self._note_terms(named, [f"{path.kept_as}#{number}", encode_record(terms)]))
+        await NOTE_TERMS.run(self._redis, named, [f"{path.kept_as}#{number}", encode_record(terms)])
 
     async def find(self, path: WeightsPath) -> KeptWeights | None:
         """What is kept under this path, expired or not."""
@@ -100,7 +98,7 @@ class KeptWeightsStore:
             ends = "" if after.expires_at is None else after.expires_at
             number = before.kept.number
             arguments = [path.model_id, path.kept_as, number, known or b"", encode_record(after.terms), ends]
-            if await stored(self._change(named, arguments)):
+            if await CHANGE.run(self._redis, named, arguments):
                 return
 
     async def end_expired(self, most: int = 100) -> int:

@@ -5,20 +5,28 @@ trainer   reads the commands in order, answers them, and removes those that a ch
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
-from redis.commands.core import Script
-from redis.exceptions import ResponseError
 
 from rollout_queue import clock
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.redis import command_scripts, key_names
+from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import available, stored
 from rollout_queue.redis.client_session_scripts import FORGET_RESULTS
-from rollout_queue.redis.command_scripts import DROP
-from rollout_queue.redis.lease import refused
+from rollout_queue.redis.command_scripts import (
+    ANSWER,
+    DROP,
+    END,
+    FORGET_ADAPTER,
+    FORGET_WEIGHTS,
+    FREE,
+    OPEN,
+    READ_RESULT,
+    SUBMIT,
+)
+from rollout_queue.redis.lua import Argument
 from rollout_queue.trainer_commands import (
     SHARED,
     Answer,
@@ -60,10 +68,6 @@ class CommandReader:
 
     def __init__(self, redis: Redis, token: str) -> None:
         self._redis, self._token = redis, token
-        self._answer = redis.register_script(command_scripts.ANSWER)
-        self._free = redis.register_script(command_scripts.FREE)
-        self._forget_weights = redis.register_script(command_scripts.FORGET_WEIGHTS)
-        self._forget_adapter = redis.register_script(command_scripts.FORGET_ADAPTER)
 
     def read(self, after: str, count: int, block_s: float) -> Sequence[LoggedCommand]:
         """Up to `count` commands after this position, in order. Waits up to `block_s` for the first. A
@@ -82,18 +86,15 @@ class CommandReader:
         request = command.request_id
         named = [key_names.model(command.model_id), key_names.result(request), key_names.RESULTS_ANNOUNCED]
         named += [key_names.RESULTS_UNREAD, key_names.COMMANDS_HELD, key_names.kept(command.model_id)]
-        named += [
-            key_names.DROPPED,
-            key_names.DROPPED_ADAPTERS,
-            key_names.kept_terms(command.model_id),
-            key_names.KEPT_EXPIRES,
-        ]
+        named += [key_names.DROPPED, key_names.DROPPED_ADAPTERS, key_names.kept_terms(command.model_id)]
+        named.append(key_names.KEPT_EXPIRES)
         ttl_ms = int(UNREAD_TTL_S * 1000)
         expires_at_ms = int(clock.now() * 1000) + ttl_ms
         of = command.command if isinstance(command.command, NAMED) else None
         packed = encode(Answer(result, of))
-        arguments: list[str | bytes | float] = [request, command.number, packed, ttl_ms, expires_at_ms]
-        self._fenced(self._answer, named, [*arguments, *_kept(command, result), command.model_id])
+        arguments: list[Argument] = [request, command.number, packed, ttl_ms, expires_at_ms]
+        arguments += [*_kept(command, result), command.model_id]
+        ANSWER.run_as(self._token, self._redis, named, arguments)
 
     def answered(self, request_ids: Sequence[str]) -> Sequence[bool]:
         """Which of these commands have a result."""
@@ -106,12 +107,9 @@ class CommandReader:
 
     def free(self, position: str) -> None:
         """Remove the commands up to this position, which a durable checkpoint contains."""
-        arguments: list[str | bytes | float] = [position, FREED_AT_ONCE]
-        while (
-            self._fenced(self._free, [key_names.COMMANDS, key_names.COMMANDS_HELD], arguments)
-            == FREED_AT_ONCE
-        ):
-            pass
+        named, freed = [key_names.COMMANDS, key_names.COMMANDS_HELD], FREED_AT_ONCE
+        while freed == FREED_AT_ONCE:
+            freed = FREE.run_as(self._token, self._redis, named, [position, FREED_AT_ONCE])
 
     def held_bytes(self) -> tuple[int, int]:
         """The bytes of all commands in the log, and the most that it may hold. The closer they are, the
@@ -149,19 +147,13 @@ class CommandReader:
     def forget_weights(self, model_id: str, name: str, deleted: str) -> None:
         """Forget the deletions of these weights up to this place: their files are gone, and no replay begins
         before it."""
-        self._fenced(self._forget_weights, [key_names.DROPPED], [f"{model_id}|{name}", deleted])
+        arguments = [f"{model_id}|{name}", deleted]
+        FORGET_WEIGHTS.run_as(self._token, self._redis, [key_names.DROPPED], arguments)
 
     def forget_adapter(self, policy: str, version: int) -> None:
         """Forget a version of an adapter: its files are gone."""
-        self._fenced(self._forget_adapter, [key_names.DROPPED_ADAPTERS], [f"{policy}|{version}"])
-
-    def _fenced(self, script: Script, named: Sequence[str], arguments: Sequence[str | bytes | float]) -> Any:
-        """What the script answers. Raises LeaseLost when another trainer has claimed the lease since."""
-        with available():
-            try:
-                return script([key_names.FENCE, *named], [self._token, *arguments])
-            except ResponseError as error:
-                raise refused(error) or error from error
+        named, arguments = [key_names.DROPPED_ADAPTERS], [f"{policy}|{version}"]
+        FORGET_ADAPTER.run_as(self._token, self._redis, named, arguments)
 
 
 def _kept(command: LoggedCommand, result: Result) -> tuple[str, bytes]:
@@ -231,12 +223,6 @@ class CommandSubmissions:
     def __init__(self, redis: AsyncRedis, most_bytes: Callable[[], int]) -> None:
         """`most_bytes` tells what the log may hold now."""
         self._redis, self._most_bytes = redis, most_bytes
-        self._open = redis.register_script(command_scripts.OPEN)
-        self._submit = redis.register_script(command_scripts.SUBMIT)
-        self._read = redis.register_script(command_scripts.READ_RESULT)
-        self._end = redis.register_script(command_scripts.END)
-        self._drop = redis.register_script(DROP)
-        self._forget_results = redis.register_script(FORGET_RESULTS)
 
     async def open(
         self, model_id: str, owner: str, spec: bytes, session_id: str | None = None
@@ -245,7 +231,7 @@ class CommandSubmissions:
         client session that is gone."""
         named = [key_names.model(model_id), key_names.models_of(owner)]
         named += [] if session_id is None else [key_names.client_session(session_id)]
-        found: bytes | int | None = await stored(self._open(named, [model_id, spec, clock.now()]))
+        found = await OPEN.run(self._redis, named, [model_id, spec, clock.now()])
         return Gone() if isinstance(found, int) else found
 
     async def spec(self, model_id: str) -> bytes | None:
@@ -255,36 +241,27 @@ class CommandSubmissions:
 
     async def submit(self, model_id: str, number: int, digest: str, command: Command) -> Submitted:
         """Store a command. Commands of a model are carried out in the order of their numbers, from 0 on."""
-        named = [
-            key_names.model(model_id),
-            key_names.COMMANDS,
-            key_names.COMMANDS_HELD,
-            key_names.RESULTS_UNREAD,
-        ]
+        named = [key_names.model(model_id), key_names.COMMANDS, key_names.COMMANDS_HELD]
+        named.append(key_names.RESULTS_UNREAD)
         now_ms = int(clock.now() * 1000)
-        arguments: list[str | bytes | int] = [model_id, number, digest, encode(command)]
+        arguments: list[Argument] = [model_id, number, digest, encode(command)]
         arguments += [self._most_bytes(), MOST_EARLY, now_ms, int(isinstance(command, ForwardBackward))]
         arguments.append(str(command.__struct_config__.tag))
-        said: Sequence[Any] = await stored(self._submit(named, arguments))
-        outcome: Submitted = said[0].decode()
-        return outcome
+        said = await SUBMIT.run(self._redis, named, arguments)
+        return cast(Submitted, said[0].decode())
 
     async def end(self, model_id: str, why: str) -> bool:
         """Take no more commands for a model; the trainer frees it. Returns False if it has ended before, or
         does not exist."""
         named = [key_names.model(model_id), key_names.COMMANDS_HELD]
-        return bool(await stored(self._end(named, [why])))
+        return bool(await END.run(self._redis, named, [why]))
 
     async def result(self, model_id: str, number: int) -> Answer | Waiting | Gone:
         """The result of a command, if it has one. It can be read for READ_TTL_S after the first time."""
         request = request_id(model_id, number)
-        named = [
-            key_names.result(request),
-            key_names.model(model_id),
-            key_names.RESULTS_UNREAD,
-            key_names.COMMANDS_HELD,
-        ]
-        said = await stored(self._read(named, [request, number, int(READ_TTL_S * 1000)]))
+        named = [key_names.result(request), key_names.model(model_id), key_names.RESULTS_UNREAD]
+        named.append(key_names.COMMANDS_HELD)
+        said = await READ_RESULT.run(self._redis, named, [request, number, int(READ_TTL_S * 1000)])
         match said[0]:
             case b"done":
                 return decode_answer(said[1])
@@ -299,7 +276,7 @@ class CommandSubmissions:
             numbers = range(first, min(first + RESULTS_AT_ONCE, count))
             requests = [request_id(model_id, number) for number in numbers]
             named = [key_names.RESULTS_UNREAD, key_names.COMMANDS_HELD, *map(key_names.result, requests)]
-            await stored(self._forget_results(named, requests))
+            await FORGET_RESULTS.run(self._redis, named, requests)
 
     async def kept(self, model_id: str) -> Mapping[str, Kept]:
         """The checkpoints of a model, its weights to sample from, and its exports: `weights/{name}`,
@@ -319,11 +296,8 @@ class CommandSubmissions:
         not over at `expired_at`."""
         named = [key_names.kept(model_id), key_names.kept_terms(model_id), key_names.KEPT_EXPIRES]
         named += [key_names.DROPPED, key_names.DROPPED_ADAPTERS, key_names.COMMANDS]
-        return bool(
-            await stored(
-                self._drop(named, [model_id, name, number, "" if expired_at is None else expired_at])
-            )
-        )
+        arguments = (model_id, name, number, "" if expired_at is None else expired_at)
+        return bool(await DROP.run(self._redis, named, arguments))
 
     async def is_full(self) -> bool:
         """Whether the log holds as much as it may, so that large commands are refused for now."""

@@ -10,7 +10,8 @@ name ─ kept ─▶ deleted ─▶ a note, until the trainer has removed the fi
 Weights to sample from that are overwritten are kept without a name, until their client is gone.
 """
 
-from rollout_queue.redis.lua import FENCED
+from rollout_queue.redis.lease import FencedScript
+from rollout_queue.redis.lua import Script
 
 LAST_PLACE = """
 local function last_place(stream) -- of the newest command that the log ever had
@@ -67,7 +68,7 @@ local function keep(model, name, record, ended)
 end
 """
 
-DROP = (
+DROP = Script[int](
     DROPPING
     + LAST_PLACE
     + """
@@ -96,7 +97,7 @@ return 1
 """
 )
 
-CHANGE = (
+CHANGE = Script[int](
     DROPPING
     + """
 -- KEYS: kept, terms, expires   ARGV: model id, name, number of the command, terms before and after, end or ''
@@ -115,9 +116,8 @@ return 1
 """
 )
 
-FORGET_WEIGHTS = (
-    FENCED
-    + DROPPING
+FORGET_WEIGHTS = FencedScript[None](
+    DROPPING
     + """
 -- KEYS: fence, dropped   ARGV: token, member, place
 -- Forgets the deletions up to this place.
@@ -131,13 +131,10 @@ return 1
 """
 )
 
-FORGET_ADAPTER = (
-    FENCED
-    + """
+FORGET_ADAPTER = FencedScript[None]("""
 -- KEYS: fence, dropped adapters   ARGV: token, member
 return redis.call('HDEL', KEYS[2], ARGV[2])
-"""
-)
+""")
 
 
 OVERHEAD = 200
@@ -145,7 +142,7 @@ OVERHEAD = 200
 REMEMBERED = 10_000
 """How many of a model's last commands are known when they come again."""
 
-OPEN = """
+OPEN = Script[bytes | int | None]("""
 -- KEYS: model, models of the owner [, client session]   ARGV: model id, spec, time
 -- Makes a model that takes commands. Returns false, or the spec that it has already; 0 if the client session
 -- is gone.
@@ -155,9 +152,9 @@ if known then return known end
 redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'next', 0)
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
 return false
-"""
+""")
 
-SUBMIT = f"""
+SUBMIT = Script[list[bytes]](f"""
 -- KEYS: model, stream, held, unread
 -- ARGV: model id, number, digest, command, most bytes, most early, now in ms, whether it has data, kind
 local number = tonumber(ARGV[2])
@@ -209,11 +206,10 @@ while command do -- bounded: the commands that came early, whose bytes are bound
 end
 redis.call('HSET', KEYS[1], 'next', next)
 return {{'new'}}
-"""
+""")
 
-ANSWER = (
-    FENCED
-    + DROPPING
+ANSWER = FencedScript[None](
+    DROPPING
     + f"""
 -- KEYS: fence, model, result, announcements, unread, held, kept, dropped, dropped adapters, terms, expires
 -- ARGV: token, request id, number, result, ms to live, when it expires in ms, name and record of what is
@@ -240,7 +236,7 @@ return 1
 """
 )
 
-READ_RESULT = f"""
+READ_RESULT = Script[list[bytes]](f"""
 -- KEYS: result, model, unread, held   ARGV: request id, number, ms to live once it was read
 -- Returns {{result}}; {{'waits'}} if there is none yet; {{'gone'}} if there is none any more, or never was.
 local result = redis.call('GET', KEYS[1])
@@ -255,11 +251,9 @@ end
 if redis.call('HEXISTS', KEYS[2], 'd:' .. ARGV[2]) == 0 then return {{'gone'}} end
 local done = tonumber(redis.call('HGET', KEYS[2], 'done') or -1)
 return {{tonumber(ARGV[2]) > done and 'waits' or 'gone'}}
-"""
+""")
 
-FREE = (
-    FENCED
-    + f"""
+FREE = FencedScript[int](f"""
 -- KEYS: fence, stream, held   ARGV: token, position, how many at most
 -- Removes the first commands up to the position. Returns how many.
 local found = redis.call('XRANGE', KEYS[2], '-', ARGV[2], 'COUNT', ARGV[3])
@@ -270,10 +264,9 @@ for _, entry in ipairs(found) do
 end
 if size > 0 then redis.call('HINCRBY', KEYS[3], 'bytes', -size) end
 return #found
-"""
-)
+""")
 
-END = f"""
+END = Script[int](f"""
 -- KEYS: model, held   ARGV: why
 -- The model takes no more commands. Those that came early and wait for others will never be carried out.
 redis.call('HDEL', KEYS[1], '')
@@ -290,4 +283,4 @@ for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
 end
 if size > 0 then redis.call('HINCRBY', KEYS[2], 'bytes', -size) end
 return 1
-"""
+""")

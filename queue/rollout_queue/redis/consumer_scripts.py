@@ -1,15 +1,17 @@
-"""Scripts of the trainer, the one consumer of the stream: each first checks the fence (FENCED).
+"""Scripts of the trainer, the one consumer of the stream: each first checks the fence.
 
 So a process that was suspended while another one claimed the lease can neither take nor acknowledge an entry.
 """
 
-from rollout_queue.redis.lua import FENCED, LAST_DELIVERED, SETTLE
+from typing import Any
 
-CONFIRM = FENCED + "return 1"
+from rollout_queue.redis.lease import FencedScript
+from rollout_queue.redis.lua import LAST_DELIVERED, SETTLE
 
-JOIN = (
-    FENCED
-    + LAST_DELIVERED
+CONFIRM = FencedScript[int]("return 1")
+
+JOIN = FencedScript[None](
+    LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group
 -- A full Redis refuses XGROUP CREATE as the first write of a script, even for a group that exists. It accepts
@@ -21,29 +23,24 @@ end
 """
 )
 
-READ = (
-    FENCED
-    + """
+READ = FencedScript[list[Any] | None]("""
 -- KEYS: fence, stream   ARGV: token, group, consumer, count, start
 -- `start` is '>' for new entries; for pending ones, the id before the first.
 local what = {'GROUP', ARGV[2], ARGV[3], 'COUNT', ARGV[4], 'STREAMS', KEYS[2], ARGV[5]}
 local found = redis.call('XREADGROUP', unpack(what)) -- bounded: by the page
 return found and found[1][2]
-"""
-)
+""")
 
-DELIVERED_LAST = (
-    FENCED
-    + LAST_DELIVERED
+DELIVERED_LAST = FencedScript[bytes | None](
+    LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group
 return last_delivered(KEYS[2], ARGV[2])
 """
 )
 
-ACKNOWLEDGE = (
-    FENCED
-    + SETTLE
+ACKNOWLEDGE = FencedScript[None](
+    SETTLE
     + """
 -- KEYS: fence, stream, verdicts, deadlines, settled, trained, steps, session…
 -- ARGV: token, group, how many entries, how many steps, steps kept, entry…, (version, step)…, and for each
@@ -94,9 +91,8 @@ for name, number in pairs(counts) do redis.call('HINCRBY', KEYS[3], name, number
 """
 )
 
-FREE = (
-    FENCED
-    + LAST_DELIVERED
+FREE = FencedScript[list[Any]](
+    LAST_DELIVERED
     + """
 -- KEYS: fence, stream   ARGV: token, group, acknowledged entry…
 -- Acknowledging frees no memory. What is below the oldest unacknowledged entry goes at once, also what an
@@ -118,9 +114,7 @@ return {more and 1 or 0, left}
 """
 )
 
-REFILL = (
-    FENCED
-    + """
+REFILL = FencedScript[int]("""
 -- KEYS: fence, stream, session   ARGV: token, field…
 -- Appends these records of a session again. Returns how many; none if the session has its verdict.
 if redis.call('HEXISTS', KEYS[3], 'verdict') == 1 then return 0 end
@@ -133,26 +127,42 @@ for at = 2, #ARGV do -- bounded: one session
     end
 end
 return appended
-"""
-)
+""")
 
-SET_ASIDE = (
-    FENCED
-    + """
+SET_ASIDE = FencedScript[None]("""
 -- KEYS: fence, stream, dead letters   ARGV: token, group, entry, field, value, …
 local pending = redis.call('XACK', KEYS[2], ARGV[2], ARGV[3]) == 1
 -- An entry that was deleted in the meantime becomes no dead letter.
 if pending and redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3])[1] then
     redis.call('XADD', KEYS[3], '*', unpack(ARGV, 4)) -- bounded: one entry
 end
-"""
-)
+""")
 
-REPORT = (
-    FENCED
-    + """
+REPORT = FencedScript[None]("""
 -- KEYS: fence, trainer   ARGV: token, field, value, …
 redis.call('HDEL', KEYS[2], '') -- a full Redis accepts this, and then refuses no later write
 redis.call('HSET', KEYS[2], unpack(ARGV, 2)) -- bounded: a report
-"""
-)
+""")
+
+RESERVE = FencedScript[int]("""
+-- KEYS: fence, reserved, policies   ARGV: token, version, location
+-- Returns the highest version that was registered or reserved before. The hash has the highest reservation,
+-- and the locations of the last 100 that may still be registered, by their numbers.
+local registered = -1
+for _, version in ipairs(redis.call('HKEYS', KEYS[3])) do -- bounded: versions whose files are there
+    registered = math.max(registered, tonumber(version))
+end
+local newest = math.max(registered, tonumber(redis.call('HGET', KEYS[2], 'version') or -1))
+local asked = tonumber(ARGV[2])
+if asked > newest then
+    redis.call('HDEL', KEYS[2], '') -- a full Redis accepts this, and then refuses no later write
+    for _, name in ipairs(redis.call('HKEYS', KEYS[2])) do -- bounded: some 100
+        local number = tonumber(name)
+        if number and (number <= registered or number <= asked - 100) then
+            redis.call('HDEL', KEYS[2], name)
+        end
+    end
+    redis.call('HSET', KEYS[2], 'version', ARGV[2], 'location', ARGV[3], ARGV[2], ARGV[3])
+end
+return newest
+""")

@@ -13,21 +13,22 @@ A Holder identifies the process that holds the lease, across reboots and contain
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 from redis import Redis
-from redis.exceptions import ResponseError
 
 from rollout_queue import clock
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
 from rollout_queue.redis import key_names, lua
-from rollout_queue.redis.availability import available
 from rollout_queue.redis.losses import note_loss
+from rollout_queue.redis.lua import Argument, Script, T
+from rollout_queue.redis.settings import NO_REPLICAS, Replication
 
-CLAIM = """
+CLAIM = Script[list[Any] | None]("""
 -- KEYS: lease, fence   ARGV: holder, token, lease in ms, a holder that is dead or ''
 -- Returns false if the caller holds the lease now, else its holder and the ms until it expires.
 local holder = redis.call('GET', KEYS[1])
@@ -38,9 +39,9 @@ redis.call('DEL', KEYS[1])
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
 redis.call('SET', KEYS[2], ARGV[2])
 return false
-"""
+""")
 
-RENEW = """
+RENEW = Script[int]("""
 -- KEYS: lease, fence   ARGV: holder, token, lease in ms, 1 if the caller's lease has not run out, or 0
 -- Returns 1; 2 if Redis had lost the fence, which is there again; 0 if the caller is no longer the trainer.
 -- Without a fence, nobody knows whether another trainer has claimed the lease since the caller's ran out.
@@ -59,12 +60,12 @@ end
 if fence ~= ARGV[2] then return 0 end
 if redis.call('PEXPIRE', KEYS[1], ARGV[3]) == 0 then redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3]) end
 return 1
-"""
+""")
 
-RELEASE = """
+RELEASE = Script[None]("""
 -- KEYS: lease   ARGV: holder
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
-"""
+""")
 
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -122,6 +123,8 @@ def _born(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
+HELD = (key_names.LEASE, key_names.FENCE)
+"""The keys that a claim writes."""
 LOST = f"another trainer has claimed {key_names.STREAM}; this one writes nothing more"
 UNFENCED = f"Redis has lost {key_names.FENCE}, which the trainer writes again if it still holds the lease"
 UNKNOWN = (
@@ -130,12 +133,31 @@ UNKNOWN = (
 )
 
 
-def refused(error: ResponseError) -> LeaseLost | StorageUnavailable | None:
-    """What a script means that has compared the fence; None for any other error."""
-    said = str(error)
-    if said.startswith(lua.LOST):
-        return LeaseLost(LOST)
-    return StorageUnavailable(UNFENCED) if said.startswith(lua.UNFENCED) else None
+class FencedScript(Script[T]):
+    """A script of the trainer's end: it begins with FENCED, which compares the fence."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(lua.FENCED + text)
+
+    def run_as(
+        self,
+        token: str,
+        redis: Redis,
+        keys: Sequence[str] = (),
+        arguments: Sequence[Argument] = (),
+        replication: Replication = NO_REPLICAS,
+    ) -> T:
+        """What the script answers a trainer with this token. Raises StorageUnavailable, and LeaseLost when
+        another trainer has claimed the lease since."""
+        try:
+            return self.run_now(redis, [key_names.FENCE, *keys], [token, *arguments], replication)
+        except StorageUnavailable as error:
+            said = str(error.__cause__)
+            if said.startswith(lua.LOST):
+                raise LeaseLost(LOST) from error
+            if said.startswith(lua.UNFENCED):
+                raise StorageUnavailable(UNFENCED) from error
+            raise
 
 
 class HeldLease(NamedTuple):
@@ -153,9 +175,6 @@ class Lease:
         self.holder = Holder.here()
         self.lease_s = lease_s
         self._packed = msgspec.json.encode(self.holder)
-        self._claim = redis.register_script(CLAIM)
-        self._renew = redis.register_script(RENEW)
-        self._release = redis.register_script(RELEASE)
         self._redis = redis
         self._held_until = float("-inf")
         """By the monotonic clock: until then no other process can have claimed the lease."""
@@ -185,10 +204,7 @@ class Lease:
         """
         began = clock.monotonic()
         holds = began < self._held_until
-        with available():
-            held: Any = self._renew(
-                [key_names.LEASE, key_names.FENCE], [self._packed, self.token, self._lease_ms, int(holds)]
-            )
+        held = RENEW.run_now(self._redis, HELD, [self._packed, self.token, self._lease_ms, int(holds)])
         if not held:
             raise LeaseLost(LOST if holds else UNKNOWN)
         self._held_until = began + self.lease_s
@@ -198,8 +214,7 @@ class Lease:
 
     def release(self) -> None:
         """Give the lease up, so that the next trainer can start at once."""
-        with available():
-            self._release([key_names.LEASE], [self._packed])
+        RELEASE.run_now(self._redis, [key_names.LEASE], [self._packed])
 
     @property
     def _lease_ms(self) -> int:
@@ -207,11 +222,8 @@ class Lease:
 
     def _claimed(self, dead: bytes = b"") -> tuple[bytes, int] | None:
         """None if this process holds the lease now, else its holder and the milliseconds until it expires."""
-        with available():
-            found: Any = self._claim(
-                [key_names.LEASE, key_names.FENCE], [self._packed, self.token, self._lease_ms, dead]
-            )
-        return found and (found[0], found[1])
+        found = CLAIM.run_now(self._redis, HELD, [self._packed, self.token, self._lease_ms, dead])
+        return None if found is None else (found[0], found[1])
 
 
 def _holder(packed: bytes) -> Holder:

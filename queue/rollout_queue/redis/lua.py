@@ -1,8 +1,86 @@
-"""The Lua functions that several scripts share: which session may expire, what settles one, and which images
-and responses go with their last session; and the check of the fence.
+"""How a Lua script is declared and run, and the Lua functions that several scripts share.
+
+    HOLD = Script[int](text) ──▶ await HOLD.run(redis, keys, arguments); run_now for a blocking client
+
+The type is what Redis answers. `PipelinedConnection.run` is for calls of agents, `FencedScript` for scripts
+of the trainer's end.
 
 A full Redis refuses the first write of a script and no later one, so no script is left half done.
 """
+
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha1
+from typing import Any, Generic, TypeVar
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from redis.exceptions import NoScriptError, RedisError
+
+from rollout_queue.redis.availability import available, unavailable
+from rollout_queue.redis.settings import NO_REPLICAS, Replication
+
+Argument = str | bytes | float
+T = TypeVar("T")
+
+
+class Script(Generic[T]):
+    """A script whose answer is a T. Its text says over the code what KEYS and ARGV are."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    async def run(self, redis: AsyncRedis, keys: Sequence[str], arguments: Sequence[Argument] = ()) -> T:
+        """What the script answers. If Redis does not know the script, its text is sent. Raises
+        StorageUnavailable."""
+        given: Any = (len(keys), *keys, *arguments)
+        try:
+            try:
+                answer: T = await redis.evalsha(self.sha, *given)  # bounded: by the script
+            except NoScriptError:
+                answer = await redis.eval(self.text, *given)  # bounded: so, too
+        except (RedisError, OSError) as error:
+            raise unavailable(error) from error
+        return answer
+
+    def run_now(
+        self,
+        redis: Redis,
+        keys: Sequence[str],
+        arguments: Sequence[Argument] = (),
+        replication: Replication = NO_REPLICAS,
+    ) -> T:
+        """The same for a blocking client. Returns once replicas have what the script wrote."""
+        given: Any = (len(keys), *keys, *arguments)
+        answer: Any
+        with available():
+            if not replication.replicas:
+                try:
+                    answer = redis.evalsha(self.sha, *given)  # bounded: by the script
+                except NoScriptError:
+                    answer = redis.eval(self.text, *given)  # bounded: so, too
+                return answer  # type: ignore[no-any-return]
+            with redis.pipeline(transaction=False) as pipeline:  # so that both have the same connection
+                self.queue(pipeline, keys, arguments)
+                # bounded: WAIT and its two arguments
+                pipeline.execute_command(*replication.command)  # type: ignore[no-untyped-call]
+                answer, confirmed = pipeline.execute()
+            replication.require(confirmed)
+        return answer  # type: ignore[no-any-return]
+
+    def queue(self, pipeline: Any, keys: Sequence[str], arguments: Sequence[Argument] = ()) -> None:
+        """Add the script to a pipeline of either client, which sends its text."""
+        pipeline.eval(self.text, len(keys), *keys, *arguments)  # bounded: by the script
+
+
+Confirm = Callable[[Script[Any], list[str], list[Argument]], Awaitable[Any]]
+"""What a script answers, once replicas have what it wrote. Raises StorageUnavailable."""
+
+
+def unconfirmed(redis: AsyncRedis) -> Confirm:
+    """Runs scripts there, and asks no replica."""
+    return lambda script, keys, arguments: script.run(redis, keys, arguments)
+
 
 LOST = "LEASELOST"
 """The error code of a script whose caller is no longer the trainer."""

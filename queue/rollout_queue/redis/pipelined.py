@@ -27,47 +27,21 @@ from contextlib import suppress
 from typing import Any, cast
 
 import hiredis
-from redis import Redis
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.asyncio import Redis as AsyncRedis
-from redis.commands.core import AsyncScript, Script
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rollout_queue import clock
-from rollout_queue.redis.availability import not_the_master, stored
+from rollout_queue.contract.errors import StorageUnavailable
+from rollout_queue.redis.availability import available, not_the_master, stored, unavailable
 from rollout_queue.redis.key_names import Rename
 from rollout_queue.redis.losses import is_wrong_type, keys_in, moving, not_moved, noting, sentences
+from rollout_queue.redis.lua import Argument, Script, T
 from rollout_queue.redis.settings import NO_REPLICAS, Replication
 
 logger = logging.getLogger(__name__)
-
-Argument = str | bytes | float
-Confirm = Callable[[AsyncScript, list[str], list[Argument]], Awaitable[Any]]
-"""What a script answers, once replicas have what it wrote. Raises StorageUnavailable."""
-RunScript = Callable[[Sequence[str], Sequence[Argument]], Any]
-"""Runs a script with these keys and arguments. Raises RedisError."""
-
-
-async def unconfirmed(script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
-    """A `Confirm` that asks no replica."""
-    return await stored(script(keys, arguments))
-
-
-def confirmed_now(
-    redis: Redis, replication: Replication, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
-) -> Any:
-    """What the script answers a blocking client, once replicas have what it wrote. Raises RedisError."""
-    if not replication.replicas:
-        return script(keys, arguments)
-    with redis.pipeline(transaction=False) as pipeline:  # so that both have the same connection
-        script(keys, arguments, cast(Redis, pipeline))
-        # bounded: WAIT and its two arguments
-        pipeline.execute_command(*replication.command)  # type: ignore[no-untyped-call]
-        answer, confirmed = pipeline.execute()
-    replication.require(confirmed)
-    return answer
 
 
 class SharedWait:
@@ -140,44 +114,48 @@ class PipelinedConnection:
         self._watching: asyncio.TimerHandle | None = None
 
     async def command(self, *arguments: Argument) -> Any:
-        """What Redis answers. Raises RedisError."""
-        packed = self._packed(arguments)
+        """What Redis answers. Raises StorageUnavailable."""
         try:
-            if self._gone:
-                await self._connected()
-            return await self._sent(packed)
-        except (RedisConnectionError, OSError):
-            if self._gone:
-                await self._connected()
-            return await self._sent(packed)
-        except ResponseError as error:
-            if not is_wrong_type(error):
-                raise
-            await self._clear(arguments, error)
-            return await self._sent(packed)
+            try:
+                if self._gone:
+                    await self._connected()
+                return await self._sent(arguments)
+            except (RedisConnectionError, OSError):
+                if self._gone:
+                    await self._connected()
+                return await self._sent(arguments)
+            except ResponseError as error:
+                if not is_wrong_type(error):
+                    raise
+                await self._clear(arguments, error)
+                return await self._sent(arguments)
+        except (RedisError, OSError) as error:
+            raise unavailable(error) from error
 
-    async def script(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
-        """What the script answers. If Redis does not know the script, its text is sent. Raises RedisError."""
-        try:  # bounded: by the script
-            return await self.command("EVALSHA", script.sha, str(len(keys)), *keys, *arguments)
-        except NoScriptError:  # bounded: so, too
-            return await self.command("EVAL", cast(str, script.script), str(len(keys)), *keys, *arguments)
-
-    async def confirmed(self, script: AsyncScript, keys: list[str], arguments: list[Argument]) -> Any:
+    async def run(self, script: Script[T], keys: Sequence[str], arguments: Sequence[Argument]) -> T:
         """What the script answers, once as many replicas have what it wrote as this connection was told to
-        wait for. Raises RedisError; TimeoutError if the script ran, and the replicas took too long."""
-        if not self._replication.replicas:
-            return await self.script(script, keys, arguments)
+        wait for. If Redis does not know the script, its text is sent. Raises StorageUnavailable, also if the
+        script ran, and the replicas took too long."""
+        replicated, number = self._replication.replicas > 0, str(len(keys))
         for _ in range(2):
-            if self._gone:
-                await self._connected()
+            if replicated and self._gone:
+                await stored(self._connected())
             opened = self._opened
-            answer = await self.script(script, keys, arguments)
+            try:  # bounded: by the script
+                answer: T = await self.command("EVALSHA", script.sha, number, *keys, *arguments)
+            except StorageUnavailable as error:
+                if not isinstance(error.__cause__, NoScriptError):
+                    raise  # bounded: so, too
+                answer = await self.command("EVAL", script.text, number, *keys, *arguments)
+            if not replicated:
+                return answer
             confirmed = await self._wait.after_now()
             if self._opened == opened:  # else the WAIT may be another server's, which lacks the record
-                self._replication.require(confirmed)
+                with available():
+                    self._replication.require(confirmed)
                 return answer
-        raise RedisConnectionError("the connection to Redis was lost before replicas had the record")
+        lost = RedisConnectionError("the connection to Redis was lost before replicas had the record")
+        raise unavailable(lost) from lost
 
     async def close(self) -> None:
         """Close the connection. Callers that still wait get an error."""
@@ -191,22 +169,19 @@ class PipelinedConnection:
         self._gone = True
         await self._connection.disconnect(nowait=True)
 
-    def _packed(self, arguments: tuple[Argument, ...]) -> bytes:
-        renamed = arguments if self._rename is None else tuple(self._rename(arguments))
-        packed: bytes = hiredis.pack_command(renamed)  # type: ignore[arg-type] # its stub knows one argument
-        return packed
-
     async def _clear(self, arguments: tuple[Argument, ...], error: ResponseError) -> None:
         """Move values that another program has written to keys among the arguments."""
         found = keys_in(arguments)
         try:
-            for key, said in sentences(found, await self._sent(self._packed(moving(found)))).items():
-                await self._sent(self._packed(noting(key, said)))
+            for key, said in sentences(found, await self._sent(moving(found))).items():
+                await self._sent(noting(key, said))
         except RedisError as why:
             raise not_moved(error, found, why) from error
 
-    def _sent(self, packed: bytes) -> asyncio.Future[Any]:
+    def _sent(self, arguments: tuple[Argument, ...]) -> asyncio.Future[Any]:
         """Queue a command for the next write. Returns the future of its answer."""
+        renamed = arguments if self._rename is None else tuple(self._rename(arguments))
+        packed: bytes = hiredis.pack_command(renamed)  # type: ignore[arg-type] # its stub knows one argument
         if self._gone:
             raise RedisConnectionError("the connection to Redis was closed")
         loop = asyncio.get_running_loop()
@@ -343,7 +318,7 @@ class RedisClock:
 
     async def read(self) -> None:
         """Read the clock now. Raises StorageUnavailable."""
-        seconds, microseconds = await stored(self._connection.command("TIME"))
+        seconds, microseconds = await self._connection.command("TIME")
         # Redis read its clock before this moment, so an answer that took long makes the estimate too low.
         self._read_at = clock.monotonic()
         self._ahead_s = int(seconds) + int(microseconds) / 1e6 - self._read_at

@@ -15,7 +15,6 @@ Of the canary that is open every gateway notes its own calls and scores, and one
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import cast
 
 import msgspec
 from redis.asyncio import Redis
@@ -33,9 +32,9 @@ from rollout_queue.contract.serving_plan import (
 )
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.pipelined import Argument, Confirm, unconfirmed
+from rollout_queue.redis.lua import Argument, Confirm, Script, unconfirmed
 
-REPLACE = """
+REPLACE = Script[int]("""
 -- KEYS: plan, server pushes, pushes, canaries, canary log, canary report
 -- ARGV: plan as read or '', new plan, whether a push begins, whether a canary begins, how many pushes and
 --       canaries are kept, push that ends or '', canary that ends or ''
@@ -51,15 +50,15 @@ for place, list in ipairs({KEYS[3], KEYS[4]}) do
     redis.call('LTRIM', list, 0, tonumber(ARGV[5]) - 1)
 end
 return 1
-"""
+""")
 
-NOTE_SERVERS = """
+NOTE_SERVERS = Script[None]("""
 -- KEYS: server pushes   ARGV: server, server push, …
 redis.call('HDEL', KEYS[1], '')
 redis.call('HSET', KEYS[1], unpack(ARGV)) -- bounded: NOTES servers
-"""
+""")
 
-HOLD_LEASE = """
+HOLD_LEASE = Script[int]("""
 -- KEYS: lease   ARGV: token, lease in ms
 -- Returns 1 if the caller holds the lease now.
 local holder = redis.call('GET', KEYS[1])
@@ -67,12 +66,12 @@ if holder and holder ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
-"""
+""")
 
-RELEASE_LEASE = """
+RELEASE_LEASE = Script[None]("""
 -- KEYS: lease   ARGV: token
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
-"""
+""")
 
 
 PlanEvent = Callable[[ServingPlan], ServingPlan]
@@ -97,14 +96,12 @@ class ServingRegister:
     def __init__(
         self,
         redis: Redis,
-        confirm: Confirm = unconfirmed,
+        confirm: Confirm | None = None,
         known: Callable[[], ServingPlan] = ServingPlan,
     ) -> None:
         """`redis` returns bytes (decode_responses off); `known` returns the newest plan that the caller has
         seen."""
-        self._redis, self._confirm, self._known = redis, confirm, known
-        self._replace = redis.register_script(REPLACE)
-        self._note = redis.register_script(NOTE_SERVERS)
+        self._redis, self._confirm, self._known = redis, confirm or unconfirmed(redis), known
 
     async def read(self) -> ServingPlan:
         return (await self.read_packed())[0]
@@ -136,7 +133,7 @@ class ServingRegister:
                 _packed(push) if push else "",
                 _packed(canary) if canary else "",
             ]
-            if await self._confirm(self._replace, REPLACED, arguments):
+            if await self._confirm(REPLACE, REPLACED, arguments):
                 return after
 
     async def last_pushes(self) -> list[Push]:
@@ -155,7 +152,7 @@ class ServingRegister:
         async with self._redis.pipeline(transaction=False) as writing:
             for start in range(0, len(fields), 2 * NOTES):
                 page = fields[start : start + 2 * NOTES]
-                await self._note([key_names.SERVER_PUSHES], page, client=cast(Redis, writing))
+                NOTE_SERVERS.queue(writing, [key_names.SERVER_PUSHES], page)
             await stored(writing.execute())
 
     async def server_pushes(self, push: int) -> Mapping[str, ServerPush]:
@@ -177,16 +174,15 @@ class PushLease:
         self._redis = redis
         self._token = f"{os.getpid()}-{secrets.token_hex(16)}"  # tells an operator which process drives
         self._lease_ms = int(lease_s * 1000)
-        self._hold = redis.register_script(HOLD_LEASE)
-        self._release = redis.register_script(RELEASE_LEASE)
 
     async def hold(self) -> bool:
         """Claim or renew the lease. Returns whether this process holds it now."""
-        return bool(await stored(self._hold([key_names.PUSH_LEASE], [self._token, self._lease_ms])))
+        held = await HOLD_LEASE.run(self._redis, [key_names.PUSH_LEASE], [self._token, self._lease_ms])
+        return bool(held)
 
     async def release(self) -> None:
         """Give the lease up, so that another process can claim it at once."""
-        await stored(self._release([key_names.PUSH_LEASE], [self._token]))
+        await RELEASE_LEASE.run(self._redis, [key_names.PUSH_LEASE], [self._token])
 
 
 def _ended_push(before: ServingPlan, after: ServingPlan) -> Push | None:

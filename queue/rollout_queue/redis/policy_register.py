@@ -4,57 +4,27 @@ trainer  ── RESERVE ──▶ weir:policy_reserved ─┐
 gateway  ── look ◀────────────────────────────┴─ weir:policies ◀── REGISTER, unless one changed since `look`
 gateway  ── REMOVE ──▶ weir:policies_removed, unless the version is needed
 
-The scripts together keep one invariant: a version number names one set of weights. RESERVE reserves a number
-only if it is higher than every registered or reserved one; REGISTER stores nothing if a version was
-registered or reserved since its caller looked.
+The scripts together keep one invariant: a version number names one set of weights. RESERVE
+(`consumer_scripts.py`) reserves a number only if it is higher than every registered or reserved one; REGISTER
+stores nothing if a version was registered or reserved since its caller looked.
 
 Adapters that are policies of their own have a table of their own. Its revision grows with each change, also
 after a loss of Redis, because it is at least the time in milliseconds.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
 import msgspec
-from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from rollout_queue import clock
 from rollout_queue.contract.published_policy import PolicyRecord, PublishedAdapter
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.lua import FENCED
-from rollout_queue.redis.pipelined import Argument, Confirm, RunScript, confirmed_now, unconfirmed
-from rollout_queue.redis.settings import Replication
+from rollout_queue.redis.lua import Argument, Confirm, Script, unconfirmed
 
-RESERVE = (
-    FENCED
-    + """
--- KEYS: fence, reserved, policies   ARGV: token, version, location
--- Returns the highest version that was registered or reserved before. The hash has the highest reservation,
--- and the locations of the last 100 that may still be registered, by their numbers.
-local registered = -1
-for _, version in ipairs(redis.call('HKEYS', KEYS[3])) do -- bounded: versions whose files are there
-    registered = math.max(registered, tonumber(version))
-end
-local newest = math.max(registered, tonumber(redis.call('HGET', KEYS[2], 'version') or -1))
-local asked = tonumber(ARGV[2])
-if asked > newest then
-    redis.call('HDEL', KEYS[2], '') -- a full Redis accepts this, and then refuses no later write
-    for _, name in ipairs(redis.call('HKEYS', KEYS[2])) do -- bounded: some 100
-        local number = tonumber(name)
-        if number and (number <= registered or number <= asked - 100) then
-            redis.call('HDEL', KEYS[2], name)
-        end
-    end
-    redis.call('HSET', KEYS[2], 'version', ARGV[2], 'location', ARGV[3], ARGV[2], ARGV[3])
-end
-return newest
-"""
-)
-
-REGISTER = """
+REGISTER = Script[int]("""
 -- KEYS: policies, reserved
 -- ARGV: version, record; and as the caller has read them: number of policies, record of this version,
 --       reserved version
@@ -65,28 +35,28 @@ if (redis.call('HGET', KEYS[2], 'version') or '') ~= ARGV[5] then return 0 end
 redis.call('HDEL', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return 1
-"""
+""")
 
-REGISTER_AGAIN = """
+REGISTER_AGAIN = Script[int]("""
 -- KEYS: policies, serving plan   ARGV: version, plan, record
 if (redis.call('GET', KEYS[2]) or '') ~= ARGV[2] then return 0 end
 redis.call('HSETNX', KEYS[1], ARGV[1], ARGV[3])
 return 1
-"""
+""")
 
-STORE = """
+STORE = Script[int]("""
 -- KEYS: policies   ARGV: version, record
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
 redis.call('HDEL', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-"""
+""")
 
-REMOVE = """
+REMOVE = Script[int]("""
 -- KEYS: policies, serving plan, removed   ARGV: version, plan
 -- Returns 1 if the version is removed. The newest version stays, because its number is never given again.
 if (redis.call('GET', KEYS[2]) or '') ~= ARGV[2] then return 0 end
 local newer = false
-for _, version in ipairs(redis.call('HKEYS', KEYS[1])) do -- bounded: so, too
+for _, version in ipairs(redis.call('HKEYS', KEYS[1])) do -- bounded: versions whose files are there
     newer = newer or tonumber(version) > tonumber(ARGV[1])
 end
 if not newer then return 0 end
@@ -97,12 +67,12 @@ if redis.call('SCARD', KEYS[3]) > 2000 then -- of older ones nobody asks
     end
 end
 return 1
-"""
+""")
 
-FORGET = """
+FORGET = Script[None]("""
 -- KEYS: policies   ARGV: version, record
 if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end
-"""
+""")
 
 
 class ReservedVersions(NamedTuple):
@@ -142,14 +112,9 @@ class KnownPolicies(NamedTuple):
 class PolicyRegister:
     """The gateways' end of the register. Every method raises StorageUnavailable."""
 
-    def __init__(self, redis: Redis, confirm: Confirm = unconfirmed) -> None:
+    def __init__(self, redis: Redis, confirm: Confirm | None = None) -> None:
         """`redis` returns bytes (decode_responses off)."""
-        self._redis, self._confirm = redis, confirm
-        self._register = redis.register_script(REGISTER)
-        self._register_again = redis.register_script(REGISTER_AGAIN)
-        self._store = redis.register_script(STORE)
-        self._remove = redis.register_script(REMOVE)
-        self._forget = redis.register_script(FORGET)
+        self._redis, self._confirm = redis, confirm or unconfirmed(redis)
 
     async def records(self) -> Mapping[int, PolicyRecord]:
         """Every registered policy by its version, in no order."""
@@ -169,7 +134,7 @@ class PolicyRegister:
         name = str(record.version)
         arguments: list[Argument] = [name, _packed(record), len(known.packed)]
         arguments += [known.packed.get(name.encode(), b""), known.packed_reserved.get(b"version", b"")]
-        return bool(await self._confirm(self._register, [key_names.POLICIES, key_names.RESERVED], arguments))
+        return bool(await self._confirm(REGISTER, [key_names.POLICIES, key_names.RESERVED], arguments))
 
     async def register_first(self, record: PolicyRecord) -> None:
         """Register the version that the engines started with, unless it is known."""
@@ -179,37 +144,26 @@ class PolicyRegister:
         """Register a version that Redis has lost, while the serving plan is `plan`, which wants it. Returns
         whether it is registered."""
         arguments: list[Argument] = [str(record.version), plan, _packed(record)]
-        return bool(
-            await self._confirm(self._register_again, [key_names.POLICIES, key_names.SERVING], arguments)
-        )
+        named: list[str] = [key_names.POLICIES, key_names.SERVING]
+        return bool(await self._confirm(REGISTER_AGAIN, named, arguments))
 
     async def store(self, record: PolicyRecord) -> None:
         """Replace what is stored under the policy's version, if it is still registered."""
-        await self._confirm(self._store, [key_names.POLICIES], [str(record.version), _packed(record)])
+        await self._confirm(STORE, [key_names.POLICIES], [str(record.version), _packed(record)])
 
     async def remove(self, version: int, plan: bytes) -> bool:
         """Remove a version whose files are to be removed, unless it is the newest one, or the serving plan is
         not `plan` any more. Returns whether it is removed."""
         arguments: list[Argument] = [str(version), plan]
         named: list[str] = [key_names.POLICIES, key_names.SERVING, key_names.REMOVED]
-        return bool(await self._confirm(self._remove, named, arguments))
+        return bool(await self._confirm(REMOVE, named, arguments))
 
     async def was_removed(self, version: int) -> bool:
         return bool(await stored(self._redis.sismember(key_names.REMOVED, str(version))))
 
     async def forget(self, record: PolicyRecord) -> None:
         """Free the number of a version that no server has loaded, unless its record has changed."""
-        await self._confirm(self._forget, [key_names.POLICIES], [str(record.version), _packed(record)])
-
-
-def reserving(redis: BlockingRedis, replication: Replication) -> RunScript:
-    """Runs the script RESERVE, and returns once replicas have the reservation."""
-    return partial(confirmed_now, redis, replication, redis.register_script(RESERVE))
-
-
-def reserve_arguments(version: int, location: str) -> tuple[list[str], list[str | int]]:
-    """Keys and arguments of the script RESERVE, except the fence and the token, which come first."""
-    return [key_names.RESERVED, key_names.POLICIES], [version, location]
+        await self._confirm(FORGET, [key_names.POLICIES], [str(record.version), _packed(record)])
 
 
 def _records(packed: Mapping[bytes, bytes]) -> dict[int, PolicyRecord]:
@@ -236,7 +190,7 @@ local function revise(key, now_ms)
 end
 """
 
-ADD = (
+ADD = Script[int](
     REVISE
     + """
 -- KEYS: adapters, their last versions, revision
@@ -255,7 +209,7 @@ return 1
 """
 )
 
-REMOVE_ADAPTER = (
+REMOVE_ADAPTER = Script[int](
     REVISE
     + """
 -- KEYS: adapters, revision   ARGV: field, now in ms
@@ -272,11 +226,9 @@ Added = Literal["added", "taken", "full"]
 class AdapterRegister:
     """The gateways' access to the adapters. Every method raises StorageUnavailable."""
 
-    def __init__(self, redis: Redis, confirm: Confirm = unconfirmed) -> None:
+    def __init__(self, redis: Redis, confirm: Confirm | None = None) -> None:
         """`redis` returns bytes (decode_responses off)."""
-        self._redis, self._confirm = redis, confirm
-        self._add = redis.register_script(ADD)
-        self._remove = redis.register_script(REMOVE_ADAPTER)
+        self._redis, self._confirm = redis, confirm or unconfirmed(redis)
 
     async def read(self) -> tuple[int, Sequence[PublishedAdapter]]:
         """The revision, and every adapter by name and version."""
@@ -298,12 +250,11 @@ class AdapterRegister:
         arguments: list[Argument] = [adapter.field, packed, adapter.name, adapter.version]
         arguments += [most, now_ms, int(adapter.passing)]
         named: list[str] = [key_names.ADAPTERS, key_names.ADAPTER_VERSIONS, key_names.ADAPTERS_REVISION]
-        answer = await self._confirm(self._add, named, arguments)
+        answer = await self._confirm(ADD, named, arguments)
         return "added" if answer == 1 else "taken" if answer == 0 else "full"
 
     async def remove(self, adapter: PublishedAdapter) -> bool:
         """Remove an adapter. Returns whether it was there."""
         arguments: list[Argument] = [adapter.field, int(clock.now() * 1000)]
-        return bool(
-            await self._confirm(self._remove, [key_names.ADAPTERS, key_names.ADAPTERS_REVISION], arguments)
-        )
+        named: list[str] = [key_names.ADAPTERS, key_names.ADAPTERS_REVISION]
+        return bool(await self._confirm(REMOVE_ADAPTER, named, arguments))

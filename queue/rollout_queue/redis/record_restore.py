@@ -13,7 +13,7 @@ one script moves each letter.
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 from redis import Redis
@@ -26,13 +26,13 @@ from rollout_queue.contract.head import user_digest
 from rollout_queue.contract.records import Deletion
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import available
-from rollout_queue.redis.lua import SETTLE
+from rollout_queue.redis.lua import SETTLE, Argument, Script
 from rollout_queue.redis.session_heads import verdict_code
 
 SAME = "SAME"
 """Stands for a record of the stream with the same bytes as the session's field."""
 
-RESTORE = (
+RESTORE = Script[bytes](
     SETTLE
     + """
 -- KEYS: session, stream, sessions, deadlines, verdicts, deleted, deleted users, settled, forgotten ids,
@@ -94,7 +94,7 @@ def restore(redis: Redis, episode: Episode) -> Restored:
     """
     spec, verdict = episode.spec, episode.verdict
     users = _users(episode)
-    arguments: list[str | bytes | float] = [
+    arguments: list[Argument] = [
         spec.session_id,
         encode(spec),
         spec.created_at,
@@ -109,11 +109,7 @@ def restore(redis: Redis, episode: Episode) -> Restored:
         spec.group_id or "",
         *_fields(episode),
     ]
-    script = redis.register_script(RESTORE)
-    with available():
-        reply: Any = script(_names(episode), arguments)
-    restored: Restored = reply.decode()
-    return restored
+    return cast(Restored, RESTORE.run_now(redis, _names(episode), arguments).decode())
 
 
 def _users(episode: Episode) -> list[str]:
@@ -129,13 +125,8 @@ def _images(episode: Episode) -> list[str]:
 
 def _names(episode: Episode) -> list[str]:
     spec = episode.spec
-    named: list[str] = [
-        key_names.session(spec.session_id),
-        key_names.STREAM,
-        key_names.SESSIONS,
-        key_names.DEADLINES,
-        key_names.VERDICTS,
-    ]
+    named: list[str] = [key_names.session(spec.session_id), key_names.STREAM, key_names.SESSIONS]
+    named += [key_names.DEADLINES, key_names.VERDICTS]
     named += [key_names.DELETED, key_names.DELETED_USERS, key_names.SETTLED, key_names.FORGOTTEN_IDS]
     named += map(key_names.user_sessions, _users(episode))
     named += map(key_names.image_sessions, _images(episode))
@@ -144,13 +135,13 @@ def _names(episode: Episode) -> list[str]:
     return named
 
 
-def _fields(episode: Episode) -> list[str | bytes | float]:
+def _fields(episode: Episode) -> list[Argument]:
     """Three items for each field of the session's hash: its name, its value, and the record for the stream.
 
     The record of the outcome gets the present time, because a trainer waits `group_wait_s` from that time for
     further members of the group. With the old time it would not wait at all.
     """
-    fields: list[str | bytes | float] = []
+    fields: list[Argument] = []
     for turn in episode.turns:
         fields += [f"t:{turn.turn_id}", encode(turn), SAME]
         if turn.last_attempt and turn.request_digest:
@@ -165,14 +156,14 @@ def _fields(episode: Episode) -> list[str | bytes | float]:
 
 PAGE = 50
 """How many letters are read at once. Redis serves nobody else meanwhile."""
-MOVE = """
+MOVE = Script[int]("""
 -- KEYS: dead letters, stream, session   ARGV: letter, record
 -- Appends the record, and removes its letter. Returns 0 if the letter or its session is gone.
 if redis.call('EXISTS', KEYS[3]) == 0 then return 0 end
 if not redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1] then return 0 end
 redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
 return redis.call('XDEL', KEYS[1], ARGV[1])
-"""
+""")
 
 Fate = Literal["requeued", "unreadable", "decided", "gone"]
 """unreadable: not by this build. decided: its session has its verdict. gone: its session was deleted or
@@ -197,14 +188,13 @@ def requeue(redis: Redis, *, dry_run: bool = False, discard: bool = False) -> It
     With `discard`, letters that cannot be trained any more are removed: those whose session has its verdict,
     or is gone. With `dry_run`, nothing is changed. Raises StorageUnavailable. `redis` returns bytes.
     """
-    move = redis.register_script(MOVE)
     for letter in _letters(redis):
-        with available():
-            if letter.fate == "requeued" and not dry_run:
-                named = [key_names.DEAD_LETTERS, key_names.STREAM, letter.needs]
-                if not move(named, [letter.letter_id, letter.packed]):
-                    continue  # another run has moved it, or its session was just deleted
-            if discard and letter.fate in ("decided", "gone") and not dry_run:
+        if letter.fate == "requeued" and not dry_run:
+            named = [key_names.DEAD_LETTERS, key_names.STREAM, letter.needs]
+            if not MOVE.run_now(redis, named, [letter.letter_id, letter.packed]):
+                continue  # another run has moved it, or its session was just deleted
+        if discard and letter.fate in ("decided", "gone") and not dry_run:
+            with available():
                 redis.xdel(key_names.DEAD_LETTERS, letter.letter_id)
         yield letter
 

@@ -4,16 +4,14 @@ a release starts ─▶ weir:schema is none, or older: it writes its own  ─▶
                  └▶ weir:schema is newer: it refuses to start, since it would misread the data
 """
 
-from typing import Any
-
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from rollout_queue.contract.codec import SCHEMA
 from rollout_queue.redis import key_names
-from rollout_queue.redis.availability import available, stored
+from rollout_queue.redis.lua import Script
 
-CLAIM_SCHEMA = """
+CLAIM_SCHEMA = Script[bytes]("""
 -- KEYS: schema   ARGV: the schema of this release
 -- Returns what is stored; this release's schema if that was none or older.
 local found = redis.call('GET', KEYS[1])
@@ -22,7 +20,7 @@ if not found or (tonumber(found) and tonumber(found) < tonumber(ARGV[1])) then
     return ARGV[1]
 end
 return found
-"""
+""")
 
 
 RESTORING = "restoring"
@@ -35,14 +33,12 @@ class SchemaTooNew(Exception):
 
 def claim_schema(redis: Redis) -> None:
     """Note that this release uses this Redis. Raises SchemaTooNew, or StorageUnavailable."""
-    with available():
-        found: Any = redis.eval(CLAIM_SCHEMA, 1, key_names.SCHEMA, str(SCHEMA))
-    _check(found)
+    _check(CLAIM_SCHEMA.run_now(redis, [key_names.SCHEMA], [SCHEMA]))
 
 
 async def claim_schema_async(redis: AsyncRedis) -> None:
     """The same in an event loop."""
-    _check(await stored(redis.eval(CLAIM_SCHEMA, 1, key_names.SCHEMA, str(SCHEMA))))
+    _check(await CLAIM_SCHEMA.run(redis, [key_names.SCHEMA], [SCHEMA]))
 
 
 def write_schema(redis: Redis) -> None:

@@ -30,14 +30,14 @@ from rollout_queue.contract.head import (
 from rollout_queue.contract.records import Deletion, SessionSpec
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.lua import REMOVE_REFERENCES
+from rollout_queue.redis.lua import REMOVE_REFERENCES, Argument, Script
 from rollout_queue.redis.session_heads import UNREADABLE, read_head
 from rollout_queue.redis.turn_store import continuations_of, images_of
 
 logger = logging.getLogger(__name__)
 
 
-DELETE = (
+DELETE = Script[bytes](
     REMOVE_REFERENCES
     + """
 -- KEYS: session, stream, verdicts, deleted, deleting, sorted set…, user…, response…,
@@ -60,7 +60,7 @@ return 'done'
 """
 )
 
-REMOVE_ENTRIES = r"""
+REMOVE_ENTRIES = Script[bytes | None](r"""
 -- KEYS: stream   ARGV: '', id of an entry…; or: first, count, schema, session id as MessagePack…
 -- Removes the entries with these ids; or as follows.
 -- Looks at `count` entries from `first` on and removes the records of these sessions, but not their Deletion.
@@ -102,7 +102,7 @@ for _, entry in ipairs(entries) do
     if of_these(entry[2]) then redis.call('XDEL', KEYS[1], entry[1]) end
 end
 return #entries == tonumber(ARGV[2]) and entries[#entries][1]
-"""
+""")
 
 
 KNOWN_AT_ONCE = 1000
@@ -130,8 +130,6 @@ class StreamDeleter:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._delete = redis.register_script(DELETE)
-        self._remove_page = redis.register_script(REMOVE_ENTRIES)
 
     async def delete_session(self, session_id: str) -> Tombstone | None:
         """Remove everything that is stored of the session, and append a Deletion for the trainer.
@@ -181,8 +179,7 @@ class StreamDeleter:
                 return None
             head = _readable_part(fields) or await self._minimal_head(session_id)
             tombstone = _tombstone(head, fields)
-            named, arguments = _deletion(head, tombstone, fields)
-            match await stored(self._delete(named, arguments)):
+            match await DELETE.run(self._redis, *_deletion(head, tombstone, fields)):
                 case b"done":
                     return ReplacedSession(tombstone, _entries_of(head, fields))
                 case b"deleted":
@@ -201,7 +198,8 @@ class StreamDeleter:
         known = [entry for each in deleted for entry in each.entries or ()]
         try:
             for at in range(0, len(known), KNOWN_AT_ONCE):
-                await stored(self._remove_page([key_names.STREAM], [b"", *known[at : at + KNOWN_AT_ONCE]]))
+                page: list[Argument] = [b"", *known[at : at + KNOWN_AT_ONCE]]
+                await REMOVE_ENTRIES.run(self._redis, [key_names.STREAM], page)
             await self._remove_entries(names, searched)
         except StorageUnavailable as error:
             logger.warning("the entries of %d deleted sessions will be removed later: %s", len(names), error)
@@ -219,7 +217,7 @@ class StreamDeleter:
                 continue
             first: bytes | None = b"-"
             while first is not None:
-                last = await stored(self._remove_page([stream], [first, PAGE, schema, *packed]))
+                last = await REMOVE_ENTRIES.run(self._redis, [stream], [first, PAGE, schema, *packed])
                 first = None if last is None else b"(" + last
         if session_ids:
             # bounded: SESSIONS_AT_ONCE
@@ -251,26 +249,20 @@ def _tombstone(head: SessionHead, fields: Mapping[bytes, bytes]) -> Tombstone:
 
 def _deletion(
     head: SessionHead, tombstone: Tombstone, fields: Mapping[bytes, bytes]
-) -> tuple[list[str], list[str | bytes | float]]:
+) -> tuple[list[str], list[Argument]]:
     """Keys and arguments of DELETE. `fields` are those of the session's hash."""
     spec = head.spec
     unread = () if head.turns else _hashes_in(fields)
     traces, numbers = traces_of(head, unread)
-    named: list[str] = [
-        key_names.session(spec.session_id),
-        key_names.STREAM,
-        key_names.VERDICTS,
-        key_names.DELETED,
-        key_names.DELETING,
-    ]
-    named += traces
+    named: list[str] = [key_names.session(spec.session_id), key_names.STREAM, key_names.VERDICTS]
+    named += [key_names.DELETED, key_names.DELETING, *traces]
     record = Deletion(
         session_id=spec.session_id,
         created_at=tombstone.deleted_at,
         group_id=spec.group_id,
         group_size=spec.group_size,
     )
-    arguments: list[str | bytes | float] = [spec.session_id, len(fields), encode_tombstone(tombstone)]
+    arguments: list[Argument] = [spec.session_id, len(fields), encode_tombstone(tombstone)]
     arguments += [encode(record), tombstone.deleted_at, *numbers]
     return named, arguments
 
@@ -290,14 +282,8 @@ def traces_of(head: SessionHead, more_images: Collection[str] = ()) -> tuple[lis
     beside those of the head.
     """
     owner = head.spec.owner
-    sorted_sets = [
-        key_names.DEADLINES,
-        key_names.SETTLED,
-        key_names.OPEN,
-        key_names.open_of(owner),
-        key_names.UNTRAINED,
-    ]
-    sorted_sets.append(key_names.TRAINED)
+    sorted_sets = [key_names.DEADLINES, key_names.SETTLED, key_names.OPEN, key_names.open_of(owner)]
+    sorted_sets += [key_names.UNTRAINED, key_names.TRAINED]
     users = [key_names.user_sessions(user) for user in head.users]
     responses = [key_names.response(name) for name in sorted({turn.completion_id for turn in head.turns})]
     continuations = [key for turn in head.turns for key in continuations_of(turn, owner)]

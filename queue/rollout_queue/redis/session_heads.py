@@ -253,7 +253,7 @@ class SessionHeads:
     async def load(self, session_id: str) -> KnownHead | None:
         """The head with all of its turns; None if there is no such session. Raises StorageUnavailable."""
         key = key_names.session(session_id)
-        fields: int = await stored(self._connection.command("HLEN", key))
+        fields: int = await self._connection.command("HLEN", key)
         if not fields:
             self._cache.drop(session_id)
             return None
@@ -263,7 +263,7 @@ class SessionHeads:
             return KnownHead(fields, cached.head)
         self.misses += 1
         # bounded: one session
-        names: list[bytes] = await stored(self._connection.command("HKEYS", key))
+        names: list[bytes] = await self._connection.command("HKEYS", key)
         known = None if cached is None else await self._completed(key, names, cached.head)
         if known is None:
             head = await self._head(key, session_id, names)
@@ -293,7 +293,7 @@ class SessionHeads:
         while left:
             piece, left = left[:count], left[count:]
             # bounded: MOST_FIELDS
-            values: list[bytes | None] = await stored(self._connection.command("HMGET", key, *piece))
+            values: list[bytes | None] = await self._connection.command("HMGET", key, *piece)
             found = {name: value for name, value in zip(piece, values, strict=True) if value is not None}
             with reading(session_id):
                 turns += [cast(Turn, decode(value)) for name, value in found.items() if name[:2] == b"t:"]

@@ -56,8 +56,8 @@ async def positions_after(
 ) -> list[ListPosition]:
     """The next positions after `position`, up to `count`, in the order of the list. Raises
     StorageUnavailable."""
-    script = redis.register_script(session_scripts.LIST)
-    found: list[bytes] = await stored(script([key_names.SESSIONS], [*position, count, int(newest_first)]))
+    arguments = (*position, count, int(newest_first))
+    found = await session_scripts.LIST.run(redis, [key_names.SESSIONS], arguments)
     return [ListPosition(float(at), name.decode()) for name, at in zip(found[::2], found[1::2], strict=True)]
 
 
@@ -117,10 +117,9 @@ async def wanted_heads(
 async def _summaries(redis: Redis, names: Sequence[str]) -> dict[str, SessionHead]:
     """The heads without turns. A session is missing if its sums are not those of its turns, or if it cannot
     be read."""
-    script = redis.register_script(session_scripts.SUMMARIES)
     heads: dict[str, SessionHead] = {}
     for page in batches(await _sizes(redis, names), SUMMARY_FIELDS_AT_ONCE):
-        found: list[list[Any]] = await stored(script([key_names.session(name) for name in page]))
+        found = await session_scripts.SUMMARIES.run(redis, [key_names.session(name) for name in page])
         for name, (turns, *fields) in zip(page, found, strict=True):
             try:
                 head = read_summary(dict(zip(fields[::2], fields[1::2], strict=True)), turns)
@@ -340,11 +339,10 @@ async def progress_of(redis: Redis, session_ids: Sequence[str]) -> list[SessionP
 
     A session that does not exist is `decided`, because nobody waits for it.
     """
-    script = redis.register_script(session_scripts.PROGRESS)
     found: list[SessionProgress] = []
     for start in range(0, len(session_ids), SESSIONS_PER_SCRIPT):
         names = session_ids[start : start + SESSIONS_PER_SCRIPT]
-        replies: list[Any] = await stored(script([key_names.session(name) for name in names]))
+        replies = await session_scripts.PROGRESS.run(redis, [key_names.session(name) for name in names])
         found += [_progress(name, *reply) for name, reply in zip(names, replies, strict=True)]
     return found
 

@@ -18,14 +18,14 @@ from rollout_queue import clock
 from rollout_queue.contract.head import SessionHead
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.lua import LAST_DELIVERED, REMOVE_REFERENCES, SETTLE
+from rollout_queue.redis.lua import LAST_DELIVERED, REMOVE_REFERENCES, SETTLE, Argument, Script
 from rollout_queue.redis.session_deletion import traces_of
 from rollout_queue.redis.session_heads import UNREADABLE, batches, read_head
 
 logger = logging.getLogger(__name__)
 
 
-DUE = (
+DUE = Script[list[Any]](
     LAST_DELIVERED
     + """
 -- KEYS: settled, stream   ARGV: group, settled for how many ms, count, prefix of session keys
@@ -56,7 +56,7 @@ return found
 """
 )
 
-FORGET = (
+FORGET = Script[bytes | None](
     REMOVE_REFERENCES
     + """
 -- KEYS: session, settled, sessions, forgotten, forgotten ids, group, members, sorted set…, user…, response…,
@@ -108,7 +108,7 @@ return verdict
 """
 )
 
-PUT_OFF = (
+PUT_OFF = Script[None](
     SETTLE
     + """
 -- KEYS: settled, stream   ARGV: id
@@ -118,7 +118,7 @@ if redis.call('ZSCORE', KEYS[1], ARGV[1]) then settle(KEYS[1], KEYS[2], ARGV[1])
 """
 )
 
-ADOPT = (
+ADOPT = Script[None](
     SETTLE
     + """
 -- KEYS: settled, stream, session…   ARGV: id…
@@ -134,6 +134,7 @@ end
 )
 
 
+SETTLED_IN = (key_names.SETTLED, key_names.STREAM)
 FIELDS_AT_ONCE = 500
 """See `batches`."""
 ADOPTED_AT_ONCE = 500
@@ -160,10 +161,6 @@ class RedisForgetter:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._due = redis.register_script(DUE)
-        self._forget = redis.register_script(FORGET)
-        self._put_off = redis.register_script(PUT_OFF)
-        self._adopt = redis.register_script(ADOPT)
         self._cursor = self._trained_cursor = 0
         self._adopted_at: float | None = None
 
@@ -173,11 +170,8 @@ class RedisForgetter:
         if not await stored(self._redis.exists(key_names.SETTLED)):
             return Forgotten(verdicts, 0, "")
         age_ms = int(settled_for_s * 1000)
-        named: list[str] = [key_names.SETTLED, key_names.STREAM]
-        reply: list[Any] = await stored(
-            self._due(named, [key_names.GROUP, age_ms, most, key_names.session("")])
-        )
-        before, held_by, *found = reply
+        arguments = (key_names.GROUP, age_ms, most, key_names.session(""))
+        before, held_by, *found = await DUE.run(self._redis, SETTLED_IN, arguments)
         names = [name.decode() for name in found[::2]]
         for batch in batches(zip(names, found[1::2], strict=True), FIELDS_AT_ONCE):
             for name, fields in zip(batch, await self._heads(batch), strict=True):
@@ -204,9 +198,7 @@ class RedisForgetter:
                 pipeline.hexists(key_names.session(name), "verdict")
             decided = [name for name, has in zip(names, await stored(pipeline.execute()), strict=True) if has]
         if decided:
-            await stored(
-                self._adopt([key_names.SETTLED, key_names.STREAM, *map(key_names.session, decided)], decided)
-            )
+            await ADOPT.run(self._redis, [*SETTLED_IN, *map(key_names.session, decided)], decided)
         self._cursor, self._adopted_at = cursor, None if cursor else now
 
     async def _drop_trained(self) -> None:
@@ -237,12 +229,12 @@ class RedisForgetter:
             # Its turns cannot be counted. It is tried again later, because a newer build may have written it
             # and may be running by then.
             logger.warning("session %s cannot be read and is kept: %s", session_id, error)
-            await stored(self._put_off([key_names.SETTLED, key_names.STREAM], [session_id]))
+            await PUT_OFF.run(self._redis, SETTLED_IN, [session_id])
             return None
         if head is None:
             await stored(self._redis.zrem(key_names.SETTLED, session_id))
             return None
-        verdict: bytes | None = await stored(self._forget(*_forgetting(head, len(fields), before)))
+        verdict = await FORGET.run(self._redis, *_forgetting(head, len(fields), before))
         return None if verdict is None else verdict.decode()
 
 
@@ -251,21 +243,14 @@ def forgotten_sessions(counts: Mapping[bytes, bytes]) -> int:
     return sum(int(number) for name, number in counts.items() if name.startswith(b"session:"))
 
 
-def _forgetting(
-    head: SessionHead, seen: int, before: bytes
-) -> tuple[list[str], list[str | bytes | int | float]]:
+def _forgetting(head: SessionHead, seen: int, before: bytes) -> tuple[list[str], list[Argument]]:
     """Keys and arguments of FORGET. `seen` is how many fields the session's hash had."""
     session_id, group_id = head.spec.session_id, head.spec.group_id or ""
     traces, numbers = traces_of(head)
-    named: list[str] = [
-        key_names.session(session_id),
-        key_names.SETTLED,
-        key_names.SESSIONS,
-        key_names.FORGOTTEN,
-        key_names.FORGOTTEN_IDS,
-    ]
+    named: list[str] = [key_names.session(session_id), key_names.SETTLED, key_names.SESSIONS]
+    named += [key_names.FORGOTTEN, key_names.FORGOTTEN_IDS]
     named += [key_names.group(group_id), key_names.group_members(group_id), *traces]
-    arguments: list[str | bytes | int | float] = [session_id, seen, before, key_names.session(""), group_id]
+    arguments: list[Argument] = [session_id, seen, before, key_names.session(""), group_id]
     arguments += [IDS_KEPT, *numbers]
     for turn in head.turns:
         arguments += [turn.turn_id, len(turn.output_ids)]

@@ -1,6 +1,8 @@
 """Scripts that open, list, keep open and expire sessions."""
 
-from rollout_queue.redis.lua import MAY_EXPIRE, SETTLE
+from typing import Any
+
+from rollout_queue.redis.lua import MAY_EXPIRE, SETTLE, Script
 
 WHY_NO_GROUP = """
 local function why_no_group(first, forgotten, owner, name)
@@ -31,7 +33,7 @@ end
 """
 )
 
-OPEN = (
+OPEN = Script[list[bytes]](
     JOIN_GROUP
     + """
 -- KEYS: session, sessions, deadlines, deleted, deleted users, user, forgotten ids [, group, members]
@@ -54,7 +56,7 @@ return {'created'}
 """
 )
 
-DESCRIBE = (
+DESCRIBE = Script[list[bytes]](
     JOIN_GROUP
     + """
 -- KEYS: session, stream, deadlines, deleted users, user, forgotten ids, untrained [, group, members]
@@ -88,7 +90,7 @@ return {'described'}
 """
 )
 
-OPEN_GROUP = (
+OPEN_GROUP = Script[bytes](
     WHY_NO_GROUP
     + """
 -- KEYS: group, members, sessions, deadlines, deleted users, user, forgotten ids, session…
@@ -112,7 +114,7 @@ return 'created'
 """
 )
 
-EXPIRE = (
+EXPIRE = Script[int](
     SETTLE
     + MAY_EXPIRE
     + """
@@ -132,13 +134,13 @@ return 1
 """
 )
 
-LIST_AGAIN = """
+LIST_AGAIN = Script[int]("""
 -- KEYS: session, sessions   ARGV: id, creation time   Returns 1 if it exists and was not listed, else 0.
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 return redis.call('ZADD', KEYS[2], 'NX', ARGV[2], ARGV[1])
-"""
+""")
 
-TIME_AGAIN = (
+TIME_AGAIN = Script[int](
     MAY_EXPIRE
     + """
 -- KEYS: session, deadlines   ARGV: id, deadline   Returns 1 if it may expire and had none, else 0.
@@ -147,22 +149,22 @@ return redis.call('ZADD', KEYS[2], 'NX', ARGV[2], ARGV[1])
 """
 )
 
-PUT_OFF = """
+PUT_OFF = Script[None]("""
 -- KEYS: deadlines   ARGV: id, deadline
 redis.call('ZREM', KEYS[1], '') -- a full Redis accepts this, and then refuses no later write
 redis.call('ZADD', KEYS[1], 'XX', ARGV[2], ARGV[1])
-"""
+""")
 
-HEARTBEAT = """
+HEARTBEAT = Script[int]("""
 -- KEYS: session, deadlines   ARGV: id, now, expires
 local spec, outcome, verdict = unpack(redis.call('HMGET', KEYS[1], 'spec', 'outcome', 'verdict'))
 if not spec or outcome or verdict then return 0 end
 redis.call('HSET', KEYS[1], 'beat', ARGV[2])
 redis.call('ZADD', KEYS[2], 'GT', ARGV[3], ARGV[1])
 return 1
-"""
+""")
 
-LIST = """
+LIST = Script[list[bytes]]("""
 -- KEYS: sessions   ARGV: created, id, count, 1 for the newest first or 0
 -- Returns up to `count` sessions after that position in this order, each with its creation time.
 local most, created, id, newest = tonumber(ARGV[3]), tonumber(ARGV[1]), ARGV[2], ARGV[4] == '1'
@@ -189,9 +191,9 @@ repeat -- bounded: it goes on only among sessions of one creation time
     offset = offset + most
 until #page < 2 * most or #found == 2 * most
 return found
-"""
+""")
 
-SUMMARIES = """
+SUMMARIES = Script[list[list[Any]]]("""
 -- KEYS: session…
 -- Returns of each session how many turns its hash has, and the other fields with their values, but neither
 -- verdicts and numbers of trained turns nor marks of retried requests nor ids of entries. A list reads no
@@ -212,9 +214,9 @@ for at, session in ipairs(KEYS) do -- bounded: SUMMARY_FIELDS_AT_ONCE
     found[at] = summary
 end
 return found
-"""
+""")
 
-PROGRESS = """
+PROGRESS = Script[list[list[Any]]]("""
 -- KEYS: session…   Returns of each: spec, outcome, whether it has a verdict, whether it has a reward
 local found = {}
 for _, session in ipairs(KEYS) do -- bounded: SESSIONS_PER_SCRIPT
@@ -228,4 +230,4 @@ for _, session in ipairs(KEYS) do -- bounded: SESSIONS_PER_SCRIPT
     found[#found + 1] = {spec or '', outcome or '', verdict and 1 or 0, rewarded}
 end
 return found
-"""
+""")

@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 from redis.asyncio import Redis
-from redis.commands.core import AsyncScript
 
 from rollout_queue import clock
 from rollout_queue.contract.codec import decode_spec, encode
@@ -45,7 +44,7 @@ from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Verdict
 from rollout_queue.redis import key_names, session_scripts
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.losses import note_loss_async
-from rollout_queue.redis.pipelined import Argument, Confirm
+from rollout_queue.redis.lua import Argument, Confirm, Script
 from rollout_queue.redis.session_heads import UNREADABLE, reading
 
 logger = logging.getLogger(__name__)
@@ -164,43 +163,32 @@ def refusal(session_id: str, reason: bytes) -> SessionClosed | Deleted | Rewards
             return SessionClosed(f"session {session_id} is {reason.decode()}")
 
 
-class Descriptions:
-    """Describes sessions on Redis. Several gateways may do so at the same time."""
-
-    def __init__(self, redis: Redis, confirm: Confirm) -> None:
-        self._redis, self._confirm = redis, confirm
-        self._describe = redis.register_script(session_scripts.DESCRIBE)
-
-    async def describe(self, spec: SessionSpec, now: float, *, counts: bool) -> SessionSpec | None:
-        """See `StreamWriter.describe_session`."""
-        while (
-            seen := await stored(self._redis.hget(key_names.session(spec.session_id), "spec"))
-        ) is not None:
-            with reading(spec.session_id):
-                known = decode_spec(seen)
-            if not known.implicit:
+async def describe(
+    redis: Redis, confirm: Confirm, spec: SessionSpec, now: float, *, counts: bool
+) -> SessionSpec | None:
+    """See `StreamWriter.describe_session`. Several gateways may do so at the same time."""
+    while (seen := await stored(redis.hget(key_names.session(spec.session_id), "spec"))) is not None:
+        with reading(spec.session_id):
+            known = decode_spec(seen)
+        if not known.implicit:
+            return known
+        reply = await confirm(session_scripts.DESCRIBE, *_arguments(spec, seen, now, counts))
+        match reply[0]:
+            case b"described":
+                return spec
+            case b"ended":
                 return known
-            reply = await self._confirm(self._describe, *_arguments(spec, seen, now, counts))
-            match reply[0]:
-                case b"described":
-                    return spec
-                case b"ended":
-                    return known
-                case b"changed":
-                    continue
-                case _:
-                    raise opening_refusal(spec, reply)
-        return None
+            case b"changed":
+                continue
+            case _:
+                raise opening_refusal(spec, reply)
+    return None
 
 
 def _arguments(spec: SessionSpec, seen: bytes, now: float, counts: bool) -> tuple[list[str], list[Argument]]:
-    named: list[str] = [
-        key_names.session(spec.session_id),
-        key_names.STREAM,
-        key_names.DEADLINES,
-        key_names.DELETED_USERS,
-    ]
-    named += [key_names.user_sessions(spec.user or ""), key_names.FORGOTTEN_IDS, key_names.UNTRAINED]
+    named: list[str] = [key_names.session(spec.session_id), key_names.STREAM, key_names.DEADLINES]
+    named += [key_names.DELETED_USERS, key_names.user_sessions(spec.user or "")]
+    named += [key_names.FORGOTTEN_IDS, key_names.UNTRAINED]
     if spec.group_id is not None:
         named += [key_names.group(spec.group_id), key_names.group_members(spec.group_id)]
     join = late_join_of(spec, now)
@@ -224,62 +212,44 @@ PUT_OFF_S = 60.0
 """A session that cannot be read is tried again after this time, because a newer build may run by then."""
 
 
-class Expiry:
-    """Closes overdue sessions on Redis. Several gateways may do so at the same time."""
-
-    def __init__(self, redis: Redis) -> None:
-        self._redis = redis
-        self._expire = redis.register_script(session_scripts.EXPIRE)
-        self._put_off = redis.register_script(session_scripts.PUT_OFF)
-
-    async def expire(self, now: float, limit: int) -> int:
-        """Close or put off up to `limit` sessions. Returns how many. Raises StorageUnavailable."""
-        overdue: list[bytes] = await stored(
-            self._redis.zrangebyscore(key_names.DEADLINES, 0, now, start=0, num=limit)
+async def expire(redis: Redis, now: float, limit: int) -> int:
+    """Close or put off up to `limit` overdue sessions. Returns how many. Several gateways may do so at the
+    same time. Raises StorageUnavailable."""
+    overdue: list[bytes] = await stored(redis.zrangebyscore(key_names.DEADLINES, 0, now, start=0, num=limit))
+    closed, unreadable, last_error = 0, list[str](), ""
+    for session_id in (name.decode() for name in overdue):
+        try:
+            closed += await _expire_one(redis, session_id, now)
+        except UNREADABLE as error:
+            unreadable.append(session_id)
+            last_error = str(error)
+            await session_scripts.PUT_OFF.run(redis, [key_names.DEADLINES], [session_id, now + PUT_OFF_S])
+    if unreadable:
+        logger.error(
+            "%d sessions cannot be read and do not expire, among them %s: %s",
+            len(unreadable),
+            unreadable[-1],
+            last_error,
         )
-        closed, unreadable, last_error = 0, list[str](), ""
-        for session_id in (name.decode() for name in overdue):
-            try:
-                closed += await self._expire_one(session_id, now)
-            except UNREADABLE as error:
-                unreadable.append(session_id)
-                last_error = str(error)
-                await stored(self._put_off([key_names.DEADLINES], [session_id, now + PUT_OFF_S]))
-        if unreadable:
-            logger.error(
-                "%d sessions cannot be read and do not expire, among them %s: %s",
-                len(unreadable),
-                unreadable[-1],
-                last_error,
-            )
-        return closed + len(unreadable)
+    return closed + len(unreadable)
 
-    async def _expire_one(self, session_id: str, now: float) -> int:
-        raw = await stored(self._redis.hget(key_names.session(session_id), "spec"))
-        if raw is None:
-            await stored(self._redis.zrem(key_names.DEADLINES, session_id))
-            return 0
-        outcome, verdict = expiry(decode_spec(raw), now)
-        return int(
-            await stored(
-                self._expire(
-                    [
-                        key_names.session(session_id),
-                        key_names.STREAM,
-                        key_names.DEADLINES,
-                        key_names.VERDICTS,
-                        key_names.SETTLED,
-                    ],
-                    [session_id, encode(outcome), msgspec.json.encode(verdict), now, terms_of(outcome)],
-                )
-            )
-        )
+
+async def _expire_one(redis: Redis, session_id: str, now: float) -> int:
+    raw = await stored(redis.hget(key_names.session(session_id), "spec"))
+    if raw is None:
+        await stored(redis.zrem(key_names.DEADLINES, session_id))
+        return 0
+    outcome, verdict = expiry(decode_spec(raw), now)
+    named = [key_names.session(session_id), key_names.STREAM, key_names.DEADLINES]
+    named += [key_names.VERDICTS, key_names.SETTLED]
+    arguments = (session_id, encode(outcome), msgspec.json.encode(verdict), now, terms_of(outcome))
+    return await session_scripts.EXPIRE.run(redis, named, arguments)
 
 
 PAGE = 500
 SCAN_EVERY_S = 600.0
 """How often all sessions are looked at for those without a deadline."""
-LOOK = """
+LOOK = Script[list[int]]("""
 -- KEYS: sessions, deadlines, settled
 -- Returns whether the first session of another list is not in that of all sessions, and how many sessions
 -- have neither a deadline nor a time of their verdict.
@@ -289,7 +259,7 @@ local function lacks(list)
 end
 local function count(list) return redis.call('ZCARD', list) end
 return {(lacks(KEYS[2]) or lacks(KEYS[3])) and 1 or 0, count(KEYS[1]) - count(KEYS[2]) - count(KEYS[3])}
-"""
+""")
 
 
 class SessionIndexes:
@@ -297,18 +267,14 @@ class SessionIndexes:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._look = redis.register_script(LOOK)
-        self._list = redis.register_script(session_scripts.LIST_AGAIN)
-        self._time = redis.register_script(session_scripts.TIME_AGAIN)
         self._known = 0
         """How many sessions rightly had no deadline at the last scan: only the trainer has to act."""
         self._scanned_at = float("-inf")
 
     async def mend(self) -> None:
         """Raises StorageUnavailable."""
-        lacking, loose = await stored(
-            self._look([key_names.SESSIONS, key_names.DEADLINES, key_names.SETTLED])
-        )
+        named = [key_names.SESSIONS, key_names.DEADLINES, key_names.SETTLED]
+        lacking, loose = await LOOK.run(self._redis, named)
         if lacking:
             listed = [name async for name in self._list_again()]
             again = f"the gateways have listed {len(listed)} of them again"
@@ -329,7 +295,7 @@ class SessionIndexes:
         for source in (key_names.SETTLED, key_names.DEADLINES):
             async for specs in self._specs(source):
                 scores = {name: spec.created_at for name, spec in specs.items()}
-                for name in await self._added(self._list, key_names.SESSIONS, scores):
+                for name in await self._added(session_scripts.LIST_AGAIN, key_names.SESSIONS, scores):
                     yield name
 
     async def _time_again(self) -> AsyncIterator[str]:
@@ -337,15 +303,15 @@ class SessionIndexes:
         async for specs in self._specs(key_names.SESSIONS):
             now = clock.now()
             scores = {name: now + spec.ttl_s for name, spec in specs.items()}
-            for name in await self._added(self._time, key_names.DEADLINES, scores):
+            for name in await self._added(session_scripts.TIME_AGAIN, key_names.DEADLINES, scores):
                 yield name
 
-    async def _added(self, script: AsyncScript, key: key_names.Key, scores: dict[str, float]) -> list[str]:
+    async def _added(self, script: Script[int], key: key_names.Key, scores: dict[str, float]) -> list[str]:
         """Add sessions to a list with a script, which looks at each again: it may have ended, or be deleted,
         since its head was read. Returns those that were missing."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for name, score in scores.items():
-                await script([key_names.session(name), key], [name, score], client=pipeline)
+                script.queue(pipeline, [key_names.session(name), key], [name, score])
             added = await stored(pipeline.execute())
         return [name for name, was_missing in zip(scores, added, strict=True) if was_missing]
 

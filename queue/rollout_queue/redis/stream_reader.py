@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 from redis import Redis
-from redis.exceptions import ResponseError
 
 from rollout_queue.contract.codec import decode
 from rollout_queue.contract.errors import InvalidRecord, StorageUnavailable, UnknownSchema
@@ -28,10 +27,9 @@ from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.stream import Entry, GroupMembers, Verdicts
 from rollout_queue.redis import consumer_scripts, key_names
 from rollout_queue.redis.availability import available
-from rollout_queue.redis.lease import UNFENCED, refused
+from rollout_queue.redis.lease import UNFENCED, FencedScript
 from rollout_queue.redis.losses import note_loss
-from rollout_queue.redis.pipelined import Argument, RunScript
-from rollout_queue.redis.policy_register import reserve_arguments, reserving
+from rollout_queue.redis.lua import Argument, T
 from rollout_queue.redis.session_heads import pages_of, verdict_code
 from rollout_queue.redis.settings import NO_REPLICAS, Replication
 from rollout_queue.redis.stream_pages import (
@@ -80,29 +78,18 @@ class Page(NamedTuple):
     steps: Sequence[TrainedStep] = ()
     entry_ids: Sequence[str] = ()
 
-    def arguments(self) -> tuple[list[str], list[str | bytes | int]]:
+    def arguments(self) -> tuple[list[str], list[Argument]]:
         """Keys and arguments of ACKNOWLEDGE."""
         places: dict[str, int] = {}
-        arguments: list[str | bytes | int] = [
-            key_names.GROUP,
-            len(self.entry_ids),
-            len(self.steps),
-            STEPS_KEPT,
-        ]
+        arguments: list[Argument] = [key_names.GROUP, len(self.entry_ids), len(self.steps), STEPS_KEPT]
         arguments += self.entry_ids
         for step in self.steps:
             arguments += (step.version, msgspec.json.encode(step))
         for each in self.verdicts:
             place = places.setdefault(each.session_id, len(places) + 1)
             arguments += (place, *each)
-        named = [
-            key_names.STREAM,
-            key_names.VERDICTS,
-            key_names.DEADLINES,
-            key_names.SETTLED,
-            key_names.TRAINED,
-            key_names.STEPS,
-        ]
+        named = [key_names.STREAM, key_names.VERDICTS, key_names.DEADLINES, key_names.SETTLED]
+        named += [key_names.TRAINED, key_names.STEPS]
         return [*named, *map(key_names.session, places)], arguments
 
 
@@ -168,16 +155,7 @@ class StreamReader:
         self, redis: Redis, token: str, renew: Renew = lambda: None, replication: Replication = NO_REPLICAS
     ) -> None:
         self._redis, self._token, self._pages, self._renew = redis, token, Pages(redis, token), renew
-        self._confirm = redis.register_script(consumer_scripts.CONFIRM)
-        self._read = redis.register_script(consumer_scripts.READ)
-        self._delivered_last = redis.register_script(consumer_scripts.DELIVERED_LAST)
-        self._acknowledge = redis.register_script(consumer_scripts.ACKNOWLEDGE)
-        self._free = redis.register_script(consumer_scripts.FREE)
-        self._set_aside = redis.register_script(consumer_scripts.SET_ASIDE)
-        self._reserve = reserving(redis, replication)
-        self._report = redis.register_script(consumer_scripts.REPORT)
-        self._refill = redis.register_script(consumer_scripts.REFILL)
-        self._join = redis.register_script(consumer_scripts.JOIN)
+        self._replication = replication
         with available():
             self._run_id = redis.info("server").get("run_id")
         self._interrupted = False
@@ -197,13 +175,13 @@ class StreamReader:
 
     def confirm(self) -> None:
         """Check that no other trainer has claimed the lease, before an action that cannot be undone."""
-        self._fenced(self._confirm, [], [])
+        self._run(consumer_scripts.CONFIRM)
 
     def reclaim(self) -> Iterator[Entry]:
         """Every entry that was delivered and not acknowledged, oldest first. The trainer calls this when it
         starts, and after Redis was unavailable."""
         cursor, self._interrupted = b"0-0", False
-        self._compare(self._fenced(self._delivered_last, [key_names.STREAM], [key_names.GROUP]))
+        self._compare(self._delivered_last())
         while raw := self._page(PAGE, cursor):
             cursor = raw[-1][0]
             # Redis 6.2 keeps deleted entries in the pending list, and they would stop the trim.
@@ -289,12 +267,13 @@ class StreamReader:
         No other weights are published under it. Returns the highest number that was published or reserved
         before; `version` is reserved only if it is higher.
         """
-        return int(self._fenced(self._reserve, *reserve_arguments(version, location)))
+        named = (key_names.RESERVED, key_names.POLICIES)
+        return self._run(consumer_scripts.RESERVE, named, (version, location), self._replication)
 
     def report(self, state: Mapping[str, str | int | float]) -> None:
         """Store the trainer's status for the gateways."""
         fields: list[str | int | float] = [part for field in state.items() for part in field]
-        self._fenced(self._report, [key_names.TRAINER], fields)
+        self._run(consumer_scripts.REPORT, [key_names.TRAINER], fields)
 
     def _new(self, count: int) -> list[Entry]:
         """Up to `count` new entries; fewer only if the stream has no more."""
@@ -323,7 +302,7 @@ class StreamReader:
             self._join_again()
         raw = self._read_page(count, what)
         if not raw:
-            delivered = self._fenced(self._delivered_last, [key_names.STREAM], [key_names.GROUP])
+            delivered = self._delivered_last()
             self._delivered = delivered or self._delivered
             self._compare(delivered)
         elif what == b">":
@@ -331,6 +310,10 @@ class StreamReader:
                 note_loss(self._redis, key_names.STREAM, older_state(self._position))
             self._position = raw[-1][0]
         return raw
+
+    def _delivered_last(self) -> bytes | None:
+        """The id of the last delivered entry; None if the consumer group is gone."""
+        return self._run(consumer_scripts.DELIVERED_LAST, [key_names.STREAM], [key_names.GROUP])
 
     def _compare(self, delivered: bytes | None) -> None:
         """Notice that Redis has delivered less, as far as it knows, than this process has read."""
@@ -342,24 +325,20 @@ class StreamReader:
         with self._noticed():
             raw = self._pages.page(count, what)
         if raw is None:
-            raw = (
-                self._fenced(
-                    self._read, [key_names.STREAM], [key_names.GROUP, key_names.CONSUMER, count, what]
-                )
-                or []
-            )
-        return raw
+            arguments = (key_names.GROUP, key_names.CONSUMER, count, what)
+            raw = self._run(consumer_scripts.READ, [key_names.STREAM], arguments)
+        return raw or []
 
     def _make_group(self) -> None:
         """Make the consumer group unless it is there. If it was lost, first append what the stream has lost
         with it; so an interrupted attempt is repeated. A trainer that has reported had a group."""
-        if self._fenced(self._delivered_last, [key_names.STREAM], [key_names.GROUP]) is None:
+        if self._delivered_last() is None:
             with self._noticed():
                 lost = self._position != b"0-0" or self._redis.exists(key_names.TRAINER)
             if lost:
                 note_loss(self._redis, key_names.STREAM, GROUP_GONE)
                 self._append_again()
-            self._fenced(self._join, [key_names.STREAM], [key_names.GROUP])
+            self._run(consumer_scripts.JOIN, [key_names.STREAM], [key_names.GROUP])
         self._joined = True
 
     def _join_again(self) -> None:
@@ -378,8 +357,8 @@ class StreamReader:
         with self._noticed():
             lost = append_missing(
                 self._redis,
-                lambda session_id, fields: int(
-                    self._fenced(self._refill, [key_names.STREAM, key_names.session(session_id)], fields)
+                lambda session_id, fields: self._run(
+                    consumer_scripts.REFILL, [key_names.STREAM, key_names.session(session_id)], fields
                 ),
             )
         if lost is not None:
@@ -390,14 +369,15 @@ class StreamReader:
             self._send(page)
 
     def _send(self, page: Page) -> None:
-        self._fenced(self._acknowledge, *page.arguments())
+        self._run(consumer_scripts.ACKNOWLEDGE, *page.arguments())
 
     def _free_entries(self, entry_ids: Sequence[str]) -> None:
         """Free the memory of acknowledged entries, and of what an earlier call has left."""
         freed, more = [*entry_ids, *([self._left] if self._left else [])], 1
         try:
             while more:
-                more, *left = self._fenced(self._free, [key_names.STREAM], [key_names.GROUP, *freed])
+                arguments = [key_names.GROUP, *freed]
+                more, *left = self._run(consumer_scripts.FREE, [key_names.STREAM], arguments)
                 self._left, freed = left[0].decode() if left else None, []
         except StorageUnavailable as error:  # they are acknowledged, and go when all before them are
             logger.warning("acknowledged entries stay in the stream for now: %s", error)
@@ -414,18 +394,20 @@ class StreamReader:
     def _set_aside_entry(self, entry_id: bytes, fields: list[bytes], error: Exception) -> None:
         """Move an entry that cannot be decoded to the dead letters, with its bytes and the error."""
         logger.error("entry %s was moved to %s: %s", entry_id.decode(), key_names.DEAD_LETTERS, error)
-        letter: list[str | bytes] = [*fields, b"entry", entry_id, b"error", str(error)]
-        self._fenced(
-            self._set_aside, [key_names.STREAM, key_names.DEAD_LETTERS], [key_names.GROUP, entry_id, *letter]
-        )
+        named = (key_names.STREAM, key_names.DEAD_LETTERS)
+        letter: list[Argument] = [*fields, b"entry", entry_id, b"error", str(error)]
+        self._run(consumer_scripts.SET_ASIDE, named, [key_names.GROUP, entry_id, *letter])
 
-    def _fenced(self, script: RunScript, named: Sequence[str], arguments: Sequence[Argument]) -> Any:
+    def _run(
+        self,
+        script: FencedScript[T],
+        named: Sequence[str] = (),
+        arguments: Sequence[Argument] = (),
+        replication: Replication = NO_REPLICAS,
+    ) -> T:
         """What the script answers. Raises LeaseLost when another trainer has claimed the lease since."""
         with self._noticed():
-            try:
-                return script([key_names.FENCE, *named], [self._token, *arguments])
-            except ResponseError as error:
-                raise refused(error) or error from error
+            return script.run_as(self._token, self._redis, named, arguments, replication)
 
     @contextmanager
     def _noticed(self) -> Iterator[None]:

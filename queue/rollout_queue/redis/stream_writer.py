@@ -2,11 +2,10 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 from redis.asyncio import Redis
-from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -28,8 +27,9 @@ from rollout_queue.contract.outcomes import related
 from rollout_queue.contract.records import Outcome, Reward, SessionSpec, Turn, Verdict
 from rollout_queue.contract.stream import NO_IMAGES
 from rollout_queue.redis import key_names, session_scripts, turn_store
-from rollout_queue.redis.availability import available, stored
-from rollout_queue.redis.pipelined import Argument, PipelinedConnection, RedisClock
+from rollout_queue.redis.availability import stored
+from rollout_queue.redis.lua import Argument, Script, T
+from rollout_queue.redis.pipelined import PipelinedConnection, RedisClock
 from rollout_queue.redis.session_heads import (
     CACHE_BYTES,
     HeadCache,
@@ -47,8 +47,8 @@ from rollout_queue.redis.session_lists import (
     wanted_heads,
 )
 from rollout_queue.redis.session_store import (
-    Descriptions,
-    Expiry,
+    describe,
+    expire,
     group_arguments,
     group_forgotten,
     open_arguments,
@@ -93,21 +93,13 @@ class StreamWriter:
         self._retractions = Retractions(redis, self.confirmed if self._replicated else None)
         self._deleted = 0
         """How many sessions had been deleted at the last `forget_deleted`."""
-        self._open = redis.register_script(session_scripts.OPEN)
-        self._open_group = redis.register_script(session_scripts.OPEN_GROUP)
-        self._append_turn = redis.register_script(turn_store.APPEND_TURN)
-        self._append_reward = redis.register_script(turn_store.APPEND_REWARD)
-        self._append_outcome = redis.register_script(turn_store.APPEND_OUTCOME)
-        self._descriptions = Descriptions(redis, self.confirmed)
-        self._expiry = Expiry(redis)
-        self._heartbeat = redis.register_script(session_scripts.HEARTBEAT)
 
     async def open_session(self, spec: SessionSpec) -> tuple[SessionSpec, bool]:
         """Create the session, or find the one with that id. Returns it, and whether it was created.
 
         Raises Conflict when its group has another size or owner, or is full; SessionDeleted; UserDeleted.
         """
-        reply = await stored(self._connection.confirmed(self._open, *open_arguments(spec)))
+        reply = await self._connection.run(session_scripts.OPEN, *open_arguments(spec))
         with reading(spec.session_id):
             return opened(spec, reply)
 
@@ -122,14 +114,14 @@ class StreamWriter:
         None if there is no such session.
         Raises Conflict when its group has another size or owner, or is full; UserDeleted.
         """
-        return await self._descriptions.describe(spec, now, counts=counts)
+        return await describe(self._redis, self.confirmed, spec, now, counts=counts)
 
     async def open_group(self, specs: Sequence[SessionSpec]) -> None:
         """Create a group with all of its sessions, or nothing.
 
         Raises Conflict when the group exists; UserDeleted.
         """
-        match await self.confirmed(self._open_group, *group_arguments(specs)):
+        match await self.confirmed(session_scripts.OPEN_GROUP, *group_arguments(specs)):
             case b"exists":
                 raise Conflict(f"group {specs[0].shown_group} exists already")
             case b"owner":
@@ -152,7 +144,7 @@ class StreamWriter:
 
     async def ping(self) -> None:
         """Wait for a sign that the queue works."""
-        await stored(self._connection.command("PING"))
+        await self._connection.command("PING")
 
     async def load(self, session_id: str, *, turns: bool = True) -> SessionHead | None:
         """The session. With `turns` false it is read without turns, and `turns` is empty."""
@@ -201,7 +193,7 @@ class StreamWriter:
 
     async def user_deleted(self, user: str) -> bool:
         digest = user_digest(user)
-        return bool(await stored(self._connection.command("SISMEMBER", key_names.DELETED_USERS, digest)))
+        return bool(await self._connection.command("SISMEMBER", key_names.DELETED_USERS, digest))
 
     async def forget_deleted(self) -> None:
         """Drop from memory the sessions that any gateway has deleted since the last call."""
@@ -276,22 +268,18 @@ class StreamWriter:
         deadline_ms = await self._clock.deadline_ms(self._append_within_s)
         named, arguments = append_arguments(turn, expires_at, owner, seen, opening, deadline_ms, images)
         try:
-            with available():
-                reply: bytes | list[int] = await self._connection.confirmed(
-                    self._append_turn, named, arguments
-                )
+            return await self._connection.run(turn_store.APPEND_TURN, named, arguments)
         except StorageUnavailable as error:
             if turn.finish != "abort" and isinstance(error.__cause__, UNANSWERED):
                 self._retractions.add(turn, deadline_ms)
                 await self._retractions.settle_at_once(turn.turn_id)
             raise
-        return reply
 
-    async def confirmed(self, script: AsyncScript, named: list[str], arguments: list[Argument]) -> Any:
+    async def confirmed(self, script: Script[T], named: list[str], arguments: list[Argument]) -> T:
         """What the script answers, once the replicas have what it wrote. Raises StorageUnavailable."""
         if not self._replicated:
-            return await stored(script(named, arguments))
-        return await stored(self._connection.confirmed(script, named, arguments))
+            return await script.run(self._redis, named, arguments)
+        return await self._connection.run(script, named, arguments)
 
     async def retract_failed(self) -> None:
         """Retract the turns that Redis may have stored although it did not answer their append; and if it was
@@ -306,7 +294,7 @@ class StreamWriter:
             return []
         names = [key_names.continuation(owner, digest) for digest in digests]
         # bounded: by the messages of one call
-        found: list[bytes | None] = await stored(self._connection.command("MGET", *names))
+        found: list[bytes | None] = await self._connection.command("MGET", *names)
         return [None if name is None else name.decode() for name in found]
 
     async def append_reward(self, reward: Reward) -> Reward:
@@ -317,7 +305,7 @@ class StreamWriter:
         """
         late = msgspec.structs.replace(reward, late=True)
         reply = await self.confirmed(
-            self._append_reward,
+            turn_store.APPEND_REWARD,
             [key_names.session(reward.session_id), key_names.STREAM, key_names.DELETED],
             [reward.session_id, f"r:{reward.key}", encode(reward), encode(late), repr(reward.value)],
         )
@@ -337,7 +325,8 @@ class StreamWriter:
         """
         await self._retractions.settle(outcome.session_id)
         while True:
-            reply = await self.confirmed(self._append_outcome, *outcome_arguments(outcome, reward, verdict))
+            named, arguments = outcome_arguments(outcome, reward, verdict)
+            reply = await self.confirmed(turn_store.APPEND_OUTCOME, named, arguments)
             if not isinstance(reply, list):
                 break
             if reply[0] != b"described":
@@ -351,7 +340,7 @@ class StreamWriter:
     async def expire(self, now: float, limit: int) -> int:
         """Close sessions whose deadline has passed and that have no outcome or no reward. Returns how
         many."""
-        return await self._expiry.expire(now, limit)
+        return await expire(self._redis, now, limit)
 
     async def group_progress(self, group_id: str) -> GroupProgress:
         """How far the sessions of the group have come, and the size of the group."""
@@ -371,7 +360,8 @@ class StreamWriter:
             raise SessionClosed(f"session {session_id} is unknown")
         with reading(session_id):
             expires_at = now + max(decode_spec(raw).ttl_s, at_least_s)
-        if not await stored(self._heartbeat([key, key_names.DEADLINES], [session_id, now, expires_at])):
+        arguments = (session_id, now, expires_at)
+        if not await session_scripts.HEARTBEAT.run(self._redis, [key, key_names.DEADLINES], arguments):
             raise SessionClosed(f"session {session_id} is finished")
         self._heads.drop(session_id)
         return expires_at

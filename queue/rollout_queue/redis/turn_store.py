@@ -29,13 +29,12 @@ from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
 from rollout_queue.contract.records import SessionSpec, Turn
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.lua import SETTLE
-from rollout_queue.redis.pipelined import Argument, Confirm
+from rollout_queue.redis.lua import SETTLE, Argument, Confirm, Script
 
 logger = logging.getLogger(__name__)
 
 
-APPEND_TURN = """
+APPEND_TURN = Script[bytes | list[int]]("""
 local function with_turn(sums, tokens, finished, first, last)
     -- The sums of a session's turns (`TurnSums`) after one more turn.
     local turns, sampled, ended, oldest, newest =
@@ -103,9 +102,9 @@ sums = with_turn(sums, ARGV[13], ARGV[11], ARGV[14], ARGV[15])
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[3], 'turns', sums, 'e:' .. entry, '')
 if looked then redis.call('HSET', KEYS[1], ARGV[6], '') end
 return {before, redis.call('HLEN', KEYS[1])}
-"""
+""")
 
-RETRACT = """
+RETRACT = Script[bytes]("""
 -- KEYS: session, stream   ARGV: field, field of the retraction, retraction, deadline
 -- Appends the retraction of the turn if the turn is stored. Until `deadline` a turn that is not stored may
 -- still be.
@@ -120,7 +119,7 @@ if verdict then return 'decided' end
 local entry = redis.call('XADD', KEYS[2], '*', 'r', ARGV[3])
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[3], 'e:' .. entry, '')
 return 'retracted'
-"""
+""")
 
 WITHIN = f"""
 local function within(session, value)
@@ -148,7 +147,7 @@ local function within(session, value)
 end
 """
 
-APPEND_REWARD = (
+APPEND_REWARD = Script[bytes | list[bytes]](
     WITHIN
     + """
 -- KEYS: session, stream, deleted   ARGV: id, field, reward, late reward, value
@@ -166,7 +165,7 @@ return reward
 """
 )
 
-APPEND_OUTCOME = (
+APPEND_OUTCOME = Script[bytes | list[bytes]](
     SETTLE
     + WITHIN
     + """
@@ -294,7 +293,6 @@ class Retractions:
     def __init__(self, redis: Redis, confirm: Confirm | None) -> None:
         """`confirm` is None if no replica is waited for."""
         self._redis, self._confirm = redis, confirm
-        self._retract = redis.register_script(RETRACT)
         self._pending: dict[str, PendingRetraction] = {}
         self._one_at_a_time = asyncio.Lock()
 
@@ -356,9 +354,9 @@ class Retractions:
         reply: bytes
         if self._confirm is None:  # the script's text is sent, because it may be that no answer comes
             # bounded: one turn
-            reply = await stored(self._redis.eval(RETRACT, len(named), *named, *arguments))
+            reply = await stored(self._redis.eval(RETRACT.text, len(named), *named, *arguments))
         else:
-            reply = await self._confirm(self._retract, named, arguments)
+            reply = await self._confirm(RETRACT, named, arguments)
         return reply
 
 

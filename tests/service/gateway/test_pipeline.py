@@ -9,13 +9,13 @@ from typing import Any, get_args
 
 import pytest
 from redis import Redis
-from redis.commands.core import AsyncScript
 
 from rollout_queue import clock
 from rollout_queue.contract.codec import decode_spec
 from rollout_queue.contract.export_rows import Episode
 from rollout_queue.contract.records import SessionSpec, Verdict, VerdictCode
 from rollout_queue.redis import key_names, session_scripts
+from rollout_queue.redis.lua import Script
 from rollout_queue.redis.record_restore import restore
 from rollout_queue.redis.session_lists import SESSIONS_PER_SCRIPT
 from rollout_queue.redis.session_store import SCAN_EVERY_S
@@ -145,14 +145,14 @@ end
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sessions each script looks at, in the order of the scripts."""
-    call, seen = AsyncScript.__call__, list[int]()
+    run, seen = Script.run, list[int]()
 
-    async def noted(script: AsyncScript, keys: Any = None, *arguments: Any, **more: Any) -> Any:
-        if script.script == session_scripts.PROGRESS:
+    async def noted(script: Script[Any], redis: Any, keys: Any, arguments: Any = ()) -> Any:
+        if script is session_scripts.PROGRESS:
             seen.append(len(keys))
-        return await call(script, keys, *arguments, **more)
+        return await run(script, redis, keys, arguments)
 
-    monkeypatch.setattr(AsyncScript, "__call__", noted)
+    monkeypatch.setattr(Script, "run", noted)
     return seen
 
 

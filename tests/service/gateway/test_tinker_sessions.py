@@ -1,7 +1,6 @@
 """Client sessions are found, exported, forgotten long after their end, and deleted with all they made."""
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +9,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis as AsyncRedis
 
-from gateway.tinker.removal import ClientRecordRemoval
+from gateway.tinker.store import ClientRecordRemoval
 from gateway.tinker.weights import KeptWeightsStore
 from rollout_queue.redis import key_names
 from rollout_queue.redis.client_session_scripts import CLOSE_SESSION, FORGET_MODEL
 from rollout_queue.redis.command_log import CommandSubmissions
+from rollout_queue.redis.lua import Script
 from rollout_queue.redis.session_deletion import SESSIONS_AT_ONCE, StreamDeleter
 from rollout_queue.trainer_commands import WHOLE_MODEL
 from tests.support.gateway.running import ADMIN_KEY, OTHER_KEY, Backends, RunningGateway
@@ -101,18 +101,21 @@ class Killed(Exception):
 class WatchedRedis(AsyncRedis):
     """Calls `after` with the answer, each time when this script has run."""
 
-    script = ""
+    script: Script[Any]
     after: Callable[[Any], Any]
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         said = await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
-        if args[:2] == ("EVALSHA", hashlib.sha1(self.script.encode()).hexdigest()):  # noqa: S324
+        if args[:2] in (("EVALSHA", self.script.sha), ("EVAL", self.script.text)):
             await asyncio.to_thread(self.after, said)
         return said
 
 
 async def removing(
-    loop: SamplingLoop, script: str, after: Callable[[Any], Any], work: Callable[[ClientRecordRemoval], Any]
+    loop: SamplingLoop,
+    script: Script[Any],
+    after: Callable[[Any], Any],
+    work: Callable[[ClientRecordRemoval], Any],
 ) -> None:
     """Do `work` as another gateway would, with a look at it whenever this script has run."""
     to = loop.gateway.redis.connection_pool.connection_kwargs
@@ -222,7 +225,7 @@ def test_thousands_of_samples_are_deleted_some_at_a_time(loop: SamplingLoop, bac
 
 @pytest.mark.parametrize("script", [CLOSE_SESSION, FORGET_MODEL], ids=["closed", "model gone"])
 def test_a_deletion_that_was_interrupted_is_finished(
-    loop: SamplingLoop, backends: Backends, script: str
+    loop: SamplingLoop, backends: Backends, script: Script[Any]
 ) -> None:
     sample_of(loop)
 

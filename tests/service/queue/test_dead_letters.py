@@ -118,12 +118,10 @@ async def test_a_session_that_is_deleted_meanwhile_does_not_come_back(
     await stream.episode("s1")
     set_aside(stream)
     assert [each.fate for each in requeue(other, dry_run=True)] == ["requeued"] * 3
-    script = other.register_script(MOVE)
     letter: bytes = stream.redis.xrange(key_names.DEAD_LETTERS)[0][0]  # type: ignore[index,assignment]
     await stream.deleted("s1")
-    assert not script(
-        [key_names.DEAD_LETTERS, key_names.STREAM, key_names.session("s1")], [letter, encode(turn())]
-    )
+    named = [key_names.DEAD_LETTERS, key_names.STREAM, key_names.session("s1")]
+    assert not MOVE.run_now(other, named, [letter, encode(turn())])
     assert len(stream.records()) == 1, "the deletion alone"
 
 

@@ -46,7 +46,8 @@ from rollout_queue.contract.records import (
     Verdict,
 )
 from rollout_queue.redis import consumer_scripts, key_names, session_deletion, stream_reader, turn_store
-from rollout_queue.redis.lua import FENCED
+from rollout_queue.redis.lease import FencedScript
+from rollout_queue.redis.lua import FENCED, Script
 from rollout_queue.redis.stream_pages import Pages, RawEntry
 from tests.support.hypothesis_profiles import LONG_EXAMPLES, long
 from tests.support.queue.protocol import CALM, CUTS, Killed, Knife, System
@@ -510,8 +511,9 @@ def forgets_what_it_owes(patch: pytest.MonkeyPatch) -> None:
 
 def appends_as_often_as_asked(patch: pytest.MonkeyPatch) -> None:
     once = "if stored then return {before, before} end"
-    assert once in turn_store.APPEND_TURN
-    patch.setattr(turn_store, "APPEND_TURN", turn_store.APPEND_TURN.replace(once, ""))
+    text = turn_store.APPEND_TURN.text
+    assert once in text
+    patch.setattr(turn_store, "APPEND_TURN", Script[Any](text.replace(once, "")))
 
 
 def has_no_fence(patch: pytest.MonkeyPatch) -> None:
@@ -529,8 +531,10 @@ def has_no_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stream_reader, "Pages", UnfencedPages)
     for name in ("CONFIRM", "READ", "DELIVERED_LAST", "ACKNOWLEDGE", "FREE", "SET_ASIDE", "REPORT"):
         script = getattr(consumer_scripts, name)
-        assert script.startswith(FENCED)
-        patch.setattr(consumer_scripts, name, script.removeprefix(FENCED))
+        assert script.text.startswith(FENCED)
+        unfenced = FencedScript[Any]("")
+        Script.__init__(unfenced, script.text.removeprefix(FENCED))
+        patch.setattr(consumer_scripts, name, unfenced)
 
 
 @pytest.mark.parametrize(

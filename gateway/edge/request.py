@@ -39,6 +39,8 @@ class DisconnectWatch:
         self._receive = receive
         self._task: asyncio.Task[object] | None = None
         """Runs the block; None outside of it."""
+        self.watched = False
+        """Whether the task that watches the connection has started."""
         self._watching: asyncio.Task[None] | None = None
         self._stopped = False
 
@@ -59,12 +61,8 @@ class DisconnectWatch:
             return False
         return kind is asyncio.CancelledError
 
-    @property
-    def watched(self) -> bool:
-        """Whether the task that watches the connection has started."""
-        return self._watching is not None
-
     def _watch(self) -> None:
+        self.watched = True
         self._watching = asyncio.get_running_loop().create_task(self._until_disconnect())
 
     async def _until_disconnect(self) -> None:

@@ -34,7 +34,7 @@ class TokenIds(_Ints):
     """Token ids, int32. Compares, slices and concatenates like the array it is."""
 
     def __new__(cls, values: Iterable[int] = ()) -> Self:
-        return cast(Self, super().__new__(cls, "i", values))
+        return super().__new__(cls, "i", values)  # type: ignore[return-value] # the stub's is a plain array
 
     @property
     def natural(self) -> bool:
@@ -54,7 +54,7 @@ class Logprobs(_Floats):
     """Natural-log probabilities, float32, one per sampled token."""
 
     def __new__(cls, values: Iterable[float] = ()) -> Self:
-        return cast(Self, super().__new__(cls, "f", values))
+        return super().__new__(cls, "f", values)  # type: ignore[return-value] # the stub's is a plain array
 
     @property
     def finite(self) -> bool:

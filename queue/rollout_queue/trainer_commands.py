@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from rollout_queue.contract.codec import decode_packed, encode_packed
+from rollout_queue.contract.codec import decode_packed
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
-from rollout_queue.contract.packed_tokens import Logprobs, TokenIds
+from rollout_queue.contract.packed_tokens import Logprobs, TokenIds, pack
 
 
 class Datum(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -275,7 +275,7 @@ _SCHEMA_BYTE = bytes([SCHEMA])
 
 
 # Equal commands have equal bytes, whatever the order of their dictionaries.
-_encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed, order="deterministic")
+_encoder = msgspec.msgpack.Encoder(enc_hook=pack, order="deterministic")
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=decode_packed)
 _answer_decoder = msgspec.msgpack.Decoder(Answer, dec_hook=decode_packed)
 _kept_decoder = msgspec.msgpack.Decoder(Kept)

@@ -12,22 +12,14 @@ SCHEMA = 1
 _SCHEMA_BYTE = bytes([SCHEMA])
 
 
-def encode_packed(value: Any) -> Any:
-    """msgspec's `enc_hook`: packed ids and numbers as bytes."""
-    # A tuple is faster: Python would build the union `TokenIds | Logprobs` anew at each call.
-    if isinstance(value, (TokenIds, Logprobs)):
-        return pack(value)
-    raise NotImplementedError(f"cannot encode {type(value).__name__}")
-
-
 def decode_packed(kind: type, value: Any) -> Any:
-    """msgspec's `dec_hook`: their bytes back."""
+    """msgspec's `dec_hook`: what `pack` has packed."""
     if kind is TokenIds or kind is Logprobs:
         return kind.unpack(value)
     raise NotImplementedError(f"cannot decode {kind.__name__}")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
+_encoder = msgspec.msgpack.Encoder(enc_hook=pack)
 _record_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record, dec_hook=decode_packed)
 _spec_decoder = msgspec.msgpack.Decoder(SessionSpec)
 

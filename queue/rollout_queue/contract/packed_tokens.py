@@ -79,6 +79,7 @@ def _swapped(values: TokenIds | Logprobs) -> bytes:
 
 
 pack = _swapped if _SWAP else cast(Callable[[TokenIds | Logprobs], bytes], array.tobytes)
+"""Their bytes on the wire; msgspec's `enc_hook`, too."""
 
 
 SCHEMA = 1

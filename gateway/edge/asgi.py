@@ -40,6 +40,7 @@ from gateway.edge.request import (
 from gateway.errors import NotPermitted, UnknownCaller
 from gateway.settings import WrongKeySettings
 from rollout_queue import clock
+from rollout_queue.http.bounded_protocol import FLOW
 from rollout_queue.http.callers import check_keyless, presented_key
 from rollout_queue.http.errors import ApiError, request_id_of
 from rollout_queue.http.json_routes import PacedReceive, next_iteration
@@ -263,7 +264,8 @@ class EdgeApp:
         request_id = request_id_of(headers.get("x-request-id", ""))
         ids = begin_log_ids(request_id, session_id)
         figures = endpoint.figures
-        reply = Reply(send, request_id, figures, last=self.leaving)
+        flow = scope.setdefault("state", {}).get(FLOW)
+        reply = Reply(send, request_id, figures, last=self.leaving, flow=flow)
         figures.in_flight += 1
         try:
             caller = self.identities.caller(headers)  # before the body: it is not read without a valid key

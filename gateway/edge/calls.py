@@ -14,8 +14,9 @@ What always holds:
 2. Every client gets the same answer from its beginning, or the failure: as a status, if nothing was sent to
    it, and else as an event.
 3. A client gets the end of an answer after its turn is in Redis. No turn is recorded while nobody follows.
-4. While one client follows a stream, the sampling is at most one chunk ahead of its socket. As soon as two
-   follow, the sampling waits for none of them, and they do not wait for each other.
+4. Tokens are written where they are appended, if the socket takes them at once, and else by the follower's
+   task. While one client follows a stream, the sampling is at most one chunk ahead of its socket. As soon as
+   two follow, the sampling waits for none of them, and they do not wait for each other.
 5. A call that nobody follows for `grace_s` is cancelled, and what was sampled is recorded as aborted. An
    answer in the background is no longer part of its call: nobody follows it.
 6. When a call has ended and the last client has left, its objects do not refer to each other: no memory of it
@@ -83,6 +84,70 @@ class StreamedAnswers(msgspec.Struct, frozen=True):
     """The complete answers, by the index of their choice."""
 
 
+class AnswerWriter:
+    """Writes the tokens and the ends of streamed answers to one client."""
+
+    def __init__(self, stream: StreamedAnswers, reply: Reply) -> None:
+        generations = stream.generations
+        self.events = stream.parsed.responder.events(generations)
+        self.waits = False
+        """All is written, and the task of the client waits for more."""
+        self._stream, self._reply = stream, reply
+        self._answers = [answer_stream(stream.gateway, generation) for generation in generations]
+        self._done = [0] * len(generations)
+        """How many tokens of each answer were taken."""
+        self._closed = set[int]()
+        self._unsent = self.events.opening()
+        every_s = stream.gateway.settings.heartbeat_s
+        reply.keep_alive(self.events.heartbeat, every_s, lambda: opening_headers(generations))
+
+    def write_now(self) -> bool:
+        """Write the tokens that were appended, unless that would wait. Returns whether all are written."""
+        if not (self.waits and self._reply.writable) or self._take_tokens():
+            return False
+        if self._unsent:
+            now, self._unsent = self._unsent, b""
+            self._reply.write_now(now)
+        return True
+
+    async def write(self) -> None:
+        """Write all that there is to write."""
+        more = True
+        while more:
+            more = self._take_tokens()
+            await self._take_ends()
+            if any(self._done) or self._closed:
+                if not self._reply.begun:
+                    await self._reply.open_stream(reply_headers(self._stream.generations))
+                if self._unsent:
+                    now, self._unsent = self._unsent, b""
+                    await self._reply.write(now)
+            if more:
+                await asyncio.sleep(0)
+
+    def _take_tokens(self) -> bool:
+        """Make events of the next tokens of each answer. Returns whether there are more."""
+        more = False
+        for index, generation in enumerate(self._stream.generations):
+            if (start := self._done[index]) < (total := len(generation.ids)):
+                self._done[index] = end = min(start + MAX_PIECE, total)
+                deltas = self._answers[index].feed(generation.ids[start : min(end, generation.text_tokens)])
+                self._unsent += self.events.piece(index, deltas, range(start, end))
+                more |= end < total
+        return more
+
+    async def _take_ends(self) -> None:
+        """Make events of the answers that are recorded, and whose tokens are all taken."""
+        for index, recorded in list(self._stream.recorded.items()):
+            generation = self._stream.generations[index]
+            if index not in self._closed and self._done[index] == len(generation.ids):
+                self._closed.add(index)
+                self._unsent += self.events.piece(
+                    index, self._answers[index].finish(recorded.answer), range(0)
+                )
+                self._unsent += await written([generation], self.events.closing, index, recorded)
+
+
 class InFlightCall:
     """One call, and the number of clients that follow it."""
 
@@ -115,9 +180,10 @@ class InFlightCall:
         self._failure: Exception | None = None
         """The error that ended the call, if one did."""
         self._stream: StreamedAnswers | None = None
+        self._writers: list[AnswerWriter] = []
         self._body: tuple[bytes, Headers] | None = None
         """The answer as one body, and the headers of the reply."""
-        self._changes = 0
+        self.changes = 0
         """Grows whenever there is more to write."""
         self._written = 0
         """The changes that a client has last written."""
@@ -147,7 +213,7 @@ class InFlightCall:
             self.ended, self._task = True, None
             self._cancel_stop()
             self._calls.remove(self._key, self)
-            self._wake()
+            self.wake()
             if not self.readers:
                 self._forget()
 
@@ -159,21 +225,38 @@ class InFlightCall:
         """From now on the tokens of these generations are written as events. Returns where to put the answers
         that are recorded."""
         self._stream = StreamedAnswers(gateway, parsed, generations, {})
-        self._wake()
+        self.wake()
         return self._stream.recorded
 
     def answer_with(self, body: bytes, headers: Headers) -> None:
         """Answer with one body, and the caller's limits as they are before its tokens are spent."""
         self._body, self.more_headers = (body, {**headers, **self.more_headers()}), dict
 
-    async def appended(self) -> None:
-        """There is more to write. Waits for the client if one alone follows, and is behind."""
-        self._wake()
-        await asyncio.sleep(0)  # the clients write it
-        while self.readers == 1 and self._changes > self._written + 1:
+    def appended(self) -> Callable[[], Awaitable[None]] | None:
+        """Tokens are appended. Returns what waits for the client, if one alone follows, and is behind."""
+        self.changes += 1
+        for writer in self._writers:
+            if writer.write_now():
+                self._written = self.changes
+            else:
+                self._pulse()
+        return self._caught_up if self._behind else None
+
+    @property
+    def _behind(self) -> bool:
+        """Whether the sampling is too far ahead of a client that alone follows."""
+        return self.readers == 1 and self.changes > self._written + 1
+
+    async def _caught_up(self) -> None:
+        while self._behind:
             self._paced = True
             await self._changed.wait()
             self._paced = False
+
+    def wake(self) -> None:
+        """There is more to write than tokens."""
+        self.changes += 1
+        self._pulse()
 
     async def wait_for_reader(self) -> None:
         """Wait until a client follows, because an answer that nobody reads is recorded as aborted.
@@ -194,7 +277,7 @@ class InFlightCall:
             self.latest_attempt, self.joined_at = attempt, clock.now()
         self.readers += 1
         self._cancel_stop()
-        self._wake()
+        self.wake()
 
     async def follow(self, reply: Reply) -> None:
         """Write the whole answer to a client. Raises the error that ended the call, if nothing was sent."""
@@ -203,7 +286,7 @@ class InFlightCall:
                 await self._changed.wait()
             reply.more_headers = self.more_headers
             if self._stream is not None:
-                await self._write_stream(self._stream, reply)
+                await self._follow_stream(self._stream, reply)
             elif self._body is not None:
                 await reply.send_json(200, *self._body)
             elif self._failure is not None:
@@ -220,49 +303,32 @@ class InFlightCall:
             return
         if not self.readers:
             self._stop_timer = clock.deadline(self._calls.grace_s, self._stop)
-        self._wake()
+        self.wake()
 
     def end(self, why: ApiError) -> None:
         """End the call before its answer is complete. Its clients get the error."""
         self._why_ended = why
         self._stop()
 
-    async def _write_stream(self, stream: StreamedAnswers, reply: Reply) -> None:
+    async def _follow_stream(self, stream: StreamedAnswers, reply: Reply) -> None:
         """Write the tokens as they come, from the first one on, until the call ends."""
-        generations, events = stream.generations, stream.parsed.responder.events(stream.generations)
-        every_s = stream.gateway.settings.heartbeat_s
-        reply.keep_alive(events.heartbeat, every_s, lambda: opening_headers(generations))
-        answers = [answer_stream(stream.gateway, generation) for generation in generations]
-        done, closed = [0] * len(generations), set[int]()
-        unsent, ended, behind = events.opening(), False, False
-        while not ended or behind:
-            changes, ended, behind = self._changes, self.ended, False
-            for index, generation in enumerate(generations):
-                if (start := done[index]) < len(generation.ids):
-                    done[index] = end = min(start + MAX_PIECE, len(generation.ids))
-                    deltas = answers[index].feed(generation.ids[start : min(end, generation.text_tokens)])
-                    unsent += events.piece(index, deltas, range(start, end))
-                    behind |= end < len(generation.ids)
-                if index in stream.recorded and index not in closed and done[index] == len(generation.ids):
-                    closed.add(index)
-                    recorded = stream.recorded[index]
-                    unsent += events.piece(index, answers[index].finish(recorded.answer), range(0))
-                    unsent += await written([generation], events.closing, index, recorded)
-            if any(done) or closed:
-                if not reply.begun:
-                    await reply.open_stream(reply_headers(generations))
-                if unsent:
-                    now, unsent = unsent, b""
-                    await reply.write(now)
-            if behind:
-                await asyncio.sleep(0)
-                continue
-            self._written = changes
-            if self._paced:
-                self._pulse()
-            while self._changes == changes and not ended:
-                await self._changed.wait()
-        await reply.close(self._last_events(reply, events))
+        writer = AnswerWriter(stream, reply)
+        self._writers.append(writer)
+        try:
+            ended = False
+            while not ended:
+                changes, ended = self.changes, self.ended
+                await writer.write()
+                self._written = changes
+                if self._paced:
+                    self._pulse()
+                writer.waits = True
+                while self.changes == changes and not ended:
+                    await self._changed.wait()
+                writer.waits = False
+        finally:
+            self._writers.remove(writer)
+        await reply.close(self._last_events(reply, writer.events))
 
     def _last_events(self, reply: Reply, events: Events) -> bytes:
         """Raises the error that ended the call, if nothing was sent."""
@@ -285,10 +351,6 @@ class InFlightCall:
         if self._stop_timer is not None:
             self._stop_timer.cancel()
             self._stop_timer = None
-
-    def _wake(self) -> None:
-        self._changes += 1
-        self._pulse()
 
     def _pulse(self) -> None:
         self._changed.set()

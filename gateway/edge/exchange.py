@@ -163,7 +163,7 @@ class Exchange:
             await self.gateway.generator.sample(generation, call.appended)
             turn = await self.gateway.recorder.record(generation)
             recorded[index] = RecordedAnswer(generation, *turn)
-            await call.appended()
+            call.wake()
 
         await for_each(make, list(enumerate(generations)))
         if parsed.store is not None:

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec
 
 import msgspec
 from starlette.types import Message, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.counters import CLIENT_LEFT, CallFigures
 from gateway.dialects.fields import ignored_header
@@ -50,9 +51,17 @@ STREAM_HEADERS = (
 class Reply:
     """The reply to one call."""
 
-    def __init__(self, send: Send, request_id: str, figures: CallFigures, *, last: bool = False) -> None:
-        """`last`: the connection closes after the reply."""
-        self._send = send
+    def __init__(
+        self,
+        send: Send,
+        request_id: str,
+        figures: CallFigures,
+        *,
+        last: bool = False,
+        flow: FlowControl | None = None,
+    ) -> None:
+        """`last`: the connection closes after the reply. `flow`: the connection's, if it is known."""
+        self._send, self._flow = send, flow
         self.figures = figures
         self._own_headers = [
             (b"x-request-id", request_id.encode()),
@@ -66,6 +75,8 @@ class Reply:
         """The status that was sent."""
         self.begun = False
         """Whether a status was sent. An error after that can only be an event of the stream."""
+        self._open = False
+        """Whether the stream's head is written."""
         self._heartbeats: tuple[bytes, float, Callable[[], Headers | None]] | None = None
         """The event, the seconds between two, and the headers of a stream that begins with one."""
         self._timer: clock.Timer | None = None
@@ -86,6 +97,22 @@ class Reply:
         """Begin a stream of server-sent events, with 200."""
         self.begun = True
         await self._start(200, [*STREAM_HEADERS, *_encoded(headers), *self._own_headers])
+        self._open = True
+
+    @property
+    def writable(self) -> bool:
+        """Whether the connection takes events of the answer at once."""
+        return self._open and self._flow is not None and not self._flow.write_paused
+
+    def write_now(self, events: bytes) -> None:
+        """`write`, while the reply is `writable`: then nothing is awaited."""
+        writing = self.write(events)
+        try:
+            writing.send(None)
+        except StopIteration:
+            return
+        writing.close()
+        raise RuntimeError("a connection that takes events at once made its writer wait")
 
     async def write(self, events: bytes) -> None:
         """Write whole events of the answer to an open stream."""

@@ -1,10 +1,10 @@
 """Speaks to the servers of the fleet: streams answers, aborts them, reads status and requests reloads.
 
-prompt ids ──generate──▶ EngineAnswer ──read, read, …──▶ chunks of output ids with their logprobs
+prompt ids ──generate──▶ EngineAnswer ──follow──▶ chunks of output ids with their logprobs
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import aiohttp
@@ -157,20 +157,22 @@ class EngineAnswer:
         self._response = response
         self._stream = stream
 
-    async def read(self) -> list[OutputChunk]:
-        """The chunks that arrived since the last read; the last one says why the answer ended.
+    async def follow(self, take: Callable[[list[OutputChunk]], bool]) -> None:
+        """Call `take` with the chunks of each arrival, as soon as they arrive and outside of the caller's
+        task, until it returns False. The last chunk says why the answer ended.
 
-        Raises RequestRefused if the engine finds the request at fault, EngineFault if the stream breaks off.
+        Raises what `take` raises, RequestRefused if the engine finds the request at fault, EngineFault if the
+        stream breaks off.
         """
+        feed = self._stream.feed
         try:
-            data = await self._response.read()
+            if await self._response.follow(lambda data: take(feed(data))):
+                return
         except ConnectionLost as error:
             raise EngineFault("broken", f"the engine closed the connection: {error}") from error
         except ReadTimedOut as error:
             raise EngineFault("stalled", f"the engine sent nothing for too long: {error}") from error
-        if not data:
-            raise EngineFault("broken", "the engine ended its answer without a reason")
-        return self._stream.feed(data)
+        raise EngineFault("broken", "the engine ended its answer without a reason")
 
     def close(self) -> None:
         """Give the connection back to the pool if the answer is complete; otherwise close it."""

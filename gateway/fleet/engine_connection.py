@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Final, cast
@@ -134,6 +135,10 @@ class EngineConnection(asyncio.Protocol):
         self.on_body = self._parts.append
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
+        self._use: Callable[[bytes], bool] | None = None
+        """Takes bytes at their arrival, while `follow` waits."""
+        self._context = copy_context()
+        """In which it runs."""
         self._timer: clock.Timer | None = None
         self._transport: asyncio.Transport | None = None
         self._unread = 0
@@ -173,6 +178,30 @@ class EngineConnection(asyncio.Protocol):
             if self._failure is not None:
                 raise self._failure
             await self._more()
+        return self._taken()
+
+    async def follow(self, use: Callable[[bytes], bool]) -> bool:
+        """Call `use` with all bytes that have arrived, and then at each arrival, until it returns False.
+
+        Returns False at the answer's end. `use` runs in the caller's context, but outside of its task.
+
+        Raises what `use` raises, ConnectionLost or ReadTimedOut.
+        """
+        while not self._parts or use(self._taken()):
+            if self._complete:
+                return False
+            if self._failure is not None:
+                raise self._failure
+            self._use, self._context = use, copy_context()
+            try:
+                await self._more()
+                if self._use is None:
+                    return True
+            finally:
+                self._use = None
+        return True
+
+    def _taken(self) -> bytes:
         data = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
         self._parts.clear()
         self._unread = 0
@@ -207,6 +236,17 @@ class EngineConnection(asyncio.Protocol):
         if self._complete:
             self._left = False
             self.release()
+
+    def _use_arrived(self, use: Callable[[bytes], bool]) -> None:
+        """Let `use` take the bytes that arrived. Wake its task if that takes no more, or fails."""
+        try:
+            if self._context.run(use, self._taken()):
+                return
+        except Exception as error:  # `follow` raises it
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+        self._use = None
+        self._wake()
 
     def _more(self) -> asyncio.Future[None]:
         """Is done at the next event of the connection."""
@@ -265,6 +305,10 @@ class EngineConnection(asyncio.Protocol):
         if self._left:
             self._discard()
             return
+        if self._use is not None and self._parts:
+            self._use_arrived(self._use)
+            if not self._complete and self._failure is None:
+                return
         self._unread += len(data)
         if (
             self._unread > HIGH_WATER_BYTES

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,7 +27,9 @@ from gateway.fleet.suspects import Case, request_digest
 from gateway.prometheus import Metrics
 from rollout_queue import clock
 
-OnChunk = Callable[[OutputChunk], Awaitable[None]]
+Waits = Callable[[], Awaitable[None]]
+OnChunk = Callable[[OutputChunk], Waits | None]
+"""Takes a chunk. Returns what is awaited before the engine is read further; None if nothing is."""
 OnEngine = Callable[[bool], None]
 """Called with True when an engine has accepted the request, with False when it failed afterwards."""
 
@@ -86,6 +88,59 @@ class RetryState:
 
 
 @dataclass
+class Delivery:
+    """Passes on the chunks of one engine where they arrive, outside of the task, unless one has to wait."""
+
+    answer: PartialAnswer
+    server: FleetServer
+    wait: EngineWait
+    case: Case
+    retries: RetryState
+    on_chunk: OnChunk
+    works: Callable[[FleetServer], None]
+    """Is called if the server failed before."""
+    waits: Waits | None = None
+    """What is awaited before the next chunk is passed on."""
+    _chunks: list[OutputChunk] = field(default_factory=list)
+    _checked: Iterator[OutputChunk] = field(default_factory=lambda: iter(()))
+
+    def take(self, chunks: list[OutputChunk]) -> bool:
+        """Pass on what can be. Returns whether to go on waiting for more; if not, `catch_up` is due."""
+        self.server.gave_bytes(tokens=bool(chunks))
+        if self.wait.fault is not None:
+            return False  # the task is cancelled
+        if chunks and self.server.breaker.failures:
+            self.works(self.server)
+        self._chunks = chunks
+        self.wait.waiting = False
+        self.wait.waiting = self._pass_on() and not self.case.needed
+        return self.wait.waiting
+
+    async def catch_up(self) -> None:
+        """Wait, and pass on the rest."""
+        while self.waits is not None:
+            await self.waits()
+            self._pass_on()
+        if self.case.needed:
+            await self.case.progressed(self.answer.by_engine)
+
+    def _pass_on(self) -> bool:
+        """Returns whether nothing is left, and the answer has not ended."""
+        self.waits = None
+        while True:
+            for chunk in self._checked:
+                if self.retries.faults:
+                    self.retries.progressed()
+                if (waits := self.on_chunk(chunk)) is not None:
+                    self.waits = waits
+                    return False
+            # Behind a stop string across two engines, the other chunks are not part of the answer.
+            if self.answer.finished or not self._chunks:
+                return not self.answer.finished
+            self._checked = iter(self.answer.take(self._chunks.pop(0)))
+
+
+@dataclass
 class Sampler:
     """Samples answers on the fleet. `text_of` decodes ids as the engine does, with special tokens.
 
@@ -108,7 +163,9 @@ class Sampler:
     async def sample(
         self, wanted: SampleRequest, on_chunk: OnChunk, on_engine: OnEngine = lambda _: None
     ) -> None:
-        """Call `on_chunk` with each chunk; the last one has `finish` and `versions`, and is never an abort.
+        """Call `on_chunk` with each chunk as it arrives, outside of the caller's task.
+
+        The last chunk has `finish` and `versions`, and is never an abort.
 
         If the caller is cancelled, or `on_chunk` raises, the engine is told to abort. Raises RequestRefused
         if the request is at fault, EngineFault or NoServer if no server completed the answer in time.
@@ -132,7 +189,8 @@ class Sampler:
                 closed_in_pool = fault.reason == "lost" and not (dead or retries.faults)
                 self._note_fault(fault, answer, server, closed_in_pool)
                 if (last := answer.keep_delivered()) is not None:
-                    await on_chunk(last)
+                    if (waits := on_chunk(last)) is not None:
+                        await waits()
                     return
                 if dead:
                     await case.died(tokens)
@@ -187,6 +245,7 @@ class Sampler:
         adapter = server.adapter_of(allowed.version, allowed.adapter)
         request = answer.next_request(server.has_tokenizer, adapter)
         trial, wait = server.enter(), EngineWait(answer)
+        delivery = Delivery(answer, server, wait, case, retries, on_chunk, self._note_success)
         server.begin_wait(wait)
         try:
             with wait:
@@ -195,19 +254,9 @@ class Sampler:
             try:
                 while not answer.finished:
                     with wait:
-                        chunks = await stream.read()
-                    server.gave_bytes(tokens=bool(chunks))
-                    for chunk in chunks:
-                        if server.breaker.failures:
-                            self._note_success(server)
-                        for checked in answer.take(chunk):
-                            if retries.faults:
-                                retries.progressed()
-                            await on_chunk(checked)
-                        if case.needed:
-                            await case.progressed(answer.by_engine)
-                        if answer.finished:
-                            break  # a stop string across two engines: the other chunks come after it
+                        await stream.follow(delivery.take)
+                    if delivery.waits is not None or case.needed:
+                        await delivery.catch_up()
             finally:
                 stream.close()
         except EngineFault:

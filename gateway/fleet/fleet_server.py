@@ -147,9 +147,11 @@ class EngineWait:
         assert task is not None  # noqa: S101 - a call is always served by a task
         self._task = task
         self._answer = answer
-        self._waiting = self._cancelled = False
+        self.waiting = self._cancelled = False
+        """While it is false, `end` has no effect: tokens are delivered."""
         self._cancelling = task.cancelling()
-        self._fault: EngineFault | None = None
+        self.fault: EngineFault | None = None
+        """Why the engine was given up."""
 
     @property
     def allowed(self) -> AllowedVersions:
@@ -163,26 +165,26 @@ class EngineWait:
 
     def end(self, fault: EngineFault) -> None:
         """Give the engine up."""
-        if self._fault is None:
-            self._fault = fault
-            if self._waiting:
+        if self.fault is None:
+            self.fault = fault
+            if self.waiting:
                 self._cancelled = self._task.cancel()
 
     def __enter__(self) -> None:
-        if self._fault is not None:
-            raise self._fault
-        self._waiting = True
+        if self.fault is not None:
+            raise self.fault
+        self.waiting = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._waiting = False
+        self.waiting = False
         if not self._cancelled:
             return
         self._cancelled = False
         # As in asyncio.timeout: if others cancelled the task as well, it stays cancelled.
-        if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError and self._fault:
-            raise self._fault from error
+        if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError and self.fault:
+            raise self.fault from error
 
 
 @dataclass

@@ -24,7 +24,7 @@ from gateway.cancellation import cancel_and_wait
 from gateway.counters import CallFigures, PromptTime
 from gateway.errors import EngineFault, GatewayError, InvalidRequest, NoServer
 from gateway.fleet.event_stream import OutputChunk
-from gateway.fleet.failover import Sampler
+from gateway.fleet.failover import Sampler, Waits
 from gateway.fleet.generate_request import PromptImage, SampleRequest, SamplingParameters
 from gateway.generations.conversation import Prompt, locate, locate_raw
 from gateway.generations.generation import Call, ClientCall, Generation, Pinned
@@ -156,8 +156,8 @@ def engine_parameters(
 
 S = TypeVar("S")
 T = TypeVar("T")
-Appended = Callable[[], Awaitable[None]]
-"""Is called once a chunk is appended to a generation; the engine is read no further until it returns."""
+Appended = Callable[[], Waits | None]
+"""Is called once a chunk is appended to a generation. Returns what is awaited before more is read."""
 ENCODERS = 2
 """How many long prompts are rendered at the same time."""
 WHOLE_ANSWER_INTERVAL = 64
@@ -308,10 +308,9 @@ class Generator:
         is recorded.
         """
 
-        async def take(chunk: OutputChunk) -> None:
+        def take(chunk: OutputChunk) -> Waits | None:
             generation.take(chunk)
-            if appended is not None:
-                await appended()
+            return None if appended is None else appended()
 
         began, accepted = clock.monotonic(), None
 

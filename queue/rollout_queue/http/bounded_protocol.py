@@ -124,6 +124,8 @@ def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
     return served
 
 
+FLOW = "weir.flow"
+"""In the scope's state, the connection's FlowControl: `send` waits while its writing is paused."""
 PROGRESS_BYTES = 1024
 """A peer makes progress if it sends or reads this many bytes within the timeout."""
 MAX_PIPELINED = 16
@@ -341,6 +343,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
             app = cast(Any, without_chunks(app, cycle))
+        cycle.scope["state"][FLOW] = cycle.flow
         super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:

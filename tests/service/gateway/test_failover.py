@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from gateway.edge.errors import api_error
 from gateway.errors import GatewayError
 from gateway.fleet.engine_client import EngineClient
 from gateway.fleet.event_stream import OutputChunk
-from gateway.fleet.failover import Sampler
+from gateway.fleet.failover import Sampler, Waits
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import FleetServer
 from gateway.fleet.generate_request import ANY, AllowedVersions, SampleRequest, SamplingParameters
@@ -106,7 +107,7 @@ class Scene:
             await self.hear(wanted)
         return api_error(caught.value)
 
-    async def take(self, piece: OutputChunk) -> None:
+    def take(self, piece: OutputChunk) -> None:
         self.heard.append(piece)
 
     @property
@@ -388,8 +389,8 @@ async def test_an_answer_waits_for_the_only_engine_to_come_back(scene: Scene) ->
     url = server.registration.engine_url
     engine.interruptions.append(Interruption(3, "reset"))
 
-    async def hear(piece: OutputChunk) -> None:
-        await scene.take(piece)
+    def hear(piece: OutputChunk) -> None:
+        scene.take(piece)
         if len(scene.ids) == 3:
             move(server, f"http://127.0.0.1:{free_port()}")
 
@@ -523,13 +524,49 @@ async def test_a_constrained_answer_starts_again_only_where_nobody_saw_its_begin
         assert scene.second.requests[0]["input_ids"] == PROMPT
 
 
+async def test_chunks_are_taken_in_the_context_of_their_call(scene: Scene) -> None:
+    """Connections are kept, so the bytes of one call may arrive on the connection that another one made."""
+    call, taken = ContextVar[int]("call"), list[tuple[int, int]]()
+
+    def hear(piece: OutputChunk) -> None:
+        taken.extend((number, call.get()) for _ in piece.ids)
+
+    for number in range(3):
+        call.set(number)
+        await asyncio.create_task(scene.sampler.sample(scene.ask(), hear))
+    assert taken == [(number, number) for number in range(3) for _ in scene.whole]
+
+
+async def test_what_a_chunk_waits_for_is_awaited_before_the_next_one(scene: Scene) -> None:
+    for engine in scene.engines:
+        engine.pace_s = 0.005
+    free, waiting = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        waiting.set()
+        await free.wait()
+
+    def hear(piece: OutputChunk) -> Waits:
+        scene.take(piece)
+        return wait
+
+    answering = asyncio.create_task(scene.sampler.sample(scene.ask(), hear))
+    await waiting.wait()
+    heard = scene.ids.copy()
+    await asyncio.sleep(0.2)  # the engine sends the rest; nothing shows that none of it is taken
+    assert scene.ids == heard != scene.whole
+    free.set()
+    await answering
+    assert scene.ids == scene.whole
+
+
 async def test_a_client_that_disconnects_stops_the_engine(scene: Scene) -> None:
     first, second = scene.first, scene.second
     first.interruptions.append(Interruption(3, "reset"))
     second.stall_after = 4
 
-    async def hear(piece: OutputChunk) -> None:
-        await scene.take(piece)
+    def hear(piece: OutputChunk) -> None:
+        scene.take(piece)
         if len(scene.ids) == 7:
             raise ConnectionResetError
 
@@ -590,7 +627,7 @@ async def test_many_answers_survive_the_death_of_their_engine(
     async def one(n: int) -> list[int]:
         ids: list[int] = []
 
-        async def hear(piece: OutputChunk) -> None:
+        def hear(piece: OutputChunk) -> None:
             ids.extend(piece.ids)
 
         await scene.sampler.sample(structs.replace(scene.ask(), rid=f"r{n}"), hear)

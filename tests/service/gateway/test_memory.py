@@ -226,7 +226,7 @@ def slow_reader(
 ) -> Iterator[tuple[dict[str, Any], socket.socket]]:
     """A client that has asked for a long answer with logprobs, and reads nothing of it."""
     gateway.engine.script.append([300] * ANSWER)
-    gateway.engine.pace_s = 0.0002  # without a pause, all tokens would arrive, and be sent, as one chunk
+    gateway.engine.pace_s = 0.0005  # without a pause, all tokens would arrive, and be sent, as one chunk
     session, address = gateway.session(), urlsplit(gateway.url)
     body = ASKED if stream else ASKED.replace(b"true", b"false", 1)
     head = (

@@ -73,7 +73,9 @@ class Texts:
 class Client:
     """One client; its socket may be full."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: bool) -> None:
+        """`known`: the gateway knows when the socket is full, so it may write at once."""
+        self._known = known
         self.words = b""
         self.ended = self.left = False
         self.failure: ApiError | None = None
@@ -81,8 +83,13 @@ class Client:
         self.writable.set()
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def write_paused(self) -> bool:
+        return not self.writable.is_set()
+
     async def send(self, message: Any) -> None:
-        await self.writable.wait()
+        if self.write_paused:
+            await self.writable.wait()
         self.words += message.get("body", b"")
         self.ended |= message["type"] == "http.response.body" and not message.get("more_body", False)
 
@@ -90,7 +97,8 @@ class Client:
         self._task = asyncio.create_task(self._follow(call))
 
     async def _follow(self, call: InFlightCall) -> None:
-        reply = Reply(self.send, "", CallFigures("chat"))
+        flow = cast(Any, self) if self._known else None
+        reply = Reply(self.send, "", CallFigures("chat"), flow=flow)
         try:
             await call.follow(reply)
         except ApiError as error:
@@ -112,14 +120,14 @@ class Client:
 class History:
     """A call, its clients, and what was done to it."""
 
-    def __init__(self, turned: TurnedClock) -> None:
-        self.turned = turned
+    def __init__(self, turned: TurnedClock, known: bool) -> None:
+        self.turned, self.known = turned, known
         self.calls = InFlightCalls(GRACE_S, join_identical=True)
         self.tokens = [Tokens() for _ in range(CHOICES)]
         self.steps: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.done = set[int]()
         self.cancelled = self.waits = False
-        self.clients = [Client()]
+        self.clients = [Client(known)]
         watch = DisconnectWatch(cast(Any, None))
         call = self.calls.begin(KEY, 0, CallFigures("chat"), watch, self.make)
         self.call = ref(call)
@@ -143,9 +151,12 @@ class History:
                     await call.wait_for_reader()
                     recorded[index] = cast(Any, SimpleNamespace(answer=None))
                     self.done.add(index)
-                self.waits = True
-                await call.appended()
-                self.waits = False
+                if step != "append":
+                    call.wake()
+                elif (caught_up := call.appended()) is not None:
+                    self.waits = True
+                    await caught_up()
+                    self.waits = False
         except asyncio.CancelledError:
             self.cancelled = True
             raise
@@ -158,7 +169,7 @@ class History:
         elif step == "join" and call is not None and not call.ended:
             joined = self.calls.join(KEY, 1)
             if joined is not None:
-                self.clients.append(Client())
+                self.clients.append(Client(self.known))
                 self.clients[-1].follow(joined)
         elif step == "fill":
             client.writable.clear()
@@ -203,13 +214,15 @@ async def settled() -> None:
 STEPS = ("append", "append", "append", "finish", "join", "fill", "empty", "leave", "wait", "fail")
 
 
-@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 5)), max_size=30))
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 5)), max_size=30), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_each_client_that_stays_gets_the_whole_answer_or_the_failure(taken: list[tuple[str, int]]) -> None:
+def test_each_client_that_stays_gets_the_whole_answer_or_the_failure(
+    taken: list[tuple[str, int]], known: bool
+) -> None:
     async def play() -> None:
         turned = TurnedClock(stopped=True)
         with clock.using(turned):
-            history = History(turned)
+            history = History(turned, known)
             await settled()
             for step, which in taken:
                 await history.take(step, which)
@@ -248,12 +261,15 @@ def judge(history: History) -> None:
         assert all(client.left for client in history.clients)
 
 
-async def test_a_client_that_takes_nothing_holds_the_sampling_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_client_that_takes_nothing_holds_the_sampling_back(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gateway.edge.calls.answer_stream", lambda gateway, generation: Texts())
     monkeypatch.setattr("gateway.edge.calls.reply_headers", lambda generations: {})
     turned = TurnedClock(stopped=True)
     with clock.using(turned):
-        history = History(turned)
+        history = History(turned, known)
         await settled()
         await history.take("append", 0)
         assert history.clients[0].words == b"begin 0:0 "

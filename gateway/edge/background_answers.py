@@ -90,10 +90,13 @@ class BackgroundAnswers:
         """Make one answer, until it is complete, cancelled or ended."""
         sampling, wanted = asyncio.create_task(_sample(gateway, reply, generation)), True
         try:
-            async with gateway.in_flight.call(generation.head):
+            session = await gateway.in_flight.enter(generation.head)
+            try:
                 while wanted and not sampling.done():
                     await clock.wait_tasks([sampling], RENEW_EVERY_S)
                     wanted = sampling.done() or await _renewed(reply)
+            finally:
+                gateway.in_flight.leave(session)
         finally:
             await cancel_and_wait([sampling])
             await gateway.recorder.record_unrecorded([generation])

@@ -93,8 +93,11 @@ class Exchange:
             log_ids().session_id = head.spec.session_id
             call.more_headers = partial(gateway.admission.rate_headers, head.spec.owner)
             figures.session.since(was_read)
-            async with gateway.in_flight.call(head):
+            session = await gateway.in_flight.enter(head)
+            try:
                 await self._answer_in(head, request, parsed, call)
+            finally:
+                gateway.in_flight.leave(session)
 
     async def _answer_in(
         self, head: SessionHead, request: AgentRequest, parsed: ParsedRequest, call: InFlightCall

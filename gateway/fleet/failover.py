@@ -172,7 +172,7 @@ class Sampler:
         """
         answer = PartialAnswer(wanted, self.text_of, self.vocab_size)
         digest = partial(request_digest, wanted.input_ids, wanted.parameters, wanted.images)
-        case = self.fleet.suspects.case_of(digest)
+        case = Case(self.fleet.suspects, digest)
         retries, avoid, wait_s = RetryState(), "", self.engine_wait_s
         while not answer.finished:
             cached = (wanted.cached_at, wanted.cached_version)
@@ -213,8 +213,10 @@ class Sampler:
                 await suspects.renew()
             case.check()
             server = await self.fleet.acquire(asked, max(wait_s, 0.0))
+            if not case.needed:
+                return server
             began = clock.monotonic()
-            if not case.needed or await case.begin(server.id):
+            if await case.begin(server.id):
                 return server
             if server.freed is not None:
                 server.freed(server)  # another call may have the place

@@ -17,7 +17,7 @@ from gateway.fleet.failover import HARMLESS, NO_ADAPTER, RetryState, Sampler
 from gateway.fleet.fleet_server import FleetServer
 from gateway.fleet.generate_request import AllowedVersions, GenerateBody, SamplingParameters
 from gateway.fleet.placement import WantedServer
-from gateway.fleet.suspects import request_digest
+from gateway.fleet.suspects import Case, request_digest
 from rollout_queue import clock
 from rollout_queue.foreign_json import read_json
 
@@ -85,7 +85,7 @@ class PromptScorer:
         EngineFault or NoServer.
         """
         sampler, retries, avoid = self._sampler, RetryState(), ""
-        case = sampler.fleet.suspects.case_of(partial(request_digest, list(ids), ONE_TOKEN, []))
+        case = Case(sampler.fleet.suspects, partial(request_digest, list(ids), ONE_TOKEN, []))
         body = GenerateBody(
             rid=rid,
             input_ids=list(ids),

@@ -105,10 +105,6 @@ class Suspects:
             except StorageUnavailable:
                 self.current_until = now + CURRENT_S  # without Redis, only this process takes care
 
-    def case_of(self, digest: Callable[[], str]) -> "Case":
-        """A call that begins; the digest of its request is computed only if it is needed."""
-        return Case(self, digest)
-
     @property
     def known(self) -> bool:
         """Whether any request is a suspect or guilty."""

@@ -238,10 +238,6 @@ class Generation(msgspec.Struct):
             else self.trial.allowed
         )
 
-    def note_engine(self, works: bool) -> None:
-        """An engine accepted the request, or failed."""
-        self.at_engine = works
-
     def turn(self, policy: str, finish: Finish, reply_digest: str) -> Turn:
         """The record of this generation. Raises InvalidRecord if the answer contradicts itself."""
         spec, prompt = self.head.spec, self.prompt

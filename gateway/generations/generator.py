@@ -318,10 +318,11 @@ class Generator:
             nonlocal accepted
             if works and accepted is None:
                 accepted = clock.monotonic()
-            generation.note_engine(works)
+            generation.at_engine = works
 
         try:
-            with of_turn(generation.turn_id), span(self._span_name(generation), "client") as traced:
+            name = f"{operation_of(generation)} {self._model_name}"
+            with of_turn(generation.turn_id), span(name, "client") as traced:
                 if traced.recording:
                     traced.set(asked_attributes(generation, self._model_name))
                 await self._sampler.sample(self._sample_request(generation), take, note)
@@ -336,9 +337,6 @@ class Generator:
             raise
         finally:
             generation.client.figures.sampled(began, accepted, clock.monotonic())
-
-    def _span_name(self, generation: Generation) -> str:
-        return f"{operation_of(generation)} {self._model_name}"
 
     def _sample_request(self, generation: Generation) -> SampleRequest:
         call, prompt = generation.call, generation.prompt

@@ -14,7 +14,6 @@ import logging
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 
 from redis.asyncio import Redis
 
@@ -36,6 +35,7 @@ MARGIN_S = 5.0
 class SessionInFlight:
     """A session with calls in flight."""
 
+    session_id: str
     ttl_s: float
     expires_at: float
     """Seconds since the epoch; as far as this gateway knows, the session expires then."""
@@ -54,60 +54,41 @@ class CallsInFlight:
         self._writer = writer
         self._sessions: dict[str, SessionInFlight] = {}
 
-    def call(self, head: SessionHead) -> "KeptOpen":
-        """Keep the session open inside an `async with` block."""
-        return KeptOpen(self, head)
-
     async def enter(self, head: SessionHead) -> SessionInFlight:
-        """A call of the session begins. Raises StorageUnavailable."""
+        """A call of the session begins: the session is kept open until `leave`. Raises StorageUnavailable."""
         spec = head.spec
         session = self._sessions.get(spec.session_id)
         if session is None:
-            session = self._sessions[spec.session_id] = SessionInFlight(spec.ttl_s, head.expires_at)
+            session = self._sessions[spec.session_id] = SessionInFlight(
+                spec.session_id, spec.ttl_s, head.expires_at
+            )
         session.calls += 1
         if head.stored and session.expires_at < clock.now() + MARGIN_S:
             try:
-                await self._put_off(spec.session_id, session)
+                await self._put_off(session)
             except BaseException:
-                self.leave(spec.session_id, session)
+                self.leave(session)
                 raise
         return session
 
-    def leave(self, session_id: str, session: SessionInFlight) -> None:
+    def leave(self, session: SessionInFlight) -> None:
         """A call of the session ended."""
         session.calls -= 1
         # The turn of this call has set a new expiry. Other calls in flight may outlast it.
         session.expires_at = min(session.expires_at, clock.now() + session.ttl_s)
         if not session.calls:
-            self._sessions.pop(session_id, None)
+            self._sessions.pop(session.session_id, None)
 
     async def put_off_expiry(self) -> None:
         """Put off the expiry of every session whose expiry is near. Raises StorageUnavailable."""
-        for session_id, session in list(self._sessions.items()):
+        for session in list(self._sessions.values()):
             if session.due:
-                await self._put_off(session_id, session)
+                await self._put_off(session)
 
-    async def _put_off(self, session_id: str, session: SessionInFlight) -> None:
+    async def _put_off(self, session: SessionInFlight) -> None:
         # The session may have got another time to live since the call began, so Redis says when it expires.
         with suppress(SessionClosed):  # it was finished meanwhile, or its first turn will open it
-            session.expires_at = await self._writer.heartbeat(session_id, clock.now(), 2 * MARGIN_S)
-
-
-class KeptOpen:
-    """The block of `CallsInFlight.call`. It is a class, because a generator would cost each call more."""
-
-    __slots__ = ("_calls", "_head", "_session")
-
-    def __init__(self, calls: CallsInFlight, head: SessionHead) -> None:
-        self._calls, self._head = calls, head
-
-    async def __aenter__(self) -> None:
-        self._session = await self._calls.enter(self._head)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._calls.leave(self._head.spec.session_id, self._session)
+            session.expires_at = await self._writer.heartbeat(session.session_id, clock.now(), 2 * MARGIN_S)
 
 
 logger = logging.getLogger(__name__)

@@ -181,9 +181,12 @@ class SampleMaker:
             generation.turn_id = turn_of(sequence_id, attempt)
         scoring = asyncio.create_task(self._scores(wanted, generations[0]))
         try:
-            async with gateway.in_flight.call(head):
+            session = await gateway.in_flight.enter(head)
+            try:
                 await for_each(gateway.generator.sample, generations)
                 await for_each(gateway.recorder.record, generations)
+            finally:
+                gateway.in_flight.leave(session)
             scores = await scoring
         finally:
             await cancel_and_wait([scoring])
